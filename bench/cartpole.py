@@ -29,7 +29,7 @@ MAX_ENV_STEPS = 480 * TRANSITIONS
 
 
 def rlhpc(seed: int) -> dict[str, Any]:
-    """One run of the quickstart configuration, stopped at the target."""
+    """Runs the quickstart configuration once, until the target."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "rlhpc.cli", "train", str(HERE.parent / "configs" / "quickstart.yaml"),
@@ -48,7 +48,7 @@ def rlhpc(seed: int) -> dict[str, Any]:
 
 
 def single_process(seed: int, *options: str) -> dict[str, Any]:
-    """One run of `single_process_ppo.py`, stopped at the target."""
+    """Runs `single_process_ppo.py` once, until the target."""
     command = [sys.executable, str(HERE / "single_process_ppo.py"), "--seed", str(seed), "--stop", "--target", str(TARGET),
                "--max-env-steps", str(MAX_ENV_STEPS), *options]  # fmt: skip
     started = time.perf_counter()

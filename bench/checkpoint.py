@@ -44,7 +44,7 @@ def dd(*arguments: str) -> None:
 
 
 def files(folder: Path, weights: dict[str, torch.Tensor], step: int) -> dict[str, float]:
-    """One save and one load, beside dd."""
+    """Measures one save and one load, next to dd."""
     paths = RunPaths(folder)
 
     def save() -> None:
@@ -73,7 +73,7 @@ def files(folder: Path, weights: dict[str, torch.Tensor], step: int) -> dict[str
 
 
 def until_step(folder: Path, steps: int) -> float:
-    """Seconds from the command until a row is added to the run's metrics; the run goes on to its end."""
+    """Returns the seconds from the command until a row is added to the run's metrics; the run continues to its end."""
     metrics = folder / "resume" / "metrics.jsonl"
     before = metrics.stat().st_size if metrics.exists() else 0
     command = [
@@ -86,9 +86,9 @@ def until_step(folder: Path, steps: int) -> float:
         while run.poll() is None and (not metrics.exists() or metrics.stat().st_size <= before):
             time.sleep(0.005)
         took = time.perf_counter() - started
-        _, said = run.communicate()
+        _, output = run.communicate()
     if run.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {run.returncode}:\n{said[-2000:]}")
+        raise SystemExit(f"{' '.join(command)} ended with {run.returncode}:\n{output[-2000:]}")
     return took
 
 

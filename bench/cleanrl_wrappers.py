@@ -12,7 +12,7 @@ _CLIP = partial(np.clip, a_min=-10, a_max=10)
 
 
 def normalized(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
-    """Observations and rewards by their running statistics, clipped; returns are counted below that."""
+    """Normalises observations and rewards by their running statistics and clips them; returns are counted below that."""
     env = gym.wrappers.RecordEpisodeStatistics(env)
     env = gym.wrappers.NormalizeObservation(env)
     env = gym.wrappers.TransformObservation(env, _CLIP, env.observation_space)

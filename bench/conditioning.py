@@ -25,8 +25,8 @@ CRITIC = ("algorithm.bc_value_coef=0.5", "algorithm.gamma=0.8")
 
 
 def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One seed."""
-    demos, own = folder / "demos.h5", folder / "own.h5"
+    """Measures one seed."""
+    demos, own_demos = folder / "demos.h5", folder / "own.h5"
     words = (
         f"runner.seed={seed}", f"runner.max_steps={options.steps}", "runner.save_interval=-1", "workflow.demos_expert=null",
         "actor.model.log_std_init=-0.5",
@@ -34,20 +34,20 @@ def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, A
     rlhpc("record", "--expert", "rlhpc.embodied.envs.experts:push_cube", "--config", BC, "--episodes",
           str(options.demonstrations), "--only-success", "--output", str(demos), f"runner.seed={seed}")  # fmt: skip
     first = train(folder, BC, "first", f"demos.path={demos}", *words)
-    rlhpc("record", "--run", str(first), "--episodes", str(options.episodes), "--sample", "--output", str(own))
-    all_of_them = f"demos.path=[{demos},{own}]"
-    alike = train(folder, BC, "alike", all_of_them, *words, *CRITIC)
+    rlhpc("record", "--run", str(first), "--episodes", str(options.episodes), "--sample", "--output", str(own_demos))
+    all_of_them = f"demos.path=[{demos},{own_demos}]"
+    unconditioned = train(folder, BC, "alike", all_of_them, *words, *CRITIC)
     good = train(folder, BC, "good", all_of_them, "demos.only_success=true", *words, *CRITIC)
-    told = train(
-        folder, BC, "told", all_of_them, *words, "algorithm.gamma=0.8", f"algorithm.value_model={alike}",
+    conditioned = train(
+        folder, BC, "told", all_of_them, *words, "algorithm.gamma=0.8", f"algorithm.value_model={unconditioned}",
         "actor.model.model_type=conditioned", "actor.model.kwargs.of=mlp",
         f"algorithm.improved_fraction={options.improved}", f"algorithm.advantage_steps={options.advantage_steps}",
     )  # fmt: skip
-    attempts = json.loads(own.with_suffix(".json").read_text())["episodes"]
+    attempts = json.loads(own_demos.with_suffix(".json").read_text())["episodes"]
     return {
         "seed": seed, "clone of the demonstrations": success(first),
         "its own episodes that succeeded": sum(bool(each.get("success")) for each in attempts) / len(attempts),
-        "all alike": success(alike), "successes only": success(good), "conditioned": success(told),
+        "all alike": success(unconditioned), "successes only": success(good), "conditioned": success(conditioned),
     }  # fmt: skip
 
 
@@ -63,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     rows = []
     for seed in range(1, options.seeds + 1):
-        with tempfile.TemporaryDirectory() as made:
-            rows.append(measure(Path(made), seed, options))
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(measure(Path(folder), seed, options))
             print(rows[-1], flush=True)
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0] if name != "seed"}
     command = f"python -m bench.conditioning --seeds {options.seeds}"

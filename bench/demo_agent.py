@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.learning_page import band
 from bench.machine import RESULTS, write
-from rlhpc.metrics.svg import line_chart, standalone
+from rlhpc.metrics.charts import line_chart, standalone
 
 ROOT = Path(__file__).resolve().parents[1]
 SFT, GRPO = "configs/agents/search_sft.yaml", "configs/agents/search.yaml"
@@ -39,7 +39,7 @@ NAMES = {"grpo": "GRPO", "shuffled": "shuffled rewards", "no_tool": "no tool"}
 
 
 def rlhpc(*words: str) -> None:
-    """One command, quiet unless it fails."""
+    """Runs one command, quietly unless it fails."""
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
@@ -52,43 +52,48 @@ def rlhpc(*words: str) -> None:
 
 
 def exported(run: Path) -> Path:
-    """The last checkpoint of a run, as a model."""
+    """Returns the last checkpoint of a run, exported as a model."""
     last = max((run / "checkpoints").glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     rlhpc("convert", "--checkpoint", str(last))
     return run / "export" / last.name
 
 
 def accuracy(model: Path, name: str, *words: str) -> dict[str, Any]:
-    """Of a model on the held-out questions."""
+    """Returns the accuracy of a model on the held-out questions."""
     output = model.parents[1] / "eval" / f"{name}.json"
     rlhpc("eval", "--model", str(model), "--config", GRPO, "--suite", "held_out", "--output", str(output), *words)
-    found: dict[str, Any] = json.loads(output.read_text())
-    return {"accuracy": found["accuracy"], "ci95": found["accuracy_ci95"], "n": found["n"]}
+    result: dict[str, Any] = json.loads(output.read_text())
+    return {"accuracy": result["accuracy"], "ci95": result["accuracy_ci95"], "n": result["n"]}
 
 
 def curve(run: Path) -> list[float]:
-    """The share of questions that were answered in training, by step."""
+    """Returns the share of questions that were answered in training, by step."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [round(row["train/reward"], 4) for row in map(json.loads, lines) if "train/reward" in row]
 
 
 def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
-    """SFT, GRPO and its controls at one seed."""
-    begun, folder = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
+    """Runs SFT, GRPO and its controls at one seed."""
+    started_at, folder = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
     start = f"demo-agent-{seed}-sft"
     rlhpc("train", SFT, *folder, f"runner.name={start}")
     model = exported(runs / start)
     row: dict[str, Any] = {"seed": seed, "sft": accuracy(model, "held_out", *folder), "curves": {}}
     for kind, words in {"grpo": (), **CONTROLS}.items():
-        name, own = f"demo-agent-{seed}-{kind}", [*folder, f"actor.model.model_path={model}", *words, *overrides]
-        rlhpc("train", GRPO, *own, f"runner.name={name}")
-        row[kind] = accuracy(exported(runs / name), "held_out", *own)
+        name, run_overrides = (
+            f"demo-agent-{seed}-{kind}",
+            [*folder, f"actor.model.model_path={model}", *words, *overrides],
+        )
+        rlhpc("train", GRPO, *run_overrides, f"runner.name={name}")
+        row[kind] = accuracy(exported(runs / name), "held_out", *run_overrides)
         row["curves"][kind] = curve(runs / name)
-    return {**row, "seconds": time.perf_counter() - begun}
+    return {**row, "seconds": time.perf_counter() - started_at}
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Training curves: the mean of every five steps and over the seeds, and a band from the lowest seed to the highest."""
+    """Draws training curves: the mean of every five steps and over the seeds, and a band from the
+    lowest seed to the highest.
+    """
     lines = []
     for color, (kind, name) in enumerate(NAMES.items()):
         curves = [list(map(statistics.mean, batched(row["curves"][kind], 5))) for row in rows]
@@ -100,12 +105,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def batched(values: list[float], size: int) -> list[list[float]]:
-    """Neighbours together, the last ones fewer."""
+    """Batches neighbouring values; the last batch may be smaller."""
     return [values[at : at + size] for at in range(0, len(values), size)]
 
 
 def fell_short(row: dict[str, Any]) -> str:
-    """What a seed did not reach; "" if it reached all."""
+    """Returns the criteria that a seed did not meet; "" if it met all."""
     grpo, sft = row["grpo"]["accuracy"], row["sft"]["accuracy"]
     if grpo < sft + 0.2:
         return "less than 20 points above SFT"
@@ -127,8 +132,8 @@ def main() -> int:
     for seed in range(1, args.seeds + 1):
         row = run_seed(seed, args.runs.absolute(), args.overrides)
         rows.append(row)
-        told = ", ".join(f"{kind} {row[kind]['accuracy']:.1%}" for kind in ("sft", "grpo", *CONTROLS))
-        print(f"seed {seed}: {told} of {row['sft']['n']} held-out questions; {row['seconds']:.0f} s", flush=True)
+        text = ", ".join(f"{kind} {row[kind]['accuracy']:.1%}" for kind in ("sft", "grpo", *CONTROLS))
+        print(f"seed {seed}: {text} of {row['sft']['n']} held-out questions; {row['seconds']:.0f} s", flush=True)
     draw(rows, RESULTS / "demo_agent.svg")
     write("demo_agent", f"python -m bench.demo_agent --seeds {args.seeds}", {"rows": rows})
     short = {row["seed"]: why for row in rows if (why := fell_short(row))}

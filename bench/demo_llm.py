@@ -25,14 +25,14 @@ CONFIG = "configs/reasoning/demo.yaml"
 
 
 def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, float]:
-    """The workflow at one seed."""
-    name, begun = f"demo-llm-{seed}", time.perf_counter()
+    """Runs the workflow at one seed."""
+    name, started_at = f"demo-llm-{seed}", time.perf_counter()
     words = [f"runner.seed={seed}", f"runner.name={name}", f"runner.run_dir={runs}", *overrides]
     subprocess.run(
         [sys.executable, "-m", "rlhpc.cli", "run", CONFIG, *words],
         cwd=ROOT, check=True,
     )  # fmt: skip
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started_at
     results = sorted(
         (json.loads(path.read_text()) for path in (runs / name / "eval").glob("global_step_*/held_out.json")),
         key=lambda result: result["global_step"],

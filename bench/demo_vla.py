@@ -29,7 +29,7 @@ import numpy as np
 from bench.demo_agent import ROOT, rlhpc
 from bench.learning_page import band
 from bench.machine import RESULTS, write
-from rlhpc.metrics.svg import line_chart, standalone
+from rlhpc.metrics.charts import line_chart, standalone
 
 BC, PPO = "configs/embodied/cartpole_swingup_bc.yaml", "configs/embodied/cartpole_swingup_ppo.yaml"
 NAMES = {"clone": "the clone", "tuned": "PPO from the clone", "alone": "PPO from random weights"}
@@ -39,33 +39,35 @@ _RNG = np.random.default_rng(1)
 
 
 def controller(obs: np.ndarray) -> np.ndarray:
-    """Actions `[N, 1]` for states `[N, 10]`: swings the pole up by its energy, and catches it only where it nearly stands."""
+    """Returns actions `[N, 1]` for states `[N, 10]`: swings the pole up by its energy, and catches it only near the upright
+    position.
+    """
     x, angle, speed, spin = obs[:, 0], (obs[:, 1] + np.pi) % (2 * np.pi) - np.pi, obs[:, 2], obs[:, 3]
     missing = 15 * (1 - np.cos(angle)) - spin**2 / 2  # of the energy of a pole that stands still
     pump = -0.4 * np.tanh(spin * np.cos(angle)) * np.clip(missing / 10, -1, 1) - 0.2 * x
     catch = angle + 0.4 * spin + 0.1 * x + 0.3 * speed
     near = 1 / (1 + np.exp(-20 * (0.4 - np.abs(angle))))
-    wanted = near * catch + (1 - near) * pump + NOISE * _RNG.standard_normal(len(obs))
-    return np.clip(wanted, -1, 1)[:, None].astype(np.float32)
+    targets = near * catch + (1 - near) * pump + NOISE * _RNG.standard_normal(len(obs))
+    return np.clip(targets, -1, 1)[:, None].astype(np.float32)
 
 
 def evaluation(run: Path) -> dict[str, float]:
-    """Of the newest checkpoint of a run."""
+    """Returns the evaluation of a run's newest checkpoint."""
     output = run / "held_out.json"
     rlhpc("eval", "--run", str(run), "--step", "latest", "--output", str(output))
-    found = json.loads(output.read_text())
-    return {"return": found["return_mean"], "lowest": found["return_min"], "n": found["episodes"]}
+    result = json.loads(output.read_text())
+    return {"return": result["return_mean"], "lowest": result["return_min"], "n": result["episodes"]}
 
 
 def curve(run: Path) -> list[tuple[int, float]]:
-    """Env steps, and the mean return of the training episodes that ended in a step."""
+    """Returns env steps, and the mean return of the training episodes that ended in a step."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [(int(row["rollout/env_steps"]), round(row["rollout/episode_return"], 2)) for row in rows]
 
 
 def run_seed(seed: int, runs: Path, episodes: int, overrides: list[str]) -> dict[str, Any]:
-    """Demonstrations, the clone, PPO from it and PPO alone at one seed."""
-    begun, shared = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
+    """Runs demonstrations, the clone, PPO from it and PPO alone at one seed."""
+    started_at, shared = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
     demos, name = runs / f"demo-vla-{seed}.h5", f"demo-vla-{seed}"
     rlhpc("record", "--expert", "bench.demo_vla:controller", "--config", BC, "--episodes", str(episodes),
           "--output", str(demos), *shared)  # fmt: skip
@@ -76,11 +78,11 @@ def run_seed(seed: int, runs: Path, episodes: int, overrides: list[str]) -> dict
     row: dict[str, Any] = {"seed": seed, "demonstrations": demonstrated(demos)}
     row |= {kind: evaluation(runs / f"{name}-{kind}") for kind in NAMES}
     row["curves"] = {kind: curve(runs / f"{name}-{kind}") for kind in ("tuned", "alone")}
-    return {**row, "seconds": time.perf_counter() - begun}
+    return {**row, "seconds": time.perf_counter() - started_at}
 
 
 def demonstrated(path: Path) -> float:
-    """Mean return of the demonstrations."""
+    """Returns the mean return of the demonstrations."""
     import h5py
 
     with h5py.File(path) as file:
@@ -88,19 +90,19 @@ def demonstrated(path: Path) -> float:
 
 
 def film(runs: Path, seed: int) -> list[Path]:
-    """Four episodes of the evaluation, before PPO and after it; none where nothing can be rendered."""
-    made = []
+    """Films four episodes of the evaluation, before PPO and after it; none where rendering is not possible."""
+    films = []
     for kind, name in {"clone": "before", "tuned": "after"}.items():
         output = runs / f"demo_vla_{name}.json"
         run = runs / f"demo-vla-{seed}-{kind}"
         rlhpc("eval", "--run", str(run), "--step", "latest", "--output", str(output),
               "env.eval.num_envs=4", "env.eval.num_episodes=4", "env.eval.video_episodes=4")  # fmt: skip
-        made += [output.with_suffix(".mp4")] if output.with_suffix(".mp4").is_file() else []
-    return made
+        films += [output.with_suffix(".mp4")] if output.with_suffix(".mp4").is_file() else []
+    return films
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Training curves: the mean over the seeds, and a band from the lowest to the highest."""
+    """Draws training curves: the mean over the seeds, and a band from the lowest to the highest."""
     lines = []
     for color, kind in enumerate(("tuned", "alone")):
         x = [float(steps) for steps, _ in rows[0]["curves"][kind]]
@@ -111,7 +113,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the seeds, the widest spread, and whether the criterion holds."""
+    """Compares means over the seeds, with the widest spread and the criterion's outcome."""
     values = {kind: [row[kind]["return"] for row in rows] for kind in NAMES}
     means = {kind: statistics.fmean(each) for kind, each in values.items()}
     spread = max(max(each) - min(each) for each in values.values())
@@ -132,17 +134,17 @@ def main() -> int:
     for seed in range(1, args.seeds + 1):
         row = run_seed(seed, runs, args.demonstrations, args.overrides)
         rows.append(row)
-        told = ", ".join(f"{name} {row[kind]['return']:.1f}" for kind, name in NAMES.items())
-        print(f"seed {seed}: controller {row['demonstrations']:.1f}, {told}; {row['seconds']:.0f} s", flush=True)
-    found = compared(rows)
+        text = ", ".join(f"{name} {row[kind]['return']:.1f}" for kind, name in NAMES.items())
+        print(f"seed {seed}: controller {row['demonstrations']:.1f}, {text}; {row['seconds']:.0f} s", flush=True)
+    comparison = compared(rows)
     draw(rows, RESULTS / "demo_vla.svg")
-    write("demo_vla", f"python -m bench.demo_vla --seeds {args.seeds}", {"rows": rows, "compared": found})
-    print(json.dumps(found))
+    write("demo_vla", f"python -m bench.demo_vla --seeds {args.seeds}", {"rows": rows, "compared": comparison})
+    print(json.dumps(comparison))
     films = " ".join(map(str, film(runs, 1)))
     print(f"films: {films or 'none, there is no renderer here'}")
-    if not found["holds"]:
+    if not comparison["holds"]:
         print("PPO from the clone is not above both by more than the spread of the seeds", file=sys.stderr)
-    return int(not found["holds"])
+    return int(not comparison["holds"])
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ DISTIL = (
 
 
 def rlhpc(*words: str) -> None:
-    """One command, quiet unless it fails."""
+    """Runs one command, quietly unless it fails."""
     done = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
@@ -42,10 +42,10 @@ def rlhpc(*words: str) -> None:
 
 def train(config: str, folder: Path, name: str, steps: int, *overrides: str) -> Path:
     """Trains to a step, and exports that."""
-    own = ("workflow.sft=null", "workflow.sft_overrides=[]", "runner.segments=1") if config == GRPO else ()
+    extra_overrides = ("workflow.sft=null", "workflow.sft_overrides=[]", "runner.segments=1") if config == GRPO else ()
     rlhpc(
         "train", config, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.max_steps={steps}",
-        f"runner.save_interval={steps}", *own, *overrides,
+        f"runner.save_interval={steps}", *extra_overrides, *overrides,
     )  # fmt: skip
     export = folder / f"{name}-export"
     rlhpc(
@@ -55,30 +55,30 @@ def train(config: str, folder: Path, name: str, steps: int, *overrides: str) -> 
 
 
 def measured(folder: Path, name: str, export: Path) -> dict[str, float]:
-    """What a run reached, and what it took."""
+    """Returns the result of a run, and its costs."""
     output = folder / f"{name}-eval.json"
     words = ["--config", GRPO, "--suite", "held_out", "--output", str(output), f"runner.run_dir={folder}"]
     rlhpc("eval", "--model", str(export), *words)
-    found = json.loads(output.read_text())
+    evaluation = json.loads(output.read_text())
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     tokens = sum(row["train/tokens"] for row in rows if "train/tokens" in row)
-    return {"accuracy": found["accuracy"], "n": found["n"], "tokens": tokens, "steps": len(rows)}
+    return {"accuracy": evaluation["accuracy"], "n": evaluation["n"], "tokens": tokens, "steps": len(rows)}
 
 
 def run_seed(seed: int, folder: Path, steps: dict[str, int], overrides: list[str]) -> dict[str, Any]:
-    """SFT, its teacher, and its student."""
+    """Runs SFT, its teacher, and its student."""
     seeded = [f"runner.seed={seed}", *overrides]
     row: dict[str, Any] = {"seed": seed}
     start = train(SFT, folder, f"sft-{seed}", steps["sft"], f"runner.seed={seed}")
     row["sft"] = measured(folder, f"sft-{seed}", start)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     model = f"actor.model.model_path={start}"
     teacher = train(GRPO, folder, f"grpo-{seed}", steps["grpo"], model, *seeded)
-    row["grpo"] = {**measured(folder, f"grpo-{seed}", teacher), "seconds": time.perf_counter() - begun}
-    begun = time.perf_counter()
+    row["grpo"] = {**measured(folder, f"grpo-{seed}", teacher), "seconds": time.perf_counter() - started_at}
+    started_at = time.perf_counter()
     taught = (model, f"teacher.model.model_path={teacher}", *DISTIL, *seeded)
     student = train(GRPO, folder, f"distil-{seed}", steps["distil"], *taught)
-    row["distilled"] = {**measured(folder, f"distil-{seed}", student), "seconds": time.perf_counter() - begun}
+    row["distilled"] = {**measured(folder, f"distil-{seed}", student), "seconds": time.perf_counter() - started_at}
     return row
 
 
@@ -95,8 +95,8 @@ def main() -> int:
         for seed in range(1, args.seeds + 1):
             row = run_seed(seed, Path(folder), steps, args.overrides)
             rows.append(row)
-            told = [f"{name} {row[name]['accuracy']:.1%} ({row[name]['tokens']:.0f} tokens)" for name in list(row)[1:]]
-            print(f"seed {seed}: {', '.join(told)}", flush=True)
+            texts = [f"{name} {row[name]['accuracy']:.1%} ({row[name]['tokens']:.0f} tokens)" for name in list(row)[1:]]
+            print(f"seed {seed}: {', '.join(texts)}", flush=True)
     figures = {
         name: {key: spread([row[name][key] for row in rows]) for key in ("accuracy", "tokens")}
         for name in ("sft", "grpo", "distilled")
@@ -105,9 +105,9 @@ def main() -> int:
     print(write("distillation", " ".join(words), {"figures": figures, "rows": rows}))
     short = 0
     for row in rows:
-        theirs, mine = row["grpo"], row["distilled"]
-        error = math.sqrt(2 * theirs["accuracy"] * (1 - theirs["accuracy"]) / theirs["n"])
-        if mine["accuracy"] < theirs["accuracy"] - 3 * error or mine["tokens"] > theirs["tokens"] / 2:
+        grpo, distilled = row["grpo"], row["distilled"]
+        error = math.sqrt(2 * grpo["accuracy"] * (1 - grpo["accuracy"]) / grpo["n"])
+        if distilled["accuracy"] < grpo["accuracy"] - 3 * error or distilled["tokens"] > grpo["tokens"] / 2:
             print(f"seed {row['seed']} fell short", file=sys.stderr)
             short = 1
     return short

@@ -28,7 +28,7 @@ RLINF_STEP_S, RLINF_FIRST_S = 8.8, 109.0
 
 
 def rlhpc() -> dict[str, float]:
-    """A run of rlhpc."""
+    """Runs rlhpc."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "rlhpc.cli", "train", str(HERE.parent / "configs" / "embodied" / "halfcheetah_sac.yaml"),
@@ -52,7 +52,7 @@ def rlhpc() -> dict[str, float]:
 
 
 def single_process() -> dict[str, float]:
-    """The same in one process."""
+    """Runs the same workload in one process."""
     import gymnasium
     import torch
 
@@ -95,8 +95,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             [sys.executable, "-m", "bench.embodied_loop", "--single"], check=True, stdout=subprocess.PIPE
         )
         rows["single process"].append(json.loads(alone.stdout))
-        print(json.dumps({who: found[-1] for who, found in rows.items()}), flush=True)
-    figures = {who: {name: spread([row[name] for row in found]) for name in found[0]} for who, found in rows.items()}
+        print(json.dumps({side: side_rows[-1] for side, side_rows in rows.items()}), flush=True)
+    figures = {
+        side: {name: spread([row[name] for row in side_rows]) for name in side_rows[0]}
+        for side, side_rows in rows.items()
+    }
     step, first = (figures["rlhpc"][name]["median"] for name in ("step (s)", "first step (s)"))
     goals = [
         goal("step / RLinf's on Ray", step / RLINF_STEP_S, at_most=1 / 20),

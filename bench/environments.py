@@ -55,16 +55,16 @@ def play(
     stages: int = 1,
     simulators: int = 0,
 ) -> float:
-    """Seconds of a rollout of `steps` decisions in `slots` slots, as a run has it between two updates."""
+    """Returns the seconds of a rollout of `steps` decisions in `slots` slots, as between two updates of a run."""
     from rlhpc import Cluster, HybridComponentPlacement
     from rlhpc.config.typed import typed
     from rlhpc.embodied.config import PpoConfig
-    from rlhpc.embodied.roles.env import EnvWorker
-    from rlhpc.embodied.roles.parts import Turn
-    from rlhpc.embodied.roles.ppo import EmbodiedActor
-    from rlhpc.embodied.roles.rollout import MultiStepRolloutWorker
-    from rlhpc.embodied.roles.slots import Acted, Source
-    from rlhpc.embodied.runners.ppo import EmbodiedRunner
+    from rlhpc.embodied.rollout.slot_map import Acted, Source
+    from rlhpc.embodied.rollout.work_sharing import FullRollout
+    from rlhpc.embodied.runners.rollout_runner import EmbodiedRunner
+    from rlhpc.embodied.workers.env import EnvWorker
+    from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
+    from rlhpc.embodied.workers.rollout import MultiStepRolloutWorker
     from rlhpc.runs.configuration import load_config
 
     with tempfile.TemporaryDirectory() as folder:
@@ -88,29 +88,29 @@ def play(
         try:
             runner = EmbodiedRunner(cfg, groups["actor"], groups["rollout"], groups["env"])
             runner.build()
-            found = []
+            durations = []
             for step in range(ROLLOUTS + 1):
-                began, turn = time.perf_counter(), Turn(step, step, 0, steps)
+                began, turn = time.perf_counter(), FullRollout(step, step, 0, steps)
                 source = Source(runner.slots, (Acted(turn, runner.slots),))
                 handles = [runner.rollout.generate(turn), runner.env.interact(turn), runner.actor.receive(step, source)]
                 for handle in handles:
                     handle.wait()
-                found.append(time.perf_counter() - began)
-            return min(found[1:])
+                durations.append(time.perf_counter() - began)
+            return min(durations[1:])
         finally:
             for group in groups.values():
                 group.shutdown()
 
 
 def rlhpc(task: str, ranks: int, slots: int) -> float:
-    """Environment steps a second."""
+    """Returns environment steps a second of rlhpc."""
     env, steps = TASKS[task]
     model = {"model_type": "bench.idle:RandomPolicy"}
     return slots * steps / play(env, model, ranks=ranks, slots=slots, steps=steps)
 
 
 def pipelining(environment_s: float, policy_s: float, stages: int) -> float:
-    """Seconds of a rollout."""
+    """Returns the seconds of a rollout."""
     env = {"env_type": "bench.idle:SleepingEnv", "env_id": "sleep", "kwargs": {"seconds": environment_s / SLOTS}}
     model = {"model_type": "bench.idle:SleepingPolicy", "kwargs": {"seconds": policy_s / SLOTS}}
     return play(env, model, ranks=1, slots=SLOTS, steps=PIPELINED_STEPS, stages=stages)
@@ -120,7 +120,7 @@ def pipelining(environment_s: float, policy_s: float, stages: int) -> float:
 
 
 def make(task: str) -> Any:
-    """One environment as gymnasium's users make it."""
+    """Makes one environment as Gymnasium's users do."""
     import gymnasium
 
     env, _ = TASKS[task]
@@ -129,12 +129,12 @@ def make(task: str) -> Any:
     import mani_skill.envs  # noqa: F401 (registers the tasks)
     from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
 
-    made = gymnasium.make(task, num_envs=1, render_backend="none", sim_backend="physx_cpu", **env["kwargs"])
-    return CPUGymWrapper(made, ignore_terminations=False)
+    env_made = gymnasium.make(task, num_envs=1, render_backend="none", sim_backend="physx_cpu", **env["kwargs"])
+    return CPUGymWrapper(env_made, ignore_terminations=False)
 
 
 def gymnasium_rate(kind: str, task: str, slots: int) -> float:
-    """Environment steps a second of SyncVectorEnv or AsyncVectorEnv on random actions."""
+    """Returns environment steps a second of SyncVectorEnv or AsyncVectorEnv on random actions."""
     import gymnasium
 
     vector = {"sync": gymnasium.vector.SyncVectorEnv, "async": gymnasium.vector.AsyncVectorEnv}[kind]
@@ -143,7 +143,7 @@ def gymnasium_rate(kind: str, task: str, slots: int) -> float:
 
 
 def gymnasium(kind: str, task: str, slots: int) -> float:
-    """The same in a process of its own, which has no threads of a driver."""
+    """Returns the same rate from a separate process, without the threads of a driver."""
     done = subprocess.run(
         [sys.executable, "-m", "bench.environments", "--gymnasium", kind, task, str(slots)], cwd=ROOT, check=True,
         stdout=subprocess.PIPE, text=True,
@@ -155,7 +155,7 @@ def gymnasium(kind: str, task: str, slots: int) -> float:
 
 
 def quickstart(ranks: int) -> float:
-    """Environment steps a second over 120 training steps of the quickstart."""
+    """Returns environment steps a second over 120 training steps of the quickstart."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [sys.executable, "-m", "rlhpc.cli", "train", "configs/quickstart.yaml", f"runner.run_dir={folder}",
@@ -172,26 +172,26 @@ def quickstart(ranks: int) -> float:
 
 
 def contenders() -> dict[str, Callable[[], float]]:
-    """What is measured, by name; a round runs all in this order."""
-    found: dict[str, Callable[[], float]] = {}
+    """Returns the measurements by name; a round runs all in this order."""
+    measurements: dict[str, Callable[[], float]] = {}
     for task in TASKS:
-        found[f"{task}: gymnasium sync, {SLOTS} slots"] = partial(gymnasium, "sync", task, SLOTS)
-        found[f"{task}: rlhpc, 1 rank, {SLOTS} slots"] = partial(rlhpc, task, 1, SLOTS)
-        found[f"{task}: gymnasium async, 2 slots"] = partial(gymnasium, "async", task, 2)
-        found[f"{task}: rlhpc, 2 ranks, 2 slots"] = partial(rlhpc, task, 2, 2)
-        found[f"{task}: gymnasium async, {SLOTS} slots"] = partial(gymnasium, "async", task, SLOTS)
-        found[f"{task}: rlhpc, 2 ranks, {SLOTS} slots"] = partial(rlhpc, task, 2, SLOTS)
+        measurements[f"{task}: gymnasium sync, {SLOTS} slots"] = partial(gymnasium, "sync", task, SLOTS)
+        measurements[f"{task}: rlhpc, 1 rank, {SLOTS} slots"] = partial(rlhpc, task, 1, SLOTS)
+        measurements[f"{task}: gymnasium async, 2 slots"] = partial(gymnasium, "async", task, 2)
+        measurements[f"{task}: rlhpc, 2 ranks, 2 slots"] = partial(rlhpc, task, 2, 2)
+        measurements[f"{task}: gymnasium async, {SLOTS} slots"] = partial(gymnasium, "async", task, SLOTS)
+        measurements[f"{task}: rlhpc, 2 ranks, {SLOTS} slots"] = partial(rlhpc, task, 2, SLOTS)
     for e, p in PAIRS:
         for stages in (1, 2):
-            found[f"rollout s: e {e} s, p {p} s, {stages} stages"] = partial(pipelining, e, p, stages)
+            measurements[f"rollout s: e {e} s, p {p} s, {stages} stages"] = partial(pipelining, e, p, stages)
     for ranks in (1, 2):
-        found[f"quickstart: {ranks} env ranks"] = partial(quickstart, ranks)
-    return found
+        measurements[f"quickstart: {ranks} env ranks"] = partial(quickstart, ranks)
+    return measurements
 
 
 def ratios(median: dict[str, float]) -> dict[str, float]:
-    """What the goals are about."""
-    found = {}
+    """Returns the ratios for which goals are defined."""
+    figures = {}
     for task in TASKS:
         pairs = (
             (f"rlhpc, 1 rank, {SLOTS} slots", f"gymnasium sync, {SLOTS} slots"),
@@ -199,17 +199,17 @@ def ratios(median: dict[str, float]) -> dict[str, float]:
             (f"rlhpc, 2 ranks, {SLOTS} slots", f"gymnasium async, {SLOTS} slots"),
             (f"rlhpc, 2 ranks, {SLOTS} slots", f"rlhpc, 1 rank, {SLOTS} slots"),
         )
-        for ours, theirs in pairs:
-            if f"{task}: {ours}" in median and f"{task}: {theirs}" in median:
-                found[f"{task}: {ours} / {theirs}"] = median[f"{task}: {ours}"] / median[f"{task}: {theirs}"]
+        for ours, reference in pairs:
+            if f"{task}: {ours}" in median and f"{task}: {reference}" in median:
+                figures[f"{task}: {ours} / {reference}"] = median[f"{task}: {ours}"] / median[f"{task}: {reference}"]
     for e, p in PAIRS:
         one, two = (median.get(f"rollout s: e {e} s, p {p} s, {stages} stages") for stages in (1, 2))
         if one and two:
-            found[f"e {e} s, p {p} s: speed-up / ideal"] = one / two / ((e + p) / max(e, p))
-            found[f"e {e} s, p {p} s: longer of the two / pipelined"] = PIPELINED_STEPS * max(e, p) / two
+            figures[f"e {e} s, p {p} s: speed-up / ideal"] = one / two / ((e + p) / max(e, p))
+            figures[f"e {e} s, p {p} s: longer of the two / pipelined"] = PIPELINED_STEPS * max(e, p) / two
     if "quickstart: 2 env ranks" in median:
-        found["quickstart: 2 env ranks / 1"] = median["quickstart: 2 env ranks"] / median["quickstart: 1 env ranks"]
-    return found
+        figures["quickstart: 2 env ranks / 1"] = median["quickstart: 2 env ranks"] / median["quickstart: 1 env ranks"]
+    return figures
 
 
 def main(argv: Sequence[str] | None = None) -> None:

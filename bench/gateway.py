@@ -1,4 +1,4 @@
-"""What the gateway of agents costs: 1000 episodes of 10 turns each over an engine that costs nothing.
+"""Cost of the gateway for agents: 1000 episodes of 10 turns each, over an engine without cost.
 
     python -m bench.gateway
 
@@ -17,11 +17,11 @@ import time
 from typing import Any
 
 from bench.machine import goal, write
-from rlhpc.language.agents.gateway import Drawing, Gateway
-from rlhpc.language.agents.parsers import Parsers
-from rlhpc.language.agents.sessions import Limits, Session
-from rlhpc.language.data.tiny import character_tokenizer
+from rlhpc.language.agents.gateway.output_parsers import Parsers
+from rlhpc.language.agents.gateway.server import Drawing, Gateway
+from rlhpc.language.agents.gateway.sessions import EpisodeLimits, GatewaySession
 from rlhpc.language.engines.base import Completion, SamplingParams
+from rlhpc.language.models.tiny import character_tokenizer
 
 _TEXT = "the product of these is 84 "
 
@@ -37,16 +37,16 @@ class Counted:
         self._tokenizer, self.seconds = tokenizer, 0.0
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._tokenizer, name)
+        attribute = getattr(self._tokenizer, name)
         if name not in ("apply_chat_template", "encode", "decode"):
-            return found
+            return attribute
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            begun = time.thread_time()
+            started_at = time.thread_time()
             try:
-                return found(*args, **kwargs)
+                return attribute(*args, **kwargs)
             finally:
-                self.seconds += time.thread_time() - begun
+                self.seconds += time.thread_time() - started_at
 
         return counted
 
@@ -56,8 +56,8 @@ async def _episode(client: Any, key: str, turns: int) -> None:
     for _ in range(turns):
         head = {"Authorization": f"Bearer {key}"}
         async with client.post("/v1/chat/completions", json={"messages": messages}, headers=head) as response:
-            found = await response.json()
-        messages += [found["choices"][0]["message"], {"role": "user", "content": _TEXT}]
+            reply = await response.json()
+        messages += [reply["choices"][0]["message"], {"role": "user", "content": _TEXT}]
 
 
 def clients(url: str, keys: list[str], turns: int, at_once: int) -> None:
@@ -78,7 +78,7 @@ def clients(url: str, keys: list[str], turns: int, at_once: int) -> None:
 
 
 def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
-    """Seconds and milliseconds a turn, and how much memory grew over the second half of the episodes.
+    """Returns seconds and milliseconds a turn, and the growth of memory over the second half of the episodes.
 
     Args:
         episodes, turns: How many, and how long.
@@ -86,8 +86,8 @@ def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
     """
     tokenizer = Counted(character_tokenizer(context=1 << 20))
     gateway = Gateway(tokenizer, Parsers(tokenizer, "hermes", "think"), 1 << 20)
-    sampling, limits = SamplingParams(max_new_tokens=64), Limits(turns, 1 << 20)
-    sessions = collections.deque(Session(number, sampling, number, limits) for number in range(episodes))
+    sampling, limits = SamplingParams(max_new_tokens=64), EpisodeLimits(turns, 1 << 20)
+    sessions = collections.deque(GatewaySession(number, sampling, number, limits) for number in range(episodes))
     for session in sessions:
         gateway.open(session)
     del session
@@ -102,12 +102,12 @@ def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
         return asyncio.run_coroutine_threadsafe(used(), gateway.loop).result(60)
 
     asking.start()
-    drawn, begun, half = 0, 0.0, 0.0
+    drawn, started_at, half = 0, 0.0, 0.0
     cpu = tokenizing = 0.0
     while drawn < episodes * turns:
-        drawing: Drawing = gateway.asked.get(timeout=60)
+        drawing: Drawing = gateway.engine_queue.get(timeout=60)
         if not drawn:
-            begun, cpu, tokenizing = time.perf_counter(), clock(), tokenizer.seconds
+            started_at, cpu, tokenizing = time.perf_counter(), clock(), tokenizer.seconds
         drawn += 1
         drawing.answer(Completion(drawn, list(reply), [-1.0] * len(reply), [0] * len(reply), "stop"))
         while sessions and len(sessions[0].tree.turns) == turns:  # as a rank does with those that are over
@@ -117,7 +117,7 @@ def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
         if drawn == episodes * turns // 2:
             half = _memory()
     asking.join(60)
-    seconds, cpu, tokenizing = time.perf_counter() - begun, clock() - cpu, tokenizer.seconds - tokenizing
+    seconds, cpu, tokenizing = time.perf_counter() - started_at, clock() - cpu, tokenizer.seconds - tokenizing
     grown = _memory() - half
     gateway.close()
     return {
@@ -128,30 +128,30 @@ def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
 
 
 def _memory() -> float:
-    """The most memory so far, in MiB."""
+    """Returns the peak memory so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def main() -> None:
-    """`python -m bench.gateway`."""
+    """Runs `python -m bench.gateway`."""
     parser = argparse.ArgumentParser(prog="python -m bench.gateway", description=__doc__.splitlines()[0])
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--at-once", type=int, default=64)
     options = parser.parse_args()
-    found = measure(options.episodes, options.turns, options.at_once)
-    for name, value in found.items():
+    figures = measure(options.episodes, options.turns, options.at_once)
+    for name, value in figures.items():
         print(f"{name}: {value:.3g}")
     goals = [
         goal(
             "a turn, beside template and tokenizer, in a millisecond of processor time",
-            found["the_rest_ms_a_turn"],
+            figures["the_rest_ms_a_turn"],
             1.0,
         ),
-        goal("no memory is kept of episodes that are over (MiB)", found["grown_in_second_half_mib"], 8.0),
+        goal("no memory is kept of episodes that are over (MiB)", figures["grown_in_second_half_mib"], 8.0),
     ]
     size = f"--episodes {options.episodes} --turns {options.turns} --at-once {options.at_once}"
-    print(write("gateway", f"python -m bench.gateway {size}", {"figures": found, "goals": goals}))
+    print(write("gateway", f"python -m bench.gateway {size}", {"figures": figures, "goals": goals}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a critic, and a reward model in a group of its own, are worth to the tiny model, on two-digit addition.
+"""Benefit of a critic, and of a reward model in a separate group, for the tiny model, on two-digit addition.
 
     python -m bench.groups --seeds 3                # PPO with a critic beside REINFORCE without a baseline
     python -m bench.groups --seeds 3 --part reward  # GRPO on a reward model's word, and on that of one trained on lots
@@ -50,15 +50,17 @@ def rlhpc(work: Path, *words: str) -> None:
 
 
 def accuracy(work: Path, model: str, name: str) -> dict[str, Any]:
-    """Of a model, on the held-out problems; by the task, whatever it was trained with."""
+    """Returns the accuracy of a model on the held-out problems, by the task's reward, whatever reward
+    it was trained with.
+    """
     output = work / f"{name}.json"
     rlhpc(work, "eval", "--config", str(CONFIG), "--model", model, "--suite", "held_out", "--output", str(output))
-    found = json.loads(output.read_text())
-    return {key: found[key] for key in ("accuracy", "accuracy_ci95", "n")}
+    result = json.loads(output.read_text())
+    return {key: result[key] for key in ("accuracy", "accuracy_ci95", "n")}
 
 
 def train(work: Path, name: str, steps: int, seed: int, *overrides: str) -> dict[str, Any]:
-    """A run of so many steps from the demonstrations' model, and its accuracy."""
+    """Trains a run of so many steps from the demonstrations' model, and returns its accuracy."""
     words = [
         f"runner.name={name}", f"runner.seed={seed}", f"runner.max_steps={steps}", f"runner.save_interval={steps}",
         "runner.segments=1", "workflow.sft=null", "workflow.sft_overrides=[]", f"actor.model.model_path={SFT}", *overrides,
@@ -69,15 +71,15 @@ def train(work: Path, name: str, steps: int, seed: int, *overrides: str) -> dict
     rows = [json.loads(line) for line in (work / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     reached = accuracy(work, f"runs/{name}/export/global_step_{steps}", name)
     last = rows[-1]
-    known = ("critic/explained_variance", "reward/reward", "train/accuracy")
+    logged_names = ("critic/explained_variance", "reward/reward", "train/accuracy")
     return {
         "name": name, "seed": seed, "steps": steps, **reached, "seconds": last["time/wall_s"],
-        **{key: last[key] for key in known if key in last},
+        **{key: last[key] for key in logged_names if key in last},
     }  # fmt: skip
 
 
-def told(row: dict[str, Any]) -> str:
-    """A run in a line."""
+def format_run(row: dict[str, Any]) -> str:
+    """Formats a run in a line."""
     low, high = row["accuracy_ci95"]
     more = ", ".join(f"{key} {row[key]:.2f}" for key in ("critic/explained_variance", "reward/reward") if key in row)
     line = f"{row['name']}: {row['accuracy']:.1%} ({low:.1%} to {high:.1%}) after {row['steps']} steps"
@@ -85,46 +87,47 @@ def told(row: dict[str, Any]) -> str:
 
 
 def with_critic(work: Path, seeds: int, steps: int) -> tuple[dict[str, Any], bool]:
-    """PPO with a critic, and REINFORCE without a baseline, on as many answers."""
+    """Runs PPO with a critic, and REINFORCE without a baseline, on as many answers."""
     rows: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for seed in range(1, seeds + 1):
         for way, words in WAYS.items():
             rows[way].append(train(work, f"{way.replace(' ', '_')}-{steps}-{seed}", steps, seed, *SPARSE, *words))
-            print(told(rows[way][-1]), flush=True)
-    means = {way: statistics.fmean(row["accuracy"] for row in found) for way, found in rows.items()}
-    return {"rows": rows, "accuracy": {way: spread([r["accuracy"] for r in found]) for way, found in rows.items()}}, (
-        means["critic"] <= means["no baseline"]
-    )
+            print(format_run(rows[way][-1]), flush=True)
+    means = {way: statistics.fmean(row["accuracy"] for row in way_rows) for way, way_rows in rows.items()}
+    return {
+        "rows": rows,
+        "accuracy": {way: spread([r["accuracy"] for r in way_rows]) for way, way_rows in rows.items()},
+    }, (means["critic"] <= means["no baseline"])
 
 
 def with_reward(work: Path, seeds: int, steps: int, model_steps: int) -> tuple[dict[str, Any], bool]:
-    """GRPO that a reward model judges, and nothing else; and one that a model of drawn pairs does."""
+    """Runs GRPO with a reward model as its only reward, and with a reward model of random pairs."""
     from bench import reward_model
 
     reward_model.make_data(work)
     for name, data in (("rm1", "train"), ("by_lot", "by_lot")):
         if not (work / "runs" / name / "checkpoints" / f"global_step_{model_steps}" / "COMPLETE").exists():
-            print(reward_model.told(reward_model.train(work, name, data, model_steps, 1)), flush=True)
+            print(reward_model.format_run(reward_model.train(work, name, data, model_steps, 1)), flush=True)
         rlhpc(work, "convert", "--run", f"runs/{name}", "--step", "latest")
     rows: dict[str, list[dict[str, Any]]] = {"rm1": [], "by_lot": []}
     for seed in range(1, seeds + 1):
-        for name, found in rows.items():
+        for name, name_rows in rows.items():
             words = (
                 # What answers the model would never have given are worth, no reward model has learnt.
                 "reward.terms=[{name: reward}]", "algorithm.kl_coef=0.1",
                 f"reward.model.model_path=runs/{name}/export/global_step_{model_steps}",
                 "cluster.component_placement={actor: 0, rollout: 0, reward: 0}",
             )  # fmt: skip
-            found.append(train(work, f"grpo-{name}-{steps}-{seed}", steps, seed, *words))
-            print(told(found[-1]), flush=True)
-    means = {name: statistics.fmean(row["accuracy"] for row in found) for name, found in rows.items()}
+            name_rows.append(train(work, f"grpo-{name}-{steps}-{seed}", steps, seed, *words))
+            print(format_run(name_rows[-1]), flush=True)
+    means = {name: statistics.fmean(row["accuracy"] for row in name_rows) for name, name_rows in rows.items()}
     start = accuracy(work, SFT, "start")
     error = (start["accuracy"] * (1 - start["accuracy"]) / start["n"]) ** 0.5
     short = means["rm1"] < start["accuracy"] + 3 * error or means["by_lot"] > start["accuracy"] + 3 * error
     return {
         "start": start,
         "rows": rows,
-        "accuracy": {name: spread([r["accuracy"] for r in found]) for name, found in rows.items()},
+        "accuracy": {name: spread([r["accuracy"] for r in name_rows]) for name, name_rows in rows.items()},
     }, short
 
 
@@ -143,12 +146,12 @@ def main() -> int:
         rlhpc(work, "train", str(CONFIG.with_name("demo_sft.yaml")))
         rlhpc(work, "convert", "--run", "runs/demo_sft")
     if args.part == "critic":
-        found, short = with_critic(work, args.seeds, args.steps)
+        figures, short = with_critic(work, args.seeds, args.steps)
     else:
-        found, short = with_reward(work, args.seeds, args.steps, args.model_steps)
+        figures, short = with_reward(work, args.seeds, args.steps, args.model_steps)
     command = f"python -m bench.groups --part {args.part} --seeds {args.seeds} --steps {args.steps}"
-    path = write(f"groups_{args.part}", command, found)
-    print(f"{json.dumps(found['accuracy'])}\n{command} → {path.name}")
+    path = write(f"groups_{args.part}", command, figures)
+    print(f"{json.dumps(figures['accuracy'])}\n{command} → {path.name}")
     return int(short)
 
 

@@ -1,4 +1,4 @@
-"""What ranks that join a run are worth: steps with helpers beside steps of a run that had as many ranks from the start.
+"""Benefit of ranks that join a run: steps with helpers, compared with steps of a run that had as many ranks from the start.
 
     python -m bench.helpers --repeat 3
 
@@ -28,8 +28,8 @@ from typing import Any
 
 from bench.machine import spread, write
 from rlhpc.language.engines.base import Completion, Request
-from rlhpc.language.engines.engine import Engine
-from rlhpc.language.engines.sampling import uniforms
+from rlhpc.language.engines.common import EngineBase
+from rlhpc.language.engines.hf import uniforms
 
 ROOT = Path(__file__).parents[1]
 ROWS, TOKEN_S, TOKENS = 8, 0.01, 40
@@ -38,7 +38,7 @@ STEPS = 8
 _PATIENCE_S = 240.0
 
 
-class Timed(Engine):
+class Timed(EngineBase):
     """An engine of fixed speed, whose tokens depend on the request alone."""
 
     capacity = ROWS
@@ -73,8 +73,8 @@ class Timed(Engine):
             self._running[number] = request, tokens, count + 1
             if count + 1 == len(tokens):
                 del self._running[number]
-                made = [-4.0] * len(tokens), [self.version] * len(tokens)
-                done.append(Completion(request.id, tokens, *made, finish_reason="stop"))
+                logprobs_and_versions = [-4.0] * len(tokens), [self.version] * len(tokens)
+                done.append(Completion(request.id, tokens, *logprobs_and_versions, finish_reason="stop"))
         return done
 
     def _abort(self) -> list[Completion]:
@@ -91,17 +91,17 @@ class Timed(Engine):
         self.version = version
 
     def offload(self) -> None:
-        """Nothing to give."""
+        """Does nothing: no memory to offload."""
 
     def reload(self) -> None:
-        """Nothing to take."""
+        """Does nothing: no memory to reload."""
 
     def close(self) -> None:
         """Ends."""
         self._abort()
 
 
-class Run:
+class HelperRun:
     """A run under way.
 
     Args:
@@ -133,59 +133,59 @@ class Run:
         command = [sys.executable, "-m", "rlhpc.cli", *words]
         return subprocess.Popen(command, env=self.environment, cwd=self.folder, stdout=self._log, stderr=self._log)
 
-    def until(self, what: str, condition: Callable[[], bool]) -> None:
+    def until(self, goal: str, condition: Callable[[], bool]) -> None:
         """Waits for it."""
         end = time.monotonic() + _PATIENCE_S
         while not condition():
             if time.monotonic() > end or self.process.poll() is not None:
-                raise SystemExit(f"bench.helpers: {what}: {(self.folder / 'said.txt').read_text()[-2000:]}")
+                raise SystemExit(f"bench.helpers: {goal}: {(self.folder / 'said.txt').read_text()[-2000:]}")
             time.sleep(0.05)
 
     def firsts(self) -> list[float]:
-        """When each rank that has drawn a token drew its first."""
+        """Returns the time at which each rank drew its first token, for ranks that have drawn one."""
         return sorted(float(path.read_text() or "inf") for path in self.first.iterdir())
 
     def rows(self) -> list[dict[str, float]]:
-        """Metrics so far."""
+        """Returns the metrics so far."""
         path = self.root / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def steps(self, behind: int, count: int = STEPS) -> list[float]:
-        """Seconds of the next steps behind one."""
+        """Returns the seconds of the next steps after one."""
         self.until("steps", lambda: len(self.rows()) >= behind + count)
         return [row["time/step_s"] for row in self.rows()[behind : behind + count]]
 
     def join(self) -> tuple[float, subprocess.Popen[bytes]]:
-        """A helper, and when it was started."""
+        """Starts a helper, and returns the time of its start."""
         return time.time(), self._start("join", str(self.root))
 
-    def end(self, *others: subprocess.Popen[bytes]) -> None:
+    def end(self, *other_processes: subprocess.Popen[bytes]) -> None:
         """Ends it all."""
-        for process in (*others, self.process):
+        for process in (*other_processes, self.process):
             process.terminate()
             process.wait()
         self._log.close()
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """One run of each kind."""
-    static = Run(folder / "static", 4)
+    """Measures one run of each kind."""
+    static = HelperRun(folder / "static", 4)
     static.until("first tokens", lambda: len(static.firsts()) == 4)
     cold = static.firsts()[0] - static.started
     expected = static.steps(2)
     static.end()
-    joined = Run(folder / "joined", 2)
+    joined = HelperRun(folder / "joined", 2)
     joined.until("two steps", lambda: len(joined.rows()) >= 2)
     alone = [row["time/step_s"] for row in joined.rows()[1:]]
-    begun, first = joined.join()
+    started_at, first = joined.join()
     joined.until("the first helper", lambda: len(joined.firsts()) == 3)
-    warm = joined.firsts()[2] - begun
+    warm = joined.firsts()[2] - started_at
     _, second = joined.join()
     joined.until("the second helper", lambda: len(joined.firsts()) == 4)
-    at_first, *found = joined.steps(len(joined.rows()), STEPS + 1)  # the step under way is the first with both
+    at_first, *joined_steps = joined.steps(len(joined.rows()), STEPS + 1)  # the step under way is the first with both
     joined.end(first, second)
     return {
-        "static": expected, "joined": found, "at first": at_first, "alone": alone, "cold_s": cold, "helper_s": warm
+        "static": expected, "joined": joined_steps, "at first": at_first, "alone": alone, "cold_s": cold, "helper_s": warm
     }  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                   f"{one['at first']:.2f} s), "
                   f"{step['alone']:.2f} s with two; first token: {one['cold_s']:.1f} s after a run's start, "
                   f"{one['helper_s']:.1f} s after a helper's", flush=True)  # fmt: skip
-    found = {
+    figures = {
         "step_s, four ranks": spread([step for one in rounds for step in one["static"]]),
         "step_s, two ranks and two helpers": spread([step for one in rounds for step in one["joined"]]),
         "throughput of that": statistics.median(
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "first token of a helper, s": spread([one["helper_s"] for one in rounds]),
         "first token, ratio": statistics.median(one["helper_s"] / one["cold_s"] for one in rounds),
     }
-    print(write("helpers", f"python -m bench.helpers --repeat {args.repeat}", found))
+    print(write("helpers", f"python -m bench.helpers --repeat {args.repeat}", figures))
 
 
 if __name__ == "__main__":

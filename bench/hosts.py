@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from bench.machine import goal, spread, write
-from bench.weights import BYTES, Holder
+from bench.weights import BYTES, WeightHolder
 from rlhpc import Channel, Cluster, NodePlacementStrategy, Session, Worker
 
 MIB = 1 << 20
@@ -62,7 +62,7 @@ class Host:
 
     @property
     def enter(self) -> list[str]:
-        """What to put before a command to run it there."""
+        """Returns the prefix of a command that runs it on this host."""
         return ["nsenter", f"--target={self.process.pid}", "--net", "--uts", "--mount", f"--wd={Path.cwd()}"]
 
 
@@ -79,7 +79,7 @@ def connect(hosts: Sequence[Host]) -> None:
 
 
 def allowed() -> bool:
-    """Whether this user may make network namespaces: root of a container often may not."""
+    """Returns whether this user may create network namespaces: root of a container often may not."""
     if os.geteuid() != 0:
         return False
     probe = ["unshare", "--net", "--uts", "--mount", "ip", "link", "add", "probe0", "type", "veth"]
@@ -87,12 +87,12 @@ def allowed() -> bool:
 
 
 def rank_of_the_far_host() -> None:
-    """A rank's life, as `rlhpc.runtime.process` has it, with this host's address in place of the driver's."""
-    from rlhpc.runtime import process
+    """Runs a rank like `rlhpc.runtime.worker_process`, with this host's address in place of the driver's."""
+    from rlhpc.runtime import worker_process
 
-    spec = process._spawned(int(sys.argv[1]))
+    spec = worker_process._spawned(int(sys.argv[1]))
     spec.tcp_address = ADDRESSES[1]
-    status = process.run_worker(spec)
+    status = worker_process.run_worker(spec)
     sys.stdout.flush()
     os._exit(status)
 
@@ -101,15 +101,15 @@ def rank_of_the_far_host() -> None:
 
 
 def tensors(size: int, count: int = 16) -> dict[str, torch.Tensor]:
-    """`size` bytes in float32 tensors."""
+    """Returns `size` bytes in float32 tensors."""
     return {f"layer{i}": torch.full((size // count // 4,), float(i)) for i in range(count)}
 
 
-class Peer(Worker):
+class HostPeer(Worker):
     """The other end of every measurement."""
 
     def open(self, address: str, listens: bool) -> None:
-        """The plain TCP connection."""
+        """Opens the plain TCP connection."""
         self.tcp: socket.socket
         if listens:
             with socket.create_server((address, 5599), backlog=1) as door:
@@ -126,7 +126,7 @@ class Peer(Worker):
             at += self.tcp.recv_into(view[at:])
 
     def _times(self, count: int, turn: Callable[[], Any]) -> list[float]:
-        """Seconds one way of `count` round trips, after one that does not count."""
+        """Returns the seconds one way of `count` round trips, after one that does not count."""
         times = []
         for _ in range(count + 1):
             started = time.perf_counter()
@@ -188,7 +188,7 @@ class Peer(Worker):
         self.item = tensors(size) if kind == "dict" else np.ones(size, np.uint8)
 
 
-class Exchange(Peer):
+class Exchange(HostPeer):
     """Holds what it sends, so that calls stay small."""
 
     def channel(self, count: int, out: Channel, back: Channel, first: bool) -> list[float]:
@@ -202,7 +202,7 @@ class Exchange(Peer):
 
 
 def wire_bytes() -> int:
-    """Bytes that this host has sent."""
+    """Returns the bytes that this host has sent."""
     done = subprocess.run(["ip", "-s", "-j", "link", "show", INTERFACE], capture_output=True, text=True, check=True)
     return int(json.loads(done.stdout)[0]["stats64"]["tx"]["bytes"])
 
@@ -216,7 +216,9 @@ def both(near: Any, far: Any, method: str, *args: Any) -> list[float]:
 
 
 def weights(sender: Any, group: Any, name: str, count: int, adopt: bool) -> tuple[float, float]:
-    """Seconds until all have applied a version that is new in every tensor, and how often its bytes crossed the wire."""
+    """Returns the seconds until all ranks have applied a version that is new in every tensor, and how often its bytes crossed
+    the wire.
+    """
     receivers = [(name, list(range(count)))]
     for handle in (sender.open(receivers, "off"), group.open(receivers, "off")):
         handle.wait()
@@ -234,7 +236,7 @@ def weights(sender: Any, group: Any, name: str, count: int, adopt: bool) -> tupl
 
 
 def measure(repeat: int, wrapper: str) -> None:
-    """The driver's part; runs on the near host."""
+    """Runs the driver's part, on the near host."""
     os.environ["OMP_NUM_THREADS"] = "1"
     cluster = Cluster.local(2, 0, [{"label": "far", "node_ranks": "1", "python_interpreter": wrapper}])
     Session.start(tcp_address=ADDRESSES[0])
@@ -244,8 +246,8 @@ def measure(repeat: int, wrapper: str) -> None:
         return cls.create_group().launch(cluster, strategy, name)
 
     near, far = launch(Exchange, 1, "near", False), launch(Exchange, 1, "far", True)
-    sender = launch(Holder, 1, "sender", False)
-    receivers = {n: launch(Holder, n, f"r{n}", True) for n in (1, 4)}
+    sender = launch(WeightHolder, 1, "sender", False)
+    receivers = {n: launch(WeightHolder, n, f"r{n}", True) for n in (1, 4)}
     handles = [near.open(ADDRESSES[0], True), far.open(ADDRESSES[0], False)]
     handles += [near.join_gloo(0), far.join_gloo(1)]
     for handle in handles:
@@ -280,16 +282,16 @@ def measure(repeat: int, wrapper: str) -> None:
     figures = {name: spread([row[name] for row in rows]) for name in rows[0]}
     ratios: dict[str, float] = {}
     for name in figures:
-        kind, _, what = name.removesuffix(" (ms)").partition(", ")
-        if kind in ("channel", "send/recv", "gloo") and what != "1 KB":
-            limits = [min(row[f"TCP, {what} (ms)"], row[f"TCP again, {what} (ms)"]) for row in rows]
-            ratios[f"{kind} {what}: rate / TCP"] = float(
+        kind, _, size_text = name.removesuffix(" (ms)").partition(", ")
+        if kind in ("channel", "send/recv", "gloo") and size_text != "1 KB":
+            limits = [min(row[f"TCP, {size_text} (ms)"], row[f"TCP again, {size_text} (ms)"]) for row in rows]
+            ratios[f"{kind} {size_text}: rate / TCP"] = float(
                 np.median([limit / row[name] for row, limit in zip(rows, limits, strict=True)])
             )
         elif kind.startswith("weights") and "times" not in name:
             size = 256 * MIB
             limits = [min(row["TCP, 256 MiB dict (ms)"], row["TCP again, 256 MiB dict (ms)"]) for row in rows]
-            ratios[f"{kind}, {what}: time / TCP's for the bytes"] = float(
+            ratios[f"{kind}, {size_text}: time / TCP's for the bytes"] = float(
                 np.median([row[name] / (limit / size * BYTES) for row, limit in zip(rows, limits, strict=True)])
             )
     for name, figure in figures.items():

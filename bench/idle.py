@@ -23,18 +23,18 @@ class RandomPolicy(Policy):
         self._discrete = isinstance(action_space, spaces.Discrete)
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-        """Actions `[*shape, 1, dim]`."""
+        """Returns actions `[*shape, 1, dim]`."""
         if self._discrete:
             return torch.randint(int(self.action_space.n), (*shape, 1, 1), generator=generator)
         return torch.rand((*shape, 1, *self.action_space.shape), generator=generator) * 2 - 1
 
     def predict_action_batch(self, obs: Any, mode: str = "train", noise: Any = None) -> tuple[Any, dict[str, Any]]:
-        """See `Policy.predict_action_batch`."""
+        """Implements `Policy.predict_action_batch`."""
         zeros = torch.zeros(len(noise))
         return noise, {"prev_logprobs": zeros, "prev_values": zeros}
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Any, Any]:
-        """Values are 0."""
+        """Returns features for values of 0."""
         return None, torch.zeros(count_rows(obs))
 
 
@@ -42,7 +42,7 @@ class SleepingPolicy(RandomPolicy):
     """Sleeps `actor.model.kwargs.seconds` for each slot of its batch."""
 
     def predict_action_batch(self, obs: Any, mode: str = "train", noise: Any = None) -> tuple[Any, dict[str, Any]]:
-        """See `Policy.predict_action_batch`."""
+        """Implements `Policy.predict_action_batch`."""
         time.sleep(count_rows(obs) * float(self._cfg.kwargs["seconds"]))
         return super().predict_action_batch(obs, mode, noise)
 
@@ -56,11 +56,11 @@ class SleepingEnv(VectorEnv):
         self.action_space = spaces.Discrete(2)
 
     def reset(self, seed: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
-        """See `VectorEnv.reset`."""
+        """Implements `VectorEnv.reset`."""
         return np.zeros((self.num_envs, 4), np.float32), {}
 
     def step(self, actions: np.ndarray) -> Step:
-        """See `VectorEnv.step`."""
+        """Implements `VectorEnv.step`."""
         time.sleep(self.num_envs * self._seconds)
         no = np.zeros(self.num_envs, bool)
         return np.zeros((self.num_envs, 4), np.float32), np.zeros(self.num_envs, np.float32), no, no, {}

@@ -1,4 +1,6 @@
-"""What benchmarks of environments have in common. Nothing heavy is imported: simulators' own Pythons run some of it, too."""
+"""Common code of the benchmarks of environments. It imports no heavy modules, because simulators' own Pythons run some of it,
+too.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,18 @@ ROLLOUTS = 3
 
 
 def vector_rate(envs: Any, slots: int, steps: int) -> float:
-    """Environment steps a second of one of gymnasium's vector environments, on random actions; closes it."""
+    """Returns environment steps a second of one of Gymnasium's vector environments, on random actions; closes it."""
     envs.reset(seed=1)
     envs.action_space.seed(1)
     actions = [envs.action_space.sample() for _ in range(steps)]
-    found = []
+    durations = []
     for _ in range(ROLLOUTS + 1):
         began = time.perf_counter()
         for action in actions:
             envs.step(action)
-        found.append(time.perf_counter() - began)
+        durations.append(time.perf_counter() - began)
     envs.close()
-    return slots * steps / min(found[1:])
+    return slots * steps / min(durations[1:])
 
 
 def compare(
@@ -46,13 +48,13 @@ def compare(
     from bench.machine import spread, write
 
     runs = {label: run for label, run in contenders.items() if only in label}
-    found: dict[str, list[float]] = {label: [] for label in runs}
+    values_by_label: dict[str, list[float]] = {label: [] for label in runs}
     for _ in range(repeat):
         for label, run in runs.items():
-            found[label].append(run())
-            print(f"{label:50} {found[label][-1]:12.2f}", flush=True)
-    ratio = ratios({label: statistics.median(values) for label, values in found.items()})
+            values_by_label[label].append(run())
+            print(f"{label:50} {values_by_label[label][-1]:12.2f}", flush=True)
+    ratio = ratios({label: statistics.median(values) for label, values in values_by_label.items()})
     print(json.dumps(ratio, indent=2))
     if not only:
-        figures = {label: spread(values) for label, values in found.items()}
+        figures = {label: spread(values) for label, values in values_by_label.items()}
         print(write(name, f"python -m bench.{name} --repeat {repeat}", {"figures": figures, "ratios": ratio}))

@@ -30,20 +30,20 @@ STEPS = 60
 
 
 def record(file: Path, seed: int, episodes: int) -> None:
-    """Demonstrations of the script."""
+    """Records demonstrations of the script."""
     rlhpc("record", "--expert", EXPERT, "--config", CONFIG, "--episodes", str(episodes), "--output", str(file),
           f"runner.seed={seed}")  # fmt: skip
 
 
 def steps_of(file: Path) -> int:
-    """Steps that a file of episodes has."""
+    """Returns the steps of a file of episodes."""
     return sum(
         int(episode["elapsed_steps"]) for episode in json.loads(file.with_suffix(".json").read_text())["episodes"]
     )
 
 
 def success(run: Path) -> float:
-    """Share of 100 episodes of the newest checkpoint that succeeded."""
+    """Returns the share of 100 episodes of the newest checkpoint that succeeded."""
     output = run / "result.json"
     rlhpc(
         "eval",
@@ -61,32 +61,32 @@ def success(run: Path) -> float:
 
 
 def clone(folder: Path, name: str, demos: Path, seed: int, steps: int) -> Path:
-    """A run of behaviour cloning."""
+    """Runs behaviour cloning."""
     rlhpc("train", CONFIG, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.seed={seed}", f"demos.path={demos}",
           f"runner.max_steps={steps}", "runner.segments=1")  # fmt: skip
     return folder / name
 
 
 def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One seed."""
+    """Measures one seed."""
     demos, more = folder / "demos.h5", folder / "more.h5"
     record(demos, seed, options.demonstrations)
     rlhpc("dagger", CONFIG, "--intervene", PERSON, "--rounds", str(options.rounds), "--episodes", str(options.episodes),
           f"demos.path={demos}", f"runner.run_dir={folder}", f"runner.seed={seed}", "runner.name=hil",
           f"runner.max_steps={STEPS}", "runner.segments=1")  # fmt: skip
-    taken = [steps_of(file) for file in sorted((folder / "hil-dagger").glob("round_*.h5"))]
+    taken_over_steps = [steps_of(file) for file in sorted((folder / "hil-dagger").glob("round_*.h5"))]
     rounds = [
         success(folder / f"hil-round{k}") for k in range(options.rounds + 1) if (folder / f"hil-round{k}").is_dir()
     ]
-    wanted, count = steps_of(demos) + sum(taken), options.demonstrations
+    needed_steps, count = steps_of(demos) + sum(taken_over_steps), options.demonstrations
     record(more, seed, count)
-    while steps_of(more) < wanted:
+    while steps_of(more) < needed_steps:
         count += 1
         more.unlink()
         record(more, seed, count)
     longer = success(clone(folder, "longer", demos, seed, STEPS * len(rounds)))
     return {
-        "seed": seed, "demonstrated steps": steps_of(demos), "steps taken over, by round": taken, "BC": rounds[0],
+        "seed": seed, "demonstrated steps": steps_of(demos), "steps taken over, by round": taken_over_steps, "BC": rounds[0],
         "BC, as many updates": longer, "HG-DAgger, by round": rounds[1:], "HG-DAgger": rounds[-1],
         "BC from more demonstrations": success(clone(folder, "more", more, seed, STEPS * len(rounds))),
         "steps of more demonstrations": steps_of(more),
@@ -103,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     rows = []
     for seed in range(1, options.seeds + 1):
-        with tempfile.TemporaryDirectory() as made:
-            rows.append(measure(Path(made), seed, options))
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(measure(Path(folder), seed, options))
             print(rows[-1], flush=True)
     names = ("BC", "BC, as many updates", "BC from more demonstrations", "HG-DAgger")
     medians = {name: statistics.median(row[name] for row in rows) for name in names}

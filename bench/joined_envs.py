@@ -1,5 +1,5 @@
-"""What env ranks that join a run of SAC are worth: its steps with one of its own and one that has joined, beside those of a
-run that had two from its start.
+"""Benefit of env ranks that join a run of SAC: steps with one initial and one joined rank, compared with those of a run that
+had two ranks from its start.
 
     python -m bench.joined_envs --repeat 1
 
@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from bench.helpers import ROOT, STEPS, Run
+from bench.helpers import ROOT, STEPS, HelperRun
 from bench.idle import SleepingEnv
 from bench.machine import spread, write
-from rlhpc.embodied.models.actor_critic import SACPolicy, TwinCritic
+from rlhpc.embodied.models.off_policy import SACPolicy, TwinCritic
 
 SLOTS, DECISIONS, STEP_S = 4, 10, 1.0
 #: Seconds of a step's updates.
@@ -50,14 +50,16 @@ class SleepingCritic(TwinCritic):
     seconds = 0.0
 
     def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        """See `TwinCritic.forward`."""
+        """Implements `TwinCritic.forward`."""
         if torch.is_grad_enabled():
             time.sleep(self.seconds)
         return super().forward(obs, actions)
 
 
 class SleepingSAC(SACPolicy):
-    """Whose critics take `actor.model.kwargs.seconds` each time that they are trained, or asked how to train the actor."""
+    """SAC whose critics take `actor.model.kwargs.seconds` each time that they are trained, or queried for the actor's
+    training.
+    """
 
     def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
@@ -65,7 +67,7 @@ class SleepingSAC(SACPolicy):
         SleepingCritic.seconds = float(cfg.kwargs["seconds"])
 
 
-class SacRun(Run):
+class SacRun(HelperRun):
     """A run of SAC under way.
 
     Args:
@@ -96,7 +98,7 @@ class SacRun(Run):
 
 
 def measure(folder: Path, updates_s: float, ahead: int) -> tuple[list[float], list[float]]:
-    """Seconds of steps of both runs."""
+    """Returns the seconds of steps of both runs."""
     static = SacRun(folder / "static", 2, updates_s, ahead)
     expected = static.steps(4)
     static.end()
@@ -104,9 +106,9 @@ def measure(folder: Path, updates_s: float, ahead: int) -> tuple[list[float], li
     run.until("two steps", lambda: len(run.rows()) >= 2)
     helper = run._start("join", str(run.root), "--group", "env")
     run.until("the helper", lambda: any("env/joined_transitions" in row for row in run.rows()))
-    found = run.steps(len(run.rows()) + 1, 2 * STEPS)
+    joined_steps = run.steps(len(run.rows()) + 1, 2 * STEPS)
     run.end(helper)
-    return expected, found
+    return expected, joined_steps
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -117,10 +119,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     ratios: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, share, ahead in itertools.product(range(args.repeat), SHARES, (1, 2)):
-            expected, found = measure(Path(folder) / f"{number}-{share}-{ahead}", share, ahead)
+            expected, joined = measure(Path(folder) / f"{number}-{share}-{ahead}", share, ahead)
             name = f"throughput, updates of {share:g} s, {ahead} ahead"
-            ratios.setdefault(name, []).append(statistics.fmean(expected) / statistics.fmean(found))
-            print(f"{name}: {statistics.fmean(expected):.2f} s a step with two ranks, {statistics.fmean(found):.2f} s with "
+            ratios.setdefault(name, []).append(statistics.fmean(expected) / statistics.fmean(joined))
+            print(f"{name}: {statistics.fmean(expected):.2f} s a step with two ranks, {statistics.fmean(joined):.2f} s with "
                   f"one and one that joined: {ratios[name][-1]:.2f}", flush=True)  # fmt: skip
     content = {name: spread(values) for name, values in ratios.items()}
     print(write("joined_envs", f"python -m bench.joined_envs --repeat {args.repeat}", content))

@@ -43,7 +43,7 @@ T_POINTS = {2: 4.303, 4: 2.776, 6: 2.447, 8: 2.306, 10: 2.228, 12: 2.179, 14: 2.
 
 
 def command_line(command: Sequence[str]) -> str:
-    """Standard output of a command that must succeed, on one thread."""
+    """Returns the standard output of a command that must succeed, on one thread."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
@@ -53,7 +53,7 @@ def command_line(command: Sequence[str]) -> str:
 
 
 def run_ours(case: Case, seed: int, steps: int) -> dict[str, Any]:
-    """A run of rlhpc: `[env steps, episodes, their returns' sum, their successes' sum]` a row."""
+    """Runs rlhpc: `[env steps, episodes, their returns' sum, their successes' sum]` a row."""
     total = steps // case.transitions + case.settings.get("offline_steps", 0)
     with tempfile.TemporaryDirectory() as folder:
         words = [f"runner.run_dir={folder}", "runner.name=bench", f"runner.seed={seed}",
@@ -71,22 +71,22 @@ def run_ours(case: Case, seed: int, steps: int) -> dict[str, Any]:
 
 
 def run_plain(case: Case, seed: int, steps: int) -> dict[str, Any]:
-    """A run of the single-process loop, in the same rows."""
-    found = json.loads(command_line([sys.executable, "-m", *case.reference(seed, steps)]).splitlines()[-1])
+    """Runs the single-process loop, in the same rows."""
+    result = json.loads(command_line([sys.executable, "-m", *case.reference(seed, steps)]).splitlines()[-1])
     if case.off_policy:
-        found["curve"] = [[step, [[value, None]]] for step, value in found["returns"]]
-        found |= {"total_env_steps": steps, "total_seconds": found["loop_s"]}
+        result["curve"] = [[step, [[value, None]]] for step, value in result["returns"]]
+        result |= {"total_env_steps": steps, "total_seconds": result["loop_s"]}
     points = []
-    for env_steps, ended in found["curve"]:
-        if ended:
-            known = all(success is not None for _, success in ended)
-            total = sum(success for _, success in ended) if known else None
-            points.append([env_steps, len(ended), sum(value for value, _ in ended), total])
-    return {"rows": points, "env_steps": found["total_env_steps"], "loop_s": found["total_seconds"]}
+    for env_steps, episodes in result["curve"]:
+        if episodes:
+            has_success = all(success is not None for _, success in episodes)
+            total = sum(success for _, success in episodes) if has_success else None
+            points.append([env_steps, len(episodes), sum(value for value, _ in episodes), total])
+    return {"rows": points, "env_steps": result["total_env_steps"], "loop_s": result["total_seconds"]}
 
 
 def spans(rows: Sequence[Sequence[Any]], steps: int, count: int, column: int) -> list[float | None]:
-    """Mean over the episodes that ended in each of `count` equal spans of `steps` environment steps."""
+    """Returns the mean over the episodes that ended in each of `count` equal spans of `steps` environment steps."""
     sums = [[0.0, 0.0] for _ in range(count)]
     for row in rows:
         if row[column] is not None:
@@ -96,7 +96,7 @@ def spans(rows: Sequence[Sequence[Any]], steps: int, count: int, column: int) ->
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> dict[str, float | bool]:
-    """Of two sides' seeds: means, their difference in standard deviations of a seed, and the t-test."""
+    """Returns, for two sides' seeds, means, their difference in standard deviations of a seed, and the t-test."""
     n = len(one)
     apart = statistics.mean(one) - statistics.mean(other)
     spread = math.sqrt((statistics.variance(one) + statistics.variance(other)) / 2) or 1e-12
@@ -107,24 +107,25 @@ def difference(one: Sequence[float], other: Sequence[float]) -> dict[str, float 
 
 
 def compare(curves: dict[str, list[list[float | None]]]) -> dict[str, Any]:
-    """The criterion, for one measure."""
+    """Checks the criterion for one measure."""
     spans = zip(*(curve for side in SIDES for curve in curves[side]), strict=True)
-    known = [number for number, values in enumerate(spans) if None not in values]
-    whole = {side: [_at(curve, known) for curve in curves[side]] for side in SIDES}
-    late = max(1, len(known) // 4)
+    common_spans = [number for number, values in enumerate(spans) if None not in values]
+    full_curves = {side: [_at(curve, common_spans) for curve in curves[side]] for side in SIDES}
+    num_late = max(1, len(common_spans) // 4)
 
     def means(side: str, last: int) -> list[float]:
-        return [statistics.mean(curve[-last:]) for curve in whole[side]]
+        return [statistics.mean(curve[-last:]) for curve in full_curves[side]]
 
     overlap = [
-        min(max(c[i] for c in whole[side]) for side in SIDES) >= max(min(c[i] for c in whole[side]) for side in SIDES)
-        for i in range(len(known))
+        min(max(c[i] for c in full_curves[side]) for side in SIDES)
+        >= max(min(c[i] for c in full_curves[side]) for side in SIDES)
+        for i in range(len(common_spans))
     ]
     return {
-        "whole": difference(*(means(side, len(known)) for side in SIDES)),
-        "end": difference(*(means(side, late) for side in SIDES)),
+        "whole": difference(*(means(side, len(common_spans)) for side in SIDES)),
+        "end": difference(*(means(side, num_late) for side in SIDES)),
         "bands_overlap": sum(overlap) / len(overlap),
-        "spans": len(known),
+        "spans": len(common_spans),
     }
 
 
@@ -132,7 +133,7 @@ def _at(curve: Sequence[float | None], spans: Sequence[int]) -> list[float]:
     return [value for number in spans if (value := curve[number]) is not None]
 
 
-def learn(name: str, case: Case, seeds: int, steps: int, together: int) -> None:
+def learn(name: str, case: Case, seeds: int, steps: int, num_concurrent: int) -> None:
     """Runs a case and writes its result."""
     jobs = [(seed, side) for seed in range(1, seeds + 1) for side in SIDES]
     begin = time.perf_counter()
@@ -154,14 +155,14 @@ def learn(name: str, case: Case, seeds: int, steps: int, together: int) -> None:
         print(name, json.dumps(result), flush=True)
         return result
 
-    with ThreadPoolExecutor(together) as pool:
+    with ThreadPoolExecutor(num_concurrent) as pool:
         runs = list(pool.map(one, jobs))
     measures = {
         measure: compare({side: [run["curves"][measure] for run in runs if run["side"] == side] for side in SIDES})
         for measure in runs[0]["curves"]
     }
     print(name, json.dumps(measures), flush=True)
-    words = f"--case {name} --seeds {seeds} --steps {steps} --together {together}"
+    words = f"--case {name} --seeds {seeds} --steps {steps} --together {num_concurrent}"
     print(write(f"learning_{name}", f"python -m bench.learning {words}", {
         "title": case.title, "task": case.env, "algorithm": case.algorithm, "env_steps": steps, "spans": case.spans,
         "settings": case.settings, "seconds": time.perf_counter() - begin, "compared": measures,

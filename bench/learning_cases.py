@@ -75,12 +75,12 @@ class Case:
 
     @property
     def config(self) -> str:
-        """What rlhpc's run starts from."""
+        """Configuration from which rlhpc's run starts."""
         return f"configs/base/{self.algorithm}.yaml"
 
     @property
     def off_policy(self) -> bool:
-        """Whether it learns from a buffer."""
+        """True if it learns from a buffer."""
         return self.algorithm != "ppo"
 
     @property
@@ -89,7 +89,7 @@ class Case:
         return SAC_ROLLOUT if self.off_policy else self.settings["num_envs"] * self.settings["rollout_steps"]
 
     def overrides(self) -> list[str]:
-        """rlhpc's configuration."""
+        """Returns the overrides of rlhpc's configuration."""
         keys = SAC_KEYS if self.off_policy else PPO_KEYS
         words = [f"{key}={_written(value)}" for name, value in self.settings.items() for key in keys[name]]
         words += [f"env.train.env_id={self.env}", "env.train.simulators=0"]
@@ -104,7 +104,7 @@ class Case:
         return words
 
     def reference(self, seed: int, steps: int) -> list[str]:
-        """Module and arguments of the single-process loop."""
+        """Returns module and arguments of the single-process loop."""
         words = [f"bench.single_process_{self.algorithm}", "--env", self.env, "--seed", str(seed)]
         words += ["--env-kwargs", json.dumps(self.env_kwargs)]
         words += ["--steps" if self.off_policy else "--max-env-steps", str(steps)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.learning_cases import CASES
-from rlhpc.metrics.svg import CHART, Line, beside, line_chart, standalone
+from rlhpc.metrics.charts import CHART, Line, arrange_in_rows, line_chart, standalone
 
 COLOURS = {"rlhpc": 0, "single_process": 1}
 NAMES = {"rlhpc": "rlhpc", "single_process": "one process"}
@@ -24,13 +24,13 @@ def _panels(results: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str
 
 
 def band(name: str, x: Sequence[float], columns: Sequence[Sequence[float]], color: int) -> Line:
-    """Mean and band from lowest to highest seed; `columns` has the seeds' values at each x."""
+    """Returns mean and band from lowest to highest seed; `columns` has the seeds' values at each x."""
     mean, low, high = ([float(of(column)) for column in columns] for of in (statistics.mean, min, max))
     return Line(name, x, mean, low, high, color=color, band=True)
 
 
 def panel(result: dict[str, Any], measure: str) -> str:
-    """Mean and band from lowest to highest seed of both sides."""
+    """Draws mean and band from lowest to highest seed of both sides."""
     width = result["env_steps"] / result["spans"]
     lines = []
     for side, color in COLOURS.items():
@@ -44,36 +44,36 @@ def panel(result: dict[str, Any], measure: str) -> str:
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """One drawing with a panel for each case and measure."""
+    """Draws one picture with a panel for each case and measure."""
     charts = [panel(result, measure) for result, measure in _panels(results)]
-    path.write_text(standalone(beside(charts, CHART, columns=3)))
+    path.write_text(standalone(arrange_in_rows(charts, CHART, columns=3)))
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """The page's rows: means over the seeds, and what the criterion says."""
+    """Returns the page's rows: means over the seeds, and the criterion's outcome."""
     lines = [
         "| task | measure | steps | seeds | whole curve: rlhpc / one process | last quarter: rlhpc / one process "
         "| difference in seed deviations (whole, end) | bands overlap | equal |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for result, measure in _panels(results):
-        found = result["compared"][measure]
-        whole, end = found["whole"], found["end"]
-        both = [f"{part['rlhpc']:.3g} / {part['single_process']:.3g}" for part in (whole, end)]
-        apart = f"{whole['in_seed_deviations']:+.1f}, {end['in_seed_deviations']:+.1f}"
-        equal = "yes" if whole["equal"] and end["equal"] else "**no**"
+        comparison = result["compared"][measure]
+        full_curve, end = comparison["whole"], comparison["end"]
+        both = [f"{part['rlhpc']:.3g} / {part['single_process']:.3g}" for part in (full_curve, end)]
+        apart = f"{full_curve['in_seed_deviations']:+.1f}, {end['in_seed_deviations']:+.1f}"
+        equal = "yes" if full_curve["equal"] and end["equal"] else "**no**"
         seeds = len(_curves(result, "rlhpc", measure))
         lines.append(
             f"| {result['title']} | {measure} | {result['env_steps']:,} | {seeds} | {both[0]} | {both[1]} | {apart} "
-            f"| {found['bands_overlap']:.0%} | {equal} |"
+            f"| {comparison['bands_overlap']:.0%} | {equal} |"
         )
     return "\n".join(lines)
 
 
 def write_page(folder: Path) -> Path:
     """Draws all results in `folder`."""
-    found = {name: folder / f"learning_{name}.json" for name in CASES}
-    results = {name: json.loads(path.read_text()) for name, path in found.items() if path.is_file()}
+    paths = {name: folder / f"learning_{name}.json" for name in CASES}
+    results = {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
     draw([*results.values()], folder / "learning.svg")
     notes = "\n".join(
         f"- {result['title']} (`{result['command']}`): {result.get('note', CASES[name].note)}"

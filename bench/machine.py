@@ -1,4 +1,4 @@
-"""What the figures were measured on, and how they are written down."""
+"""Machine of the measurements, and the file format of figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """The machine, without its name, and the commit that is measured on it."""
+    """Returns the machine, without its name, and the measured commit."""
     import torch
 
     model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -29,7 +29,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """What is checked out, with `-dirty` where the code differs from it; empty without a repository."""
+    """Returns the checked out commit, with `-dirty` if the code differs from it; empty without a repository."""
 
     top, changed = RESULTS.parents[1], ("status", "--porcelain", "--", "rlhpc", "bench", ":!bench/results")
     try:
@@ -39,15 +39,15 @@ def commit() -> str:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """min, median, max and count."""
+    """Returns min, median, max and count."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values), "n": len(values)}
 
 
 def goal(text: str, measured: float, at_most: float | None = None, at_least: float | None = None) -> dict[str, Any]:
-    """A goal beside what was measured."""
-    wanted = f"<= {at_most:.4g}" if at_most is not None else f">= {at_least:.4g}"
+    """Returns a goal together with the measurement."""
+    bound = f"<= {at_most:.4g}" if at_most is not None else f">= {at_least:.4g}"
     met = measured <= at_most if at_most is not None else measured >= (at_least or 0.0)
-    return {"goal": text, "measured": measured, "wanted": wanted, "met": bool(met)}
+    return {"goal": text, "measured": measured, "wanted": bound, "met": bool(met)}
 
 
 def write(name: str, command: str, content: dict[str, Any]) -> Path:

@@ -12,7 +12,7 @@ _HEAD = "| result | measured on | code of |\n|---|---|---|\n"
 
 
 def table() -> str:
-    """A row for each result, the oldest first. Results of before they said so have the commit that brought the file."""
+    """Formats a row for each result, the oldest first. Results without a commit have the commit that added the file."""
     rows = []
     for path in RESULTS.glob("*.json"):
         machine = json.loads(path.read_text())["machine"]
@@ -26,8 +26,8 @@ def _brought_by(name: str) -> str:
 
 def main() -> None:
     """Writes the table in the place of the one that is there."""
-    before, found, _ = PAGE.read_text().partition(_HEAD)
-    assert found, f"{PAGE} has no table to replace"
+    before, heading, _ = PAGE.read_text().partition(_HEAD)
+    assert heading, f"{PAGE} has no table to replace"
     PAGE.write_text(before + table())
 
 

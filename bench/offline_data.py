@@ -37,8 +37,8 @@ def write(path: Path) -> list[float]:
             while not over:
                 choice = random.uniform(-2, 2) if random.random() < share else controller(obs[-1])
                 actions.append(np.array([choice], np.float32))
-                seen, reward, terminated, truncated, _ = env.step(actions[-1])
-                obs.append(seen)
+                observation, reward, terminated, truncated, _ = env.step(actions[-1])
+                obs.append(observation)
                 rewards.append(float(reward))
                 over = terminated or truncated
             cut = np.arange(len(actions)) == len(actions) - 1
@@ -49,5 +49,6 @@ def write(path: Path) -> list[float]:
 
 
 if __name__ == "__main__":
-    found = write(Path(sys.argv[1]))
-    print(f"{len(found)} episodes, returns from {min(found):.0f} to {max(found):.0f}, mean {np.mean(found):.0f}")
+    episode_returns = write(Path(sys.argv[1]))
+    low, high = min(episode_returns), max(episode_returns)
+    print(f"{len(episode_returns)} episodes, returns from {low:.0f} to {high:.0f}, mean {np.mean(episode_returns):.0f}")

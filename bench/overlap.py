@@ -1,4 +1,4 @@
-"""How far generation, scoring, training and weight sync of a language model's RL overlap: a step's time against its phases.
+"""Overlap of generation, scoring, training and weight sync in RL of a language model: a step's time against its phases.
 
     python -m bench.overlap --repeat 3
 
@@ -37,7 +37,7 @@ WARM = 5
 
 
 def measure(folder: Path, mode: str, steps: int, turn: int) -> dict[str, float]:
-    """Medians over the steps of one run: seconds of the step and of its phases."""
+    """Returns medians over the steps of one run: seconds of the step and of its phases."""
     name = f"{mode.split()[0]}-{turn}"
     words = [
         f"runner.run_dir={folder}", f"runner.name={name}", "runner.segments=1", f"runner.max_steps={steps}",
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args(arguments)
-    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    rows_by_mode: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(options.repeat):
             for mode in MODES if turn % 2 else reversed(MODES):
@@ -74,9 +74,11 @@ def main(arguments: list[str] | None = None) -> None:
                     "step / longest": row["step"] / max(phases),
                     "step / busiest rank": row["step"] / busiest,
                 }
-                found[mode].append(row)
+                rows_by_mode[mode].append(row)
                 print(f"{mode:20} " + "  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
-    figures = {mode: {key: spread([row[key] for row in rows]) for key in rows[0]} for mode, rows in found.items()}
+    figures = {
+        mode: {key: spread([row[key] for row in rows]) for key in rows[0]} for mode, rows in rows_by_mode.items()
+    }
     print(
         write(
             "overlap", f"python -m bench.overlap --repeat {options.repeat} --steps {options.steps}", {"modes": figures}

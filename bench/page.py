@@ -11,9 +11,8 @@ from html import escape
 from typing import Any
 
 from bench.machine import RESULTS
-from rlhpc.metrics.bars import log_bars
+from rlhpc.metrics.charts import Line, line_chart, log_bars, number
 from rlhpc.metrics.page import facts, figures, page, section, table
-from rlhpc.metrics.svg import Line, line_chart, number
 
 TITLES = {
     "runtime": "The runtime beside Ray and the machine's limits",
@@ -57,7 +56,7 @@ _COLORS = {"limit": 7, "rlhpc": 0, "Ray": 1}  # of the palette
 
 
 def leaves(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, float]]]:
-    """Every min/median/max in a result, with the names that lead to it."""
+    """Yields every min/median/max in a result, with the names that lead to it."""
     if isinstance(content, Mapping):
         if {"min", "median", "max"} <= set(content):
             yield path, dict(content)
@@ -67,7 +66,7 @@ def leaves(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 
 def runtime_plots(result: Mapping[str, Any]) -> list[str]:
-    """rlhpc and Ray and, where there is one, the limit of each figure."""
+    """Draws rlhpc and Ray and, where available, the limit of each figure."""
     measured = result["figures"]
     limits = {
         "cold start to 8 ready workers (s)": "interpreter and import torch (s)",
@@ -86,18 +85,20 @@ def runtime_plots(result: Mapping[str, Any]) -> list[str]:
         for name in measured["rlhpc"]:
             if not name.endswith(unit):
                 continue
-            found = {"limit": measured["limit"].get(limits.get(name, ""))} | {
-                who: measured[who].get(name) for who in ("rlhpc", "Ray") if who in measured
+            figures_by_side = {"limit": measured["limit"].get(limits.get(name, ""))} | {
+                side: measured[side].get(name) for side in ("rlhpc", "Ray") if side in measured
             }
             rows[name.removesuffix(unit).strip(" ,")] = {
-                who: (max(f["min"], 1e-3), max(f["median"], 1e-3), max(f["max"], 1e-3)) for who, f in found.items() if f
+                side: (max(f["min"], 1e-3), max(f["median"], 1e-3), max(f["max"], 1e-3))
+                for side, f in figures_by_side.items()
+                if f
             }
         charts.append(log_bars(title, unit.strip("()").replace("us", "µs"), rows, _COLORS))
     return charts
 
 
 def scale_plots(result: Mapping[str, Any]) -> list[str]:
-    """Against the number of workers."""
+    """Draws figures against the number of workers."""
     charts = []
     for part, names, label in (
         ("real", ("launch (s)",), "workers (processes)"),
@@ -106,12 +107,12 @@ def scale_plots(result: Mapping[str, Any]) -> list[str]:
         ("simulated", ("dispatch (s)", "dispatch, CPU of the driver (s)"), "members"),
         ("slow", ("cold start to 8 ready workers (s)", "channel, first items (s)"), "ms an operation of the registry"),
     ):
-        found = result["figures"][part]
-        x = [float(count) for count in found]
+        counts = result["figures"][part]
+        x = [float(count) for count in counts]
         lines = [
             Line(
-                name, x, [found[c][name]["median"] for c in found], [found[c][name]["min"] for c in found],
-                [found[c][name]["max"] for c in found], color=i, markers=True,
+                name, x, [counts[c][name]["median"] for c in counts], [counts[c][name]["min"] for c in counts],
+                [counts[c][name]["max"] for c in counts], color=i, markers=True,
             )
             for i, name in enumerate(names)
         ]  # fmt: skip
@@ -123,14 +124,14 @@ def scale_plots(result: Mapping[str, Any]) -> list[str]:
 PLOTS = {"runtime": runtime_plots, "scale": scale_plots}
 
 
-def _wanted(text: str) -> str:
-    """A goal's bound: `>= 1e+04` as `≥ 10k`."""
+def _bound_text(text: str) -> str:
+    """Formats a goal's bound: `>= 1e+04` as `≥ 10k`."""
     sign, _, value = text.partition(" ")
     return f"{ {'<=': '≤', '>=': '≥'}.get(sign, sign) } {number(float(value))}"
 
 
 def chapter(name: str, result: Mapping[str, Any]) -> str:
-    """A result's part of the page."""
+    """Formats a result's part of the page."""
     machine = result["machine"]
     parts = [facts({
         "command": result["command"], "date": machine["date"],
@@ -138,7 +139,7 @@ def chapter(name: str, result: Mapping[str, Any]) -> str:
     })]  # fmt: skip
     if result.get("goals"):
         rows = [
-            ["met" if g["met"] else "missed", g["goal"], number(g["measured"]), _wanted(g["wanted"])]
+            ["met" if g["met"] else "missed", g["goal"], number(g["measured"]), _bound_text(g["wanted"])]
             for g in result["goals"]
         ]
         parts.append(table(["", "goal", "measured", "wanted"], rows, text_columns=(0, 1)))
@@ -146,8 +147,8 @@ def chapter(name: str, result: Mapping[str, Any]) -> str:
         parts.append(figures(PLOTS[name](result)))
     rows = [[" · ".join(path), *(number(f[key]) for key in ("min", "median", "max"))] for path, f in leaves(result)]
     if rows:
-        found = table(["figure", "min", "median", "max"], rows, text_columns=(0,))
-        parts.append(f"<details><summary>All figures</summary>{found}</details>")
+        figure_table = table(["figure", "min", "median", "max"], rows, text_columns=(0,))
+        parts.append(f"<details><summary>All figures</summary>{figure_table}</details>")
     drawings = sorted(RESULTS.glob(f"{name}*.svg")) + sorted(RESULTS.glob(f"{name}*.png"))
     parts += [
         f'<figure><img src="{escape(path.name)}" alt="{escape(path.stem)}" width="100%"></figure>' for path in drawings
@@ -157,9 +158,9 @@ def chapter(name: str, result: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Writes `results/index.html`."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    order = [*(name for name in TITLES if name in found), *(name for name in found if name not in TITLES)]
-    body = [chapter(name, found[name]) for name in order]
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    order = [*(name for name in TITLES if name in results), *(name for name in results if name not in TITLES)]
+    body = [chapter(name, results[name]) for name in order]
     path = RESULTS / "index.html"
     path.write_text(page("Benchmarks", "Medians of interleaved repetitions, by the scripts in bench/", body))
     print(path)

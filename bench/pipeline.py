@@ -1,4 +1,5 @@
-"""What it brings to train on the first part of a rollout while the rest is played, and to answer env ranks as they ask.
+"""Benefit of training on the first part of a rollout during the rollout, and of serving env ranks in the order of their
+requests.
 
     python -m bench.pipeline --repeat 3
 
@@ -43,11 +44,11 @@ STEPS, WARM = 7, 2
 class SleepingMLP(MLPPolicy):
     """Takes its time for each transition that it is trained on."""
 
-    def default_forward(self, inputs: dict[str, Any], *args: Any, **wanted: Any) -> dict[str, torch.Tensor]:
-        """See `Policy.default_forward`."""
+    def default_forward(self, inputs: dict[str, Any], *args: Any, **outputs: Any) -> dict[str, torch.Tensor]:
+        """Implements `Policy.default_forward`."""
         if torch.is_grad_enabled():
             time.sleep(float(os.environ["RLHPC_BENCH_SECONDS"]) * len(inputs["actions"]))
-        return super().default_forward(inputs, *args, **wanted)
+        return super().default_forward(inputs, *args, **outputs)
 
 
 class UnevenEnv(SleepingEnv):
@@ -58,13 +59,13 @@ class UnevenEnv(SleepingEnv):
         self._drawn = np.random.default_rng([seed, slot_offset])
 
     def step(self, actions: np.ndarray) -> Step:
-        """See `VectorEnv.step`."""
+        """Implements `VectorEnv.step`."""
         self._seconds = (LONG_S if self._drawn.integers(OFTEN) == 0 else SHORT_S) / self.num_envs
         return super().step(actions)
 
 
 def rows(folder: Path, seconds: float, *overrides: str) -> list[dict[str, float]]:
-    """Metrics of a run's steps, in which the training of a transition takes so many seconds."""
+    """Returns the metrics of a run's steps, in which the training of a transition takes so many seconds."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RLHPC_BENCH_SECONDS": str(seconds)}
     words = (
         f"runner.run_dir={folder}", "runner.name=run", f"runner.max_steps={STEPS}", "runner.save_interval=-1",
@@ -81,38 +82,38 @@ def rows(folder: Path, seconds: float, *overrides: str) -> list[dict[str, float]
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][WARM:]
 
 
-def middle(found: Sequence[dict[str, float]], name: str) -> float:
-    """Median over steps."""
-    return statistics.median(row[name] for row in found)
+def middle(step_rows: Sequence[dict[str, float]], name: str) -> float:
+    """Returns the median over steps."""
+    return statistics.median(row[name] for row in step_rows)
 
 
 def train(folder: Path, parts: int, epoch_s: float, pipeline: bool) -> float:
-    """Seconds of a step."""
+    """Returns the seconds of a step."""
     transitions = SLOTS * DECISIONS
-    found = rows(
+    step_rows = rows(
         folder, epoch_s / transitions, "env.train.env_type=bench.idle:SleepingEnv", f"env.train.num_envs={SLOTS}",
         f"env.train.kwargs={{seconds: {ROLLOUT_S / transitions}}}", f"algorithm.rollout_parts={parts}",
         f"runner.use_training_pipeline={pipeline}",
         f"actor.global_batch_size={transitions // max(PARTS)}",
     )  # fmt: skip
-    return middle(found, "time/step_s")
+    return middle(step_rows, "time/step_s")
 
 
-def least(parts: int, epoch_s: float) -> float:
-    """Seconds of a step if it costs nothing to take turns."""
+def lower_bound_s(parts: int, epoch_s: float) -> float:
+    """Returns the seconds of a step if switching between groups costs nothing."""
     play, learn = ROLLOUT_S / parts, epoch_s / parts
     return play + (parts - 1) * max(play, learn) + learn
 
 
 def play(folder: Path, ranks: int, decoupled: bool) -> tuple[float, float]:
-    """Seconds of a rollout, and of its slowest env rank's own work."""
-    found = rows(
+    """Returns the seconds of a rollout, and of its slowest env rank's own work."""
+    step_rows = rows(
         folder, 0.0, "env.train.env_type=bench.pipeline:UnevenEnv", f"env.train.num_envs={ranks}",
         "env.train.kwargs={seconds: 0}", f"actor.global_batch_size={DECISIONS * ranks}",
         f"cluster.component_placement={{actor: '0', rollout: '0', env: '0:0-{ranks - 1}'}}",
         f"runner.enable_decoupled_mode={decoupled}",
     )  # fmt: skip
-    return middle(found, "time/rollout_s"), middle(found, "time/simulate_s")
+    return middle(step_rows, "time/rollout_s"), middle(step_rows, "time/simulate_s")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -126,20 +127,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         figures.setdefault(name, []).append(figure)
         print(f"{name:75} {figure:6.3f}", flush=True)
 
-    with tempfile.TemporaryDirectory() as there:
+    with tempfile.TemporaryDirectory() as work_dir:
         for turn in range(args.repeat):
             for epoch_s in EPOCHS_S:
                 for parts in PARTS:
-                    folder = Path(there) / f"train-{turn}-{epoch_s}-{parts}"
-                    after, meanwhile = (train(folder / str(on), parts, epoch_s, on) for on in (False, True))
-                    what = f"training, an epoch of {epoch_s:g} s, {parts} parts"
-                    note(f"{what}: one after the other / meanwhile", after / meanwhile)
-                    note(f"{what}: meanwhile / least", meanwhile / least(parts, epoch_s))
+                    folder = Path(work_dir) / f"train-{turn}-{epoch_s}-{parts}"
+                    after, streamed_s = (train(folder / str(on), parts, epoch_s, on) for on in (False, True))
+                    case = f"training, an epoch of {epoch_s:g} s, {parts} parts"
+                    note(f"{case}: one after the other / meanwhile", after / streamed_s)
+                    note(f"{case}: meanwhile / least", streamed_s / lower_bound_s(parts, epoch_s))
             for ranks in RANKS:
-                folder = Path(there) / f"play-{turn}-{ranks}"
-                (together, _), (apart, own) = (play(folder / str(on), ranks, on) for on in (False, True))
-                note(f"speed, {ranks} env ranks: together / as they ask", together / apart)
-                note(f"speed, {ranks} env ranks: as they ask / least", apart / own)
+                folder = Path(work_dir) / f"play-{turn}-{ranks}"
+                (in_lockstep_s, _), (apart, slowest_own_s) = (play(folder / str(on), ranks, on) for on in (False, True))
+                note(f"speed, {ranks} env ranks: together / as they ask", in_lockstep_s / apart)
+                note(f"speed, {ranks} env ranks: as they ask / least", apart / slowest_own_s)
     content = {name: spread(values) for name, values in figures.items()}
     print(write("pipeline", f"python -m bench.pipeline --repeat {args.repeat}", content))
 

@@ -1,4 +1,5 @@
-"""What it costs to prove that what acts is what was trained, in a run of GRPO on a pretrained model of 135 million parameters.
+"""Cost of verifying that the engine has the trained weights, in a run of GRPO on a pretrained model of 135 million
+parameters.
 
     python -m bench.proof --steps 11
 
@@ -29,7 +30,7 @@ ENGINES = {
 
 
 def run(folder: Path, words: tuple[str, ...], steps: int) -> dict[str, Any]:
-    """A run: what its steps took, and what part of that was proof; in seconds of the processor."""
+    """Returns the processor seconds of a run's steps, and the share of the verification."""
     command = [
         sys.executable, "-m", "rlhpc.cli", "train", str(ROOT / "configs" / "reasoning" / "smollm2.yaml"), *words,
         f"runner.run_dir={folder}", f"runner.max_steps={steps}", "runner.save_interval=-1",
@@ -44,8 +45,8 @@ def run(folder: Path, words: tuple[str, ...], steps: int) -> dict[str, Any]:
         "a step (CPU s)": spread(step),
         "of that, proof (CPU s)": spread(proof),
         "share of the whole run": sum(proof) / sum(step),
-        "share of a step, most": max(part / whole for part, whole in zip(proof, step, strict=True)),
-        "share of a step, median": statistics.median(part / whole for part, whole in zip(proof, step, strict=True)),
+        "share of a step, most": max(part / step_s for part, step_s in zip(proof, step, strict=True)),
+        "share of a step, median": statistics.median(part / step_s for part, step_s in zip(proof, step, strict=True)),
     }
 
 

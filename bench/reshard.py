@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from bench.machine import spread, write
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
-from rlhpc.checkpoint.boxes import Box, cut
-from rlhpc.training.regions import boxes
+from rlhpc.checkpoint.tensor_slice import Box, cut
+from rlhpc.training.shard_layout import boxes
 from rlhpc.weights import Update, make_sync
 from rlhpc.weights.reshard import Shard as Part
 from rlhpc.weights.reshard import ShardSync
@@ -38,17 +38,17 @@ WAYS, WHERE = ("gathered", "shards"), ("near", "far")
 
 
 def shapes(layers: int) -> dict[str, tuple[int, int]]:
-    """A decoder's matrices."""
-    found = {"embed": (WORDS, HIDDEN)}
+    """Returns the shapes of a decoder's matrices."""
+    shape_by_name = {"embed": (WORDS, HIDDEN)}
     for layer in range(layers):
-        found |= {f"layers.{layer}.{name}": (HIDDEN, HIDDEN) for name in "qkvo"}
-        found |= {f"layers.{layer}.{name}": (INNER, HIDDEN) for name in ("gate", "up")}
-        found[f"layers.{layer}.down"] = (HIDDEN, INNER)
-    return {**found, "head": (WORDS, HIDDEN)}
+        shape_by_name |= {f"layers.{layer}.{name}": (HIDDEN, HIDDEN) for name in "qkvo"}
+        shape_by_name |= {f"layers.{layer}.{name}": (INNER, HIDDEN) for name in ("gate", "up")}
+        shape_by_name[f"layers.{layer}.down"] = (HIDDEN, INNER)
+    return {**shape_by_name, "head": (WORDS, HIDDEN)}
 
 
-def wanted(name: str, shape: tuple[int, int], rank: int) -> Box:
-    """What an engine rank wants: rows or, of what follows a divided activation, columns."""
+def slice_of(name: str, shape: tuple[int, int], rank: int) -> Box:
+    """Returns the slice that an engine rank needs: rows or, after a divided activation, columns."""
     rows, columns = shape
     if name.endswith((".o", ".down")):
         return Box((0, rank * columns // 2), (rows, columns // 2))
@@ -67,12 +67,12 @@ class Resident:
 
     @staticmethod
     def _kb(key: str) -> int:
-        found = re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())
-        assert found is not None
-        return int(found[1])
+        match = re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())
+        assert match is not None
+        return int(match[1])
 
 
-class Trainer(Worker):
+class HalfTrainer(Worker):
     """Half of the rows of each matrix."""
 
     def open(self, layers: int, engine: str) -> None:
@@ -91,7 +91,7 @@ class Trainer(Worker):
             tensor.to_local().fill_(version)
 
     def give(self, way: str, version: int) -> tuple[int, float]:
-        """Bytes that this rank sent, and MB."""
+        """Returns the bytes that this rank sent, and its memory in MB."""
         self.memory.begin()
         if way == "shards":
             assert isinstance(self.shards, ShardSync)
@@ -112,12 +112,12 @@ class Trainer(Worker):
                 yield Part(name, tuple(tensor.shape), torch.bfloat16, box, lambda v=values: v)  # type: ignore[misc]
 
 
-class Engine(Worker):
+class HalfEngine(Worker):
     """A rank with its half of each matrix."""
 
     def open(self, layers: int) -> None:
         self.memory = Resident()
-        self.boxes = {name: wanted(name, shape, self.rank) for name, shape in shapes(layers).items()}
+        self.boxes = {name: slice_of(name, shape, self.rank) for name, shape in shapes(layers).items()}
         self.own = {name: torch.zeros(box.sizes, dtype=torch.bfloat16) for name, box in self.boxes.items()}
         to = [(self.group_name, [0, 1])]
         self.shards = make_sync("shards", self, ("trainer", 0), to, whole=True)
@@ -126,7 +126,7 @@ class Engine(Worker):
         self.shards.want({name: (box,) for name, box in self.boxes.items()})
 
     def take(self, way: str) -> float:
-        """MB."""
+        """Receives a version, and returns the memory in MB."""
         self.memory.begin()
         update: Update = (self.shards if way == "shards" else self.whole).receive()
         for name, tensor in update.tensors:
@@ -139,14 +139,14 @@ class Engine(Worker):
 
 
 def measure(trainer: WorkerGroup, engine: WorkerGroup, way: str, version: int) -> tuple[float, list[int], float, float]:
-    """Seconds, bytes that each trainer rank sent, and MB of trainers and engines."""
+    """Returns seconds, bytes that each trainer rank sent, and MB of trainers and engines."""
     trainer.change(version).wait()
     started = time.perf_counter()
     handles = trainer.give(way, version), engine.take(way)
-    given, taken = (handle.wait() for handle in handles)
+    sent_reports, received_mb = (handle.wait() for handle in handles)
     seconds = time.perf_counter() - started
     assert all(engine.check(version).wait()), (way, version)
-    return seconds, [sent for sent, _ in given], max(mb for _, mb in given), max(taken)
+    return seconds, [sent for sent, _ in sent_reports], max(mb for _, mb in sent_reports), max(received_mb)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -160,27 +160,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         for where in WHERE:
             session = Session.start(tcp_address="127.0.0.1")
             cluster, two = Cluster.local(1, 0), NodePlacementStrategy([0, 0])
-            trainer = Trainer.create_group().launch(cluster, two, "trainer")
+            trainer = HalfTrainer.create_group().launch(cluster, two, "trainer")
             env = {"RLHPC_HOST_ID": "elsewhere"} if where == "far" else {}
-            engine = Engine.create_group().launch(cluster, two, "engine", env_vars=env)
+            engine = HalfEngine.create_group().launch(cluster, two, "engine", env_vars=env)
             for handle in (trainer.open(layers, "engine"), engine.open(layers)):
                 handle.wait()
-            found: dict[str, list[tuple[float, list[int], float, float]]] = {way: [] for way in WAYS}
+            results_by_way: dict[str, list[tuple[float, list[int], float, float]]] = {way: [] for way in WAYS}
             for repeat in range(args.repeat + 1):
                 for way in WAYS if repeat % 2 else WAYS[::-1]:
-                    taken = measure(trainer, engine, way, 2 * repeat + WAYS.index(way))
+                    result = measure(trainer, engine, way, 2 * repeat + WAYS.index(way))
                     if repeat:
-                        found[way].append(taken)
+                        results_by_way[way].append(result)
             label = f"{size}, {where}"
             for way in WAYS:
-                figures[f"{label}, {way} (s)"] = spread([one[0] for one in found[way]])
-                figures[f"{label}, {way}, trainer (MB)"] = spread([one[2] for one in found[way]])
-                figures[f"{label}, {way}, engine (MB)"] = spread([one[3] for one in found[way]])
-                sent = found[way][-1][1]
+                figures[f"{label}, {way} (s)"] = spread([one[0] for one in results_by_way[way]])
+                figures[f"{label}, {way}, trainer (MB)"] = spread([one[2] for one in results_by_way[way]])
+                figures[f"{label}, {way}, engine (MB)"] = spread([one[3] for one in results_by_way[way]])
+                sent = results_by_way[way][-1][1]
                 shares[f"{label}, {way}"] = max(sent) / (sum(sent) / len(sent))
-            pairs = zip(found["shards"], found["gathered"], strict=True)
+            pairs = zip(results_by_way["shards"], results_by_way["gathered"], strict=True)
             ratios[f"{label}: shards / gathered"] = float(np.median([a[0] / b[0] for a, b in pairs]))
-            print(label, {way: round(float(np.median([one[0] for one in found[way]])), 3) for way in WAYS}, flush=True)
+            print(
+                label,
+                {way: round(float(np.median([one[0] for one in results_by_way[way]])), 3) for way in WAYS},
+                flush=True,
+            )
             session.stop()
     for name, ratio in ratios.items():
         print(f"{name:40} {ratio:8.3f}")

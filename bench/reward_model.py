@@ -1,4 +1,4 @@
-"""How well a reward model tells right sums from wrong ones, of the tiny model's own answers to held-out problems.
+"""Accuracy of a reward model that tells right sums from wrong ones, on the tiny model's own answers to held-out problems.
 
     python -m bench.reward_model --seeds 3 --work /tmp/reward_model
 
@@ -33,7 +33,7 @@ def rlhpc(work: Path, *words: str) -> None:
 
 
 def make_data(work: Path) -> dict[str, int]:
-    """The model that answers, and its answers; the number of pairs of each file."""
+    """Returns the model that answers, its answers, and the number of pairs of each file."""
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "runs/demo_sft/export/global_step_180/config.json").exists():
         rlhpc(work, "train", str(CONFIGS / "demo_sft.yaml"))
@@ -48,7 +48,9 @@ def make_data(work: Path) -> dict[str, int]:
 
 
 def train(work: Path, name: str, data: str, steps: int, seed: int) -> dict[str, Any]:
-    """A run; its evaluations during training, the last one in full, and accuracy by what is wrong with the rejected answer."""
+    """Trains a run; returns its evaluations during training, the complete last one, and accuracy by the error of the rejected
+    answer.
+    """
     words = [
         f"runner.name={name}", f"runner.seed={seed}", f"runner.max_steps={steps}", "runner.val_check_interval=100",
         "runner.resume_dir=auto",
@@ -59,11 +61,11 @@ def train(work: Path, name: str, data: str, steps: int, seed: int) -> dict[str, 
     run = work / "runs" / name
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     result = json.loads((run / f"eval/global_step_{steps}/held_out.json").read_text())
-    told = [
+    evaluations = [
         json.loads(line) for line in (run / f"eval/global_step_{steps}/held_out.rewards.jsonl").read_text().splitlines()
     ]
     kinds: dict[str, list[bool]] = {}
-    for row in told:
+    for row in evaluations:
         right, wrong = row["responses"]
         kind = "no number of as many digits"
         if len(right) == len(wrong) and wrong.isdigit():
@@ -78,11 +80,13 @@ def train(work: Path, name: str, data: str, steps: int, seed: int) -> dict[str, 
     }  # fmt: skip
 
 
-def told(row: dict[str, Any]) -> str:
-    """A run in a line."""
+def format_run(row: dict[str, Any]) -> str:
+    """Formats a run in a line."""
     low, high = row["accuracy_ci95"]
     curve = ", ".join(f"{step}: {value:.1%}" for step, value in row["curve"].items() if step % 100 == 0)
-    kinds = "; ".join(f"{kind} {found['accuracy']:.1%} of {found['n']}" for kind, found in row["kinds"].items())
+    kinds = "; ".join(
+        f"{kind} {kind_result['accuracy']:.1%} of {kind_result['n']}" for kind, kind_result in row["kinds"].items()
+    )
     return (
         f"{row['name']}: {row['accuracy']:.1%} ({low:.1%} to {high:.1%}) of {row['n']} held-out pairs, "
         f"{row['train_accuracy']:.1%} of those of the last 50 steps; margin {row['margin']:.2f}, "
@@ -105,19 +109,19 @@ def main() -> int:
     rows = []
     for seed in range(1, args.seeds + 1):
         rows.append(train(work, f"rm{seed}", "train", args.steps, seed))
-        print(told(rows[-1]), flush=True)
+        print(format_run(rows[-1]), flush=True)
     values = [row["accuracy"] for row in rows]
     print(
         f"mean {statistics.fmean(values):.1%}, {min(values):.1%} to {max(values):.1%} over {len(values)} seeds",
         flush=True,
     )
     command = f"python -m bench.reward_model --seeds {args.seeds} --steps {args.steps}"
-    found, fell_short = {"pairs": pairs, "rows": rows}, statistics.fmean(values) < 0.8
+    figures, fell_short = {"pairs": pairs, "rows": rows}, statistics.fmean(values) < 0.8
     if args.control:
-        found["control"] = control = train(work, "by_lot", "by_lot", args.steps, 1)
-        print(told(control), flush=True)
+        figures["control"] = control = train(work, "by_lot", "by_lot", args.steps, 1)
+        print(format_run(control), flush=True)
         command, fell_short = f"{command} --control", fell_short or abs(control["accuracy"] - 0.5) > 0.1
-    path = write("reward_model", command, found)
+    path = write("reward_model", command, figures)
     print(f"{command} → {path.name}: {json.loads(path.read_text())['machine']}")
     return int(fell_short)
 

@@ -25,14 +25,14 @@ BC, PPO = "configs/embodied/push_cube_bc.yaml", "configs/embodied/push_cube_ppo.
 
 
 def rlhpc(*words: str) -> None:
-    """One command, quiet unless it fails."""
+    """Runs one command, quietly unless it fails."""
     done = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
 
 
 def success(run: Path) -> float:
-    """Share of 100 episodes of the newest checkpoint that succeeded."""
+    """Returns the share of 100 episodes of the newest checkpoint that succeeded."""
     output = run / "result.json"
     rlhpc("eval", "--run", str(run), "--output", str(output))
     return float(json.loads(output.read_text())["success_once"])
@@ -51,7 +51,7 @@ def train(folder: Path, config: str, name: str, *words: str) -> Path:
 
 
 def curve(run: Path) -> list[tuple[int, float]]:
-    """(env steps, success rate of training episodes)."""
+    """Returns (env steps, success rate of training episodes)."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(int(row["rollout/env_steps"]), row["train/success_once"]) for row in rows if "train/success_once" in row]
 
@@ -63,8 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--demonstrations", type=int, default=10)
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as work_dir:
+        folder = Path(work_dir)
         demos = folder / "demos.h5"
         rlhpc(
             "record", "--expert", "rlhpc.embodied.envs.experts:push_cube", "--config", BC, "--episodes",

@@ -1,4 +1,5 @@
-"""What the way to a robot outside the cluster costs: from an observation to its command, beside a robot in the same process.
+"""Cost of the link to a robot outside the cluster: from an observation to its command, compared with a robot in the same
+process.
 
     python -m bench.robot_link --ssh 'me@localhost' --repeat 3
 
@@ -27,9 +28,9 @@ from omegaconf import OmegaConf
 from bench.machine import spread, write
 from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
-from rlhpc.embodied.envs.robot import Robot, Seen, Verdict
-from rlhpc.embodied.envs.timing import timing_row
-from rlhpc.embodied.robots.keys import invite
+from rlhpc.embodied.envs.base import timing_row
+from rlhpc.embodied.robots.joining import invite
+from rlhpc.embodied.robots.robot_env import Robot, Seen, Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWS: dict[str, Any] = {"7 numbers": 7, "2 pictures of 128 x 128": {"state": 7, "rgb": [128, 128, 6]}}
@@ -47,17 +48,17 @@ class Still(Robot):
         self._obs = self.observation_space.sample()
 
     def reset(self, seed: int) -> None:
-        """Is where it was."""
+        """Returns the unchanged observation."""
 
     def act(self, action: np.ndarray) -> None:
         """Stays."""
 
     def observe(self) -> Seen:
-        """The same again, seen now."""
+        """Returns the same observation with the present time."""
         return Seen(self._obs, time.monotonic())
 
     def judge(self, obs: Any, action: np.ndarray) -> Verdict:
-        """Nothing."""
+        """Returns no reward."""
         return Verdict(0.0)
 
     def stop(self) -> None:
@@ -65,7 +66,7 @@ class Still(Robot):
 
 
 def measured(env: Any, steps: int) -> dict[str, float]:
-    """A row of metrics."""
+    """Returns a row of metrics."""
     env.reset()
     for _ in range(steps):
         env.step(np.zeros((1, 7), np.float32))
@@ -73,7 +74,7 @@ def measured(env: Any, steps: int) -> dict[str, float]:
 
 
 def served(folder: Path, way: str, ssh: str, pictures: bool) -> None:
-    """The robot's machine: comes when it is waited for."""
+    """Runs the robot's machine: joins when the run waits for a robot."""
     key = folder / f"{way}-{time.monotonic_ns()}.key"
     invite(folder / "meeting", key, slot=None, minutes=5, wait_s=60, run="bench")
     words = ["--ssh", ssh] if way == "ssh" else []
@@ -85,15 +86,15 @@ def served(folder: Path, way: str, ssh: str, pictures: bool) -> None:
 
 
 def one(way: str, shows: Any, options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """One way, once."""
-    pictures, own = isinstance(shows, dict), {"hz": options.hz, "stale_s": 5.0}
+    """Measures one link once."""
+    pictures, limits = isinstance(shows, dict), {"hz": options.hz, "stale_s": 5.0}
     if way == "the same process":
         section = EnvSideConfig(
-            env_type="robot", env_id="bench.robot_link:Still", kwargs={**own, "pictures": pictures}, simulators=0
+            env_type="robot", env_id="bench.robot_link:Still", kwargs={**limits, "pictures": pictures}, simulators=0
         )
     else:
         bounds = {"low": [-1.0] * 7, "high": [1.0] * 7}
-        kwargs = {**own, "observes": shows, "acts": bounds, "folder": str(folder / "meeting"), "wait_s": 60.0}
+        kwargs = {**limits, "observes": shows, "acts": bounds, "folder": str(folder / "meeting"), "wait_s": 60.0}
         section = EnvSideConfig(env_type="distant_robot", env_id="still", kwargs=kwargs)
         threading.Thread(target=served, args=(folder, way, options.ssh, pictures), daemon=True).start()
     env = make_env(OmegaConf.structured(section), 1)
@@ -113,21 +114,21 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     ways = ["the same process", "TCP", *(["ssh"] if options.ssh else [])]
     rows: dict[str, dict[str, list[dict[str, float]]]] = {shows: {way: [] for way in ways} for shows in SHOWS}
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as work_dir:
         for _ in range(options.repeat):
-            for shows, said in SHOWS.items():
+            for shows, description in SHOWS.items():
                 for way in ways:
-                    rows[shows][way].append(one(way, said, options, Path(made)))
+                    rows[shows][way].append(one(way, description, options, Path(work_dir)))
                     print(shows, way, rows[shows][way][-1], flush=True)
     figures: dict[str, Any] = {}
     for shows, by_way in rows.items():
-        for way, found in by_way.items():
+        for way, way_rows in by_way.items():
             names = ("latency_ms_p50", "latency_ms_p95", "latency_ms_max", "link_ms_p50", "late", "dropped")
-            known = [name for name in names if f"env/robot_{name}" in found[0]]
+            measured_names = [name for name in names if f"env/robot_{name}" in way_rows[0]]
             figures.setdefault(shows, {})[way] = {
-                name: spread([row[f"env/robot_{name}"] for row in found]) for name in known
+                name: spread([row[f"env/robot_{name}"] for row in way_rows]) for name in measured_names
             }
-            p50 = statistics.median(row["env/robot_latency_ms_p50"] for row in found)
+            p50 = statistics.median(row["env/robot_latency_ms_p50"] for row in way_rows)
             print(f"{shows}, {way}: {p50:.2f} ms from an observation to its command")
     words = f"--ssh … --hz {options.hz:g} --steps {options.steps} --repeat {options.repeat}"
     print(write("robot_link", f"python -m bench.robot_link {words}", {"figures": figures}))

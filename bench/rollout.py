@@ -20,13 +20,15 @@ from typing import TYPE_CHECKING, Any
 from bench.machine import spread, write
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import LanguageConfig
+    from rlhpc.language.config.run import LanguageConfig
 
 BACKENDS = ("hf", "vllm")
 
 
 def tiny_model(folder: Path) -> None:
-    """The 4-layer Llama that the demonstration trains; it has no end token, so every sequence has its full length."""
+    """Returns the 4-layer Llama that the demonstration trains; it has no end token, so every sequence
+    has its full length.
+    """
     import torch
     import transformers
 
@@ -39,11 +41,11 @@ def tiny_model(folder: Path) -> None:
 
 
 def configuration(backend: str, batch: int) -> LanguageConfig:
-    """What `make_rollout` reads."""
+    """Returns the configuration that `make_rollout` reads."""
     from omegaconf import OmegaConf
 
     from rlhpc.config.typed import typed
-    from rlhpc.language.config import LanguageConfig
+    from rlhpc.language.config.run import LanguageConfig
 
     cfg = typed(LanguageConfig, OmegaConf.structured(LanguageConfig))
     cfg.rollout.rollout_backend, cfg.rollout.max_batch_size = backend, batch
@@ -51,7 +53,7 @@ def configuration(backend: str, batch: int) -> LanguageConfig:
 
 
 def plain_transformers(folder: str, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> Callable[[], None]:
-    """One call of `generate` on the batch, padded on the left; it ends with the longest."""
+    """Calls `generate` once on the batch, padded on the left; it ends with the longest sequence."""
     import torch
     import transformers
 
@@ -74,7 +76,7 @@ def plain_transformers(folder: str, prompts: Sequence[tuple[int, ...]], lengths:
 def plain_vllm(
     folder: str, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], batch: int
 ) -> Callable[[], None]:
-    """`LLM.generate`, with the log-probs that training needs."""
+    """Calls `LLM.generate`, with the log-probs that training needs."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -94,7 +96,7 @@ def plain_vllm(
 
 
 def measure(backend: str, folder: str, lengths: Sequence[int], batch: int, repeat: int) -> dict[str, Any]:
-    """Tokens a second of both sides, and tokens a CPU second, which neighbours on the machine disturb less."""
+    """Returns tokens a second of both sides, and tokens a CPU second, which other processes on the machine disturb less."""
     from rlhpc.language.engines import Request, SamplingParams, make_rollout
 
     rng = random.Random(0)
@@ -137,9 +139,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as work_dir:
         if not args.model:
-            tiny_model(Path(made))
+            tiny_model(Path(work_dir))
         rng = random.Random(1)
         cases = {
             "equal lengths": [args.tokens] * args.requests,
@@ -148,9 +150,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         results: dict[str, Any] = {backend: {} for backend in args.backends}
         for backend in args.backends:
             for case, lengths in cases.items():
-                found = measure(backend, args.model or made, lengths, args.batch, args.repeat)
-                results[backend][case] = found
-                print(backend, case, json.dumps(found), flush=True)
+                measurements = measure(backend, args.model or work_dir, lengths, args.batch, args.repeat)
+                results[backend][case] = measurements
+                print(backend, case, json.dumps(measurements), flush=True)
     words = " ".join(f"--{name} {getattr(args, name)}" for name in ("requests", "tokens", "batch", "repeat"))
     print(write("rollout", f"python -m bench.rollout {words}", {"engines": results}))
 

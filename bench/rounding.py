@@ -1,4 +1,5 @@
-"""How far half precision moves a model's log-probs, beside what a trainer finds out about it: what a probe may allow.
+"""Change of a model's log-probs in half precision, compared with the trainer's estimate of it: the tolerance of a weight
+probe.
 
     python -m bench.rounding
 
@@ -23,10 +24,10 @@ from omegaconf import OmegaConf
 
 from bench.machine import write
 from rlhpc.config.typed import typed
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines import make_rollout
-from rlhpc.language.roles.probe import Prober, probe_text
-from rlhpc.language.tokens.scores import TokenScores, token_scores
+from rlhpc.language.models.logprobs import TokenScores, token_scores
+from rlhpc.language.training.weight_sync import Prober, probe_text
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -43,8 +44,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 DEVIATIONS = (0.02, 0.15, 0.5)
 
 
-class Trainer:
-    """What `Prober` asks of one, around a plain model."""
+class PlainTrainer:
+    """Trainer interface that `Prober` uses, around a plain model."""
 
     def __init__(self, folder: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -56,30 +57,30 @@ class Trainer:
 
     @torch.no_grad()
     def step(self, size: float) -> None:
-        """Each weight moves by about so much of what is usual in its tensor."""
+        """Moves each weight by a fixed fraction of the typical size in its tensor."""
         for master, weight in zip(self.master.parameters(), self.model.parameters(), strict=True):
             master.add_(size * master.std() * torch.randn(master.shape, generator=self.generator))
             weight.copy_(master)
 
     @torch.no_grad()
     def forward(self, batch: Any, *, temperature: float) -> TokenScores:
-        """See `TokenTrainer.forward`."""
+        """Implements `TokenTrainer.forward`."""
         return token_scores(self.model, batch, temperature)
 
     @torch.no_grad()
     def exact(self, text: Sequence[int]) -> list[float]:
-        """What the same weights say in float32."""
+        """Returns the log-probs of the same weights in float32."""
         ids = torch.tensor([list(text)])
         logprobs = copy.deepcopy(self.model).float()(ids).logits[0, :-1].log_softmax(-1)
-        found: list[float] = logprobs.gather(1, ids[0, 1:, None]).squeeze(1).tolist()
-        return found
+        exact_logprobs: list[float] = logprobs.gather(1, ids[0, 1:, None]).squeeze(1).tolist()
+        return exact_logprobs
 
 
 def measure(folder: str, updates: int, vllm: bool) -> list[tuple[float, float]]:
-    """Of each update, how far log-probs are apart, a token on average; and what the trainer says of rounding."""
-    trainer: Any = Trainer(folder)
+    """Returns, for each update, the mean difference of log-probs per token, and the trainer's estimate of rounding."""
+    trainer: Any = PlainTrainer(folder)
     text = probe_text(trainer.model.config.get_text_config().vocab_size, 60)
-    prober, found = Prober(trainer, text, 0, torch.bfloat16), []
+    prober, differences = Prober(trainer, text, 0, torch.bfloat16), []
     engine: Any = None
     if vllm:
         cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
@@ -90,19 +91,19 @@ def measure(folder: str, updates: int, vllm: bool) -> list[tuple[float, float]]:
         if engine is not None:
             engine.update_weights(update, ((n, t.detach().clone()) for n, t in trainer.model.named_parameters()))
         probe = prober.ask()
-        said = trainer.exact(text) if engine is None else engine.score(probe.token_ids)
-        found.append((float(np.abs(np.subtract(said, probe.logprobs)).mean()), probe.rounding))
+        engine_logprobs = trainer.exact(text) if engine is None else engine.score(probe.token_ids)
+        differences.append((float(np.abs(np.subtract(engine_logprobs, probe.logprobs)).mean()), probe.rounding))
         trainer.step(10.0 ** -(1 + update % 5))
     if engine is not None:
         engine.close()
-    return found
+    return differences
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes `results/rounding.json`."""
     import transformers
 
-    from rlhpc.language.data.packaged import smollm2
+    from rlhpc.language.models.builtin import smollm2
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=30)

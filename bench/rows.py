@@ -31,11 +31,11 @@ from bench.machine import goal, spread, write
 from bench.training import LR, make_model
 from rlhpc import Worker
 from rlhpc.config.typed import typed
-from rlhpc.language.config import GrpoConfig
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import cut_up
-from rlhpc.language.tokens.scores import TokenScores
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.micro_batching import split_micro_batches
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.trainer import TokenTrainer
 
 LAYERS, WIDTH, VOCABULARY, SAMPLES, MAX_TOKENS = 4, 256, 8192, 32, 4096
 SHORTEST, LONGEST = 64, 1024
@@ -44,7 +44,7 @@ SIZES = (2048, 4096, 8192, 16384)
 
 
 def samples(lengths: list[int], vocabulary: int) -> TokenBatch:
-    """Random tokens, with a weight each."""
+    """Returns random tokens, with a weight each."""
     torch.manual_seed(0)
     ids = [torch.randint(0, vocabulary, (n,)) for n in lengths]
     return TokenBatch.of(ids, [torch.ones(n) for n in lengths], {"weights": [torch.randn(n) for n in lengths]})
@@ -59,13 +59,13 @@ def trainer(folder: str, packed: bool) -> TokenTrainer:
     cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
     cfg.actor.model.model_path, cfg.actor.use_remove_padding = folder, packed
     cfg.actor.optim.name, cfg.actor.optim.clip_grad = "adamw", 1.0
-    found = TokenTrainer(cfg, Worker())
-    assert found.packed == packed
-    return found
+    token_trainer = TokenTrainer(cfg, Worker())
+    assert token_trainer.packed == packed
+    return token_trainer
 
 
-def step(own: TokenTrainer, parts: list[TokenBatch], total: int, entropy: bool = False) -> None:
-    """Forward and backward."""
+def step(token_trainer: TokenTrainer, parts: list[TokenBatch], total: int, entropy: bool = False) -> None:
+    """Runs forward and backward."""
 
     def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         value = -(batch.columns["weights"] * scores.logprobs).sum() / total
@@ -73,24 +73,24 @@ def step(own: TokenTrainer, parts: list[TokenBatch], total: int, entropy: bool =
             value = value - 0.01 * scores.entropy.sum() / total
         return value, {"loss": value}
 
-    own.forward_backward(parts, loss, entropy=entropy)
+    token_trainer.forward_backward(parts, loss, entropy=entropy)
 
 
 def throughput(folder: str, repeat: int) -> dict[str, Any]:
-    """Tokens per CPU second of both, and their ratio within a round."""
+    """Returns tokens per CPU second of both, and their ratio within a round."""
     batch = samples(mixed(), VOCABULARY)
     ways, rates, cells = {}, dict[str, list[float]](), dict[str, int]()
     for name, packed in (("rows", True), ("rectangles", False)):
-        own = trainer(folder, packed)
-        parts = [part for _, part in cut_up(batch, MAX_TOKENS, packed=packed, hidden=own.hidden)]
+        token_trainer = trainer(folder, packed)
+        parts = [part for _, part in split_micro_batches(batch, MAX_TOKENS, packed=packed, hidden=token_trainer.hidden)]
         cells[name] = sum(part.inputs()["input_ids"].numel() for part in parts)
-        ways[name], rates[name] = (own, parts), []
+        ways[name], rates[name] = (token_trainer, parts), []
     for turn in range(repeat + 1):
         for name in sorted(ways, reverse=bool(turn % 2)):
-            own, parts = ways[name]
+            token_trainer, parts = ways[name]
             started = time.process_time()
-            step(own, parts, batch.tokens)
-            own.optimizer_step(LR)
+            step(token_trainer, parts, batch.tokens)
+            token_trainer.optimizer_step(LR)
             if turn:  # the first round warms up
                 rates[name].append(batch.tokens / (time.process_time() - started))
     ratio = statistics.median(a / b for a, b in zip(rates["rows"], rates["rectangles"], strict=True))
@@ -102,22 +102,24 @@ def throughput(folder: str, repeat: int) -> dict[str, Any]:
     }
 
 
-def resident(what: str) -> int:
-    """This process's resident memory (VmRSS) or its peak (VmHWM), in KiB."""
+def resident(field: str) -> int:
+    """Returns this process's resident memory (VmRSS) or its peak (VmHWM), in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith(f"{what}:")))
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
 def peak(folder: str, tokens: int, entropy: bool) -> None:
-    """In a process of its own: how much the peak of resident memory grows when a row of so many tokens is trained on."""
-    own = trainer(folder, True)
-    vocabulary = own.backend.module.config.vocab_size  # type: ignore[union-attr]
+    """Returns, from a separate process, the growth of the peak of resident memory when a sequence of so many tokens is
+    trained on.
+    """
+    token_trainer = trainer(folder, True)
+    vocabulary = token_trainer.backend.module.config.vocab_size  # type: ignore[union-attr]
     small = samples([8, 8], int(vocabulary))  # type: ignore[arg-type]
-    step(own, [small.read_by(True)], small.tokens, entropy)
+    step(token_trainer, [small.read_by(True)], small.tokens, entropy)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
     batch, started = samples([512] * (tokens // 512), int(vocabulary)), time.perf_counter()  # type: ignore[arg-type]
-    step(own, [batch.read_by(True)], batch.tokens, entropy)
+    step(token_trainer, [batch.read_by(True)], batch.tokens, entropy)
     print(json.dumps({"MiB": (resident("VmHWM") - before) / 1024, "seconds": time.perf_counter() - started}))
 
 
@@ -126,8 +128,8 @@ def in_process(folder: str, tokens: int, *words: str) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
 
 
 def main() -> None:
@@ -161,11 +163,11 @@ def main() -> None:
 
 
 def loss(folder: str, threads: int) -> None:
-    """Memory of the log-probs and entropies of many tokens over a large vocabulary, and of their gradients."""
+    """Returns the memory of the log-probs and entropies of many tokens over a large vocabulary, and of their gradients."""
     make_model(Path(folder) / "wide", 1, 64, 152_000)
-    found = in_process(str(Path(folder) / "wide"), 16384, "--entropy", "--threads", str(threads))
-    figures = {"the loss of 16384 tokens over 152000 words (MiB)": found["MiB"], "the same (s)": found["seconds"]}
-    goals = [goal("16k tokens over 152k words in half a gigabyte", found["MiB"] / 953.7, at_most=0.5)]
+    result = in_process(str(Path(folder) / "wide"), 16384, "--entropy", "--threads", str(threads))
+    figures = {"the loss of 16384 tokens over 152000 words (MiB)": result["MiB"], "the same (s)": result["seconds"]}
+    goals = [goal("16k tokens over 152k words in half a gigabyte", result["MiB"] / 953.7, at_most=0.5)]
     report("rows_loss", "python -m bench.rows --loss", threads, figures, goals)
 
 

@@ -23,7 +23,7 @@ ROUND_TRIP = "ZeroMQ TCP round trip, 1 KB (us)"
 
 
 def child(python: str, *command: str) -> Any:
-    """What a program prints as the last line of its stdout."""
+    """Returns the last line of a program's stdout."""
     done = subprocess.run([python, *command], capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
@@ -35,7 +35,7 @@ def has_ray(python: str) -> bool:
 
 
 def once(ray_python: str | None) -> dict[str, dict[str, float]]:
-    """One repetition of everything."""
+    """Runs one repetition of everything."""
     rows = {
         "limit": child(sys.executable, "-m", "bench.peers.limits"),
         "rlhpc": child(sys.executable, "-m", "bench.peers.rlhpc_runtime"),
@@ -46,10 +46,10 @@ def once(ray_python: str | None) -> dict[str, dict[str, float]]:
 
 
 def goals(medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """What the runtime is meant to reach, with what it did."""
+    """Returns the goals of the runtime, with the measurements."""
     limit, ours, ray = medians["limit"], medians["rlhpc"], medians.get("Ray")
     start, trip = limit["interpreter and import torch (s)"], limit[ROUND_TRIP]
-    found = [
+    runtime_goals = [
         goal("cold start to 8 workers / interpreter and torch", ours["cold start to 8 ready workers (s)"] / start, at_most=2),
         goal("warm launch of 8 (s)", ours["warm launch of 8 workers (s)"], at_most=1),
         goal("dispatch to 1 worker / ZeroMQ round trip", ours["dispatch to 1 worker (us)"] / trip, at_most=3),
@@ -69,8 +69,8 @@ def goals(medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     ]  # fmt: skip
     if ray:
         key = "dispatch to 8 workers (us)"
-        found.append(goal("dispatch to 8 workers / Ray's", ours[key] / ray[key], at_most=1 / 15))
-    return found
+        runtime_goals.append(goal("dispatch to 8 workers / Ray's", ours[key] / ray[key], at_most=1 / 15))
+    return runtime_goals
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -87,8 +87,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for _ in range(args.repeat):
         rows.append(once(ray_python))
         print(json.dumps(rows[-1]), flush=True)
-    figures = {who: {name: spread([row[who][name] for row in rows]) for name in rows[0][who]} for who in rows[0]}
-    medians = {who: {name: figure["median"] for name, figure in found.items()} for who, found in figures.items()}
+    figures = {side: {name: spread([row[side][name] for row in rows]) for name in rows[0][side]} for side in rows[0]}
+    medians = {
+        side: {name: figure["median"] for name, figure in side_figures.items()}
+        for side, side_figures in figures.items()
+    }
     beside_ray = {
         name: medians["Ray"][name] / value
         for name, value in medians["rlhpc"].items()
@@ -97,9 +100,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     reached = goals(medians)
     content = {"figures": figures, "ray_over_rlhpc": beside_ray, "goals": reached}
     path = write("runtime", f"python -m bench.runtime --repeat {args.repeat}", content)
-    for who, found in figures.items():
-        for name, figure in found.items():
-            print(f"{who:6} {name:55} {figure['min']:12.2f} {figure['median']:12.2f} {figure['max']:12.2f}")
+    for side, side_figures in figures.items():
+        for name, figure in side_figures.items():
+            print(f"{side:6} {name:55} {figure['min']:12.2f} {figure['median']:12.2f} {figure['max']:12.2f}")
     for line in reached:
         print(f"{'met   ' if line['met'] else 'MISSED'} {line['goal']:55} {line['measured']:12.3f} ({line['wanted']})")
     print(path)

@@ -23,18 +23,18 @@ OBS, ACT, ROWS, TURN_S = 17, 6, 20_000, 0.5
 
 
 def ours() -> Callable[[], None]:
-    """One update of rlhpc, with its batch."""
+    """Runs one update of rlhpc, with its batch."""
     import numpy as np
     import torch
     from gymnasium import spaces
 
+    from rlhpc.embodied.algorithms.off_policy import TransitionBatch
+    from rlhpc.embodied.algorithms.sac import SacUpdate
     from rlhpc.embodied.config import SacAlgorithmConfig, SacModelConfig, SacOptimConfig
     from rlhpc.embodied.data.mixture import Mixture
-    from rlhpc.embodied.data.replay import ReplayBuffer
+    from rlhpc.embodied.data.replay_buffer import ReplayBuffer
     from rlhpc.embodied.models import build_model
-    from rlhpc.embodied.models.actor_critic import SACPolicy
-    from rlhpc.embodied.update.off_policy import TransitionBatch
-    from rlhpc.embodied.update.sac import SacUpdate
+    from rlhpc.embodied.models.off_policy import SACPolicy
 
     model = SacModelConfig(hidden_sizes=[256, 256], activation="relu", ortho_init=False)
     box = spaces.Box(-1, 1, (ACT,), np.float32)
@@ -61,7 +61,7 @@ def ours() -> Callable[[], None]:
 
 
 def plain() -> Callable[[], None]:
-    """One update of the single-process loop, with its batch."""
+    """Runs one update of the single-process loop, with its batch."""
     import numpy as np
     from gymnasium import spaces
 
@@ -83,7 +83,7 @@ def plain() -> Callable[[], None]:
 
 
 def updates(turns: int) -> dict[str, Any]:
-    """Updates per second of CPU time, in turns: what other processes take from a busy machine does not count."""
+    """Returns updates per second of CPU time, in turns: CPU time that other processes use does not count."""
     import torch
 
     torch.set_num_threads(1)
@@ -94,14 +94,17 @@ def updates(turns: int) -> dict[str, Any]:
             step()
     for _ in range(turns):
         for name, step in contenders.items():
-            begin, made = time.process_time(), 0
+            begin, num_updates = time.process_time(), 0
             while time.process_time() - begin < TURN_S:
                 step()
                 step()  # the single process trains its actor every second time
-                made += 2
-            rates[name].append(made / (time.process_time() - begin))
+                num_updates += 2
+            rates[name].append(num_updates / (time.process_time() - begin))
     ratios = [a / b for a, b in zip(rates["rlhpc"], rates["single_process"], strict=True)]
-    return {"updates_per_cpu_s": {name: spread(found) for name, found in rates.items()}, "ratio": spread(ratios)}
+    return {
+        "updates_per_cpu_s": {name: spread(side_rates) for name, side_rates in rates.items()},
+        "ratio": spread(ratios),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""How long a run stands still for its checkpoints when it trains on while they are written, beside one that waits.
+"""Pause of a run for its checkpoints with async checkpointing, compared with a run that waits for the files.
 
     python -m bench.saves --repeat 2
 
@@ -31,7 +31,7 @@ WORDS = (
 
 
 def run(folder: Path, async_save: bool, epochs: int) -> dict[str, float]:
-    """A run: what it stood still for a save, a step without, and the whole from its first step on; in seconds."""
+    """Returns, in seconds, the pause of a run for a save, a step without a save, and the total from its first step on."""
     command = [
         sys.executable, "-m", "rlhpc.cli", "train", str(ROOT / "configs" / "quickstart.yaml"), *WORDS,
         f"runner.run_dir={folder}", f"runner.async_save={str(async_save).lower()}", f"algorithm.update_epochs={epochs}",
@@ -60,11 +60,13 @@ def main() -> None:
     args = parser.parse_args()
     rows: dict[str, list[dict[str, float]]] = {"beside": [], "waiting": []}
     for _ in range(args.repeat):
-        for name, found in rows.items():
+        for name, mode_rows in rows.items():
             with tempfile.TemporaryDirectory(dir=args.folder) as place:
-                found.append(run(Path(place), name == "beside", args.epochs))
-            print(name, json.dumps(found[-1]), flush=True)
-    figures = {name: {key: spread([row[key] for row in found]) for key in found[0]} for name, found in rows.items()}
+                mode_rows.append(run(Path(place), name == "beside", args.epochs))
+            print(name, json.dumps(mode_rows[-1]), flush=True)
+    figures = {
+        name: {key: spread([row[key] for row in mode_rows]) for key in mode_rows[0]} for name, mode_rows in rows.items()
+    }
     ratios = {
         key: figures["beside"][key]["median"] / figures["waiting"][key]["median"] for key in ("still", "step", "all")
     }

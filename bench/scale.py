@@ -32,13 +32,13 @@ SLOW_MS = (0, 20, 100)
 
 
 def child(*arguments: str, **environment: str) -> dict[str, float]:
-    """One measurement in a process of its own."""
+    """Runs one measurement in a separate process."""
     command = [sys.executable, "-m", "bench.scale", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **environment})
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def seconds(act: Callable[[], Any]) -> float:
@@ -48,13 +48,13 @@ def seconds(act: Callable[[], Any]) -> float:
 
 
 def real(count: int) -> dict[str, float]:
-    """A group of `count` processes."""
-    from bench.peers.rlhpc_runtime import Peer
+    """Measures a group of `count` processes."""
+    from bench.peers.rlhpc_runtime import RuntimePeer
     from rlhpc import Cluster, NodePlacementStrategy, Session
 
     cluster = Cluster.local(1, 0)
-    Peer.create_group().launch(cluster, NodePlacementStrategy([0]), "first")
-    group = Peer.create_group()
+    RuntimePeer.create_group().launch(cluster, NodePlacementStrategy([0]), "first")
+    group = RuntimePeer.create_group()
     row = {"launch (s)": seconds(lambda: group.launch(cluster, NodePlacementStrategy([0] * count), "group"))}
     group.nothing().wait()
     row["dispatch to all (us)"] = float(np.median([seconds(lambda: group.nothing().wait()) for _ in range(100)])) * 1e6
@@ -64,7 +64,7 @@ def real(count: int) -> dict[str, float]:
 
 
 def simulated(count: int) -> dict[str, float]:
-    """A group of `count` members that share processes."""
+    """Measures a group of `count` members that share processes."""
     from bench.peers import slow_files
     from bench.peers.members import Simulators
 
@@ -85,7 +85,7 @@ def simulated(count: int) -> dict[str, float]:
         me = psutil.Process()
 
         def cost(act: Callable[[], Any]) -> tuple[float, float]:
-            """Wall seconds and CPU seconds of this process."""
+            """Returns wall seconds and CPU seconds of this process."""
             before = me.cpu_times()
             took = seconds(act)
             after = me.cpu_times()
@@ -121,9 +121,9 @@ def simulated(count: int) -> dict[str, float]:
 
 
 def slow(milliseconds: int) -> dict[str, float]:
-    """A session of eight workers whose registry answers late."""
+    """Measures a session of eight workers whose registry answers slowly."""
     from bench.peers import slow_files
-    from bench.peers.rlhpc_runtime import Peer
+    from bench.peers.rlhpc_runtime import RuntimePeer
     from rlhpc import Channel, Cluster, NodePlacementStrategy, Session
 
     with tempfile.TemporaryDirectory() as folder:
@@ -133,9 +133,9 @@ def slow(milliseconds: int) -> dict[str, float]:
         row: dict[str, float] = {}
         started = time.perf_counter()
         Session.start(registry_root=Path(folder) / "registry", preload=["bench.peers.slow_files"])
-        group = Peer.create_group().launch(cluster, NodePlacementStrategy([0] * 8), "eight")
+        group = RuntimePeer.create_group().launch(cluster, NodePlacementStrategy([0] * 8), "eight")
         row["cold start to 8 ready workers (s)"] = time.perf_counter() - started
-        other = Peer.create_group()
+        other = RuntimePeer.create_group()
         row["warm launch (s)"] = seconds(lambda: other.launch(cluster, NodePlacementStrategy([0]), "other"))
         group.nothing().wait()
         row["dispatch to 8 (us)"] = (
@@ -180,18 +180,19 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(part, number, json.dumps(row), flush=True)
     figures = {
         part: {
-            number: {name: spread([row[name] for row in found]) for name in found[0]} for number, found in by.items()
+            number: {name: spread([row[name] for row in count_rows]) for name in count_rows[0]}
+            for number, count_rows in by.items()
         }
         for part, by in rows.items()
     }
-    most, some = figures["simulated"][SIMULATED[-1]], figures["simulated"][SIMULATED[-2]]
+    largest, some = figures["simulated"][SIMULATED[-1]], figures["simulated"][SIMULATED[-2]]
     growth = SIMULATED[-1] / SIMULATED[-2]
     goals = [
-        goal("10 000 members: file operations a member", most["file operations a member"]["median"], at_most=10),
+        goal("10 000 members: file operations a member", largest["file operations a member"]["median"], at_most=10),
         goal("10 000 members: rendezvous a member / that of 1000",
-             most["rendezvous (s)"]["median"] / some["rendezvous (s)"]["median"] / growth, at_most=1.5),
+             largest["rendezvous (s)"]["median"] / some["rendezvous (s)"]["median"] / growth, at_most=1.5),
         goal("10 000 members: one dispatch, CPU of the driver (s)",
-             most["dispatch, CPU of the driver (s)"]["median"], at_most=1),
+             largest["dispatch, CPU of the driver (s)"]["median"], at_most=1),
     ]  # fmt: skip
     for line in goals:
         print(f"{'met   ' if line['met'] else 'MISSED'} {line['goal']:55} {line['measured']:12.3f} ({line['wanted']})")

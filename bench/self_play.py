@@ -25,39 +25,44 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from bench.demo_agent import ROOT, curve, rlhpc
 from bench.machine import write
-from rlhpc.language.environments import kuhn
-from rlhpc.language.environments.numbers import Guess
+from rlhpc.language.envs import games as kuhn
+from rlhpc.language.envs.games import Guess
 
 KUHN, GUESS = "configs/agents/kuhn_poker.yaml", "configs/agents/guess.yaml"
-MOST = 0.25
+MAX_EXPLOITABILITY = 0.25
 
 
 @torch.no_grad()
 def policy_of(checkpoint: Path) -> dict[tuple[str, str], tuple[float, float]]:
-    """How a checkpoint plays: the chances of a pass and a bet, by card and moves before."""
+    """Returns a checkpoint's policy: the probabilities of a pass and a bet, by card and previous moves."""
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoint / "model"))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(checkpoint / "model"))).eval()
     model.load_state_dict(load_file(checkpoint / "model.safetensors"))
     passes, bets = (tokenizer.convert_tokens_to_ids(move) for move in "pb")
-    found = {}
+    chances_by_state = {}
     for moves, seat in kuhn.TURNS.items():
         for card in kuhn.CARDS:
             again = moves == "pb"  # it was asked before, and knows its card from there
-            said = [{"role": "user", "content": f"{seat + 1}{card}{'' if again else moves}"}]
+            messages = [{"role": "user", "content": f"{seat + 1}{card}{'' if again else moves}"}]
             if again:
-                said += [{"role": "assistant", "content": "p"}, {"role": "user", "content": "b"}]
-            text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+                messages += [{"role": "assistant", "content": "p"}, {"role": "user", "content": "b"}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             ids = tokenizer.encode(text, add_special_tokens=False)
             chances = model(torch.tensor([ids])).logits[0, -1].softmax(-1)
-            found[card, moves] = float(chances[passes]), float(chances[bets])
-    return found
+            chances_by_state[card, moves] = float(chances[passes]), float(chances[bets])
+    return chances_by_state
 
 
 def kuhn_poker(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
-    """Self-play at one seed."""
-    begun, name = time.perf_counter(), f"kuhn-{seed}"
-    own = [f"runner.run_dir={runs}", f"runner.name={name}", f"runner.seed={seed}", "runner.keep_checkpoints=0"]
-    rlhpc("train", KUHN, *own, *overrides)
+    """Runs self-play at one seed."""
+    started_at, name = time.perf_counter(), f"kuhn-{seed}"
+    run_overrides = [
+        f"runner.run_dir={runs}",
+        f"runner.name={name}",
+        f"runner.seed={seed}",
+        "runner.keep_checkpoints=0",
+    ]
+    rlhpc("train", KUHN, *run_overrides, *overrides)
     folders = (runs / name / "checkpoints").glob("global_step_*")
     steps = sorted(folders, key=lambda path: int(path.name.rpartition("_")[2]))
     policies = [policy_of(folder) for folder in steps]
@@ -66,8 +71,9 @@ def kuhn_poker(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
         "exploitability": kuhn.exploitability(policies[-1]),
         "against_uniform": kuhn.against(policies[-1], kuhn.uniform()),
     }
-    shown = {
-        f"{card} {moves}".strip(): [round(chance, 3) for chance in found] for (card, moves), found in average.items()
+    rounded_policy = {
+        f"{card} {moves}".strip(): [round(chance, 3) for chance in chances]
+        for (card, moves), chances in average.items()
     }
     return {
         "seed": seed,
@@ -75,18 +81,23 @@ def kuhn_poker(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
         "against_uniform": kuhn.against(average, kuhn.uniform()),
         "last": last,
         "curve": [round(kuhn.exploitability(policy), 4) for policy in policies],
-        "policy": shown,
-        "seconds": time.perf_counter() - begun,
+        "policy": rounded_policy,
+        "seconds": time.perf_counter() - started_at,
     }  # fmt: skip
 
 
 def guess(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
-    """Guessing at one seed: the share that is found over the last 20 steps."""
-    begun, name = time.perf_counter(), f"guess-{seed}"
+    """Runs guessing at one seed: the share of found numbers over the last 20 steps."""
+    started_at, name = time.perf_counter(), f"guess-{seed}"
     rlhpc("train", GUESS, f"runner.run_dir={runs}", f"runner.name={name}", f"runner.seed={seed}", *overrides)
-    found = curve(runs / name)
-    last = found[-20:]
-    return {"seed": seed, "found": sum(last) / len(last), "curve": found, "seconds": time.perf_counter() - begun}
+    found_shares = curve(runs / name)
+    last = found_shares[-20:]
+    return {
+        "seed": seed,
+        "found": sum(last) / len(last),
+        "curve": found_shares,
+        "seconds": time.perf_counter() - started_at,
+    }
 
 
 def main() -> int:
@@ -110,15 +121,19 @@ def main() -> int:
         row = guess(seed, runs, args.overrides)
         numbers.append(row)
         print(f"guess, seed {seed}: {row['found']:.1%}, best {best:.0%}; {row['seconds']:.0f} s", flush=True)
-    least, most = (kuhn.against(kuhn.equilibrium(bluff), kuhn.uniform()) for bluff in (0.0, 1 / 3))
+    low_return, high_return = (kuhn.against(kuhn.equilibrium(bluff), kuhn.uniform()) for bluff in (0.0, 1 / 3))
     uniform = {
         "exploitability": kuhn.exploitability(kuhn.uniform()),
         "value": kuhn.value(kuhn.equilibrium(), kuhn.equilibrium()),
-        "won_by_equilibria": [least, most],
+        "won_by_equilibria": [low_return, high_return],
     }
     content = {"kuhn_poker": poker, "guess": numbers, "known": {"uniform": uniform, "guess": {**game, "best": best}}}
     write("self_play", f"python -m bench.self_play --seeds {args.seeds}", content)
-    short = [row["seed"] for row in poker if row["exploitability"] > MOST or row["against_uniform"] < least]
+    short = [
+        row["seed"]
+        for row in poker
+        if row["exploitability"] > MAX_EXPLOITABILITY or row["against_uniform"] < low_return
+    ]
     for seed in short:
         print(f"Kuhn poker, seed {seed} fell short", file=sys.stderr)
     return int(bool(short))

@@ -7,28 +7,30 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from rlhpc.language.algorithm.base import Reduce
-from rlhpc.language.algorithm.policy_gradient import TURN_REWARDS, PolicyGradient
-from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.algorithms.base import Reduce
+from rlhpc.language.algorithms.policy_gradient import TURN_REWARDS, PolicyGradient
+from rlhpc.language.models.token_batch import TokenBatch
 
 
 class ShuffledRewards(PolicyGradient):
     """`algorithm.name=bench.shuffled:ShuffledRewards`."""
 
     def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
-        """Those of other episodes' rewards."""
+        """Returns the advantages from other episodes' rewards."""
         return super().advantages(shuffled(batch), all_reduce)
 
 
 def shuffled(batch: TokenBatch) -> TokenBatch:
-    """The same samples, each episode with the reward of one of its group's; the same for the same tokens."""
+    """Returns the same samples, each episode with the reward of another episode of its group;
+    deterministic in the tokens.
+    """
     draw = torch.Generator().manual_seed(int(batch.ids.sum()))
     reward = batch.reward.clone()
     for group in batch.group.unique():
         inside = batch.group == group
         episodes, which = batch.episode[inside].unique(return_inverse=True)
-        own = torch.zeros(len(episodes)).index_copy(0, which, batch.reward[inside])
-        reward[inside] = own[torch.randperm(len(episodes), generator=draw)][which]
+        episode_rewards = torch.zeros(len(episodes)).index_copy(0, which, batch.reward[inside])
+        reward[inside] = episode_rewards[torch.randperm(len(episodes), generator=draw)][which]
     columns = dict(batch.columns)
     if TURN_REWARDS in columns:
         columns[TURN_REWARDS] = torch.zeros_like(columns[TURN_REWARDS])

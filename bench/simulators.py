@@ -30,7 +30,7 @@ SLOTS = 8
 
 
 def section(task: str) -> dict[str, Any]:
-    """`env.train` of a configuration, without what is the run's own."""
+    """Returns `env.train` of a configuration, without keys of the run itself."""
     from rlhpc.config.typed import plain
     from rlhpc.runs.configuration import load_config
 
@@ -39,7 +39,7 @@ def section(task: str) -> dict[str, Any]:
 
 
 def ours(task: str, processes: int) -> float:
-    """Environment steps a second of a run."""
+    """Returns environment steps a second of a run."""
     from bench.environments import play
 
     env = {**section(task), "simulator_python": PYTHON}
@@ -49,7 +49,7 @@ def ours(task: str, processes: int) -> float:
 
 
 def theirs(kind: str, task: str) -> float:
-    """The same of a vector environment, in a process of the simulators' Python."""
+    """Returns environment steps a second of a vector environment, in a process of the simulators' Python."""
     words = [PYTHON, "-m", "bench.simulators", "--theirs", kind, task, json.dumps(section(task))]
     done = subprocess.run(
         words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.PIPE
@@ -58,7 +58,7 @@ def theirs(kind: str, task: str) -> float:
 
 
 def their_rate(kind: str, task: str, env: dict[str, Any]) -> float:
-    """What `theirs` prints."""
+    """Returns the rate that `theirs` prints."""
     import gymnasium
     from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
@@ -81,29 +81,29 @@ def _one(env: dict[str, Any]) -> Any:
     from rlhpc.embodied.config import EnvSideConfig
     from rlhpc.embodied.envs.gymnasium_env import make_one
 
-    made, limit = make_one(OmegaConf.merge(OmegaConf.structured(EnvSideConfig), env))  # type: ignore[arg-type]
-    return TimeLimit(made, limit) if limit else made
+    env_made, limit = make_one(OmegaConf.merge(OmegaConf.structured(EnvSideConfig), env))  # type: ignore[arg-type]
+    return TimeLimit(env_made, limit) if limit else env_made
 
 
 def contenders() -> dict[str, Any]:
-    """What is measured, by name; a round runs all in this order."""
-    found: dict[str, Any] = {}
+    """Returns the measurements by name; a round runs all in this order."""
+    measurements: dict[str, Any] = {}
     for task in TASKS:
-        found[f"{task}: SyncVectorEnv"] = partial(theirs, "sync", task)
-        found[f"{task}: rlhpc, 1 process"] = partial(ours, task, 1)
-        found[f"{task}: AsyncVectorEnv"] = partial(theirs, "async", task)
-        found[f"{task}: rlhpc, 2 processes"] = partial(ours, task, 2)
-    found["breakout: AtariVectorEnv"] = partial(theirs, "own", "breakout")
-    return found
+        measurements[f"{task}: SyncVectorEnv"] = partial(theirs, "sync", task)
+        measurements[f"{task}: rlhpc, 1 process"] = partial(ours, task, 1)
+        measurements[f"{task}: AsyncVectorEnv"] = partial(theirs, "async", task)
+        measurements[f"{task}: rlhpc, 2 processes"] = partial(ours, task, 2)
+    measurements["breakout: AtariVectorEnv"] = partial(theirs, "own", "breakout")
+    return measurements
 
 
 def ratios(median: dict[str, float]) -> dict[str, float]:
-    """Ours to theirs."""
+    """Returns the ratios of rlhpc's rates to the others."""
     one, two = "rlhpc, 1 process", "rlhpc, 2 processes"
     pairs = [(one, "SyncVectorEnv"), (two, "AsyncVectorEnv"), (two, "AtariVectorEnv")]
     return {
-        f"{task}: {mine} / {other}": median[f"{task}: {mine}"] / median[f"{task}: {other}"]
-        for task in TASKS for mine, other in pairs if {f"{task}: {mine}", f"{task}: {other}"} <= set(median)
+        f"{task}: {own_name} / {other}": median[f"{task}: {own_name}"] / median[f"{task}: {other}"]
+        for task in TASKS for own_name, other in pairs if {f"{task}: {own_name}", f"{task}: {other}"} <= set(median)
     }  # fmt: skip
 
 

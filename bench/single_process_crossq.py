@@ -17,7 +17,7 @@ from bench.single_process_sac import main
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
-    """A perceptron with normalisation before each layer."""
+    """Builds a perceptron with normalisation before each layer."""
     layers: list[nn.Module] = []
     for wide, narrow in ((inputs, 256), (256, 256)):
         layers += [nn.BatchNorm1d(wide, eps=1e-3, momentum=0.01), nn.Linear(wide, narrow), nn.ReLU()]
@@ -36,7 +36,7 @@ class Actor(nn.Module):
         )
 
     def act(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Actions and their log-probabilities `[B]`."""
+        """Returns actions and their log-probabilities `[B]`."""
         mean, log_std = self.body(obs).chunk(2, -1)
         normal = torch.distributions.Normal(mean, (-5 + 0.5 * 7 * (torch.tanh(log_std) + 1)).exp())
         before = normal.rsample()
@@ -58,7 +58,7 @@ class Learner:
         self.alpha, self.alpha_opt, self.target = 1.0, torch.optim.Adam([self.log_alpha], lr=1e-3), -float(dim)
 
     def update(self, step: int, data: list[torch.Tensor]) -> None:
-        """One update."""
+        """Runs one update."""
         obs, next_obs, actions, rewards, ends = data
         with torch.no_grad():
             following, logprob = self.actor.act(next_obs)
@@ -67,8 +67,8 @@ class Learner:
         values = [critic(both).flatten().chunk(2) for critic in self.critics]
         self.critics.eval()
         after = torch.min(*(value[1] for value in values)).detach() - self.alpha * logprob
-        wanted = rewards.flatten() + (1 - ends.flatten()) * 0.99 * after
-        loss = torch.stack([F.mse_loss(value[0], wanted) for value in values]).sum()
+        targets = rewards.flatten() + (1 - ends.flatten()) * 0.99 * after
+        loss = torch.stack([F.mse_loss(value[0], targets) for value in values]).sum()
         self.q_opt.zero_grad()
         loss.backward()
         self.q_opt.step()

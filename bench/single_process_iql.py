@@ -22,7 +22,7 @@ from bench.single_process_sac import Critic, main
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
-    """Two hidden layers."""
+    """Builds a network with two hidden layers."""
     return nn.Sequential(
         nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs)
     )  # fmt: skip
@@ -41,11 +41,11 @@ class Actor(nn.Module):
         )
 
     def normal(self, obs: torch.Tensor) -> torch.distributions.Normal:
-        """The distribution, between -1 and 1."""
+        """Returns the distribution, between -1 and 1."""
         return torch.distributions.Normal(torch.tanh(self.mean(obs)), self.log_std.clamp(-20, 2).exp())
 
     def act(self, obs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """A sample, clipped to the bounds."""
+        """Returns a sample, clipped to the bounds."""
         return self.normal(obs).sample().clamp(-1, 1) * self.scale + self.bias, None
 
 
@@ -75,22 +75,22 @@ class Learner:
             self.learn(self.drawn(256))
 
     def drawn(self, count: int) -> list[torch.Tensor]:
-        """Transitions of the data."""
+        """Draws transitions of the data."""
         rows = np.random.randint(0, len(self.data[0]), count)
         return [column[rows] for column in self.data]
 
     def update(self, step: int, data: list[torch.Tensor]) -> None:
-        """One update, half from the data."""
+        """Runs one update, half from the data."""
         del step
         self.learn([torch.cat([old, new[:128]]) for old, new in zip(self.drawn(128), data, strict=True)])
 
     def learn(self, data: list[torch.Tensor]) -> None:
-        """Value network, critics, target networks, policy."""
+        """Trains value network, critics, target networks and policy."""
         obs, next_obs, actions, rewards, ends = data
         with torch.no_grad():
             following = self.value(next_obs)
-            wanted = torch.min(self.t1(obs, actions), self.t2(obs, actions))
-        apart = wanted - self.value(obs)
+            targets = torch.min(self.t1(obs, actions), self.t2(obs, actions))
+        apart = targets - self.value(obs)
         value_loss = (torch.abs(self.expectile - (apart < 0).float()) * apart**2).mean()
         self.v_opt.zero_grad()
         value_loss.backward()

@@ -26,7 +26,7 @@ from torch.distributions import Categorical, Normal
 
 
 def network(sizes: list[int], outputs: int, gain: float) -> nn.Sequential:
-    """A tanh MLP with orthogonal weights; `gain` is the last layer's."""
+    """Builds a tanh MLP with orthogonal weights; `gain` is the last layer's."""
     layers: list[nn.Module] = []
     for inputs, width in zip(sizes, [*sizes[1:], outputs], strict=True):
         linear = nn.Linear(inputs, width)
@@ -52,7 +52,7 @@ class Agent(nn.Module):
         self.log_std = nn.Parameter(torch.full((1, 0 if self.discrete else outputs), args.log_std))
 
     def act(self, obs: torch.Tensor, action: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Action, log-probability, entropy and value."""
+        """Returns action, log-probability, entropy and value."""
         out = self.actor(obs)
         policy: Any = Categorical(logits=out) if self.discrete else Normal(out, self.log_std.exp().expand_as(out))
         if action is None:
@@ -83,22 +83,24 @@ class Environments:
         self.observation = int(np.prod(self.envs.single_observation_space.shape))
 
     def reset(self) -> np.ndarray:
-        """First observations."""
+        """Returns the first observations."""
         first: np.ndarray = self.envs.reset(seed=self.seed)[0]
         return first
 
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
-        """obs, rewards, terminated, truncated, last observations of what ended, (return, success) of each of these."""
+        """Returns obs, rewards, terminated, truncated, last observations of ended episodes, and (return, success) of each of
+        these.
+        """
         if isinstance(self.space, gym.spaces.Box):
             actions = actions.clip(self.space.low, self.space.high)
         obs, rewards, terminated, truncated, infos = self.envs.step(actions)
-        final, ended = None, []
+        final, episode_results = None, []
         if "final_info" in infos:
             mask = infos["_final_info"]
             final = np.zeros_like(obs)
             final[mask] = np.stack(infos["final_obs"][mask])
-            ended = [(float(value), None) for value in infos["final_info"]["episode"]["r"][mask]]
-        return obs, rewards, terminated, truncated & ~terminated, final, ended
+            episode_results = [(float(value), None) for value in infos["final_info"]["episode"]["r"][mask]]
+        return obs, rewards, terminated, truncated & ~terminated, final, episode_results
 
 
 class ManiSkill(Environments):
@@ -114,37 +116,39 @@ class ManiSkill(Environments):
         self.observation = int(np.prod(self.envs.observation_space.shape))
 
     def reset(self) -> np.ndarray:
-        """First observations."""
+        """Returns the first observations."""
         first: np.ndarray = self.envs.reset()[0]
         return first
 
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
-        """See `Environments.step`."""
+        """Implements `Environments.step`."""
         assert isinstance(self.space, gym.spaces.Box)
         obs, rewards, terminated, truncated, infos = self.envs.step(actions.clip(self.space.low, self.space.high))
-        ended = []
+        episode_results = []
         if "episode" in infos:
             episode = infos["episode"]
             success = episode.get("success_once", [None] * len(rewards))
-            ended = [(float(episode["return"][i]), success[i]) for i in episode["mask"].nonzero()[0]]
-        return obs, rewards, terminated, truncated, infos.get("final_obs"), ended
+            episode_results = [(float(episode["return"][i]), success[i]) for i in episode["mask"].nonzero()[0]]
+        return obs, rewards, terminated, truncated, infos.get("final_obs"), episode_results
 
 
 def advantages_of(
-    args: argparse.Namespace, rewards: torch.Tensor, values: torch.Tensor, ended: torch.Tensor, last: torch.Tensor
+    args: argparse.Namespace, rewards: torch.Tensor, values: torch.Tensor, dones: torch.Tensor, last: torch.Tensor
 ) -> torch.Tensor:
-    """GAE of `[T, N]`; `ended` says where an episode ended with the step, `last [N]` is the value after the rollout."""
+    """Returns the GAE of `[T, N]`; `dones` marks steps at which an episode ended, `last [N]` is the
+    value after the rollout.
+    """
     advantages, trace = torch.zeros_like(rewards), torch.zeros_like(last)
     for t in reversed(range(len(rewards))):
         following = last if t == len(rewards) - 1 else values[t + 1]
-        alive = 1 - ended[t]
+        alive = 1 - dones[t]
         delta = rewards[t] + args.gamma * following * alive - values[t]
         advantages[t] = trace = delta + args.gamma * args.gae_lambda * alive * trace
     return advantages
 
 
 def update(args: argparse.Namespace, agent: Agent, optimizer: torch.optim.Optimizer, flat: list[torch.Tensor]) -> None:
-    """All epochs over one rollout, until the KL limit."""
+    """Runs all epochs over one rollout, until the KL limit."""
     for _ in range(args.epochs):
         for index in torch.randperm(len(flat[0])).split(args.minibatch):
             o, a, lp, adv, ret, val = (x[index] for x in flat)
@@ -187,7 +191,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     for number in range(updates):
         if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = (1 - number / updates) * args.lr
-        env_steps, ended = (number + 1) * batch, []
+        env_steps, episode_results = (number + 1) * batch, []
         for t in range(steps):
             obs_b[t] = obs
             with torch.no_grad():
@@ -201,9 +205,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 rew_b[t, rows] += args.gamma * values.squeeze(-1)
             obs = torch.as_tensor(raw, dtype=torch.float32)
             end_b[t] = torch.as_tensor(terminated | truncated)
-            ended += episodes
-        returns_seen.extend(value for value, _ in ended)
-        curve.append([env_steps, ended])
+            episode_results += episodes
+        returns_seen.extend(value for value, _ in episode_results)
+        curve.append([env_steps, episode_results])
         if len(returns_seen) == 100 and np.mean(returns_seen) >= args.target and reached["env_steps"] is None:
             reached = {"env_steps": env_steps, "seconds": time.perf_counter() - started}
             if args.stop:

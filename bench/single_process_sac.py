@@ -47,7 +47,7 @@ class Actor(nn.Module):
         self.bias = torch.tensor((space.high + space.low) / 2, dtype=torch.float32)
 
     def act(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Actions and their log-probabilities `[B, 1]`."""
+        """Returns actions and their log-probabilities `[B, 1]`."""
         hidden = F.relu(self.two(F.relu(self.one(obs))))
         mean, log_std = self.mean(hidden), torch.tanh(self.log_std(hidden))
         normal = torch.distributions.Normal(mean, (-5 + 0.5 * 7 * (log_std + 1)).exp())
@@ -67,7 +67,7 @@ class Buffer:
         self.rewards, self.ends = np.zeros((size, 1), np.float32), np.zeros((size, 1), np.float32)
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: float, end: bool) -> None:
-        """One transition."""
+        """Adds one transition."""
         at = self.at
         self.obs[at], self.next_obs[at], self.actions[at], self.rewards[at], self.ends[at] = (
             obs, next_obs, action, reward, end,
@@ -76,7 +76,7 @@ class Buffer:
         self.full |= self.at == 0
 
     def sample(self, count: int) -> list[torch.Tensor]:
-        """obs, next_obs, actions, rewards, ends."""
+        """Returns obs, next_obs, actions, rewards, ends."""
         rows = np.random.randint(0, self.size if self.full else self.at, count)
         return [torch.as_tensor(x[rows]) for x in (self.obs, self.next_obs, self.actions, self.rewards, self.ends)]
 
@@ -96,13 +96,13 @@ class Learner:
         self.alpha, self.alpha_opt, self.target = 1.0, torch.optim.Adam([self.log_alpha], lr=1e-3), -float(dim)
 
     def update(self, step: int, data: list[torch.Tensor]) -> None:
-        """One update."""
+        """Runs one update."""
         obs, next_obs, actions, rewards, ends = data
         with torch.no_grad():
             following, logprob = self.actor.act(next_obs)
             value = torch.min(self.t1(next_obs, following), self.t2(next_obs, following)) - self.alpha * logprob
-            wanted = rewards.flatten() + (1 - ends.flatten()) * 0.99 * value.view(-1)
-        loss = F.mse_loss(self.q1(obs, actions).view(-1), wanted) + F.mse_loss(self.q2(obs, actions).view(-1), wanted)
+            targets = rewards.flatten() + (1 - ends.flatten()) * 0.99 * value.view(-1)
+        loss = F.mse_loss(self.q1(obs, actions).view(-1), targets) + F.mse_loss(self.q2(obs, actions).view(-1), targets)
         self.q_opt.zero_grad()
         loss.backward()
         self.q_opt.step()
@@ -133,11 +133,11 @@ def train(args: argparse.Namespace, kind: type[Any] = Learner) -> dict[str, Any]
     torch.set_num_threads(1)
     env = gym.make(args.env, **json.loads(args.env_kwargs))
     env.action_space.seed(args.seed)
-    seen, space = env.observation_space, env.action_space
-    assert isinstance(seen, gym.spaces.Box)
+    observation_space, space = env.observation_space, env.action_space
+    assert isinstance(observation_space, gym.spaces.Box)
     assert isinstance(space, gym.spaces.Box)
-    learner = kind(int(np.prod(seen.shape)), space)
-    buffer = Buffer(args.buffer, int(np.prod(seen.shape)), int(np.prod(space.shape)))
+    learner = kind(int(np.prod(observation_space.shape)), space)
+    buffer = Buffer(args.buffer, int(np.prod(observation_space.shape)), int(np.prod(space.shape)))
     returns: list[tuple[int, float]] = []
     obs, total = env.reset(seed=args.seed)[0], 0.0
     started = time.perf_counter()

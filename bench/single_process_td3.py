@@ -30,12 +30,12 @@ class Actor(nn.Module):
         self.scale, self.bias = (self.high - self.low) / 2, (self.high + self.low) / 2
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        """The action without noise."""
+        """Returns the action without noise."""
         hidden = F.relu(self.two(F.relu(self.one(obs))))
         return torch.tanh(self.out(hidden)) * self.scale + self.bias
 
     def act(self, obs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The action with noise of standard deviation 0.1."""
+        """Returns the action with noise of standard deviation 0.1."""
         action = self(obs)
         return (action + torch.randn_like(action) * self.scale * 0.1).clamp(self.low, self.high), None
 
@@ -51,14 +51,14 @@ class Learner:
         self.actor_opt = torch.optim.Adam(self.actor.parameters(), lr=3e-4)
 
     def update(self, step: int, data: list[torch.Tensor]) -> None:
-        """One update."""
+        """Runs one update."""
         obs, next_obs, actions, rewards, ends = data
         with torch.no_grad():
             noise = (torch.randn_like(actions) * 0.2).clamp(-0.5, 0.5) * self.actor.scale
             following = (self.target_actor(next_obs) + noise).clamp(self.actor.low, self.actor.high)
             value = torch.min(self.t1(next_obs, following), self.t2(next_obs, following))
-            wanted = rewards + (1 - ends) * 0.99 * value
-        loss = F.mse_loss(self.q1(obs, actions), wanted) + F.mse_loss(self.q2(obs, actions), wanted)
+            targets = rewards + (1 - ends) * 0.99 * value
+        loss = F.mse_loss(self.q1(obs, actions), targets) + F.mse_loss(self.q2(obs, actions), targets)
         self.q_opt.zero_grad()
         loss.backward()
         self.q_opt.step()

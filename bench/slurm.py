@@ -1,4 +1,4 @@
-"""What a Slurm job costs before it trains, and after it was stopped: the launcher's part, and Slurm's own beside it.
+"""Cost of a Slurm job before it trains, and after it was stopped: the launcher's part, and Slurm's own.
 
 Needs a cluster (`SLURM_CONF`, a site file); on the test cluster of this project:
 
@@ -30,11 +30,11 @@ from bench.machine import spread, write
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "embodied" / "cartpole_het.yaml"
 
 
-def _until(condition: Callable[[], Any], what: str, deadline_s: float = 120.0) -> Any:
+def _until(condition: Callable[[], Any], goal: str, deadline_s: float = 120.0) -> Any:
     end = time.monotonic() + deadline_s
     while not (value := condition()):
         if time.monotonic() > end:
-            raise SystemExit(f"waited {deadline_s:.0f} s until {what}")
+            raise SystemExit(f"waited {deadline_s:.0f} s until {goal}")
         time.sleep(0.05)
     return value
 
@@ -47,7 +47,9 @@ def _json(path: Path) -> Any:
 
 
 def once(site: str, folder: Path) -> dict[str, float]:
-    """One run: started, stopped by the signal that announces the walltime, requeued, and cancelled after its first step."""
+    """Measures one run: started, stopped by the signal that announces the walltime, requeued, and cancelled after its first
+    step.
+    """
     root = folder / "run"
     command = [sys.executable, "-m", "rlhpc.cli", "submit", str(CONFIG), "--executor", "slurm", "--site", site,
                f"runner.run_dir={folder}", "runner.name=run", "runner.segments=1", "runner.max_steps=100000",
@@ -66,15 +68,15 @@ def once(site: str, folder: Path) -> dict[str, float]:
     finally:
         subprocess.run([sys.executable, "-m", "rlhpc.cli", "cancel", str(root)], capture_output=True)
         waiter.wait(60)
-    began, ended, resumed = attempts[0]["began"], attempts[0]["ended"], attempts[1]["began"]
+    began, ended_at, resumed = attempts[0]["began"], attempts[0]["ended"], attempts[1]["began"]
     return {
         "job start to driver (s)": first["driver"] - began,
         "job start to all ranks (s)": first["ranks"] - began,
         "job start to first rollout (s)": first["first_step"] - began,
-        "stop to saved and gone (s)": ended - stopped,
-        "queue (Slurm's own, s)": resumed - ended,
+        "stop to saved and gone (s)": ended_at - stopped,
+        "queue (Slurm's own, s)": resumed - ended_at,
         "requeued job start to first new step (s)": again["first_step"] - resumed,
-        "stop to first new step, net of the queue (s)": ended - stopped + again["first_step"] - resumed,
+        "stop to first new step, net of the queue (s)": ended_at - stopped + again["first_step"] - resumed,
     }
 
 

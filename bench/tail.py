@@ -1,4 +1,4 @@
-"""What long answers leave idle, and so what moving ranks between groups inside a step could gain at most.
+"""Idle time because of long answers, which bounds the gain of moving ranks between groups inside a step.
 
     python -m bench.tail --steps 12
 
@@ -28,8 +28,8 @@ from collections.abc import Sequence
 from bench.machine import write
 from bench.taken import CAPACITY, GROUP, PROMPTS, RANKS, lengths
 from rlhpc import Channel, Cluster, NodePlacementStrategy, Session, Worker
-from rlhpc.language.roles.prompts import DELIVERED, WORK
-from rlhpc.language.roles.work import Ledger, Takings
+from rlhpc.language.rollout.prompt_queue import PromptLeases, PromptTracker
+from rlhpc.language.training.prompt_dispatch import DELIVERED, WORK
 from rlhpc.runtime.channel import QueueEmpty
 
 TOKEN_S = 0.002
@@ -38,7 +38,7 @@ TURN, TOOL_S = 100, 0.1
 OVER = "over"
 
 
-class Maker(Worker):
+class TailRollout(Worker):
     """A rollout rank with an engine of fixed speed."""
 
     def open(self) -> None:
@@ -48,65 +48,65 @@ class Maker(Worker):
 
     def make(self, steps: int, ahead: int, ranks: int, tool_s: float) -> None:
         """Takes prompts of all steps as these are given out, until word comes that it is over."""
-        takings = Takings(PROMPTS, self.rank, self.work, self.delivered)
+        takings = PromptLeases(PROMPTS, self.rank, self.work, self.delivered)
         takings.begin(0, ranks)
         sizes = {step: lengths(step) for step in range(1, steps + 1)}
         waiting, running = deque[tuple[int, int, int]](), dict[tuple[int, int, int], int]()
-        left, first, now = dict[tuple[int, int], int](), 1, time.perf_counter()
-        away, rest = deque[tuple[float, tuple[int, int, int]]](), dict[tuple[int, int, int], int]()
+        remaining, first, now = dict[tuple[int, int], int](), 1, time.perf_counter()
+        away, preempted = deque[tuple[float, tuple[int, int, int]]](), dict[tuple[int, int, int], int]()
         while first <= steps:
             for step in range(first, min(steps, first + ahead) + 1):
                 while len(running) + len(waiting) < CAPACITY and (position := takings.take(step)) is not None:
                     assert isinstance(position, int), "nobody leaves"
-                    left[step, position] = GROUP
+                    remaining[step, position] = GROUP
                     waiting.extend((step, position, member) for member in range(GROUP))
             while away and away[0][0] <= now:
                 waiting.appendleft(away.popleft()[1])
             while waiting and len(running) < CAPACITY:
                 place = waiting.popleft()
-                running[place] = rest.pop(place, int(sizes[place[0]][place[1:]]))
+                running[place] = preempted.pop(place, int(sizes[place[0]][place[1:]]))
             now = max(now + TOKEN_S, time.perf_counter() - TOKEN_S)
             time.sleep(max(0.0, now - time.perf_counter()))
             for place in list(running):
                 running[place] -= 1
                 if tool_s and running[place] and running[place] % TURN == 0:
-                    rest[place] = running.pop(place)
+                    preempted[place] = running.pop(place)
                     away.append((now + tool_s, place))
                 elif not running[place]:
                     del running[place]
-                    left[place[:2]] -= 1
-                    if not left[place[:2]]:
+                    remaining[place[:2]] -= 1
+                    if not remaining[place[:2]]:
                         takings.deliver(*place[:2], {})
             with contextlib.suppress(QueueEmpty):
                 first = self.over.get_nowait(key=str(self.rank))
 
 
 def ideal_s(step: int, ranks: int) -> float:
-    """Seconds that a step's answers take if all ranks are busy all the time."""
+    """Returns the seconds of a step's answers if all ranks are busy all the time."""
     return float(lengths(step).sum()) * TOKEN_S / CAPACITY / ranks
 
 
 def longest_s(step: int, tool_s: float) -> float:
-    """Seconds of a step's longest answer."""
+    """Returns the seconds of a step's longest answer."""
     tokens = int(lengths(step).max())
     return tokens * TOKEN_S + (tokens - 1) // TURN * tool_s
 
 
 def bound_s(step: int, ranks: int, ahead: int, tool_s: float) -> float:
-    """Seconds of a step below which nothing gets by moving ranks."""
+    """Returns the lower bound of a step's seconds with moving ranks."""
     return max(ideal_s(step, ranks), longest_s(step, tool_s) / (1 + ahead))
 
 
 def run(steps: int, ahead: int, ranks: int, cluster: Cluster, tool_s: float = 0.0) -> dict[str, float]:
-    """One run; the first two steps and the last two do not count, when there is less to do at a time."""
-    ledger, over = Ledger(PROMPTS), Channel.create(OVER)
+    """Measures one run; the first two steps and the last two, with less concurrent work, do not count."""
+    ledger, over = PromptTracker(PROMPTS), Channel.create(OVER)
     ledger.open(0)
-    group = Maker.create_group().launch(cluster, NodePlacementStrategy([0] * ranks), f"tail{ranks}{ahead}")
+    group = TailRollout.create_group().launch(cluster, NodePlacementStrategy([0] * ranks), f"tail{ranks}{ahead}")
     group.open().wait()
     ledger.give(1 + ahead)
     making, times = group.make(steps, ahead, ranks, tool_s), [time.perf_counter()]
     for step in range(1, steps + 1):
-        while not ledger.whole(step, 1.0):
+        while not ledger.wait_complete(step, 1.0):
             if time.perf_counter() - times[-1] > 300:
                 raise SystemExit(f"bench.tail: step {step} is not whole: {ledger.missing(step)[:8]}")
         time.sleep(ideal_s(step, ranks))  # the actor
@@ -117,14 +117,14 @@ def run(steps: int, ahead: int, ranks: int, cluster: Cluster, tool_s: float = 0.
     making.wait()
     group.shutdown()
     counted = range(3, steps - 1)
-    whole = statistics.fmean(ideal_s(step, ranks) for step in counted)
+    busy_s = statistics.fmean(ideal_s(step, ranks) for step in counted)
     longest = statistics.fmean(longest_s(step, tool_s) for step in counted)
     tokens = statistics.fmean(float(lengths(step).sum()) for step in counted)
     step_s = (times[-3] - times[2]) / len(counted)
     bound = statistics.fmean(bound_s(step, ranks, ahead, tool_s) for step in counted)
     return {
         "ranks": ranks, "max_staleness": ahead, "step_s": step_s, "bound_s": bound, "gain": step_s / bound,
-        "rollout ranks idle": 1 - whole / step_s, "answers if all were busy, s": whole, "longest answer, s": longest,
+        "rollout ranks idle": 1 - busy_s / step_s, "answers if all were busy, s": busy_s, "longest answer, s": longest,
         "tokens_per_s": tokens / step_s,
     }  # fmt: skip
 
@@ -141,9 +141,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for ranks in (4,) if args.episodes else RANKS:
         for ahead in (0, 1, 2):
             rows.append(run(args.steps, ahead, ranks, cluster, TOOL_S if args.episodes else 0.0))
-            found = rows[-1]
-            print(f"{ranks} ranks, {ahead} ahead: {found['step_s']:.2f} s a step, at least {found['bound_s']:.2f} s "
-                  f"({found['gain']:.2f} times); rollout idle {found['rollout ranks idle']:.0%}", flush=True)  # fmt: skip
+            figures = rows[-1]
+            print(f"{ranks} ranks, {ahead} ahead: {figures['step_s']:.2f} s a step, at least {figures['bound_s']:.2f} s "
+                  f"({figures['gain']:.2f} times); rollout idle {figures['rollout ranks idle']:.0%}", flush=True)  # fmt: skip
     session.stop()
     name, more = ("tail_episodes", " --episodes") if args.episodes else ("tail", "")
     print(write(name, f"python -m bench.tail --steps {args.steps}{more}", {"rows": rows}))

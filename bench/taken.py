@@ -21,37 +21,37 @@ import numpy as np
 
 from bench.machine import spread, write
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
-from rlhpc.language.roles.prompts import DELIVERED, WORK
-from rlhpc.language.roles.work import Ledger, Takings
+from rlhpc.language.rollout.prompt_queue import PromptLeases, PromptTracker
+from rlhpc.language.training.prompt_dispatch import DELIVERED, WORK
 
 RANKS, PROMPTS, GROUP, CAPACITY, TOKEN_S = (2, 4, 8), 64, 8, 32, 0.002
 
 
 def lengths(seed: int) -> np.ndarray:
-    """Tokens of each answer, `[PROMPTS, GROUP]`."""
+    """Returns the tokens of each answer, `[PROMPTS, GROUP]`."""
     draw = np.random.default_rng(seed)
     prompt, answer = draw.normal(0.0, 0.8, (PROMPTS, 1)), draw.normal(0.0, 0.4, (PROMPTS, GROUP))
     return np.clip(np.exp(5.0 + prompt + answer), 20, 2000).astype(int)
 
 
-class Maker(Worker):
+class LeasedRollout(Worker):
     """A rollout rank with an engine of fixed speed."""
 
     def open(self) -> None:
         self.work, self.delivered = self.connect_channel(WORK), self.connect_channel(DELIVERED)
 
-    def make(self, step: int, taken: bool, ranks: int, slow: bool) -> float:
+    def make(self, step: int, leased: bool, ranks: int, slow: bool) -> float:
         """Makes its part of a step; returns the seconds until it had nothing left to do."""
         size, token_s = lengths(step), TOKEN_S * (2 if slow and self.rank == 0 else 1)
-        takings = Takings(PROMPTS, self.rank, self.work, self.delivered)
+        takings = PromptLeases(PROMPTS, self.rank, self.work, self.delivered)
         takings.begin(step, ranks)
-        mine = iter(range(self.rank, PROMPTS, ranks))
-        waiting, running, left = deque[tuple[int, int]](), dict[tuple[int, int], int](), dict[int, int]()
+        own_positions = iter(range(self.rank, PROMPTS, ranks))
+        waiting, running, remaining = deque[tuple[int, int]](), dict[tuple[int, int], int](), dict[int, int]()
         started = now = time.perf_counter()
 
         def more() -> Iterator[int]:
-            while len(running) + len(waiting) < CAPACITY or not taken:
-                position = takings.take(step) if taken else next(mine, None)
+            while len(running) + len(waiting) < CAPACITY or not leased:
+                position = takings.take(step) if leased else next(own_positions, None)
                 if position is None:
                     return
                 assert isinstance(position, int), "nobody leaves"
@@ -59,7 +59,7 @@ class Maker(Worker):
 
         while True:
             for position in more():
-                left[position] = GROUP
+                remaining[position] = GROUP
                 waiting.extend((position, member) for member in range(GROUP))
             while waiting and len(running) < CAPACITY:
                 place = waiting.popleft()
@@ -72,18 +72,18 @@ class Maker(Worker):
                 running[place] -= 1
                 if not running[place]:
                     del running[place]
-                    left[place[0]] -= 1
-                    if taken and not left[place[0]]:
+                    remaining[place[0]] -= 1
+                    if leased and not remaining[place[0]]:
                         takings.deliver(step, place[0], {})
         return time.perf_counter() - started
 
 
-def step_s(group: WorkerGroup, ledger: Ledger, step: int, taken: bool, ranks: int, slow: bool) -> float:
-    """Seconds of a step: until the last rank is through."""
+def step_s(group: WorkerGroup, ledger: PromptTracker, step: int, leased: bool, ranks: int, slow: bool) -> float:
+    """Returns the seconds of a step, until the last rank has finished."""
     ledger.open(step - 1)
     ledger.give(step)
-    seconds: list[float] = group.make(step, taken, ranks, slow).wait()
-    assert not taken or ledger.whole(step, 10.0)
+    seconds: list[float] = group.make(step, leased, ranks, slow).wait()
+    assert not leased or ledger.wait_complete(step, 10.0)
     return max(seconds)
 
 
@@ -96,23 +96,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     session, cluster = Session.start(), Cluster.local(1, 0)
     rows = []
     for ranks in RANKS:
-        ledger = Ledger(PROMPTS)
+        ledger = PromptTracker(PROMPTS)
         ledger.open(0)
-        group = Maker.create_group().launch(cluster, NodePlacementStrategy([0] * ranks), f"makers{ranks}")
+        group = LeasedRollout.create_group().launch(cluster, NodePlacementStrategy([0] * ranks), f"makers{ranks}")
         group.open().wait()
         for slow in (False, True):
-            found: dict[bool, list[float]] = {True: [], False: []}
+            times: dict[bool, list[float]] = {True: [], False: []}
             for repeat in range(args.repeat):
-                for taken in (True, False):
-                    found[taken].append(step_s(group, ledger, repeat + 1, taken, ranks, slow))
-            ratios = [one / other for one, other in zip(found[True], found[False], strict=True)]
+                for leased in (True, False):
+                    times[leased].append(step_s(group, ledger, repeat + 1, leased, ranks, slow))
+            ratios = [one / other for one, other in zip(times[True], times[False], strict=True)]
             ideal = [lengths(r + 1).sum() * TOKEN_S / CAPACITY / (ranks - 0.5 * slow) for r in range(args.repeat)]
             rows.append({
-                "ranks": ranks, "one rank half as fast": slow, "taken_s": spread(found[True]), "dealt_s": spread(found[False]),
+                "ranks": ranks, "one rank half as fast": slow, "taken_s": spread(times[True]), "dealt_s": spread(times[False]),
                 "ratio": statistics.median(ratios), "if all were busy all the time, s": statistics.median(ideal),
             })  # fmt: skip
-            print(f"{ranks} ranks, {'one slow' if slow else 'alike'}: taken {statistics.median(found[True]):.2f} s, dealt "
-                  f"{statistics.median(found[False]):.2f} s, ratio {statistics.median(ratios):.2f}", flush=True)  # fmt: skip
+            print(f"{ranks} ranks, {'one slow' if slow else 'alike'}: taken {statistics.median(times[True]):.2f} s, dealt "
+                  f"{statistics.median(times[False]):.2f} s, ratio {statistics.median(ratios):.2f}", flush=True)  # fmt: skip
         group.shutdown()
     session.stop()
     print(write("taken", f"python -m bench.taken --repeat {args.repeat}", {"rows": rows}))

@@ -24,11 +24,11 @@ from omegaconf import OmegaConf
 from bench.machine import spread, write
 from rlhpc import Worker
 from rlhpc.config.typed import typed
-from rlhpc.language.config import GrpoConfig
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import micro_batches
-from rlhpc.language.tokens.scores import TokenScores
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.micro_batching import micro_batches
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.trainer import TokenTrainer
 
 #: name: layers, width, vocabulary, sequences a step, longest sequence
 SIZES = {"1M": (4, 128, 512, 64, 96), "20M": (6, 384, 16384, 16, 192)}
@@ -51,7 +51,7 @@ def make_model(folder: Path, layers: int, width: int, vocabulary: int) -> None:
 
 
 def make_batches(vocabulary: int, count: int, longest: int, max_tokens: int) -> list[TokenBatch]:
-    """Sequences of a quarter to the whole of `longest`, with a weight a token."""
+    """Returns sequences of a quarter of `longest` to its full length, with a weight a token."""
     torch.manual_seed(0)
     lengths = torch.randint(longest // 4, longest + 1, (count,)).tolist()
     ids, weights = zip(*((torch.randint(0, vocabulary, (n,)), torch.randn(n)) for n in lengths), strict=True)
@@ -60,7 +60,7 @@ def make_batches(vocabulary: int, count: int, longest: int, max_tokens: int) -> 
 
 
 def plain(folder: Path, batches: list[TokenBatch]) -> Callable[[], None]:
-    """One step of the plain loop."""
+    """Runs one step of the plain loop."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -83,7 +83,7 @@ def plain(folder: Path, batches: list[TokenBatch]) -> Callable[[], None]:
 
 
 def ours(folder: Path, batches: list[TokenBatch], backend: str) -> Callable[[], None]:
-    """One step of a backend."""
+    """Runs one step of a backend."""
     cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
     cfg.actor.training_backend, cfg.actor.model.model_path = backend, str(folder)
     cfg.actor.optim.name, cfg.actor.optim.clip_grad = "adamw", 1.0
@@ -102,7 +102,7 @@ def ours(folder: Path, batches: list[TokenBatch], backend: str) -> Callable[[], 
 
 
 def measure(folder: Path, batches: list[TokenBatch], repeat: int, backends: list[str]) -> dict[str, Any]:
-    """Tokens a second of each, and the ratio to the plain loop (median over rounds of the ratio within a round)."""
+    """Returns tokens a second of each, and the ratio to the plain loop (median over rounds of the ratio within a round)."""
     tokens = sum(batch.tokens for batch in batches)
     steps = {"plain loop": plain(folder, batches), **{name: ours(folder, batches, name) for name in backends}}
     rates: dict[str, list[float]] = {name: [] for name in steps}

@@ -1,4 +1,4 @@
-"""How much of a version of the weights leaves the sender, by the number of other hosts that get it.
+"""Share of a version of the weights that leaves the sender, by the number of other hosts that receive it.
 
     python -m bench.tree --repeat 5
 
@@ -20,7 +20,7 @@ from bench.machine import goal, spread, write
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
 from rlhpc.runtime.context import current
 from rlhpc.weights import make_sync
-from rlhpc.weights.target import apply
+from rlhpc.weights.receiver import apply
 from rlhpc.weights.transport import WeightSender
 
 HOSTS = (1, 2, 4, 8)
@@ -28,7 +28,7 @@ TENSORS, ELEMENTS, PART = 128, 1 << 18, 8 << 20
 BYTES = TENSORS * ELEMENTS * 4
 
 
-class Holder(Worker):
+class TreeHolder(Worker):
     """A sender or a receiver of the weights."""
 
     def open(self, receivers: list[tuple[str, list[int]]]) -> None:
@@ -49,19 +49,23 @@ class Holder(Worker):
         return current().service.bytes_sent()
 
 
-def measure(sender: WorkerGroup, others: Sequence[WorkerGroup], versions: int = 4) -> tuple[float, float, float]:
-    """Seconds of a version, how often its bytes left the sender, and the most that another host sent of it."""
-    receivers = [(group.name, [0]) for group in others]
-    for handle in [group.open(receivers) for group in (sender, *others)]:
+def measure(
+    sender: WorkerGroup, receiver_groups: Sequence[WorkerGroup], versions: int = 4
+) -> tuple[float, float, float]:
+    """Returns the seconds of a version, how often its bytes left the sender, and the maximum that
+    another host sent of it.
+    """
+    receivers = [(group.name, [0]) for group in receiver_groups]
+    for handle in [group.open(receivers) for group in (sender, *receiver_groups)]:
         handle.wait()
-    before = [group.sent().wait()[0] for group in (sender, *others)]
+    before = [group.sent().wait()[0] for group in (sender, *receiver_groups)]
     started = time.perf_counter()
     for version in range(versions):
-        handles = [sender.give(version), *(group.take() for group in others)]
-        assert all(found for handle in handles[1:] for found in handle.wait())
+        handles = [sender.give(version), *(group.take() for group in receiver_groups)]
+        assert all(is_equal for handle in handles[1:] for is_equal in handle.wait())
         handles[0].wait()
     seconds = (time.perf_counter() - started) / versions
-    after = [group.sent().wait()[0] for group in (sender, *others)]
+    after = [group.sent().wait()[0] for group in (sender, *receiver_groups)]
     times = [(now - then) / BYTES / versions for now, then in zip(after, before, strict=True)]
     return seconds, times[0], max(times[1:])
 
@@ -73,24 +77,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     session, cluster = Session.start(tcp_address="127.0.0.1"), Cluster.local(1, 0)
-    sender = Holder.create_group().launch(cluster, NodePlacementStrategy([0]), "sender")
-    others = [
-        Holder.create_group().launch(
+    sender = TreeHolder.create_group().launch(cluster, NodePlacementStrategy([0]), "sender")
+    receiver_groups = [
+        TreeHolder.create_group().launch(
             cluster, NodePlacementStrategy([0]), f"host{i}", env_vars={"RLHPC_HOST_ID": f"h{i}"}
         )
         for i in range(max(HOSTS))
     ]
-    taken: list[dict[str, float]] = []
+    version_rows: list[dict[str, float]] = []
     for repeat in range(args.repeat + 1):
         row: dict[str, float] = {}
         for count in HOSTS:
             name = f"{count} hosts" if count > 1 else "1 host"
-            seconds, own, most = measure(sender, others[:count])
-            row |= {f"{name} (s)": seconds, f"{name}: times from the sender": own, f"{name}: from another": most}
+            seconds, times_from_sender, max_from_other = measure(sender, receiver_groups[:count])
+            row |= {
+                f"{name} (s)": seconds,
+                f"{name}: times from the sender": times_from_sender,
+                f"{name}: from another": max_from_other,
+            }
         print({name: round(value, 3) for name, value in row.items()}, flush=True)
         if repeat:
-            taken.append(row)
-    figures = {name: spread([row[name] for row in taken]) for name in taken[0]}
+            version_rows.append(row)
+    figures = {name: spread([row[name] for row in version_rows]) for name in version_rows[0]}
     goals = [
         goal(name, figures[name]["median"], at_most=2.5) for name in figures if name.endswith("times from the sender")
     ]

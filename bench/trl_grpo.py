@@ -30,21 +30,21 @@ WARM = 10
 
 
 def rlhpc(*words: str) -> None:
-    """One command, quiet unless it fails."""
+    """Runs one command, quietly unless it fails."""
     done = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
 
 
 def accuracy(model: Path, overrides: list[str]) -> float:
-    """On the held-out problems, greedy."""
+    """Returns the accuracy on the held-out problems, with greedy decoding."""
     output = model.parent / f"{model.name}-eval.json"
     rlhpc("eval", "--model", str(model), "--config", GRPO, "--suite", "held_out", "--output", str(output), *overrides)
     return float(json.loads(output.read_text())["accuracy"])
 
 
 def warm_up(folder: Path) -> Path:
-    """The model that both start from."""
+    """Returns the model from which both start."""
     words = [f"runner.run_dir={folder}", "runner.name=sft"]
     rlhpc("train", SFT, *words)
     export = folder / "sft-export"
@@ -54,7 +54,7 @@ def warm_up(folder: Path) -> Path:
 
 
 def ours(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tuple[float, Path]:
-    """Seconds a step, and the exported model."""
+    """Returns the seconds a step, and the exported model."""
     name = f"rlhpc-{seed}-{threads}"
     rlhpc(
         "train", GRPO, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.seed={seed}", "runner.segments=1",
@@ -73,7 +73,7 @@ def ours(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tupl
 
 
 def theirs(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tuple[float, Path]:
-    """As `ours`, by TRL in a process of its own."""
+    """Returns the same for TRL, in a separate process."""
     export = folder / f"trl-{seed}-{threads}"
     words = ["--peer", "--start", str(start), "--output", str(export), "--seed", str(seed), "--steps", str(steps)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
@@ -86,13 +86,13 @@ def theirs(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tu
 
 
 def peer(start: str, output: str, seed: int, steps: int) -> None:
-    """TRL's GRPOTrainer with the demonstration's settings."""
+    """Runs TRL's GRPOTrainer with the demonstration's settings."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     from rlhpc.config.typed import typed
-    from rlhpc.language.config import GrpoConfig, minibatch_size
+    from rlhpc.language.config.run import GrpoConfig, minibatch_size
     from rlhpc.language.data import make_dataset
     from rlhpc.runs.configuration import load_config
 
@@ -104,7 +104,10 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
     ]
 
     def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-        return [float(said[0]["content"].strip() == wanted) for said, wanted in zip(completions, answer, strict=True)]
+        return [
+            float(messages[0]["content"].strip() == expected)
+            for messages, expected in zip(completions, answer, strict=True)
+        ]
 
     times: list[float] = []
 
@@ -138,10 +141,10 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
 
 
 def compare(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
-    """All of it, in turns."""
+    """Runs the complete comparison, in turns."""
     start = warm_up(folder)
     overrides = [f"runner.run_dir={folder}"]
-    rows: dict[str, list[dict[str, float]]] = {f"{who}, {n} threads": [] for n in (1, 2) for who in ("rlhpc", "TRL")}
+    rows: dict[str, list[dict[str, float]]] = {f"{side}, {n} threads": [] for n in (1, 2) for side in ("rlhpc", "TRL")}
     for seed in range(1, seeds + 1):
         for name in rows if seed % 2 else reversed(rows):
             run, threads = (ours if name.startswith("rlhpc") else theirs), 2 if "2" in name else 1
@@ -150,8 +153,8 @@ def compare(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
             rows[name].append(row)
             print(f"seed {seed} {name:18} {seconds:.3f} s a step, accuracy {row['accuracy']:.1%}", flush=True)
     figures = {
-        name: {key: spread([row[key] for row in found]) for key in ("step_s", "accuracy")}
-        for name, found in rows.items()
+        name: {key: spread([row[key] for row in side_rows]) for key in ("step_s", "accuracy")}
+        for name, side_rows in rows.items()
     }
     ratios = {
         f"{n} threads": statistics.median(
@@ -187,11 +190,11 @@ def main(arguments: list[str] | None = None) -> None:
         peer(options.start, options.output, options.seed, options.steps)
         return
     with tempfile.TemporaryDirectory() as folder:
-        found = compare(options.seeds, options.steps, Path(folder))
+        comparison = compare(options.seeds, options.steps, Path(folder))
     command = f"python -m bench.trl_grpo --seeds {options.seeds} --steps {options.steps}"
     from importlib.metadata import version
 
-    print(write("trl_grpo", command, {"trl": version("trl"), **found}))
+    print(write("trl_grpo", command, {"trl": version("trl"), **comparison}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Whether `rlhpc tune` chooses well: real runs at its choice, at others near the top, and at some from everywhere.
+"""Quality of the choice of `rlhpc tune`: real runs of its choice, of others near the top, and of some from the complete
+ranking.
 
     python -m bench.tune --top 5 --among 4 --repeat 2 --steps 6
 
@@ -21,11 +22,11 @@ from typing import Any
 from bench.machine import spread, write
 from rlhpc.config import config_to_yaml
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import kind_of
+from rlhpc.runs.task_type import kind_of
+from rlhpc.runs.tuning.calibrate import ShortRuns
 from rlhpc.runs.tuning.costs import Costs
-from rlhpc.runs.tuning.measure import ShortRuns
-from rlhpc.runs.tuning.search import Found, search
-from rlhpc.runs.tuning.tune import NOT_IN_SHORT_RUNS, Asked, is_allowed, space_of, tune, workload_of
+from rlhpc.runs.tuning.search import RankedCandidate, search
+from rlhpc.runs.tuning.tune import NOT_IN_SHORT_RUNS, TuneRequest, is_allowed, space_of, tune, workload_of
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKLOADS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -43,34 +44,34 @@ def say(text: str) -> None:
 
 
 def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What is said and what is found of one workload."""
+    """Returns prediction and measurement of one workload."""
     config, overrides = WORKLOADS[workload]
     words = (*overrides, f"runner.run_dir={folder}")
-    asked = Asked(str(ROOT / config), words, ahead=1, steps=options.steps)
-    record = tune(asked, say)
-    cfg = load_config(asked.config, words)
-    space = space_of(asked, workload_of(cfg, 1), Costs.from_json(record["costs"]), cfg, here=True)
-    ranked = search(space, 10**6, lambda candidate: is_allowed(asked, candidate, here=True))
-    others = (round(i * (len(ranked) - 1) / options.among) for i in range(1, options.among + 1))
-    chosen = {0, *range(options.top), *others}
-    taken = [ranked[index] for index in sorted(chosen) if index < len(ranked)]
-    if not any(_is_configured(found, space.configured) for found in taken):
-        taken += [found for found in ranked if _is_configured(found, space.configured)]
+    request = TuneRequest(str(ROOT / config), words, ahead=1, steps=options.steps)
+    record = tune(request, say)
+    cfg = load_config(request.config, words)
+    space = space_of(request, workload_of(cfg, 1), Costs.from_json(record["costs"]), cfg, here=True)
+    ranked = search(space, 10**6, lambda candidate: is_allowed(request, candidate, here=True))
+    spread_indices = (round(i * (len(ranked) - 1) / options.among) for i in range(1, options.among + 1))
+    chosen = {0, *range(options.top), *spread_indices}
+    picks = [ranked[index] for index in sorted(chosen) if index < len(ranked)]
+    if not any(_is_configured(pick, space.configured) for pick in picks):
+        picks += [pick for pick in ranked if _is_configured(pick, space.configured)]
     file = folder / "config.yaml"
     file.write_text(config_to_yaml(cfg))
     always = tuple(f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items() if key in kind_of(cfg).schema)
-    runs = ShortRuns(file, folder, always, asked.steps, asked.deadline_s)
-    seconds: list[list[float]] = [[] for _ in taken]
+    runs = ShortRuns(file, folder, always, request.steps, request.deadline_s)
+    seconds: list[list[float]] = [[] for _ in picks]
     for turn in range(options.repeat):
-        for index in range(len(taken))[:: 1 if turn % 2 else -1]:
-            found = runs.run(f"run_{index}", taken[index].candidate.overrides())
-            seconds[index].append(found.step_s)
+        for index in range(len(picks))[:: 1 if turn % 2 else -1]:
+            costs = runs.run(f"run_{index}", picks[index].candidate.overrides())
+            seconds[index].append(costs.step_s)
             say(
-                f"{workload}: {index} of {len(taken)}: {found.step_s:.4f} s, predicted {taken[index].prediction.step_s:.4f} s"
+                f"{workload}: {index} of {len(picks)}: {costs.step_s:.4f} s, predicted {picks[index].prediction.step_s:.4f} s"
             )
     medians = [statistics.median(times) for times in seconds]
     apart = statistics.median((max(times) - min(times)) / statistics.fmean(times) for times in seconds)
-    errors = [found.prediction.step_s / median - 1 for found, median in zip(taken, medians, strict=True)]
+    errors = [pick.prediction.step_s / median - 1 for pick, median in zip(picks, medians, strict=True)]
     return {
         "candidates": len(ranked),
         "chosen / best": medians[0] / min(medians),
@@ -82,20 +83,20 @@ def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[st
         "absolute error": spread([abs(error) for error in errors]),
         "rows": [
             {
-                "placement": found.candidate.placement(),
-                "settings": dict(found.candidate.settings),
-                "configured": _is_configured(found, space.configured),
-                "predicted_s": found.prediction.step_s,
+                "placement": pick.candidate.placement(),
+                "settings": dict(pick.candidate.settings),
+                "configured": _is_configured(pick, space.configured),
+                "predicted_s": pick.prediction.step_s,
                 "measured_s": spread(times),
             }
-            for found, times in zip(taken, seconds, strict=True)
+            for pick, times in zip(picks, seconds, strict=True)
         ],
     }
 
 
-def _is_configured(found: Found, configured: Any) -> bool:
-    return bool(found.candidate.settings == configured.settings) and all(
-        place.processes == configured.places[group].processes for group, place in found.candidate.places.items()
+def _is_configured(ranked: RankedCandidate, configured: Any) -> bool:
+    return bool(ranked.candidate.settings == configured.settings) and all(
+        place.processes == configured.places[group].processes for group, place in ranked.candidate.places.items()
     )
 
 
@@ -107,13 +108,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args(arguments)
     command = " ".join(["python -m bench.tune", *(f"--{name} {value}" for name, value in vars(options).items())])
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for workload in WORKLOADS:
         before = os.getloadavg()
         with tempfile.TemporaryDirectory() as folder:
-            found[workload] = measure(Path(folder), workload, options)
-        found[workload]["load"] = {"before": before[0], "after": os.getloadavg()[0]}
-        print(write("tune", command, {"workloads": found}), flush=True)
+            results[workload] = measure(Path(folder), workload, options)
+        results[workload]["load"] = {"before": before[0], "after": os.getloadavg()[0]}
+        print(write("tune", command, {"workloads": results}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long an update of a large model's weights takes on several nodes, on paper: what was measured, and what is assumed.
+"""Predicted time of an update of a large model's weights on several nodes, from measurements and assumptions.
 
     python -m bench.updates
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from bench.machine import RESULTS
 from bench.weights import BYTES
-from rlhpc.weights.publish import PART_BYTES
+from rlhpc.weights.sender import PART_BYTES
 
 #: GB/s, and how many engines a node has.
 ASSUMED = {"device to host, pages locked": 25.0, "host to device, for each engine": 6.0, "engines on a node": 8}
@@ -25,15 +25,15 @@ MODELS = {"7B": 15.2e9, "70B": 141e9}
 NODES, LINKS = (1, 4, 16), (25, 100, 400)
 
 
-class Update(NamedTuple):
-    """What an update takes, in seconds, and which stage is slowest."""
+class UpdateTimes(NamedTuple):
+    """Times of an update in seconds, and its slowest stage."""
 
     seconds: float
     slowest: str
 
 
 def measured() -> dict[str, float]:
-    """GB/s of one TCP stream, and of writing tensors into shared memory."""
+    """Returns the GB/s of one TCP stream, and of writing tensors into shared memory."""
     hosts = json.loads((RESULTS / "hosts.json").read_text())["figures"]
     weights = json.loads((RESULTS / "weights.json").read_text())["figures"]
     return {
@@ -42,8 +42,8 @@ def measured() -> dict[str, float]:
     }
 
 
-def update(size: float, nodes: int, link: float, stream: float, write: float) -> Update:
-    """An update of `size` bytes, all of it trained.
+def update(size: float, nodes: int, link: float, stream: float, write: float) -> UpdateTimes:
+    """Returns the times of an update of `size` bytes, all of it trained.
 
     Args:
         size: Bytes.
@@ -67,11 +67,11 @@ def update(size: float, nodes: int, link: float, stream: float, write: float) ->
     slowest = min(rates, key=lambda stage: rates[stage])
     filling = PART_BYTES / 1e9 * sum(1 / rates[stage] for stage in ("device to host", "host to device"))
     filling += levels * PART_BYTES / 1e9 / min(wire, stream)
-    return Update(size / 1e9 / rates[slowest] + filling, slowest)
+    return UpdateTimes(size / 1e9 / rates[slowest] + filling, slowest)
 
 
 def table() -> str:
-    """All of it, in Markdown."""
+    """Formats all predictions, in Markdown."""
     parts = measured()
     lines = [
         "| model | nodes | " + " | ".join(f"{link} Gb/s" for link in LINKS) + " |",
@@ -81,10 +81,10 @@ def table() -> str:
         for nodes in NODES:
             cells = []
             for link in LINKS:
-                found = update(size, nodes, link, **parts)
+                times = update(size, nodes, link, **parts)
                 other = update(size, nodes, link, math.inf, parts["write"])
-                cells.append(f"{found.seconds:.0f} s, {found.slowest}")
-                if other.slowest != found.slowest:
+                cells.append(f"{times.seconds:.0f} s, {times.slowest}")
+                if other.slowest != times.slowest:
                     cells[-1] += f" ({other.seconds:.0f} s, {other.slowest})"
             lines.append(f"| {model} | {nodes} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -26,13 +26,13 @@ import torch
 from bench.machine import spread, write
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
 from rlhpc.weights import make_sync
-from rlhpc.weights.target import apply
+from rlhpc.weights.receiver import apply
 
 TENSORS, BYTES = 290, 500_000_000
 COPY = "memory copy"
 
 
-class Row(NamedTuple):
+class WeightFigure(NamedTuple):
     """One figure."""
 
     label: str
@@ -43,32 +43,36 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    *(Row(f"1 to {n}, {how}, all", f"r{n}", "all", how == "adopted") for n in (1, 4) for how in ("adopted", "copied")),
     *(
-        Row(f"1 to 4, {how}, 1 % {what}", "r4", changed, how == "adopted", delta)
+        WeightFigure(f"1 to {n}, {how}, all", f"r{n}", "all", how == "adopted")
+        for n in (1, 4)
+        for how in ("adopted", "copied")
+    ),
+    *(
+        WeightFigure(f"1 to 4, {how}, 1 % {what}", "r4", changed, how == "adopted", delta)
         for how in ("adopted", "copied")
         for what, changed, delta in (("trained", "trained", "frozen"), ("of elements", "elements", "elements"))
     ),
-    Row("1 to 1 over TCP, copied, all", "far", "all", False),
-    Row("1 to 1 over TCP, copied, 1 % trained", "far", "trained", False, "frozen"),
-    Row("1 to 1 over TCP, copied, 1 % of elements", "far", "elements", False, "elements"),
+    WeightFigure("1 to 1 over TCP, copied, all", "far", "all", False),
+    WeightFigure("1 to 1 over TCP, copied, 1 % trained", "far", "trained", False, "frozen"),
+    WeightFigure("1 to 1 over TCP, copied, 1 % of elements", "far", "elements", False, "elements"),
 ]
 
 
 def tensors() -> list[tuple[str, torch.Tensor]]:
-    """Sizes as a transformer has them: some large, many small."""
+    """Returns tensors with the sizes of a transformer: some large, many small."""
     sizes = np.asarray([8.0 if i % 10 == 0 else 1.0 if i % 10 < 7 else 0.01 for i in range(TENSORS)])
     counts = np.maximum((sizes / sizes.sum() * BYTES / 2).astype(int), 1)
     return [(f"t{i}", torch.zeros(int(n), dtype=torch.bfloat16)) for i, n in enumerate(counts)]
 
 
 def trained(name: str) -> bool:
-    """Whether a tensor is one of those that are trained where most are frozen: the small ones, and one of the others."""
+    """Returns whether a tensor is trained in a model with mostly frozen weights: the small ones, and one of the others."""
     number = int(name[1:])
     return number % 10 >= 7 or number == 1
 
 
-class Holder(Worker):
+class WeightHolder(Worker):
     """A sender or a receiver of the weights."""
 
     def open(self, receivers: list[tuple[str, list[int]]], delta: str) -> None:
@@ -85,14 +89,14 @@ class Holder(Worker):
     def give(self, version: int) -> None:
         self.sync.send(version, self.held, frozen=self.frozen)
 
-    def change(self, what: str, seed: int) -> None:
+    def change(self, selection: str, seed: int) -> None:
         generator = np.random.default_rng(seed)
         for name, tensor in self.held:
             bits = tensor.view(torch.int16).numpy()
-            if what == "elements":
+            if selection == "elements":
                 chosen = np.unique(generator.integers(0, bits.size, max(1, bits.size // 100)))
                 bits[chosen] ^= 1 + seed % 100
-            elif what == "all" or trained(name):
+            elif selection == "all" or trained(name):
                 bits ^= 1 + seed % 100
 
     def take(self, adopt: bool) -> int:
@@ -104,7 +108,7 @@ class Holder(Worker):
 
 
 def copy_seconds() -> float:
-    """One warm copy of as many bytes."""
+    """Returns the seconds of one warm copy of as many bytes."""
     source, target = np.ones(BYTES, np.uint8), np.ones(BYTES, np.uint8)
     np.copyto(target, source)
     started = time.perf_counter()
@@ -112,8 +116,8 @@ def copy_seconds() -> float:
     return time.perf_counter() - started
 
 
-def measure(row: Row, sender: WorkerGroup, group: WorkerGroup) -> float:
-    """Seconds of one version, once all memory that it needs has been in use before."""
+def measure(row: WeightFigure, sender: WorkerGroup, group: WorkerGroup) -> float:
+    """Returns the seconds of one version, after all memory that it needs has been used before."""
     receivers = [(row.group, list(range(group.world_size)))]
     for handle in (sender.open(receivers, row.delta), group.open(receivers, row.delta)):
         handle.wait()
@@ -138,23 +142,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     session = Session.start(tcp_address="127.0.0.1")
     cluster = Cluster.local(1, 0)
-    sender = Holder.create_group().launch(cluster, NodePlacementStrategy([0]), "sender")
-    groups = {f"r{n}": Holder.create_group().launch(cluster, NodePlacementStrategy([0] * n), f"r{n}") for n in (1, 4)}
-    groups["far"] = Holder.create_group().launch(
+    sender = WeightHolder.create_group().launch(cluster, NodePlacementStrategy([0]), "sender")
+    groups = {
+        f"r{n}": WeightHolder.create_group().launch(cluster, NodePlacementStrategy([0] * n), f"r{n}") for n in (1, 4)
+    }
+    groups["far"] = WeightHolder.create_group().launch(
         cluster, NodePlacementStrategy([0]), "far", env_vars={"RLHPC_HOST_ID": "elsewhere"}
     )
-    taken: list[dict[str, float]] = []
+    repetition_rows: list[dict[str, float]] = []
     for repeat in range(args.repeat + 1):
-        found = {COPY: copy_seconds()}
+        repetition = {COPY: copy_seconds()}
         for row in ROWS:
-            found[row.label] = measure(row, sender, groups[row.group])
+            repetition[row.label] = measure(row, sender, groups[row.group])
         if repeat:
-            taken.append(found)
-            print({label: round(seconds, 4) for label, seconds in found.items()}, flush=True)
-    figures = {f"{label} (s)": spread([found[label] for found in taken]) for label in taken[0]}
+            repetition_rows.append(repetition)
+            print({label: round(seconds, 4) for label, seconds in repetition.items()}, flush=True)
+    figures = {
+        f"{label} (s)": spread([repetition[label] for repetition in repetition_rows]) for label in repetition_rows[0]
+    }
     pairs = [(row.label, COPY) for row in ROWS if row.changed == "all"]
     pairs += [(row.label, row.label.partition(", 1 %")[0] + ", all") for row in ROWS if row.changed != "all"]
-    ratios = {f"{a} / {b}": float(np.median([found[a] / found[b] for found in taken])) for a, b in pairs}
+    ratios = {
+        f"{a} / {b}": float(np.median([repetition[a] / repetition[b] for repetition in repetition_rows]))
+        for a, b in pairs
+    }
     for name, ratio in ratios.items():
         print(f"{name:80} {ratio:8.3f}")
     print(write("weights", f"python -m bench.weights --repeat {args.repeat}", {"figures": figures, "ratios": ratios}))

@@ -7,54 +7,152 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhpc.runtime.lazy import lazy_names
+from rlhpc.runtime.former_names import install
+from rlhpc.runtime.imports import lazy_names
+
+install()
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "rlhpc.runtime.errors": [
-        "RlhpcError", "UserError", "ConfigError", "PlacementError", "SubmitError", "CheckpointError", "RegistryError",
-        "StaleGeneration", "RendezvousTimeout", "DeadlineExceeded", "ChannelError", "WorkerFailed",
+        "ChannelError",
+        "CheckpointError",
+        "ConfigError",
+        "DeadlineExceeded",
+        "PlacementError",
+        "RegistryError",
+        "RendezvousTimeout",
+        "RlhpcError",
+        "StaleGeneration",
+        "SubmitError",
+        "UserError",
+        "WorkerFailed",
     ],
-    "rlhpc.runtime.cluster": ["Cluster", "Node", "NodeGroup"],
+    "rlhpc.runtime.cluster": [
+        "Cluster",
+        "Node",
+        "NodeGroup",
+    ],
     "rlhpc.runtime.placement": [
-        "Placement", "PackedPlacementStrategy", "FlexiblePlacementStrategy", "NodePlacementStrategy",
-        "HybridComponentPlacement", "ModelParallelComponentPlacement",
+        "FlexiblePlacementStrategy",
+        "HybridComponentPlacement",
+        "ModelParallelComponentPlacement",
+        "NodePlacementStrategy",
+        "PackedPlacementStrategy",
+        "Placement",
     ],
-    "rlhpc.runtime.worker": ["Worker"],
-    "rlhpc.runtime.group": ["WorkerGroup", "Handle"],
-    "rlhpc.runtime.channel": ["Channel", "QueueFull", "QueueEmpty"],
-    "rlhpc.runtime.session": ["Session"],
-    "rlhpc.runs.configuration": ["load_config"],
-    "rlhpc.runs.handle": ["train", "TrainingRun"],
-    "rlhpc.runs.runner": ["Runner"],
-    "rlhpc.jobs.waiter": ["DriverFailed", "DriverRejected"],
-    "rlhpc.language.algorithm.base": ["LanguageAlgorithm", "Column", "Scorer", "LogitReader"],
-    "rlhpc.language.algorithm.registry": ["register_algorithm"],
-    "rlhpc.language.scoring.base": ["Rater"],
-    "rlhpc.language.scoring.registry": ["register_scorer"],
-    "rlhpc.language.tokens.batches": ["TokenBatch"],
-    "rlhpc.language.data.prompts": ["Prompt"],
-    "rlhpc.language.rewards.base": ["Reward", "Sample"],
-    "rlhpc.language.rewards.registry": ["register_reward"],
-    "rlhpc.language.environments.base": ["Environment", "Step", "ToolEnvironment", "tool"],
-    "rlhpc.language.environments.registry": ["register_environment"],
-    "rlhpc.language.agents.registry": ["Agent", "ToolAgent", "register_agent"],
-    "rlhpc.language.runners.grpo": ["ReasoningRunner"],
-    "rlhpc.language.runners.sft": ["SftRunner"],
-    "rlhpc.language.runners.dpo": ["DpoRunner"],
-    "rlhpc.language.runners.reward_model": ["RewardModelRunner"],
-    "rlhpc.embodied.export": ["load_exported"],
-    "rlhpc.embodied.envs.base": ["VectorEnv"],
-    "rlhpc.embodied.envs.registry": ["register_env"],
-    "rlhpc.embodied.envs.slotwise": ["SlotStep", "SlotwiseVectorEnv"],
-    "rlhpc.embodied.models.base": ["Policy"],
-    "rlhpc.embodied.models.registry": ["register_model"],
-    "rlhpc.embodied.roles": ["EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker"],
-    "rlhpc.embodied.runners": ["EmbodiedRunner"],
-    "rlhpc.embodied.runners.sac": ["OffPolicyRunner"],
-    "rlhpc.embodied.runners.bc": ["BcRunner"],
-}  # fmt: skip
+    "rlhpc.runtime.worker": [
+        "Worker",
+    ],
+    "rlhpc.runtime.worker_group": [
+        "Handle",
+        "WorkerGroup",
+    ],
+    "rlhpc.runtime.channel": [
+        "Channel",
+        "QueueEmpty",
+        "QueueFull",
+    ],
+    "rlhpc.runtime.session": [
+        "Session",
+    ],
+    "rlhpc.runs.configuration": [
+        "load_config",
+    ],
+    "rlhpc.runs.handle": [
+        "TrainingRun",
+        "train",
+    ],
+    "rlhpc.runs.runner": [
+        "Runner",
+    ],
+    "rlhpc.jobs.waiter": [
+        "DriverFailed",
+        "DriverRejected",
+    ],
+    "rlhpc.language.algorithms.base": [
+        "LanguageAlgorithm",
+    ],
+    "rlhpc.language.algorithms.registry": [
+        "register_algorithm",
+    ],
+    "rlhpc.language.scoring.registry": [
+        "Column",
+        "LogitReader",
+        "Scorer",
+        "Rater",
+        "register_scorer",
+    ],
+    "rlhpc.language.models.token_batch": [
+        "TokenBatch",
+    ],
+    "rlhpc.language.data.prompts": [
+        "Prompt",
+    ],
+    "rlhpc.language.rewards.base": [
+        "Reward",
+        "Sample",
+    ],
+    "rlhpc.language.rewards.registry": [
+        "register_reward",
+    ],
+    "rlhpc.language.envs.base": [
+        "Environment",
+        "Step",
+        "ToolEnvironment",
+        "tool",
+    ],
+    "rlhpc.language.envs.registry": [
+        "register_environment",
+    ],
+    "rlhpc.language.agents.registry": [
+        "Agent",
+        "ToolAgent",
+        "register_agent",
+    ],
+    "rlhpc.language.runners.grpo": [
+        "ReasoningRunner",
+    ],
+    "rlhpc.language.runners.supervised": [
+        "DpoRunner",
+        "RewardModelRunner",
+        "SftRunner",
+    ],
+    "rlhpc.embodied.export": [
+        "load_exported",
+    ],
+    "rlhpc.embodied.envs.base": [
+        "VectorEnv",
+    ],
+    "rlhpc.embodied.envs.registry": [
+        "register_env",
+    ],
+    "rlhpc.embodied.envs.sync_vector_env": [
+        "SlotStep",
+        "SlotwiseVectorEnv",
+    ],
+    "rlhpc.embodied.models.base": [
+        "Policy",
+    ],
+    "rlhpc.embodied.models.registry": [
+        "register_model",
+    ],
+    "rlhpc.embodied.workers": [
+        "EmbodiedActor",
+        "EnvWorker",
+        "MultiStepRolloutWorker",
+    ],
+    "rlhpc.embodied.runners": [
+        "EmbodiedRunner",
+    ],
+    "rlhpc.embodied.runners.rollout_runner": [
+        "OffPolicyRunner",
+    ],
+    "rlhpc.embodied.runners.bc": [
+        "BcRunner",
+    ],
+}
 __all__ = sorted(name for names in _HOMES.values() for name in names)
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)
 

@@ -1,4 +1,4 @@
-"""The reference pages made from the code: `python -m rlhpc.reference cli|config|runtime > docs/reference/….md`."""
+"""Reference pages generated from the code: `python -m rlhpc.reference cli|config|runtime > docs/reference/….md`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import rlhpc
 from rlhpc.config.reference import render
 from rlhpc.config.sweep import SWEEP, SweepConfig
-from rlhpc.runs.kinds import all_kinds
+from rlhpc.runs.task_type import all_kinds
 from rlhpc.runtime.exit_codes import report_errors
 
 _CLI_HEAD = """# Command line
@@ -65,7 +65,7 @@ if __name__ == "__main__":
 ```
 """
 
-#: The page's parts. A name with `…` shows its members, too.
+#: Parts of the page. A name with `…` also lists its members.
 _PARTS = {
     "Cluster": ("Cluster…", "Node", "NodeGroup"),
     "Placement": (
@@ -110,9 +110,9 @@ What breaks a rule is a `PlacementError` that names component, text and rule. Ev
     "Groups and calls": """A public method of a worker class is called on the group: `group.method(*args)` runs on all ranks
 and returns a `Handle` at once. Names that begin with `_` are refused.""",
 }
-#: Made by other calls, not by their constructors.
+#: Classes that other calls return; users do not construct them.
 _RETURNED = ("WorkerGroup", "Handle", "Channel", "TrainingRun")
-#: What has no docstring, because its name says it.
+#: Descriptions of members without a docstring.
 _PLAIN = {
     "Cluster.num_nodes": "How many nodes there are.",
     "Cluster.num_accelerators": "How many accelerators all nodes have.",
@@ -136,7 +136,7 @@ def _sentence(summary: str) -> str:
 
 
 def _argument(action: argparse.Action) -> tuple[str, str]:
-    """An argument as it stands in the usage line, and as it is typed."""
+    """Returns an argument as it stands in the usage line, and as it is typed."""
     name = action.metavar or action.dest
     if not action.option_strings:
         return (f"[{name} …]" if action.nargs == "*" else str(name).upper()), str(name)
@@ -145,7 +145,7 @@ def _argument(action: argparse.Action) -> tuple[str, str]:
 
 
 def render_cli() -> str:
-    """The page of all commands, in Markdown."""
+    """Formats the page of all commands, in Markdown."""
     from rlhpc.cli import build_parser
 
     parser = build_parser()
@@ -160,9 +160,9 @@ def render_cli() -> str:
         lines += textwrap.wrap(f"rlhpc {name} {usage}", 110, subsequent_indent="    ", break_on_hyphens=False)
         lines += ["```\n", "| argument | meaning |", "|---|---|"]
         for action in [*words, *options]:
-            shown = "`" + _cell(_argument(action)[1]) + "`"
+            argument = "`" + _cell(_argument(action)[1]) + "`"
             default = f" (default: {action.default})" if action.choices and action.default is not None else ""
-            lines.append(f"| {shown} | {_cell(action.help)}{default} |")
+            lines.append(f"| {argument} | {_cell(action.help)}{default} |")
         examples = [line.strip() for line in (command.epilog or "").splitlines()[1:]]
         lines += ["", "```bash", *examples, "```\n"]
     return "\n".join(lines).rstrip() + "\n"
@@ -173,7 +173,7 @@ def _annotation(kind: Any) -> str:
 
 
 def _signature(function: Any) -> str:
-    """`(a: int, b: str = 'x') -> None`, the same in every Python version."""
+    """Formats a signature, the same in every Python version: `(a: int, b: str = 'x') -> None`."""
     signature = inspect.signature(function)
     words: list[str] = []
     starred = False
@@ -186,25 +186,25 @@ def _signature(function: Any) -> str:
         starred = starred or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
         mark = "**" if parameter.kind is parameter.VAR_KEYWORD else "*" * (parameter.kind is parameter.VAR_POSITIONAL)
         word = mark + parameter.name
-        known = parameter.annotation is not parameter.empty
-        word += f": {_annotation(parameter.annotation)}" if known else ""
+        has_annotation = parameter.annotation is not parameter.empty
+        word += f": {_annotation(parameter.annotation)}" if has_annotation else ""
         if parameter.default is not parameter.empty:
             value = repr(parameter.default)
-            word += (" = " if known else "=") + ("…" if value.startswith("<") else value)
+            word += (" = " if has_annotation else "=") + ("…" if value.startswith("<") else value)
         words.append(word)
     result = signature.return_annotation
-    shown = "" if result in (signature.empty, None, "None") else f" → {_annotation(result)}"
-    return f"({', '.join(words)}){shown}"
+    result_text = "" if result in (signature.empty, None, "None") else f" → {_annotation(result)}"
+    return f"({', '.join(words)}){result_text}"
 
 
 def _paragraphs(doc: str) -> Iterator[str]:
-    """A docstring in Markdown: its sections become lists."""
+    """Yields the paragraphs of a docstring in Markdown: its sections become lists."""
     for block in re.split(r"\n\s*\n", doc) if doc else ():
-        first, *rest = block.splitlines()
+        first, *entry_lines = block.splitlines()
         if not _SECTIONS.match(first):
             yield block
             continue
-        body = textwrap.dedent("\n".join(rest))
+        body = textwrap.dedent("\n".join(entry_lines))
         entries = [" ".join(entry.split()) for entry in re.split(r"\n(?=\S)", body)]
         if first == "Returns:":
             yield f"Returns: {' '.join(entries)}"
@@ -214,7 +214,7 @@ def _paragraphs(doc: str) -> Iterator[str]:
 
 
 def _doc(thing: Any) -> list[str]:
-    """The docstring; of a class with another's constructor also what that says of arguments."""
+    """Returns the docstring; for a class that inherits its constructor, also the constructor's sections on arguments."""
     docs = [*_paragraphs(inspect.getdoc(thing) or "")]
     if isinstance(thing, type) and "__init__" not in vars(thing):
         maker = next(cls for cls in thing.__mro__ if "__init__" in vars(cls))
@@ -223,7 +223,7 @@ def _doc(thing: Any) -> list[str]:
 
 
 def _members(cls: type) -> Iterator[tuple[str, Any, str]]:
-    """Public methods and properties of a class: name, documented object, signature."""
+    """Yields the public methods and properties of a class: name, documented object, signature."""
     for name, member in vars(cls).items():
         if name.startswith("_"):
             continue
@@ -252,7 +252,7 @@ def _entry(name: str) -> list[str]:
 
 
 def render_runtime() -> str:
-    """The page of all names that `rlhpc` exports, in Markdown."""
+    """Formats the page of all names that `rlhpc` exports, in Markdown."""
     lines = [_RUNTIME_HEAD]
     for title, names in _PARTS.items():
         lines.append(f"## {title}\n")
@@ -260,15 +260,15 @@ def render_runtime() -> str:
             lines.append(f"{_INTRODUCTIONS[title]}\n")
         for name in names:
             lines += _entry(name)
-    shown = {name.rstrip("…") for names in _PARTS.values() for name in names}
+    documented = {name.rstrip("…") for names in _PARTS.values() for name in names}
     lines += ["## Errors\n", "Every error that is meant for a user is an `RlhpcError`. A command ends with its exit code.\n",
               "| error | is a | exit code | meaning |", "|---|---|---|---|"]  # fmt: skip
-    rest = [name for name in rlhpc.__all__ if name not in shown]
-    for name in rest:
+    error_names = [name for name in rlhpc.__all__ if name not in documented]
+    for name in error_names:
         error = getattr(rlhpc, name)
         meaning = (inspect.getdoc(error) or "").split("\n\n")[0]
         lines.append(f"| `{name}` | `{error.__bases__[0].__name__}` | {error.exit_code} | {_cell(meaning)} |")
-    for name in rest:
+    for name in error_names:
         if "\n\n" in (inspect.getdoc(getattr(rlhpc, name)) or ""):
             lines += ["", f"`{name}`:\n", *_doc(getattr(rlhpc, name))[1:]]
             lines[-1] = lines[-1].rstrip()
@@ -276,7 +276,7 @@ def render_runtime() -> str:
 
 
 def render_config() -> str:
-    """The page of all configuration keys, in Markdown."""
+    """Formats the page of all configuration keys, in Markdown."""
     return render({kind.name: (kind.config, kind.ranges) for kind in all_kinds()}, {SWEEP: SweepConfig})
 
 
@@ -284,7 +284,7 @@ PAGES = {"cli": render_cli, "config": render_config, "runtime": render_runtime}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """`python -m rlhpc.reference PAGE`; returns the exit code."""
+    """Runs `python -m rlhpc.reference PAGE`; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m rlhpc.reference", description="Prints a generated page.")
     parser.add_argument("page", choices=PAGES)
     page = parser.parse_args(words).page

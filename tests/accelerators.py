@@ -80,7 +80,7 @@ def kind() -> str:
     """Torch's word for where tests marked `gpu` compute."""
     if ON_CPU:
         return "cpu"
-    from rlhpc.runtime.device import accelerator
+    from rlhpc.runtime.devices import accelerator
 
     return accelerator()
 

@@ -19,10 +19,10 @@ def save_classifier(
         kwargs: Options of the model.
         seed, scale: Of the head.
     """
-    from rlhpc.language.data.builtin import resolve_model
-    from rlhpc.language.model_config import FrozenModelConfig
-    from rlhpc.language.tokens.model import export_model
-    from rlhpc.language.tokens.scalar import load_scalar_model
+    from rlhpc.language.config.models import FrozenModelConfig
+    from rlhpc.language.models.builtin import resolve_model
+    from rlhpc.language.models.loading import export_model
+    from rlhpc.language.models.value_head import load_scalar_model
 
     tiny = FrozenModelConfig(model_path="builtin:tiny", kwargs=dict(kwargs or TINY))
     source = FrozenModelConfig(model_path=resolve_model(tiny))

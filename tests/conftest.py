@@ -71,12 +71,12 @@ def own_notices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def warm_fork_servers() -> Iterator[None]:
     """The fork servers and simulators that this process starts are started warm: no test of theirs is about imports."""
-    from rlhpc.embodied.envs import processes
-    from rlhpc.runtime.starters import forked
+    from rlhpc.embodied.envs import subprocess_env
+    from rlhpc.runtime.launchers import local
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forked, "subprocess", warm)
-        patch.setattr(processes, "subprocess", warm)
+        patch.setattr(local, "subprocess", warm)
+        patch.setattr(subprocess_env, "subprocess", warm)
         yield
 
 
@@ -84,7 +84,7 @@ def warm_fork_servers() -> Iterator[None]:
 def architectures_are_looked_at_here() -> Iterator[None]:
     """vLLM has a Python of its own look at each architecture's class, lest that touch an accelerator: eight seconds each; and
     it looks for its kernels in all modules of the process, once an engine."""
-    from rlhpc.language.engines.vllm_process import VLLMProcess
+    from rlhpc.language.engines.vllm_launch import VLLMProcess
 
     build = VLLMProcess._build
 

@@ -59,7 +59,7 @@ class Arm:
         with self._said.open("w") as said:
             self.process = warm.Popen(
                 [sys.executable, "-m", "rlhpc.cli", "robot", "serve", "arm.key", "--ssh", ssh, "--patience", "3",
-                 "--robot", "rlhpc.embodied.envs.simulated_robot:SimulatedRobot", "--kwargs", "simulates: Pendulum-v1"],
+                 "--robot", "rlhpc.embodied.robots.simulated_robot:SimulatedRobot", "--kwargs", "simulates: Pendulum-v1"],
                 cwd=folder, env={"HOME": str(folder), "PATH": "/usr/bin:/bin"}, stdout=said, stderr=said,
                 start_new_session=True,
             )  # fmt: skip

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Rank:
-    """What a training backend needs of its worker (`rlhpc.training.contract.Ranks`)."""
+    """What a training backend needs of its worker (`rlhpc.training.backend.TrainingRanks`)."""
 
     accelerators = ()
     group_name = "ranks"

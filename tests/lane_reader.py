@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rlhpc.runtime.comm import devices
-from rlhpc.runtime.comm.device_mappings import DeviceMappings
+from rlhpc.runtime.comm import device_memory as devices
+from rlhpc.runtime.comm.device_memory import DeviceMappings
 from tests.stand_in_device import StandIn
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlhpc.weights.carry import Pairs
+from rlhpc.weights.sender import Pairs
 
 
 class LateCopies:

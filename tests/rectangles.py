@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.divergence import Full, Top, top_logprobs
-from rlhpc.language.tokens.rows import LogitRows, RowReader, Said, read_rows
-from rlhpc.language.tokens.scores import TokenScores
+from rlhpc.language.models.divergence import FullDivergence, TopDivergence, top_logprobs
+from rlhpc.language.models.logprobs import LogitRows, RowReader, TokenReader, TokenScores, read_rows
+from rlhpc.language.models.token_batch import TokenBatch
 
 
 def scores_of(
@@ -17,7 +16,7 @@ def scores_of(
     known = mask.bool().clone()
     known[:, 0] = False
     where = torch.nonzero(known.flatten()).flatten()
-    said = read_rows(logits, where - 1, Said(ids.flatten()[where], temperature, entropy))
+    said = read_rows(logits, where - 1, TokenReader(ids.flatten()[where], temperature, entropy))
     every = said.new_zeros(ids.numel(), said.shape[1]).index_copy(0, where, said).view(*ids.shape, -1)
     return TokenScores(every[..., 0], every[..., 1] if entropy else None)
 
@@ -26,14 +25,14 @@ def full_divergence(
     logits: torch.Tensor, batch: TokenBatch, teacher: torch.Tensor, temperature: float = 1.0, beta: float = 1.0
 ) -> torch.Tensor:
     """`[T]`, of whole logits `[N, W, V]` of both models."""
-    return _placed(logits, batch, Full(LogitRows.of(teacher, batch.predictors()[1]), temperature, beta))
+    return _placed(logits, batch, FullDivergence(LogitRows.of(teacher, batch.predictors()[1]), temperature, beta))
 
 
 def top_divergence(
     logits: torch.Tensor, batch: TokenBatch, told: torch.Tensor, temperature: float = 1.0, beta: float = 1.0
 ) -> torch.Tensor:
     """`[T]`, of whole logits and what a teacher told `[T, k + 1, 2]`."""
-    return _placed(logits, batch, Top(told[batch.predictors()[0]], temperature, beta))
+    return _placed(logits, batch, TopDivergence(told[batch.predictors()[0]], temperature, beta))
 
 
 def top_told(

@@ -11,7 +11,7 @@ from torch import nn
 
 from rlhpc.config.sections import ParallelConfig
 from rlhpc.training import ReplicatedBackend
-from rlhpc.training.contract import Blueprint, Full, Named
+from rlhpc.training.backend import Blueprint, Full, Named
 
 
 class Ready(Blueprint):

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import threading
 
-from rlhpc.runtime.comm.bulk import BulkServer
-from rlhpc.runtime.comm.loans import Loans
-from rlhpc.runtime.comm.offers import Offers
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.descriptors import readable
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.comm.bulk_transfer import BulkServer
+from rlhpc.runtime.comm.shared_memory import SegmentPool
+from rlhpc.runtime.comm.zero_copy import Loans, Offers
+from rlhpc.runtime.os_resources import readable
+from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
 
 
 class Serving:
     """Accepts in a thread, until it is closed."""
 
-    def __init__(self, scratch: Scratch, keys: Keys, name: str) -> None:
+    def __init__(self, scratch: Scratch, keys: CurveKeys, name: str) -> None:
         self.pool, self.offers = SegmentPool(scratch), Offers()
         self.loans = Loans(self.pool)
         folders = (scratch.shm, scratch.spill)

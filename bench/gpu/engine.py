@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from bench.gpu.part import Report, dtype_for, free_bytes, make_model, size_for, timed
 from rlhpc.config.typed import typed
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
 from rlhpc.runtime.errors import ConfigError
 
@@ -19,7 +19,7 @@ REPEAT = 3
 
 
 def configuration(backend: str, device: str, batch: int) -> GrpoConfig:
-    """Of an engine that takes turns with a trainer."""
+    """Returns the configuration of an engine that is colocated with a trainer."""
     cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
     cfg.rollout.rollout_backend, cfg.rollout.max_batch_size, cfg.rollout.max_model_len = backend, batch, 1024
     cfg.rollout.gpu_memory_utilization, cfg.actor.model.dtype = 0.5, dtype_for(device)
@@ -28,7 +28,7 @@ def configuration(backend: str, device: str, batch: int) -> GrpoConfig:
 
 
 def build(report: Report, folder: str, batch: int) -> tuple[str, Any]:
-    """vLLM's, or where it cannot be had the other one."""
+    """Builds vLLM's engine, or the other one if vLLM is not available."""
     try:
         cfg = configuration("vllm", report.device, batch)
         return "vllm", make_rollout(cfg, model_path=folder, device=report.device, seed=0)
@@ -53,9 +53,9 @@ def measure(report: Report) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype_for(report.device)))
         weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
         nbytes = sum(tensor.nbytes for _, tensor in weights)
-        made: list[tuple[str, Any]] = []
-        report.figure("start of the engine", timed(lambda: made.append(build(report, folder, size.requests))), "s")
-        ((name, engine),) = made
+        engines: list[tuple[str, Any]] = []
+        report.figure("start of the engine", timed(lambda: engines.append(build(report, folder, size.requests))), "s")
+        ((name, engine),) = engines
 
         def generate(temperature: float) -> list[list[int]]:
             sampling = SamplingParams(max_new_tokens=size.tokens, temperature=temperature)
@@ -79,6 +79,6 @@ def measure(report: Report) -> None:
             report.figure(f"{name}, wakes", timed(engine.reload), "s")
             report.figure(f"{name}, update after it", timed(lambda: engine.update_weights(9, iter(weights))), "s")
         again = generate(0.0)
-        same = sum(one == other for one, other in zip(before, again, strict=True)) / len(before)
-        report.figure(f"{name}, greedy sequences that are the same again", same, "of 1")
+        equal_share = sum(one == other for one, other in zip(before, again, strict=True)) / len(before)
+        report.figure(f"{name}, greedy sequences that are the same again", equal_share, "of 1")
         engine.close()

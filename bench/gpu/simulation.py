@@ -27,7 +27,7 @@ KWARGS: dict[str, Any] = {"control_mode": "pd_joint_delta_pos", "reward_mode": "
 
 
 def maniskill(device: str, slots: int) -> Any:
-    """ManiSkill's own environments, in its wrapper that resets those that end."""
+    """Makes ManiSkill's own environments, in its wrapper that resets ended ones."""
     from rlhpc.embodied.envs.maniskill import load_maniskill
 
     load_maniskill()
@@ -35,12 +35,12 @@ def maniskill(device: str, slots: int) -> Any:
     from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
 
     backend = "physx_cpu" if device == "cpu" else f"physx_{device}"
-    made = gymnasium.make(TASK, num_envs=slots, sim_backend=backend, render_backend="none", **KWARGS)
-    return ManiSkillVectorEnv(made, slots, ignore_terminations=True, record_metrics=False)
+    base_env = gymnasium.make(TASK, num_envs=slots, sim_backend=backend, render_backend="none", **KWARGS)
+    return ManiSkillVectorEnv(base_env, slots, ignore_terminations=True, record_metrics=False)
 
 
 def alone(env: Any, slots: int, steps: int) -> float:
-    """Env steps a second on random actions."""
+    """Returns env steps a second on random actions."""
     shape = (slots, *env.single_action_space.shape)
     env.reset(seed=0)
     actions = [torch.rand(shape, device=env.unwrapped.device) * 2 - 1 for _ in range(steps)]
@@ -49,7 +49,7 @@ def alone(env: Any, slots: int, steps: int) -> float:
 
 
 def ours(slots: int, steps: int) -> float:
-    """The same of rlhpc's environment, as an env rank has it."""
+    """Returns env steps a second of rlhpc's environment, as an env rank uses it."""
     import numpy as np
 
     from rlhpc.embodied.config import EnvSideConfig
@@ -68,21 +68,21 @@ def ours(slots: int, steps: int) -> float:
     return rate
 
 
-class Sizes:
-    """What `Agent` asks of environments."""
+class SimulationSizes:
+    """Sizes that `Agent` reads from environments."""
 
     def __init__(self, env: Any) -> None:
         self.space, self.observation = env.single_action_space, env.single_observation_space.shape[-1]
 
 
 def plain_ppo(env: Any, slots: int, updates: int, parts: int) -> float:
-    """Env steps a second of a loop that trains, without its first update; nothing leaves the device."""
+    """Returns env steps a second of a loop that trains, without its first update; all data stay on the device."""
     device, batch = env.unwrapped.device, slots * ROLLOUT
     args = argparse.Namespace(
         hidden="256,256,256", critic_gain=1.41421, actor_gain=0.01414, log_std=-0.5, gamma=0.8, gae_lambda=0.9, epochs=8,
         minibatch=batch // parts, target_kl=0.1, clip=0.2, value_clip=None, entropy=0.0, value_coef=0.5,
     )  # fmt: skip
-    sizes: Any = Sizes(env)
+    sizes: Any = SimulationSizes(env)
     agent = Agent(sizes, args).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=3e-4, eps=1e-5)
     obs = env.reset(seed=0)[0]
@@ -95,12 +95,12 @@ def plain_ppo(env: Any, slots: int, updates: int, parts: int) -> float:
                 action, logprob, _, value = agent.act(obs)
             after, reward, terminated, truncated, _ = env.step(action.clamp(-1, 1))
             row = (obs, action, logprob, value, reward, (terminated | truncated).float())
-            for column, found in zip(columns, row, strict=True):
-                column.append(found)
+            for column, element in zip(columns, row, strict=True):
+                column.append(element)
             obs = after
-        o, a, lp, v, r, ended = (torch.stack(column) for column in columns)
+        o, a, lp, v, r, dones = (torch.stack(column) for column in columns)
         with torch.no_grad():
-            advantages = advantages_of(args, r, v, ended, agent.critic(obs).squeeze(-1))
+            advantages = advantages_of(args, r, v, dones, agent.critic(obs).squeeze(-1))
         flat = (o, a, lp, advantages, advantages + v, v)
         update(args, agent, optimizer, [x.reshape(batch, *x.shape[2:]) for x in flat])
 
@@ -109,7 +109,7 @@ def plain_ppo(env: Any, slots: int, updates: int, parts: int) -> float:
 
 
 def run(report: Report, slots: int, steps: int, parts: int) -> tuple[float, float]:
-    """Env steps a second of a run and of its rollouts alone, without the run's first step."""
+    """Returns env steps a second of a run and of its rollouts alone, without the run's first step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "rlhpc.cli", "train", "configs/embodied/pick_cube_ppo.yaml", f"runner.run_dir={folder}",
@@ -129,17 +129,19 @@ def run(report: Report, slots: int, steps: int, parts: int) -> tuple[float, floa
 
 
 def measure(report: Report) -> None:
-    """One after the other; the runs last, whose ranks want the card for themselves."""
+    """Measures each contender in turn; the runs come last, because their ranks need the complete card."""
     slots, steps, updates, parts = (8, 20, 1, 2) if report.small else (1024, 200, 4, 32)
-    theirs = 1 if report.small else slots
+    their_slots = 1 if report.small else slots
     with report.piece("ManiSkill alone"):
-        env = maniskill(report.device, theirs)
-        report.figure(f"ManiSkill alone, {theirs} slots", alone(env, theirs, steps), "env steps/s")
-        report.figure(f"a plain loop of PPO, {theirs} slots", plain_ppo(env, theirs, updates, parts), "env steps/s")
+        env = maniskill(report.device, their_slots)
+        report.figure(f"ManiSkill alone, {their_slots} slots", alone(env, their_slots, steps), "env steps/s")
+        report.figure(
+            f"a plain loop of PPO, {their_slots} slots", plain_ppo(env, their_slots, updates, parts), "env steps/s"
+        )
         env.close()
     with report.piece("rlhpc's environment"):
         report.figure(f"rlhpc's environment, {slots} slots", ours(slots, steps), "env steps/s")
     with report.piece("a run"):
-        whole, rollouts = run(report, slots, updates + 1, parts)
-        report.figure(f"rlhpc's run of PPO, {slots} slots", whole, "env steps/s")
+        total_rate, rollouts = run(report, slots, updates + 1, parts)
+        report.figure(f"rlhpc's run of PPO, {slots} slots", total_rate, "env steps/s")
         report.figure(f"rlhpc's run of PPO, {slots} slots, rollouts alone", rollouts, "env steps/s")

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from bench.gpu.part import Report, dtype_for, make_model, size_for
 from bench.gpu.ranks import Trains, groups
 from rlhpc.config.typed import typed
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config.run import GrpoConfig
 
 #: By the name of its figures, what is set below `actor`.
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -23,7 +23,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
 
 
 def configuration(model: Path, device: str, changes: dict[str, Any]) -> Any:
-    """Of a trainer."""
+    """Returns the configuration of a trainer."""
     cfg = OmegaConf.structured(GrpoConfig)
     cfg.actor.model.model_path, cfg.actor.model.dtype = str(model), dtype_for(device)
     cfg.actor.optim.name, cfg.actor.optim.clip_grad = "adamw", 1.0
@@ -31,39 +31,41 @@ def configuration(model: Path, device: str, changes: dict[str, Any]) -> Any:
 
 
 def train(report: Report, model: Path, changes: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
-    """What rank 0 of so many found (`Trains.measure`)."""
+    """Returns the measurements of rank 0 of so many ranks (`Trains.measure`)."""
     cfg = configuration(model, report.device, changes)
     with groups(report.device, (Trains, "trains", range(ranks))) as (group,):
-        found: dict[str, Any] = group.measure(cfg, size_for(report.device), 2 if report.small else 5).wait()[0]
-    return found
+        measurements: dict[str, Any] = group.measure(cfg, size_for(report.device), 2 if report.small else 5).wait()[0]
+    return measurements
 
 
-def tell(report: Report, name: str, found: dict[str, Any]) -> None:
-    """The figures of one backend."""
-    report.figure(f"{name}, a step", found["seconds"], "s")
-    report.figure(f"{name}, trained", [found["tokens"] / seconds for seconds in found["seconds"]], "tokens/s")
-    report.figure(f"{name}, most memory", found["peak"] / 1e9, "GB of the host" if report.small else "GB")
-    for what, place in (("offload", 1), ("reload", 2)):
-        rates = [row[0] / row[place] / 1e9 for row in found["moved"]]
+def tell(report: Report, name: str, measurements: dict[str, Any]) -> None:
+    """Reports the figures of one backend."""
+    report.figure(f"{name}, a step", measurements["seconds"], "s")
+    report.figure(
+        f"{name}, trained", [measurements["tokens"] / seconds for seconds in measurements["seconds"]], "tokens/s"
+    )
+    report.figure(f"{name}, most memory", measurements["peak"] / 1e9, "GB of the host" if report.small else "GB")
+    for direction, place in (("offload", 1), ("reload", 2)):
+        rates = [row[0] / row[place] / 1e9 for row in measurements["moved"]]
         if rates:
-            report.figure(f"{name}, {what} of {found['moved'][0][0] / 1e9:.2f} GB", rates, "GB/s")
+            report.figure(f"{name}, {direction} of {measurements['moved'][0][0] / 1e9:.2f} GB", rates, "GB/s")
 
 
 def measure(report: Report) -> None:
-    """Each backend in a rank of its own, all on the same model and batches."""
-    with tempfile.TemporaryDirectory() as made:
-        report.figure("parameters", make_model(Path(made), size_for(report.device), report.device) / 1e6, "million")
+    """Measures each backend in a separate rank, all on the same model and batches."""
+    with tempfile.TemporaryDirectory() as folder:
+        report.figure("parameters", make_model(Path(folder), size_for(report.device), report.device) / 1e6, "million")
         first: Any = None
         if report.small:
             report.skip("offload and reload", "on a CPU nothing has to move")
         for name, changes in BACKENDS.items():
             with report.piece(name):
-                found = train(report, Path(made), changes)
-                tell(report, name, found)
+                measurements = train(report, Path(folder), changes)
+                tell(report, name, measurements)
                 if first is None:
-                    first = found["probe"]
-                    moved = (first - found["before"]).abs().mean()
+                    first = measurements["probe"]
+                    moved = (first - measurements["before"]).abs().mean()
                     report.figure(f"{name}, log-probs moved by the steps", float(moved), "nats")
                 else:
-                    apart = (found["probe"] - first).abs().mean()
+                    apart = (measurements["probe"] - first).abs().mean()
                     report.figure(f"{name}, log-probs apart from {next(iter(BACKENDS))}'s", float(apart), "nats")

@@ -5,33 +5,35 @@ from __future__ import annotations
 import time
 
 from bench.gpu.part import Report
-from bench.gpu.ranks import Holds, groups
+from bench.gpu.ranks import DeviceHolder, groups
 from rlhpc import WorkerGroup
 
 TENSORS = 64
 
 
 def update(sender: WorkerGroup, taker: WorkerGroup, version: int) -> tuple[float, float]:
-    """Seconds that the sender took, and until the other has looked at all of it."""
+    """Returns the seconds of the sender, and the seconds until the receiver has read all of it."""
     began = time.perf_counter()
-    given, taken = sender.give(version), taker.take()
-    (sent,) = given.wait()
-    if taken.wait() != [True]:
+    send_handle, receive_handle = sender.give(version), taker.take()
+    (sent,) = send_handle.wait()
+    if receive_handle.wait() != [True]:
         raise RuntimeError("weights did not arrive as they were sent")
     return float(sent), time.perf_counter() - began
 
 
 def measure(report: Report) -> None:
-    """Two ranks on one card, and on two where there are two."""
+    """Measures two ranks on one card, and on two cards if available."""
     total = 64_000_000 if report.small else 2_000_000_000
     places = {"one card": 0} | ({"two cards": 1} if report.cards > 1 else {})
     if report.cards < 2:
         report.skip("from one card to another", "needs two cards")
     for where, card in places.items():
-        with groups(report.device, (Holds, "sender", [0]), (Holds, "taker", [card])) as (sender, taker):
+        with groups(report.device, (DeviceHolder, "sender", [0]), (DeviceHolder, "taker", [card])) as (sender, taker):
             for group in (sender, taker):
                 group.open([("taker", [0])], TENSORS, total // 2 // TENSORS).wait()
             # The first ones also take memory that later ones use again.
-            found = [update(sender, taker, version) for version in range(1, 6)][2:]
-            report.figure(f"{where}, sending {total / 1e9:g} GB", [total / sent / 1e9 for sent, _ in found], "GB/s")
-            report.figure(f"{where}, sent, taken in and compared", [total / all_ / 1e9 for _, all_ in found], "GB/s")
+            durations = [update(sender, taker, version) for version in range(1, 6)][2:]
+            report.figure(f"{where}, sending {total / 1e9:g} GB", [total / sent / 1e9 for sent, _ in durations], "GB/s")
+            report.figure(
+                f"{where}, sent, taken in and compared", [total / all_ / 1e9 for _, all_ in durations], "GB/s"
+            )

@@ -1,1 +1,1 @@
-"""What `bench.runtime` measures side by side: the machine's limits, rlhpc, and Ray's actors."""
+"""Contenders of `bench.runtime`: the machine's limits, rlhpc, and Ray's actors."""

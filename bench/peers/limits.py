@@ -1,4 +1,4 @@
-"""What this machine can do at best: the limits that `bench.runtime` divides by."""
+"""Limits of this machine, by which `bench.runtime` divides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def fork(serve: Callable[[], None]) -> int:
-    """A child that runs `serve` and ends; returns its pid."""
+    """Forks a child that runs `serve` and ends; returns its pid."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -40,7 +40,7 @@ def _median(act: Callable[[], Any], count: int, warm: int = 10) -> float:
 
 
 def zeromq_round_trip(count: int = 500) -> float:
-    """Median seconds of 1 KB there and back over TCP on the loopback, between two processes."""
+    """Returns the median seconds of 1 KB there and back over TCP on the loopback, between two processes."""
     import zmq
 
     ready, port = os.pipe()
@@ -69,19 +69,19 @@ def zeromq_round_trip(count: int = 500) -> float:
 
 
 def socket_round_trip(family: int, count: int = 500) -> float:
-    """Median seconds of 1 KB there and back between two processes, over a plain socket."""
+    """Returns the median seconds of 1 KB there and back between two processes, over a plain socket."""
     if family == socket.AF_UNIX:
-        ours, theirs = socket.socketpair()
+        ours, child_socket = socket.socketpair()
     else:
         with socket.create_server(("127.0.0.1", 0)) as door:
             ours = socket.create_connection(door.getsockname())
-            theirs, _ = door.accept()
-        for end in (ours, theirs):
+            child_socket, _ = door.accept()
+        for end in (ours, child_socket):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def serve() -> None:
         for _ in range(count + 10):
-            theirs.send(theirs.recv(4096))
+            child_socket.send(child_socket.recv(4096))
 
     pid = fork(serve)
 
@@ -92,18 +92,18 @@ def socket_round_trip(family: int, count: int = 500) -> float:
     seconds = _median(act, count)
     os.waitpid(pid, 0)
     ours.close()
-    theirs.close()
+    child_socket.close()
     return seconds
 
 
 def copy_seconds(size: int) -> float:
-    """A warm copy of so many bytes."""
+    """Returns the seconds of a warm copy of so many bytes."""
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     return _median(lambda: np.copyto(target, source), 5, warm=1)
 
 
 def fresh_copy_seconds(size: int) -> float:
-    """The same into pages that nobody has touched yet."""
+    """Returns the seconds of a copy into pages that were never touched."""
     source = np.ones(size, np.uint8)
 
     def act() -> None:
@@ -116,7 +116,7 @@ def fresh_copy_seconds(size: int) -> float:
 
 
 def shared_memory_seconds(size: int) -> float:
-    """A copy into pages of a file in /dev/shm that are mapped already."""
+    """Returns the seconds of a copy into mapped pages of a file in /dev/shm."""
     source = np.ones(size, np.uint8)
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(size)
@@ -126,7 +126,7 @@ def shared_memory_seconds(size: int) -> float:
 
 
 def gloo_seconds(size: int) -> float:
-    """`torch.distributed.send` of so many bytes to a process of this host, by gloo."""
+    """Returns the seconds of `torch.distributed.send` of so many bytes to a process of this host, by gloo."""
     code = (
         "import sys, time, torch, torch.distributed as d\n"
         "rank, path, size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])\n"
@@ -147,12 +147,12 @@ def gloo_seconds(size: int) -> float:
             )
             for rank in (0, 1)
         ]
-        said = [process.communicate(timeout=120)[0] for process in both]
-    return float(said[0])
+        outputs = [process.communicate(timeout=120)[0] for process in both]
+    return float(outputs[0])
 
 
 def dd_seconds(size: int, folder: Path) -> float:
-    """`dd` of so many bytes into a file, with one fsync at its end."""
+    """Returns the seconds of `dd` of so many bytes into a file, with one fsync at its end."""
     target = folder / "dd"
     started = time.perf_counter()
     command = ["dd", "if=/dev/zero", f"of={target}", "bs=4M", f"count={size // (4 * MIB)}", "conv=fsync", "status=none"]
@@ -163,7 +163,7 @@ def dd_seconds(size: int, folder: Path) -> float:
 
 
 def measure() -> dict[str, float]:
-    """One repetition."""
+    """Measures one repetition."""
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     row = {"interpreter and import torch (s)": time.perf_counter() - started}

@@ -1,6 +1,6 @@
 """Members that are not processes: each has its own record, command socket and heartbeat; many share a process.
 
-What a member does is what `rlhpc.runtime.process` does on another host than the driver's, by the same parts: a record in the
+A member does what `rlhpc.runtime.worker_process` does on another host than the driver's, by the same parts: a record in the
 registry, a ZeroMQ socket with CURVE over TCP, heartbeats. Only its data plane (the service thread) is shared by the members of
 a simulating process, and its methods do nothing.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers import slow_files
-from rlhpc.runtime import wire
-from rlhpc.runtime.spec import WorkerSpec
+from rlhpc.runtime import pickle_stream
+from rlhpc.runtime.worker_spec import WorkerSpec
 
 #: ZeroMQ's limit of sockets a context is 1023.
 PER_PROCESS = 900
@@ -28,19 +28,19 @@ def serve(control: socket.socket) -> None:
     import zmq
 
     from rlhpc.runtime.comm.service import Service
-    from rlhpc.runtime.comm.sockets import Door, choose, make_socket
-    from rlhpc.runtime.process import HEARTBEAT_S
-    from rlhpc.runtime.registry import Registry
+    from rlhpc.runtime.comm.zmq_sockets import TcpPort, choose, make_socket
+    from rlhpc.runtime.registry import GenerationFolder
     from rlhpc.runtime.scratch import Scratch
+    from rlhpc.runtime.worker_process import HEARTBEAT_S
 
     specs: list[WorkerSpec] = []
-    while (message := wire.receive(control)) is not None and message != "go":
+    while (message := pickle_stream.receive(control)) is not None and message != "go":
         specs.append(pickle.loads(message))
     if not specs:
         return
     first = specs[0]
     slow_files.install(str(Path(first.registry).parent))
-    registry, scratch = Registry(Path(first.registry)), Scratch(first.token)
+    registry, scratch = GenerationFolder(Path(first.registry)), Scratch(first.token)
     keys = registry.load_keys()
     slow_files.take()
     os.environ["RLHPC_HOST_ID"] = "elsewhere"  # so that everything goes over TCP
@@ -49,7 +49,7 @@ def serve(control: socket.socket) -> None:
     poller, sockets = zmq.Poller(), []
     for spec in specs:
         commands = make_socket(service.context, zmq.ROUTER, keys, server=True)
-        rpc = {"host": service.endpoint["host"], "ipc": "", "tcp": Door(commands, ADDRESS).endpoint}
+        rpc = {"host": service.endpoint["host"], "ipc": "", "tcp": TcpPort(commands, ADDRESS).endpoint}
         record = {
             "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),
             "host": service.endpoint["host"], "rpc": rpc, "data": service.endpoint, "log_out": spec.log_out,
@@ -61,19 +61,19 @@ def serve(control: socket.socket) -> None:
         service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "ready", **note, "record": record})])
         poller.register(commands, zmq.POLLIN)
         sockets.append(note)
-    wire.send(control, {"operations": slow_files.take(), "members": len(specs)})
+    pickle_stream.send(control, {"operations": slow_files.take(), "members": len(specs)})
     control.setblocking(False)
     poller.register(control, zmq.POLLIN)
-    nothing = service.pack(None).frames()
+    empty_frames = service.pack(None).frames()
     beat = time.monotonic() + HEARTBEAT_S
     while True:
-        for found, _ in poller.poll(200):
-            if found == control.fileno() or found is control:
+        for ready, _ in poller.poll(200):
+            if ready == control.fileno() or ready is control:
                 return
             try:
                 while True:
-                    caller, number, *_ = found.recv_multipart(zmq.NOBLOCK)
-                    found.send_multipart([caller, number, b"ok", b"0", *nothing])
+                    caller, number, *_ = ready.recv_multipart(zmq.NOBLOCK)
+                    ready.send_multipart([caller, number, b"ok", b"0", *empty_frames])
             except zmq.Again:
                 pass
         if time.monotonic() >= beat:
@@ -89,33 +89,33 @@ class Simulators:
         self.controls: list[socket.socket] = []
         self.pids: list[int] = []
         for _ in range(-(-members // PER_PROCESS)):
-            ours, theirs = socket.socketpair()
+            ours, child_socket = socket.socketpair()
             pid = os.fork()
             if pid == 0:
                 try:
                     for control in (*self.controls, ours):
                         control.close()
-                    serve(theirs)
+                    serve(child_socket)
                 finally:
                     os._exit(0)
-            theirs.close()
+            child_socket.close()
             self.controls.append(ours)
             self.pids.append(pid)
         self._next = 0
 
     def start(self, spec: bytes) -> None:
         """Gives one member to the next process."""
-        wire.send(self.controls[self._next % len(self.controls)], spec)
+        pickle_stream.send(self.controls[self._next % len(self.controls)], spec)
         self._next += 1
 
     def go(self) -> None:
         for control in self.controls:
-            wire.send(control, "go")
+            pickle_stream.send(control, "go")
 
     def operations(self) -> int:
-        """File operations of all members while they joined."""
-        found: list[dict[str, Any]] = [wire.receive(control) or {} for control in self.controls]
-        return sum(int(report.get("operations", 0)) for report in found)
+        """Returns the file operations of all members while they joined."""
+        reports: list[dict[str, Any]] = [pickle_stream.receive(control) or {} for control in self.controls]
+        return sum(int(report.get("operations", 0)) for report in reports)
 
     def stop(self) -> None:
         for control in self.controls:

@@ -1,4 +1,4 @@
-"""What processes cost while nobody asks anything of them."""
+"""Memory and processor time of idle processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 
 def pss_mb(pids: Iterable[int]) -> float:
-    """Proportional set size of processes, in MB: what is shared counts once over all who share it."""
+    """Returns the proportional set size of processes, in MB: shared pages count once over all processes that share them."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -22,12 +22,14 @@ def pss_mb(pids: Iterable[int]) -> float:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes below `pid`, without it."""
+    """Returns the processes below `pid`, without it."""
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 def cpu_percent(pids: Iterable[int], seconds: float = 10.0) -> float:
-    """Percent of one core that the processes use together: the scheduler's nanoseconds, since clock ticks are too coarse."""
+    """Returns the percentage of one core that the processes use in total, from the scheduler's nanoseconds, since clock ticks
+    are too coarse.
+    """
 
     def used() -> float:
         total = 0

@@ -23,7 +23,7 @@ TENSORS, BYTES = 290, 500_000_000
 
 
 @ray.remote(num_cpus=0)
-class Peer:
+class RayPeer:
     """The other end of every measurement; has imported torch, as every worker of the others has."""
 
     def __init__(self) -> None:
@@ -98,15 +98,15 @@ def median(act: Callable[[], Any], count: int, warm: int = 2) -> float:
 
 
 def measure() -> dict[str, float]:
-    """One repetition, in a Ray session of its own."""
+    """Measures one repetition, in a new Ray session."""
     row: dict[str, float] = {}
     started = time.perf_counter()
     ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=3 << 30)
-    eight = [Peer.remote() for _ in range(8)]
+    eight = [RayPeer.remote() for _ in range(8)]
     ray.get([peer.nothing.remote() for peer in eight])
     row["cold start to 8 ready workers (s)"] = time.perf_counter() - started
     started = time.perf_counter()
-    more = [Peer.remote() for _ in range(8)]
+    more = [RayPeer.remote() for _ in range(8)]
     ray.get([peer.nothing.remote() for peer in more])
     row["warm launch of 8 workers (s)"] = time.perf_counter() - started
     for peer in more:
@@ -124,7 +124,7 @@ def measure() -> dict[str, float]:
     row["system processes"] = float(len(system))
     for peer in eight[5:]:
         ray.kill(peer)
-    a, b, *others = eight[:5]
+    a, b, *remaining = eight[:5]
     row["dispatch to 1 worker (us)"] = median(lambda: ray.get(a.nothing.remote()), 500, 20) * 1e6
     out, back = Queue(), Queue()
     done = b.pong.remote(out, back, 100)
@@ -138,11 +138,11 @@ def measure() -> dict[str, float]:
     produced, consumed = a.produce.remote(channel, 1000), b.consume.remote(channel, 1000)
     row["channel, 1 KB, one to one (items/s)"] = ray.get(consumed)
     ray.get(produced)
-    four = [a, *others]
-    made, consumed = [p.produce.remote(channel, 250) for p in four], b.consume.remote(channel, 1000)
+    four = [a, *remaining]
+    production, consumed = [p.produce.remote(channel, 250) for p in four], b.consume.remote(channel, 1000)
     row["channel, 1 KB, four to one (items/s)"] = ray.get(consumed)
-    ray.get(made)
-    receivers = [b, *others]
+    ray.get(production)
+    receivers = [b, *remaining]
     ray.get([peer.open.remote() for peer in (a, *receivers)])
 
     def sync() -> None:

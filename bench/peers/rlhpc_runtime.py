@@ -17,13 +17,13 @@ from rlhpc import Channel, Cluster, NodePlacementStrategy, Session, Worker
 MIB = 1 << 20
 
 
-class Peer(Worker):
+class RuntimePeer(Worker):
     """The other end of every measurement."""
 
     def nothing(self) -> None: ...
 
     def ping(self, out: Channel, back: Channel, count: int, item: Any) -> list[float]:
-        """Seconds of `count` round trips of `item`."""
+        """Returns the seconds of `count` round trips of `item`."""
         times = []
         for _ in range(count + 3):
             started = time.perf_counter()
@@ -37,7 +37,7 @@ class Peer(Worker):
             back.put(out.get(key="0"), key="0")
 
     def send_and_receive(self, other: str, count: int, size: int) -> list[float]:
-        """Seconds of `count` round trips of a tensor by `send` and `recv`."""
+        """Returns the seconds of `count` round trips of a tensor by `send` and `recv`."""
         item, times = torch.ones(size, dtype=torch.uint8), []
         for _ in range(count + 3):
             started = time.perf_counter()
@@ -56,7 +56,7 @@ class Peer(Worker):
             channel.put(item, key="0")
 
     def consume(self, channel: Channel, count: int) -> float:
-        """Items a second."""
+        """Returns items a second."""
         channel.get(key="0")
         started = time.perf_counter()
         for _ in range(count - 1):
@@ -71,12 +71,12 @@ def seconds(function: Callable[[], Any]) -> float:
 
 
 def measure() -> dict[str, float]:
-    """One repetition, in a session of its own."""
+    """Measures one repetition, in a new session."""
     row: dict[str, float] = {}
     cluster = Cluster.local(1, 0)
 
     def launch(count: int, name: str) -> Any:
-        return Peer.create_group().launch(cluster, NodePlacementStrategy([0] * count), name)
+        return RuntimePeer.create_group().launch(cluster, NodePlacementStrategy([0] * count), name)
 
     started = time.perf_counter()
     eight = launch(8, "eight")

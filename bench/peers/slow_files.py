@@ -33,7 +33,7 @@ def _wrap(module: Any, name: str) -> None:
 
 
 def install(root: str, milliseconds: float = 0.0) -> None:
-    """From now on, in this process and those it forks."""
+    """Installs the slow files in this process and in those that it forks."""
     global _ROOT, _SECONDS, _installed
     _ROOT, _SECONDS = root, milliseconds / 1000
     if _installed:
@@ -46,7 +46,7 @@ def install(root: str, milliseconds: float = 0.0) -> None:
 
 
 def take() -> int:
-    """Operations since the last call."""
+    """Returns the operations since the last call."""
     total = sum(counted.values())
     counted.clear()
     return total

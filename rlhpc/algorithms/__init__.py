@@ -1,4 +1,4 @@
-"""Advantages, losses and KL: functions of tensors, with registries. Needs torch and nothing else.
+"""Advantage estimators, losses and KL estimators: functions of tensors, with registries. They need torch alone.
 
 Names are loaded when they are first used: whoever asks which there are needs no torch.
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhpc.runtime.lazy import lazy_names
+from rlhpc.runtime.imports import lazy_names
 
 _HOMES = {
-    "rlhpc.algorithms.advantages": ["calculate_adv_and_returns", "masked_whiten"],
-    "rlhpc.algorithms.kl": ["kl_penalty"],
-    "rlhpc.algorithms.losses": ["aggregate", "entropy_loss", "policy_loss", "value_loss"],
+    "rlhpc.algorithms.advantages": ["calculate_adv_and_returns", "masked_whiten", "overlong_penalty", "varied_groups"],
+    "rlhpc.algorithms.losses": ["aggregate", "entropy_loss", "kl_penalty", "policy_loss", "value_loss"],
     "rlhpc.algorithms.registry": [
         "ADVANTAGES",
         "POLICY_LOSSES",
@@ -21,8 +20,7 @@ _HOMES = {
         "register_policy_loss",
         "register_reward_loss",
     ],
-    "rlhpc.algorithms.reward_losses": ["bradley_terry", "find_reward_loss", "regression"],
-    "rlhpc.algorithms.rewards": ["overlong_penalty", "varied_groups"],
+    "rlhpc.algorithms.preference_losses": ["bradley_terry", "find_reward_loss", "regression"],
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)
@@ -30,19 +28,19 @@ __getattr__, __dir__ = lazy_names(__name__, _HOMES)
 if TYPE_CHECKING:
     from rlhpc.algorithms.advantages import calculate_adv_and_returns as calculate_adv_and_returns
     from rlhpc.algorithms.advantages import masked_whiten as masked_whiten
-    from rlhpc.algorithms.kl import kl_penalty as kl_penalty
+    from rlhpc.algorithms.advantages import overlong_penalty as overlong_penalty
+    from rlhpc.algorithms.advantages import varied_groups as varied_groups
     from rlhpc.algorithms.losses import aggregate as aggregate
     from rlhpc.algorithms.losses import entropy_loss as entropy_loss
+    from rlhpc.algorithms.losses import kl_penalty as kl_penalty
     from rlhpc.algorithms.losses import policy_loss as policy_loss
     from rlhpc.algorithms.losses import value_loss as value_loss
+    from rlhpc.algorithms.preference_losses import bradley_terry as bradley_terry
+    from rlhpc.algorithms.preference_losses import find_reward_loss as find_reward_loss
+    from rlhpc.algorithms.preference_losses import regression as regression
     from rlhpc.algorithms.registry import ADVANTAGES as ADVANTAGES
     from rlhpc.algorithms.registry import POLICY_LOSSES as POLICY_LOSSES
     from rlhpc.algorithms.registry import REWARD_LOSSES as REWARD_LOSSES
     from rlhpc.algorithms.registry import register_advantage as register_advantage
     from rlhpc.algorithms.registry import register_policy_loss as register_policy_loss
     from rlhpc.algorithms.registry import register_reward_loss as register_reward_loss
-    from rlhpc.algorithms.reward_losses import bradley_terry as bradley_terry
-    from rlhpc.algorithms.reward_losses import find_reward_loss as find_reward_loss
-    from rlhpc.algorithms.reward_losses import regression as regression
-    from rlhpc.algorithms.rewards import overlong_penalty as overlong_penalty
-    from rlhpc.algorithms.rewards import varied_groups as varied_groups

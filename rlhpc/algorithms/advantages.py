@@ -33,21 +33,21 @@ def calculate_adv_and_returns(
     members: Tensor | None = None,
     **kw: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns by a registered estimator.
+    """Computes advantages and returns by a registered estimator.
 
     Args:
         adv_type: "gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "raw", or any registered name.
         rewards: `[B, T]` per token or step; estimators on outcomes use their sum over valid positions.
         values: `[B, T]` value estimates (gae).
-        next_values: `[B, T]` value of the true next observation: the final one where an episode was cut. Left out, it is
+        next_values: `[B, T]` value of the true next observation: the final one where an episode was truncated. By default
             the value at the next valid position, and 0 after the last.
         terminations, truncations: `[B, T]` bool.
         loss_mask: `[B, T]` bool; None means all valid.
-        group_ids: `[B]`, who shares a prompt; None means one group.
+        group_ids: `[B]`, equal for rows with the same prompt; None means one group.
         gamma, gae_lambda: Discount and trace decay.
         normalize: (x − mean) / (std + 1e-8) over the valid entries of the whole batch.
-        all_reduce: Sums a tensor over data-parallel ranks, so that the whole batch is normalised and not a rank's share.
-        members: `[B]` bool, rows that take part; None means all. The others are removed before the estimator is asked, so they
+        all_reduce: Sums a tensor over data-parallel ranks, so that the global batch is normalised and not a rank's share.
+        members: `[B]` bool, rows that take part; None means all. The other rows are removed before the estimator runs, so they
             count in no group, mean or variance. A row that takes part without a valid position has the outcome 0.
         **kw: Options of the estimator, such as `norm_by_std` and `kl`, `kl_coef`.
 
@@ -55,7 +55,7 @@ def calculate_adv_and_returns(
         (advantages, returns), both `[B, T]`, 0 where masked out and in rows that do not take part.
 
     Raises:
-        ConfigError: Unknown estimator, or shapes that do not fit.
+        ConfigError: The estimator is unknown, or shapes do not fit.
     """
     mask = torch.ones_like(rewards, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
     for name, tensor in (("values", values), ("next_values", next_values), ("terminations", terminations),
@@ -86,14 +86,14 @@ def calculate_adv_and_returns(
 
 
 def _rows(value: Any, members: Tensor, rows: int) -> Any:
-    """The members' rows of what has one for each row of the batch."""
+    """Returns the members' rows of a tensor with one row for each of the batch; returns other values unchanged."""
     return value[members] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
 
 
 def masked_moments(x: Tensor, mask: Tensor, unbiased: bool, all_reduce: Reduce | None) -> tuple[Tensor, Tensor]:
-    """Mean and variance over valid entries, over all ranks if `all_reduce` is given."""
-    kept = x.masked_fill(~mask, 0)
-    sums = torch.stack([mask.sum().to(x.dtype), kept.sum()])
+    """Returns mean and variance over valid entries; over all ranks with `all_reduce`."""
+    valid = x.masked_fill(~mask, 0)
+    sums = torch.stack([mask.sum().to(x.dtype), valid.sum()])
     if all_reduce:
         sums = all_reduce(sums)
     count, total = sums.unbind()
@@ -105,7 +105,7 @@ def masked_moments(x: Tensor, mask: Tensor, unbiased: bool, all_reduce: Reduce |
 
 
 def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, all_reduce: Reduce | None = None) -> Tensor:
-    """(x − mean) / (std + eps) over valid entries, std unbiased; over the whole batch across ranks, not per rank."""
+    """Computes (x − mean) / (std + eps) over valid entries, std unbiased; over the batch of all ranks, not per rank."""
     mean, variance = masked_moments(x, mask, True, all_reduce)
     return (x - mean) / (variance.sqrt() + eps)
 
@@ -122,11 +122,11 @@ def gae(
     gae_lambda: float,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (Schulman et al. 2015, eq. 16; as CleanRL).
+    """Computes generalized advantage estimates (Schulman et al. 2015, eq. 16; as CleanRL).
 
     δ_t = r_t + γ·next_v_t·(1 − terminated_t) − v_t;  A_t = δ_t + γλ·(1 − done_t)·A_{t+1};  returns = A + v, where done is
-    terminated or truncated: a truncated step still bootstraps. Masked-out positions are skipped, A and the next value
-    carry over them (verl).
+    terminated or truncated: a truncated step still bootstraps. Masked-out positions are skipped: A and the next
+    value carry over them (verl).
     """
     if values is None:
         raise ConfigError(
@@ -159,7 +159,7 @@ def _outcomes(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def _groups(group_ids: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Dense group index per row and each group's size."""
+    """Returns a dense group index for each row, and the size of each group."""
     if group_ids is None:
         index = torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device)
     else:
@@ -176,10 +176,10 @@ def varied(scores: Tensor, index: Tensor, count: int, magnitudes: Tensor | None 
 
     Args:
         scores: `[B]`.
-        index: `[B]`, each row's group.
-        count: Groups.
-        magnitudes: `[B]`, what each score is a sum of, added up without signs; None is the score's own size. A sum's last
-            digits depend on its order.
+        index: `[B]`, group of each row.
+        count: Number of groups.
+        magnitudes: `[B]`, sum of the absolute terms of each score; None takes the absolute score. A sum's last digits depend
+            on its order.
 
     Returns:
         `[B]` bool.
@@ -193,9 +193,9 @@ def varied(scores: Tensor, index: Tensor, count: int, magnitudes: Tensor | None 
 def grpo(
     *, rewards: Tensor, mask: Tensor, group_ids: Tensor | None, norm_by_std: bool = True, eps: float = 1e-6, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """Group-relative advantages (DeepSeekMath, Shao et al. 2024): (R − mean_g) / (std_g + 1e-6), std unbiased, spread over
-    the response's valid tokens. A group of one, or one whose rewards are equal, gives 0: their mean is rounded, and the
-    division would blow the difference up. `norm_by_std=False` is Dr. GRPO (Liu et al. 2025)."""
+    """Computes group-relative advantages (DeepSeekMath, Shao et al. 2024): (R − mean_g) / (std_g + 1e-6), std unbiased,
+    spread over the response's valid tokens. A group of one, or one with equal rewards, gets 0: its mean is rounded, and the
+    division would amplify the difference. `norm_by_std=False` is Dr. GRPO (Liu et al. 2025)."""
     scores = _outcomes(rewards, mask)
     index, sizes = _groups(group_ids, scores)
     centred = scores - _group_mean(scores, index, sizes)[index]
@@ -209,32 +209,33 @@ def grpo(
 
 
 def dr_grpo(**kw: Any) -> tuple[Tensor, Tensor]:
-    """GRPO without the division by the standard deviation (Liu et al. 2025)."""
+    """Computes GRPO advantages without the division by the standard deviation (Liu et al. 2025)."""
     return grpo(**{**kw, "norm_by_std": False})
 
 
 def rloo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]:
-    """Leave-one-out baseline (Kool et al. 2019; Ahmadian et al. 2024): R_i − mean of the others; a group of one, or one whose
-    rewards are equal, gives 0."""
+    """Computes advantages with a leave-one-out baseline (Kool et al. 2019; Ahmadian et al. 2024): R_i − mean of the other
+    rewards; a group of one, or one with equal rewards, gets 0."""
     scores = _outcomes(rewards, mask)
     index, sizes = _groups(group_ids, scores)
     size = sizes[index]
     total = _group_mean(scores, index, sizes)[index] * size
-    others = (total - scores) / (size - 1).clamp(min=1)
+    baseline = (total - scores) / (size - 1).clamp(min=1)
     differ = varied(scores, index, len(sizes), _outcomes(rewards.abs(), mask))
-    advantages = (scores - others).masked_fill(~differ, 0)[:, None] * mask
+    advantages = (scores - baseline).masked_fill(~differ, 0)[:, None] * mask
     return advantages, advantages.clone()
 
 
 def _last_valid(mask: Tensor) -> Tensor:
-    """`[B, T]` one-hot of each row's last valid position, wherever the response starts; all False for an empty row."""
+    """Returns `[B, T]` one-hot of each row's last valid position, for any start of the response; all False for an empty
+    row."""
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, positions, positions.new_full((), -1)).amax(1, keepdim=True)
     return (positions == last) & mask
 
 
 def _discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Reverse cumulative sum with γ over valid positions; masked-out ones are skipped."""
+    """Computes the reverse cumulative sum with γ over valid positions; skips masked-out ones."""
     out = torch.zeros_like(rewards)
     running = torch.zeros_like(rewards[:, 0])
     for t in range(rewards.shape[1] - 1, -1, -1):
@@ -255,8 +256,8 @@ def reinforce_plus_plus(
     baseline: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ (Hu 2025, as in OpenRLHF): per-token reward −β·KL plus the outcome R at the last valid token, reverse
-    cumulative sum with γ, then whitened over valid tokens with the population variance clamped at 1e-8."""
+    """Computes REINFORCE++ advantages (Hu 2025, as in OpenRLHF): per-token reward −β·KL plus the outcome R at the last valid
+    token, reverse cumulative sum with γ, then whitened over valid tokens with the population variance clamped at 1e-8."""
     scores = _outcomes(rewards, mask)
     if baseline:
         index, sizes = _groups(group_ids, scores)
@@ -270,11 +271,28 @@ def reinforce_plus_plus(
 
 
 def reinforce_plus_plus_baseline(*, kl: Tensor | None = None, **kw: Any) -> tuple[Tensor, Tensor]:
-    """REINFORCE++ after the group mean has been subtracted from the outcomes."""
+    """Computes REINFORCE++ advantages with the group mean subtracted from the outcomes."""
     return reinforce_plus_plus(**{**kw, "kl": kl, "baseline": True})
 
 
 def raw(*, rewards: Tensor, mask: Tensor, gamma: float, **_: Any) -> tuple[Tensor, Tensor]:
-    """The discounted return to go, without a baseline (Williams 1992)."""
+    """Computes the discounted return to go, without a baseline (Williams 1992)."""
     returns = _discounted(rewards, mask, gamma)
     return returns.clone(), returns
+
+
+def overlong_penalty(*, lengths: Tensor, max_length: int, buffer: int, **_: Any) -> Tensor:
+    """Returns DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), `[B]`.
+
+    It is 0 up to `max_length − buffer`, then linear down to −1 at `max_length` and beyond.
+    """
+    if buffer < 1:
+        raise ConfigError(f"overlong: buffer is {buffer}; it must be at least 1")
+    over = lengths.to(torch.get_default_dtype()) - (max_length - buffer)
+    return -(over / buffer).clamp(0, 1)
+
+
+def varied_groups(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """Returns `[B]` bool, False for rows of a group with equal rewards: DAPO drops and refills those (Yu et al. 2025)."""
+    groups, index = torch.unique(group_ids, return_inverse=True)
+    return varied(scores, index, len(groups))

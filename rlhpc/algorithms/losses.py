@@ -26,20 +26,20 @@ def token_weights(
     length: float,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Weight of each token in an aggregated loss, which is then Σ weight · loss: the one normaliser of all losses.
+    """Computes the weight of each token in an aggregated loss Σ weight · loss: the single normaliser of all losses.
 
-    A token's weight depends on the whole batch alone. So any order of the tokens, and any division into samples, micro-batches
+    A token's weight depends on the full batch alone. So any order of the tokens, and any division into samples, micro-batches
     and ranks, adds up to the same loss and gradient.
 
     Args:
         mask: Bool, of any shape: trained tokens.
         loss_agg: See `aggregate`.
-        tokens: Trained tokens of the whole batch.
-        seqs: Sequences of the whole batch with a trained token.
-        seq_tokens: Trained tokens of each token's sequence, in a shape that broadcasts to `mask`.
+        tokens: Number of trained tokens of the full batch.
+        seqs: Number of sequences of the full batch with a trained token.
+        seq_tokens: Number of trained tokens of each token's sequence, in a shape that broadcasts to `mask`.
         length: Constant by which "seq-mean-token-sum-norm" divides: the tokens that a sequence may have (Dr. GRPO, Liu et al.
             2025).
-        dtype: Of the result.
+        dtype: Dtype of the result.
 
     Returns:
         In the shape of `mask`, 0 where it is False.
@@ -80,8 +80,8 @@ def aggregate(
         mask: `[B, T]` bool.
         loss_agg: "token-mean" (over all valid tokens), "token-sum", "seq-mean-token-mean" (rows without a valid token do not
             count), "seq-mean-token-sum", "seq-mean-token-sum-norm" (÷ T width too).
-        global_tokens: Valid tokens of the global batch; default those given here.
-        global_seqs: Rows with a valid token in the global batch; default those given here.
+        global_tokens: Number of valid tokens of the global batch; by default of this batch.
+        global_seqs: Number of rows with a valid token in the global batch; by default of this batch.
         weights: `[B, T]`, `token_weights` of the global batch, in place of the three arguments before. Needed where rows are
             parts of sequences, or batches have different widths.
 
@@ -120,7 +120,7 @@ def policy_loss(
     weights: Tensor | None = None,
     **kw: Any,
 ) -> tuple[Tensor, Metrics]:
-    """A registered policy loss, aggregated.
+    """Computes a registered policy loss, aggregated.
 
     Args:
         loss_type: "ppo" (alias "actor", "actor_critic"), "gspo", "cispo", "decoupled_ppo", or any registered name.
@@ -136,7 +136,7 @@ def policy_loss(
         (scalar loss, metrics as detached scalars).
     """
     mask = loss_mask.bool()
-    # Whatever a rollout engine left at masked-out positions (NaN, -inf) must not reach the gradient: 0 * NaN is NaN.
+    # A rollout engine's values at masked-out positions (NaN, -inf) must not reach the gradient: 0 * NaN is NaN.
     old_logprobs = torch.where(mask, old_logprobs, logprobs.detach())
     if rollout_logprobs is not None:
         rollout_logprobs = torch.where(mask, rollout_logprobs, old_logprobs)
@@ -163,7 +163,7 @@ def _mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _facts(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor) -> Metrics:
-    """k3 estimate of KL(old ‖ new), share of clipped positions, mean ratio; in one reduction."""
+    """Returns the k3 estimate of KL(old ‖ new), fraction of clipped positions and mean ratio, from one reduction."""
     with torch.no_grad():
         columns = torch.stack([(ratio - 1) - log_ratio, clipped.to(ratio.dtype), ratio]).masked_fill(~mask, 0)
         means = columns.flatten(1).sum(1) / mask.sum().clamp(min=1)
@@ -199,7 +199,8 @@ def ppo(
     clip_ratio_c: float | None,
     **_: Any,
 ) -> tuple[Tensor, Metrics]:
-    """max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high)) (Schulman et al. 2017); where A < 0, min of that and −A·c (Ye et al. 2020)."""
+    """Computes max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high)) (Schulman et al. 2017); where A < 0, min of that and −A·c (Ye et
+    al. 2020)."""
     return _clipped(logprobs - old_logprobs, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
 
 
@@ -214,7 +215,8 @@ def gspo(
     clip_ratio_c: float | None,
     **_: Any,
 ) -> tuple[Tensor, Metrics]:
-    """Sequence ratio exp(mean of valid log-ratios), gradient through the token log-probs (Zheng et al. 2025, GSPO-token)."""
+    """Computes the policy loss of the sequence ratio exp(mean of valid log-ratios), with the gradient through the token
+    log-probs (Zheng et al. 2025, GSPO-token)."""
     token = (logprobs - old_logprobs).masked_fill(~mask, 0)
     sequence = token.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     log_ratio = sequence.detach() + logprobs - logprobs.detach()
@@ -224,7 +226,7 @@ def gspo(
 def cispo(
     *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_ratio_high: float, **_: Any
 ) -> tuple[Tensor, Metrics]:
-    """−sg(min(r, 1+ε_high))·A·logp (MiniMax-M1 2025): every token keeps a gradient, its weight is bounded."""
+    """Computes −sg(min(r, 1+ε_high))·A·logp (MiniMax-M1 2025): every token keeps a gradient with a bounded weight."""
     log_ratio = (logprobs - old_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     ratio = log_ratio.exp().detach()
     loss = -ratio.clamp(max=1 + clip_ratio_high) * advantages * logprobs
@@ -270,7 +272,7 @@ def value_loss(
     global_seqs: float | Tensor | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """½·max((v−R)², (clip(v, v_old±c)−R)²), masked (PPO's implementation by Dhariwal et al.; CleanRL).
+    """Computes ½·max((v−R)², (clip(v, v_old±c)−R)²), masked (PPO's implementation by Dhariwal et al.; CleanRL).
 
     Args:
         values, returns, old_values: `[B, T]`.
@@ -294,5 +296,36 @@ def value_loss(
 
 
 def entropy_loss(entropy: Tensor, loss_mask: Tensor, loss_agg: str = "token-mean", **counts: Any) -> Tensor:
-    """Entropy `[B, T]` aggregated like the policy loss; subtract it times its coefficient."""
+    """Aggregates the entropy `[B, T]` like the policy loss; subtract it times its coefficient."""
     return aggregate(entropy, loss_mask.bool(), loss_agg, **counts)
+
+
+_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """Estimates KL(policy ‖ reference) from samples of the policy.
+
+    Args:
+        logprobs: `[B, T]` of the policy.
+        ref_logprobs: `[B, T]` of the reference. The order matters: k1 and k3 are not symmetric.
+        kind: "k1" = logp − ref (alias kl); "k2" = k1²/2 (mse); "k3" = exp(−k1) + k1 − 1 (low_var_kl); "abs" = |k1|.
+
+    Returns:
+        `[B, T]`.
+
+    Raises:
+        ConfigError: Unknown kind.
+    """
+    ratio = logprobs - ref_logprobs
+    name = _ALIASES.get(kind.lower(), kind.lower())
+    if name == "k1":
+        return ratio
+    if name == "abs":
+        return ratio.abs()
+    if name == "k2":
+        return ratio.square() / 2
+    if name == "k3":
+        other = (-ratio).clamp(-20, 20)
+        return other.exp() - other - 1
+    raise ConfigError(f"kl_penalty is {kind!r}; allowed: k1 (kl), k2 (mse), k3 (low_var_kl), abs")

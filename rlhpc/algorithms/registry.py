@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.plugins import Registry
 
 #: Estimators that compare the members of a group: one alone has the advantage 0.
 COMPARE_WITHIN_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
@@ -45,8 +45,8 @@ REWARD_LOSSES: Registry[Callable[..., Any]] = Registry(
     "algorithm.loss_type",
     "rlhpc.reward_losses",
     {
-        "bradley_terry": "rlhpc.algorithms.reward_losses:bradley_terry",
-        "regression": "rlhpc.algorithms.reward_losses:regression",
+        "bradley_terry": "rlhpc.algorithms.preference_losses:bradley_terry",
+        "regression": "rlhpc.algorithms.preference_losses:regression",
     },
     form="module:function",
 )

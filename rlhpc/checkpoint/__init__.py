@@ -1,4 +1,4 @@
-"""Saving, verifying, resuming, converting. `state` and `convert` need torch and are imported where they are used."""
+"""Checkpoints: saving, verification, resume and conversion. Modules that need torch are imported where they are used."""
 
 from rlhpc.checkpoint.manifest import is_complete, read_manifest, verify
 from rlhpc.checkpoint.store import (

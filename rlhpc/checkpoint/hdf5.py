@@ -1,4 +1,4 @@
-"""Reads HDF5 files from untrusted sources: everything that is read lies in the file itself.
+"""HDF5 reader for files from untrusted sources: all data that is read lies in the file itself.
 
 The format lets a data set's bytes lie in any other file (external storage, virtual data sets), and lets a name point
 into one (external links). A file from elsewhere could thus pull this user's own files into the training data.
@@ -14,7 +14,7 @@ from typing import Any
 import h5py
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.text import first_line
 
 _MOST_LINKS = 16
 _LARGE, _MOST_PACKED = 1 << 30, 2000
@@ -36,7 +36,7 @@ def open_hdf5(path: Path) -> Iterator[Any]:
 
 
 def member(group: Any, name: str, links: int = 0) -> Any:
-    """The member of a group under a name, or a path of names.
+    """Returns the member of a group under a name, or a path of names.
 
     Raises:
         ConfigError: The name points into another file.
@@ -68,7 +68,11 @@ def member(group: Any, name: str, links: int = 0) -> Any:
 
 
 def has(group: Any, name: str) -> bool:
-    """Whether a group has a member of that name; raises `ConfigError` if the name points into another file."""
+    """Returns whether a group has a member of that name.
+
+    Raises:
+        ConfigError: The name points into another file.
+    """
     try:
         member(group, name)
     except KeyError:
@@ -77,7 +81,7 @@ def has(group: Any, name: str) -> bool:
 
 
 def members(group: Any) -> Iterator[tuple[str, Any]]:
-    """Names and members of a group; see `member`."""
+    """Yields names and members of a group; see `member`."""
     for name in group:
         yield name, member(group, name)
 

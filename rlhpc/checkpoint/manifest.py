@@ -1,4 +1,4 @@
-"""What makes a folder a checkpoint: manifest.json lists every file with size and SHA-256, COMPLETE seals the manifest.
+"""Manifest of a checkpoint: manifest.json lists every file with size and SHA-256, COMPLETE seals the manifest.
 
     global_step_<N>/manifest.json   {"format": 1, "global_step": N, "files": {name: {"size", "sha256"}}, "meta": {...}}
     global_step_<N>/COMPLETE        {"manifest_sha256": "..."}, written last
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from rlhpc.jobs.paths import COMPLETE, MANIFEST, step_of
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.files import read_json
 
 T = TypeVar("T")
 
@@ -30,14 +30,15 @@ _WORTH_THREADS = 8 << 20
 
 
 def digest(path: Path) -> tuple[int, str]:
-    """Size in bytes and SHA-256 of a file."""
+    """Returns size in bytes and SHA-256 of a file."""
     with path.open("rb") as file:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), checksum
 
 
 def of_each(work: Callable[[Path], T], paths: Sequence[Path], nbytes: int) -> list[T]:
-    """`work(path)` of each file, in order; on several cores if there is much to hash, which releases Python's lock.
+    """Returns `work(path)` of each file, in order; uses several cores for large amounts, because hashing releases Python's
+    lock.
 
     Args:
         work: Reads one file.
@@ -52,12 +53,12 @@ def of_each(work: Callable[[Path], T], paths: Sequence[Path], nbytes: int) -> li
 
 
 def seal(manifest: bytes) -> bytes:
-    """The content of COMPLETE for this manifest."""
+    """Returns the content of COMPLETE for this manifest."""
     return json.dumps({"manifest_sha256": hashlib.sha256(manifest).hexdigest()}).encode() + b"\n"
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether `name` is a relative path that stays inside the checkpoint."""
+    """Returns whether `name` is a relative path that stays inside the checkpoint."""
     if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
         return False
     path = PurePosixPath(name)
@@ -65,12 +66,12 @@ def is_plain_name(name: object) -> bool:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether the save was completed. Says nothing about later damage, which `verify` finds."""
+    """Returns whether the save was completed. Does not detect later damage, which `verify` finds."""
     return (checkpoint / COMPLETE).is_file()
 
 
 def verify(checkpoint: Path, *, checksums: bool = True) -> list[str]:
-    """All faults of a checkpoint folder, each naming the file; empty if it can be resumed from.
+    """Returns all faults of a checkpoint folder, each naming the file; empty if it can be resumed from.
 
     Files that the manifest does not list are not a fault: nothing reads them.
 
@@ -101,12 +102,15 @@ def _verify(checkpoint: Path, checksums: bool) -> list[str]:
     if (named := step_of(checkpoint.name)) is not None and named != manifest["global_step"]:
         faults.append(f"{MANIFEST}: is of step {manifest['global_step']}, the folder is {checkpoint.name}")
     files = {checkpoint / name: (name, entry) for name, entry in sorted(manifest["files"].items())}
-    found = of_each(
+    file_faults = of_each(
         lambda path: _verify_file(path, files[path][1], checksums),
         list(files),
         sum(entry["size"] for _, entry in files.values()) if checksums else 0,
     )
-    return [*faults, *(f"{name}: {fault}" for (name, _), fault in zip(files.values(), found, strict=True) if fault)]
+    return [
+        *faults,
+        *(f"{name}: {fault}" for (name, _), fault in zip(files.values(), file_faults, strict=True) if fault),
+    ]
 
 
 def _verify_file(path: Path, entry: dict[str, Any], checksums: bool) -> str:
@@ -128,7 +132,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
-    """Returns a manifest, and what is wrong with it ("" if nothing)."""
+    """Returns a manifest and its fault ("" if it has none)."""
     try:
         manifest = read_json(raw)
     except ValueError as error:
@@ -152,7 +156,7 @@ def parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Returns the manifest of a checkpoint.
 
     Raises:
         CheckpointError: The file is missing or not a manifest.

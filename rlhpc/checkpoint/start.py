@@ -18,7 +18,7 @@ WEIGHTS = MODEL
 
 
 def find_weights(path: str, key: str = "runner.init_from") -> Path:
-    """The folder with `model.safetensors` that a path names: a checkpoint, an export, or a run's newest checkpoint.
+    """Returns the folder with `model.safetensors` that a path names: a checkpoint, an export, or a run's newest checkpoint.
 
     Raises:
         ConfigError: There is no such folder.
@@ -28,10 +28,10 @@ def find_weights(path: str, key: str = "runner.init_from") -> Path:
     if not folder.is_dir():
         raise ConfigError(f"{key} is {path!r}, which is no folder; name a checkpoint, an export folder or a run folder")
     if RunPaths(folder).checkpoints.is_dir():
-        found = newest_valid(RunPaths(folder))
-        if found.path is None:
+        newest = newest_valid(RunPaths(folder))
+        if newest.path is None:
             raise ConfigError(f"{key} is {path!r}, a run without a complete checkpoint; see rlhpc status {folder}")
-        return found.path
+        return newest.path
     if not (folder / WEIGHTS).is_file():
         raise ConfigError(
             f"{key} is {path!r}, which has no {WEIGHTS}; name a checkpoint (global_step_<N>), an export folder or a run folder"
@@ -42,7 +42,7 @@ def find_weights(path: str, key: str = "runner.init_from") -> Path:
 
 
 def weights_that_fit(
-    own: Mapping[str, Sequence[int]], folder: Path, key: str = "runner.init_from"
+    expected_shapes: Mapping[str, Sequence[int]], folder: Path, key: str = "runner.init_from"
 ) -> dict[str, Tensor]:
     """Loads the weights from a folder that `find_weights` found, for a module whose weights have these shapes.
 
@@ -52,11 +52,11 @@ def weights_that_fit(
     saved = load_tensors(folder / WEIGHTS)
     wrong = [
         f"{name} is {list(saved[name].shape)} there and {list(shape)} here"
-        for name, shape in own.items()
+        for name, shape in expected_shapes.items()
         if name in saved and list(saved[name].shape) != list(shape)
     ]
-    wrong += [f"{name} is not there" for name in own if name not in saved]
-    wrong += [f"{name} is not here" for name in saved if name not in own]
+    wrong += [f"{name} is not there" for name in expected_shapes if name not in saved]
+    wrong += [f"{name} is not here" for name in saved if name not in expected_shapes]
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ConfigError(

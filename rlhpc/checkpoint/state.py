@@ -20,11 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file as _safetensors_load
 from safetensors.torch import save as _safetensors_save
 
-from rlhpc.checkpoint.beside import SummedFile, write_file
+from rlhpc.checkpoint.async_writer import SummedFile, write_file
 from rlhpc.runtime.errors import CheckpointError
 
 _ARRAY = "__ndarray__"
-#: What safetensors calls a dtype, in the order that it gives them in a file: the last ones first.
+#: safetensors' names of dtypes, in the reverse of their order in a file.
 _DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
     torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32",
@@ -38,7 +38,7 @@ def dump_state(state: Any) -> bytes:
     """Serializes nested dicts, lists and tuples of numbers, strings, bytes, tensors and NumPy arrays.
 
     Raises:
-        CheckpointError: It contains something else; the message says where.
+        CheckpointError: It contains an object of another type; the message says where.
     """
     buffer = io.BytesIO()
     torch.save(_dense(_encode(state, "state")), buffer)
@@ -46,7 +46,7 @@ def dump_state(state: Any) -> bytes:
 
 
 def parse_state(data: bytes, *, map_location: str = "cpu", name: str = "state") -> Any:
-    """Inverse of `dump_state`."""
+    """Parses the output of `dump_state`."""
     try:
         return _decode(torch.load(io.BytesIO(data), map_location=map_location, weights_only=True))
     except Exception as error:  # torch raises UnpicklingError, RuntimeError, EOFError, KeyError, ... for damaged input
@@ -54,16 +54,16 @@ def parse_state(data: bytes, *, map_location: str = "cpu", name: str = "state") 
 
 
 def save_state(path: Path, state: Any) -> None:
-    """Writes a state file durably, or has it written (`beside.write_file`).
+    """Writes a state file durably, or queues it in the active save (`async_writer.write_file`).
 
     Raises:
-        CheckpointError: The state contains what `dump_state` refuses, or the filesystem refused.
+        CheckpointError: The state contains a type that `dump_state` refuses, or the filesystem refused.
     """
     write_file(path, _encode(state, "state"), lambda file, held: stream_state(file, _dense(held)))
 
 
 def stream_state(file: SummedFile, state: Any) -> None:
-    """Writes what `torch.save` writes."""
+    """Writes the same bytes as `torch.save`."""
     torch.save(state, file)  # type: ignore[arg-type]  # it only needs `write`
 
 
@@ -82,7 +82,8 @@ def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a `.safetensors` file durably, or has it written (`beside.write_file`); tied tensors once per name.
+    """Writes a `.safetensors` file durably, or queues it in the active save (`async_writer.write_file`); tied tensors are
+    written once per name.
 
     Raises:
         CheckpointError: The filesystem refused.
@@ -92,20 +93,20 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors on the CPU, contiguous; they may share memory."""
+    """Returns the tensors on the CPU, contiguous; they may share memory."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def stream_tensors(
     file: SummedFile, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes what safetensors itself would, byte for byte, but piece by piece: without another copy of the data in memory, and
-    without keeping Python's lock.
+    """Writes the same bytes as safetensors itself, but in pieces: without another copy of the data in memory, and without
+    holding Python's lock.
 
     Args:
-        file: Where to.
+        file: Target file.
         tensors: On the CPU, each contiguous.
-        metadata: Of the file, besides that it is torch's.
+        metadata: Of the file, in addition to torch's format entry.
     """
     ordered = sorted(tensors.items(), key=lambda named: (-_ORDER.index(named[1].dtype), named[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -123,7 +124,7 @@ def stream_tensors(
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Reads a `.safetensors` file. The tensors lie in the mapped file until somebody writes to them.
+    """Reads a `.safetensors` file. The tensors lie in the mapped file until they are written to.
 
     Raises:
         CheckpointError: The file is missing or unreadable; the message names it.
@@ -137,21 +138,21 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors on the CPU, each with memory of its own: tied tensors and parts of others are copied."""
-    found: dict[str, torch.Tensor] = {}
-    taken: set[int] = set()
+    """Returns the tensors on the CPU, each with separate memory: tied tensors and views of others are copied."""
+    separate: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
     for name, tensor in sorted(tensors.items()):
         tensor = tensor.detach().to("cpu").contiguous()
         storage = tensor.untyped_storage()
-        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in taken:
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
             tensor = tensor.clone()
-        taken.add(tensor.untyped_storage().data_ptr())
-        found[name] = tensor
-    return found
+        storages.add(tensor.untyped_storage().data_ptr())
+        separate[name] = tensor
+    return separate
 
 
 def rng_state() -> dict[str, Any]:
-    """State of the process's global generators: Python, NumPy, torch CPU and every CUDA device in use."""
+    """Returns the state of the process's global generators: Python, NumPy, torch CPU and every CUDA device in use."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
@@ -213,7 +214,7 @@ def _encode(value: Any, where: str) -> Any:
 
 
 def _dense(value: Any) -> Any:
-    """With copies of what are parts of other tensors: a view would bring its whole storage into the file."""
+    """Copies views of other tensors: a view would bring its whole storage into the file."""
     if isinstance(value, torch.Tensor):
         return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A run's checkpoints: saving atomically, finding the one to resume from, keeping the last N.
+"""Checkpoints of a run: atomic saves, search for the one to resume from, removal of all but the last N.
 
     with CheckpointWriter(paths, step) as writer:
         writer.add_bytes("runner.json", data)       # or let workers write to writer.path("actor-0.pt") themselves
@@ -35,25 +35,24 @@ from rlhpc.checkpoint.manifest import (
     seal,
     verify,
 )
-from rlhpc.checkpoint.own import note_own
+from rlhpc.checkpoint.trusted_digests import note_own
 from rlhpc.jobs.paths import RunPaths, step_name
-from rlhpc.runtime.durable import follow_umask, fsync_file, fsync_folder, write_durably
+from rlhpc.runtime.disk_errors import GO_ON, advice, is_full
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.storage import GO_ON, advice, is_full
+from rlhpc.runtime.files import expand_home, follow_umask, fsync_file, fsync_folder, write_durably
 
-# .tmp_: a save in progress or killed. .old_: what a save of the same step replaces. .trash_: being deleted.
+# .tmp_: a save in progress or killed. .old_: replaced by a save of the same step. .trash_: being deleted.
 _LEFTOVER = re.compile(r"^\.(tmp|old|trash)_global_step_(\d+)-[0-9a-f]+$")
 
 
 def final_folder(staging: Path) -> Path:
-    """The folder in which a checkpoint being written to `staging` will appear."""
+    """Returns the folder in which a checkpoint being written to `staging` will appear."""
     match = _LEFTOVER.match(staging.name)
     return staging.with_name(step_name(match.group(2))) if match else staging
 
 
 def _entry(size: int, checksum: str) -> dict[str, Any]:
-    """A file's entry in the manifest."""
+    """Returns a file's entry in the manifest."""
     return {"size": size, "sha256": checksum}
 
 
@@ -63,11 +62,11 @@ def _durable_digest(path: Path) -> tuple[int, str]:
 
 
 class CheckpointWriter:
-    """One save. Leaving the block without `commit`, or with an exception, removes what was written.
+    """One save. Leaving the block without `commit`, or with an exception, removes the written files.
 
     Attributes:
         staging: Folder to write to; workers on a shared filesystem may do so directly.
-        final: Where the checkpoint appears at `commit`.
+        final: Path of the checkpoint after `commit`.
     """
 
     def __init__(self, paths: RunPaths, step: int) -> None:
@@ -99,7 +98,7 @@ class CheckpointWriter:
             raise self._failed(error) from error
 
     def path(self, name: str) -> Path:
-        """Path to write the file `name` of this checkpoint to."""
+        """Returns the path for the file `name` of this checkpoint."""
         if not is_plain_name(name) or name in (MANIFEST, COMPLETE):
             raise ValueError(f"{name!r} cannot be a file name in a checkpoint")
         return self.staging / name
@@ -128,9 +127,9 @@ class CheckpointWriter:
         """Seals the checkpoint and gives it its name. Once this returns, the checkpoint survives a power cut.
 
         Args:
-            meta: JSON-serializable facts kept in the manifest.
-            known: Names of files that ranks have written or seen, with size and SHA-256 of those that their writers made
-                durable; the others are read. The listing of this node need not have them all.
+            meta: JSON-serializable data for the manifest.
+            known: Names of files that ranks have written or listed, with size and SHA-256 of those that their writers made
+                durable; the others are read. This node's listing may not have them all.
 
         Raises:
             CheckpointError: Nothing was written, or the filesystem refused; the staging folder is removed.
@@ -145,7 +144,7 @@ class CheckpointWriter:
         return self.final
 
     def _seal(self, meta: dict[str, Any], reported: Mapping[str, tuple[int, str] | None]) -> None:
-        written = {name: known for name, known in reported.items() if known is not None}
+        written = {name: entry for name, entry in reported.items() if entry is not None}
         files: dict[str, dict[str, Any]] = {}
         new: dict[Path, str] = {}
         folders = {self.staging}
@@ -160,16 +159,16 @@ class CheckpointWriter:
             name = path.relative_to(self.staging).as_posix()
             if name in written:
                 files[name] = _entry(*written[name])
-            elif known := self._known(name, path):
-                files[name] = known
+            elif entry := self._linked_entry(name, path):
+                files[name] = entry
             else:
                 new[path] = name
         sizes = sum(path.stat().st_size for path in new)
-        for name, found in zip(new.values(), of_each(_durable_digest, list(new), sizes), strict=True):
-            files[name] = _entry(*found)
-        if lost := [name for name, (size, _) in written.items() if not self._has(name, size)]:
+        for name, size_and_digest in zip(new.values(), of_each(_durable_digest, list(new), sizes), strict=True):
+            files[name] = _entry(*size_and_digest)
+        if missing := [name for name, (size, _) in written.items() if not self._has(name, size)]:
             raise CheckpointError(
-                f"checkpoint {self.final}: {', '.join(lost)} was written, and is gone or of another size"
+                f"checkpoint {self.final}: {', '.join(missing)} was written, and is gone or of another size"
             )
         if not files:
             raise CheckpointError(f"checkpoint {self.final}: nothing was written to {self.staging}")
@@ -186,10 +185,10 @@ class CheckpointWriter:
         path = self.staging / name
         return path.is_file() and path.stat().st_size == size
 
-    def _known(self, name: str, path: Path) -> dict[str, Any] | None:
-        """The manifest entry of a file that is a hard link to another checkpoint's, taken from that checkpoint.
+    def _linked_entry(self, name: str, path: Path) -> dict[str, Any] | None:
+        """Returns the manifest entry of a file that is a hard link to another checkpoint's, taken from that checkpoint.
 
-        This saves reading the file, and makes damage to the shared bytes show in both checkpoints.
+        This avoids reading the file, and damage to the shared bytes shows in both checkpoints.
         """
         if path.stat().st_nlink < 2:
             return None
@@ -232,7 +231,7 @@ class CheckpointWriter:
 
 
 def clean_leftovers(paths: RunPaths) -> list[Path]:
-    """Removes what a killed save left behind. Only the process that saves may call this.
+    """Removes the remains of a killed save. Only the process that saves may call this.
 
     A checkpoint that was being replaced when the save was killed gets its name back.
 
@@ -241,19 +240,19 @@ def clean_leftovers(paths: RunPaths) -> list[Path]:
     """
     if not paths.checkpoints.is_dir():
         return []
-    found = [
+    leftovers = [
         (match.group(1), int(match.group(2)), path)
         for path in paths.checkpoints.iterdir()
         if (match := _LEFTOVER.match(path.name))
     ]
-    for kind, step, path in found:
+    for kind, step, path in leftovers:
         final = paths.checkpoint(step)
         if kind == "old" and is_complete(path) and not final.exists():
             path.rename(final)
             fsync_folder(paths.checkpoints)
         else:
             _remove_unsealed(path)
-    return [path for _, _, path in found]
+    return [path for _, _, path in leftovers]
 
 
 def _remove_unsealed(folder: Path) -> None:
@@ -286,7 +285,7 @@ def find_resumable(paths: RunPaths, resume_dir: str | Path | None) -> Resumable:
             or the bare name of such a folder in this run.
 
     Raises:
-        CheckpointError: A checkpoint asked for by name does not exist or has faults.
+        CheckpointError: A checkpoint requested by name does not exist or has faults.
     """
     if resume_dir is None or str(resume_dir).strip().lower() in ("", "null", "none"):
         return Resumable()
@@ -300,7 +299,7 @@ def find_resumable(paths: RunPaths, resume_dir: str | Path | None) -> Resumable:
 
 
 def newest_valid(paths: RunPaths, *, checksums: bool = True) -> Resumable:
-    """The newest checkpoint without faults, and the newer ones that have faults. Changes nothing on disk."""
+    """Returns the newest checkpoint without faults, and the newer ones that have faults. Changes nothing on disk."""
     skipped: list[tuple[Path, str]] = []
     for step, path in reversed(paths.checkpoint_steps()):
         faults = verify(path, checksums=checksums)
@@ -318,21 +317,21 @@ def require_valid(checkpoint: Path, *, hint: str = "", checksums: bool = True) -
     """
     faults = verify(checkpoint, checksums=checksums)
     if faults:
-        shown = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
+        faults_text = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
         advice = f". Restore the file, {hint}" if hint else ""
-        raise CheckpointError(f"checkpoint {checkpoint} cannot be used: {shown}{advice}")
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be used: {faults_text}{advice}")
 
 
-def _named(paths: RunPaths, asked: Path) -> Path:
-    candidates = [asked.absolute()]
-    if len(asked.parts) == 1:
-        candidates.append(paths.checkpoints / asked)
+def _named(paths: RunPaths, requested: Path) -> Path:
+    candidates = [requested.absolute()]
+    if len(requested.parts) == 1:
+        candidates.append(paths.checkpoints / requested)
     for path in candidates:
         if path.is_dir():
             return path
     have = ", ".join(path.name for _, path in paths.checkpoint_steps() if is_complete(path))
     raise CheckpointError(
-        f"runner.resume_dir={asked}: no such checkpoint folder. "
+        f"runner.resume_dir={requested}: no such checkpoint folder. "
         + (f"{paths.checkpoints} has: {have}. " if have else f"{paths.checkpoints} has none. ")
         + "Give a global_step_<N> folder, or runner.resume_dir=auto"
     )

@@ -1,4 +1,4 @@
-"""The `rlhpc` command. Heavy modules are imported by the command that needs them, when it runs."""
+"""The `rlhpc` command. Each command imports heavy modules only when it runs."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from rlhpc.cli import (
     config,
     data,
     doctor,
+    evaluate,
     feedback,
     init,
     join,
-    policies,
     replay,
     robot,
     run,
     scale,
-    start,
+    status,
+    train,
     tune,
-    watch,
 )
 from rlhpc.cli.parser import TopParser, add_command
 from rlhpc.runtime.exit_codes import report_errors
 from rlhpc.runtime.files import check_encoding
 from rlhpc.runtime.known_warnings import quiet_known_warnings
-from rlhpc.runtime.streams import standard_streams, tell
+from rlhpc.runtime.standard_streams import standard_streams, tell
 
 __all__ = ["build_parser", "main", "parse"]
 
-#: How `rlhpc --help` shows the commands.
+#: Groups of commands in `rlhpc --help`.
 GROUPS = {
     "Train": (
         "init",
@@ -58,61 +58,61 @@ GROUPS = {
 def build_parser() -> TopParser:
     """Builds the parser of the command line."""
     parser = TopParser(GROUPS)
-    for part in (
+    for module in (
         init,
         config,
         run,
-        start,
+        train,
         tune,
         join,
         robot,
         scale,
         feedback,
-        watch,
-        policies,
+        status,
+        evaluate,
         data,
         replay,
         doctor,
         clean,
     ):
-        part.add_commands(parser.subparsers)
-    parser.commands["completion"].set_defaults(parser=parser)  # what it writes a script for
+        module.add_commands(parser.subparsers)
+    parser.commands["completion"].set_defaults(parser=parser)  # the parser for which it writes a script
 
     def help_(args: argparse.Namespace) -> int:
         parser.check_command([args.command or "help"])
         print((parser.commands[args.command] if args.command else parser).format_help(), end="")
         return 0
 
-    shown = add_command(
+    help_parser = add_command(
         parser.subparsers, "help", help_, "show the commands, or one command's arguments and examples",
         ("rlhpc help", "rlhpc help train"),
     )  # fmt: skip
-    shown.add_argument("command", nargs="?", help="a command")
+    help_parser.add_argument("command", nargs="?", help="a command")
     return parser
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses a command line; overrides may stand anywhere, also after an option, where argparse gives up on them."""
+    """Parses a command line; overrides may stand anywhere, also after an option, where argparse does not accept them."""
     parser = build_parser()
     words = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     for word in words:
         check_encoding(word)
     parser.check_command(words)
     further: list[str] = []
-    if words and words[0] == "run" and "--" in words:  # the rest is Snakemake's
+    if words and words[0] == "run" and "--" in words:  # the remainder is for Snakemake
         cut = words.index("--")
         words, further = words[:cut], words[cut + 1 :]
-    args, rest = parser.parse_known_args(words)
+    args, remaining = parser.parse_known_args(words)
     args.further = further
-    unknown = [word for word in rest if word.startswith("-") or "=" not in word]
+    unknown = [word for word in remaining if word.startswith("-") or "=" not in word]
     if unknown:
         parser.error(f"unknown argument{'s' if len(unknown) > 1 else ''}: {' '.join(unknown)}")
-    args.overrides = [*args.overrides, *rest]
+    args.overrides = [*args.overrides, *remaining]
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0, 2 for what the user got wrong, 1 for what went wrong."""
+    """Runs the command line; returns the exit code: 0, 2 for a mistake of the user, 1 for a failure."""
     standard_streams()
     quiet_known_warnings()
     try:

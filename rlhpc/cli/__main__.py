@@ -1,4 +1,4 @@
-"""`python -m rlhpc.cli`: the command, where the script of that name is not on the path."""
+"""`python -m rlhpc.cli`: the command, for environments in which the script of that name is not on the path."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 
 import rlhpc
 from rlhpc.cli import main
-from rlhpc.runtime.import_paths import leave_working_directory
+from rlhpc.runtime.imports import leave_working_directory
 
 if __name__ == "__main__":
     leave_working_directory()
     if getattr(rlhpc, "__file__", None) is None:
-        # A folder `rlhpc` in the working directory, perhaps a clone, was found before the editable install.
+        # A folder `rlhpc` in the working directory, perhaps a clone, has precedence over the editable install.
         importlib.reload(rlhpc)
     sys.exit(main())

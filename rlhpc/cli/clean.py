@@ -1,4 +1,4 @@
-"""`clean`: what runs that are over have left on this node."""
+"""`clean`: removes files that finished runs have left on this node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`config import`: a configuration of another project, translated."""
+"""`config import`: translates a configuration of another project."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.outputs import check_file
+from rlhpc.cli.arguments import check_file
 from rlhpc.cli.parser import add_command, add_words
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
@@ -23,27 +23,29 @@ _EXAMPLES = {
 def _import(args: argparse.Namespace) -> int:
     from rlhpc.cli.foreign import report, translate, written
     from rlhpc.cli.foreign.hydra import compose
-    from rlhpc.config.keys import typed_value
     from rlhpc.config.load import TASK
     from rlhpc.config.merge import parse_override
-    from rlhpc.config.yaml_loader import Scalar
-    from rlhpc.runs.kinds import find_kind
+    from rlhpc.config.schema import typed_value
+    from rlhpc.config.yaml_files import Scalar
+    from rlhpc.runs.task_type import find_kind
 
     path = expand_home(args.file)
     output = check_file("--output", expand_home(args.output)) if args.output else None
     if output is not None and output.exists() and output.resolve() == path.resolve():
         raise ConfigError(f"--output is {output}, the file that is to be imported; choose another")
-    found = compose(path.resolve())
-    made = translate(found, args.file)
+    composed = compose(path.resolve())
+    translation = translate(composed, args.file)
     changes = dict(map(parse_override, args.overrides))
-    schema = find_kind(typed_value(changes.get(TASK, made.ours.get(TASK)), str)).schema
-    for key, keys in made.origin.items():
-        if len(keys) == 1 and keys[0] in found.texts and made.ours[key] == found.leaves[keys[0]]:
-            made.ours[key] = typed_value(Scalar(made.ours[key], found.texts[keys[0]]), schema.kind(key))
+    schema = find_kind(typed_value(changes.get(TASK, translation.ours.get(TASK)), str)).schema
+    for key, keys in translation.origin.items():
+        if len(keys) == 1 and keys[0] in composed.texts and translation.ours[key] == composed.leaves[keys[0]]:
+            translation.ours[key] = typed_value(
+                Scalar(translation.ours[key], composed.texts[keys[0]]), schema.kind(key)
+            )
     for key, value in changes.items():
-        made.ours[key], made.origin[key] = typed_value(value, schema.kind(key)), []
-    text = written(made, args.file, "RLinf")
-    sys.stderr.write(report(made, args.file, "RLinf", found.files, _verdict(text, str(output or args.file))))
+        translation.ours[key], translation.origin[key] = typed_value(value, schema.kind(key)), []
+    text = written(translation, args.file, "RLinf")
+    sys.stderr.write(report(translation, args.file, "RLinf", composed.files, _verdict(text, str(output or args.file))))
     if output is None:
         print(text, end="")
     else:
@@ -53,7 +55,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _verdict(text: str, name: str) -> str:
-    """Whether the result is valid here, by the checks of every command."""
+    """Returns whether the result is valid in rlhpc, by the checks of every command."""
     import tempfile
 
     from rlhpc.runs.configuration import load_config

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.outputs import check_file, check_folder
+from rlhpc.cli.arguments import check_file, check_folder
 from rlhpc.cli.parser import add_command
 from rlhpc.runtime.errors import ConfigError
 
@@ -22,20 +22,20 @@ _EXAMPLES = (
 
 
 def format_options(args: argparse.Namespace) -> Any:
-    """How a dataset is to be written, by `add_format`'s arguments.
+    """Returns the format of a dataset to write, from `add_format`'s arguments.
 
     Raises:
-        ConfigError: There are no frames a second.
+        ConfigError: The frame rate is below 1.
     """
-    from rlhpc.embodied.data.datasets import Options
+    from rlhpc.embodied.data.datasets import WriteOptions
 
     if args.fps is not None and args.fps < 1:
         raise ConfigError(f"--fps is {args.fps}; it must be at least 1")
-    return Options(args.to, args.fps, args.task, args.videos)
+    return WriteOptions(args.to, args.fps, args.task, args.videos)
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
-    """Adds what LeRobot's datasets are told of their episodes."""
+    """Adds the options of LeRobot's datasets."""
     parser.add_argument(
         "--fps", type=int, help="frames a second (LeRobot; default: as the sources or the environment have them)"
     )
@@ -47,13 +47,13 @@ def add_format(parser: argparse.ArgumentParser) -> None:
 
 def _data(args: argparse.Namespace) -> int:
     from rlhpc.embodied.data import datasets
-    from rlhpc.embodied.data.page import page
+    from rlhpc.embodied.data.datasets import page
 
     if args.overrides:
         raise ConfigError(f"rlhpc data takes no overrides ({args.overrides[0]})")
-    for option, found in (("--parts", args.parts), ("--episodes", args.episodes)):
-        if found < 1:
-            raise ConfigError(f"{option} is {found}; it must be at least 1")
+    for option, count_option in (("--parts", args.parts), ("--episodes", args.episodes)):
+        if count_option < 1:
+            raise ConfigError(f"{option} is {count_option}; it must be at least 1")
     options = format_options(args)
     if args.action == "info":
         print(json.dumps(datasets.inspect(args.paths), indent=1))
@@ -64,8 +64,8 @@ def _data(args: argparse.Namespace) -> int:
         output = check_file("--output", Path(args.output))
         facts = datasets.inspect(args.paths)
         output.parent.mkdir(parents=True, exist_ok=True)
-        shown = itertools.islice(datasets.read(args.paths), args.episodes)
-        output.write_text(page(", ".join(args.paths), facts, shown))
+        episodes = itertools.islice(datasets.read(args.paths), args.episodes)
+        output.write_text(page(", ".join(args.paths), facts, episodes))
         print(f"{output}: {min(args.episodes, facts['episodes'])} of {facts['episodes']} episodes")
         return 0
     if args.to == "hdf5" and args.action != "split":

@@ -1,4 +1,4 @@
-"""`doctor`: whether a cluster has what runs need."""
+"""`doctor`: checks whether a cluster meets the requirements of runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.outputs import check_file
+from rlhpc.cli.arguments import check_file
 from rlhpc.cli.parser import SITE, add_command
 from rlhpc.runtime.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""`feedback`: gives a completion of a run that is under way its reward, when its episode has ended."""
+"""`feedback`: assigns a delayed reward to a completion of a running run, after its episode has ended."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from rlhpc.cli.named import require_driver, run_paths
+from rlhpc.cli.arguments import require_driver, run_paths
 from rlhpc.cli.parser import RUN, add_command
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
 
 _EXAMPLES = ("rlhpc feedback runs/assistant chatcmpl-6f0c… 1.0", "rlhpc feedback runs/assistant chatcmpl-6f0c… -0.5")
-#: How long a rollout rank may take to answer.
+#: Seconds within which a rollout rank must answer.
 _ANSWER_S = 15.0
 
 
 def _feedback(args: argparse.Namespace) -> int:
     paths = run_paths(args.run)
     reward = _number(args.reward)
-    asked, silent = 0, list[str]()
+    num_asked, silent = 0, list[str]()
     for name, scorer in _scorers(paths).items():
         try:
-            said = _give(scorer, args.completion, reward)
+            reason = _give(scorer, args.completion, reward)
         except (OSError, http.client.HTTPException) as error:
             silent.append(f"{name}: {error}")
             continue
-        if said is None:
+        if reason is None:
             print(f"{paths.root.name}: {name} has taken {reward:g} for {args.completion}")
             return 0
-        if said:
-            raise ConfigError(f"{name}: {said}")
-        asked += 1
-    answered = f"none of {asked} rollout ranks awaits a reward for it" if asked else "no rollout rank answered"
+        if reason:
+            raise ConfigError(f"{name}: {reason}")
+        num_asked += 1
+    answered = f"none of {num_asked} rollout ranks awaits a reward for it" if num_asked else "no rollout rank answered"
     raise ConfigError(
         f"{args.completion}: {answered}; it may be of an earlier start of the run, or its time is over "
         f"(agent.feedback_timeout_s){''.join(f'; {word}' for word in silent)}"
@@ -45,31 +45,33 @@ def _feedback(args: argparse.Namespace) -> int:
 
 def _number(text: str) -> float:
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
+        number = math.nan
+    if not math.isfinite(number):
         raise ConfigError(f"{text} is no reward; give a finite number, such as 1.0")
-    return found
+    return number
 
 
 def _scorers(paths: RunPaths) -> dict[str, dict[str, str]]:
-    """Rollout rank → where it takes rewards.
+    """Returns rollout rank → address at which it accepts rewards.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: The run accepts no delayed rewards.
     """
-    from rlhpc.language.agents.feedback import FEEDBACK
+    from rlhpc.language.agents.gateway.feedback import FEEDBACK
 
     folder = require_driver(paths) / FEEDBACK
-    found = {path.stem: json.loads(path.read_bytes()) for path in sorted(folder.glob("*.json"))}
-    if not found:
+    scorers = {path.stem: json.loads(path.read_bytes()) for path in sorted(folder.glob("*.json"))}
+    if not scorers:
         raise ConfigError(f"{paths.root.name} takes no rewards that come later: start it with agent.feedback_timeout_s")
-    return found
+    return scorers
 
 
 def _give(scorer: dict[str, str], completion: str, reward: float) -> str | None:
-    """Gives a rollout rank a reward: why it does not take it, "" if it does not know the completion; None if it does."""
+    """Sends a reward to a rollout rank. Returns the reason if the rank refuses it, "" if it does not know the completion,
+    None if it accepts.
+    """
     from rlhpc.runtime.host import host_id
 
     url = scorer["near"] if scorer["host"] == host_id() else scorer["far"]
@@ -81,7 +83,7 @@ def _give(scorer: dict[str, str], completion: str, reward: float) -> str | None:
         {"Authorization": f"Bearer {scorer['key']}", "Content-Type": "application/json"},
     )
     try:
-        # what a site's proxy would do to it is nobody's wish
+        # without a site's proxy
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_ANSWER_S).close()
     except urllib.error.HTTPError as error:
         with error:

@@ -1,6 +1,6 @@
-"""What `rlhpc run` shows of a workflow: one bar for all of a run's training, and what happens before and after it by name.
+"""Progress display of `rlhpc run`: one bar for all of a run's training, and the names of the steps before and after it.
 
-Snakemake's words go to a file. Its lines say which rule runs; the run's own metrics say how far training is.
+Snakemake's output goes to a file. Its lines show which rule runs; the run's own metrics show the progress of training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.progress import ProgressBar
 
-#: What a rule does, in words. `{step}` and `{suite}` are its wildcards.
+#: Description of each rule. `{step}` and `{suite}` are its wildcards.
 _WORDS = {
     "prepare": "planning",
     "sft": "starting the processes of the SFT run",
@@ -35,7 +35,7 @@ _RULE = re.compile(r"^(?:local)?(?:rule|checkpoint) (\w+):$")
 _FINISHED = re.compile(r"^Finished jobid: \d+ \(Rule: (\w+)\)")
 _FAILED = re.compile(r"^Error in (?:rule|checkpoint) (\w+)")
 _LOG = re.compile(r"^ +log: (\S+)")
-#: The last line of what is said of a job that starts; what its command writes may follow minutes later.
+#: Last line of Snakemake's block about a starting job; the output of its command may follow minutes later.
 _LAST = re.compile(r"^    resources: ")
 _WAITS = re.compile(r"^rlhpc: (\S+ segment \d+: Slurm job .*)$")
 #: Seconds between lines if the output is not a terminal.
@@ -43,13 +43,13 @@ _SELDOM_S = 30.0
 
 
 @dataclass
-class Job:
-    """A rule that runs or has failed.
+class RuleJob:
+    """Job of a rule that runs or has failed.
 
     Attributes:
-        rule: Its name.
-        wildcards: Of its files.
-        log: What its command writes.
+        rule: Name of the rule.
+        wildcards: Wildcards of its files.
+        log: Output of its command.
     """
 
     rule: str
@@ -57,7 +57,7 @@ class Job:
     log: Path | None = None
 
     def words(self) -> str:
-        """What it does; a suite of evaluations is named unless it is the default one."""
+        """Describes the job; a suite of evaluations is named unless it is the default one."""
         text = _WORDS.get(self.rule, self.rule.replace("_", " "))
         text = text.format(step=self.wildcards.get("step", ""), suite=self.wildcards.get("suite", "")).rstrip()
         suite = self.wildcards.get("suite", "default")
@@ -65,26 +65,26 @@ class Job:
 
 
 class WorkflowLog:
-    """Reads what Snakemake says, as it grows.
+    """Reader of Snakemake's output while it grows.
 
     Attributes:
-        started: Jobs that began since the last `read`.
-        running: Rules that run, each with how many jobs.
+        started: Jobs that started since the last `read`.
+        running: Running rules, with the number of jobs of each.
         failed: Jobs that failed, in the order of their failures.
         waiting: The last line about a job of the batch system.
     """
 
     def __init__(self, path: Path, folder: Path) -> None:
         self._path, self._folder, self._at = path, folder, 0
-        self._block: Job | None = None
+        self._block: RuleJob | None = None
         self._failing = False
-        self.started: list[Job] = []
+        self.started: list[RuleJob] = []
         self.running: dict[str, int] = {}
-        self.failed: list[Job] = []
+        self.failed: list[RuleJob] = []
         self.waiting = ""
 
-    def read(self) -> list[Job]:
-        """Takes in what is new; returns the jobs that started."""
+    def read(self) -> list[RuleJob]:
+        """Reads new lines; returns the jobs that started."""
         self.started = []
         try:
             with self._path.open("rb") as file:
@@ -92,26 +92,26 @@ class WorkflowLog:
                 data = file.read()
         except OSError:
             return []
-        *lines, rest = data.split(b"\n")  # a line counts once it is complete
-        self._at += len(data) - len(rest)
+        *lines, incomplete_line = data.split(b"\n")  # a line counts once it is complete
+        self._at += len(data) - len(incomplete_line)
         for line in lines:
             self._line(line.decode("utf-8", "replace"))
         return self.started
 
     def _line(self, line: str) -> None:
-        if found := _RULE.match(line):
+        if match := _RULE.match(line):
             self._end_block()
-            self._block, self._failing = Job(found[1]), False
-        elif found := _FAILED.match(line):
+            self._block, self._failing = RuleJob(match[1]), False
+        elif match := _FAILED.match(line):
             self._end_block()
-            self._block, self._failing = Job(found[1]), True
-        elif found := _FINISHED.match(line):
+            self._block, self._failing = RuleJob(match[1]), True
+        elif match := _FINISHED.match(line):
             self._end_block()  # a short job's end may follow its beginning at once
-            self._count(found[1], -1)
-        elif found := _WAITS.match(line):
-            self.waiting = found[1]
-        elif self._block is not None and (found := _LOG.match(line)):
-            self._block.log = self._folder / found[1].rstrip(",")
+            self._count(match[1], -1)
+        elif match := _WAITS.match(line):
+            self.waiting = match[1]
+        elif self._block is not None and (match := _LOG.match(line)):
+            self._block.log = self._folder / match[1].rstrip(",")
         elif self._block is not None and line.strip().startswith("wildcards: "):
             pairs = (pair.partition("=") for pair in line.split(": ", 1)[1].split(", "))
             self._block.wildcards = {name: value for name, _, value in pairs}
@@ -135,12 +135,12 @@ class WorkflowLog:
 
 @dataclass
 class Track:
-    """A training run that is followed.
+    """Training run whose progress is displayed.
 
     Attributes:
-        name: Shown in front of the bar.
-        paths: Its folder.
-        total: Steps of the whole run.
+        name: Label in front of the bar.
+        paths: Files of the run.
+        total: Steps of the complete run.
     """
 
     name: str
@@ -148,7 +148,7 @@ class Track:
     total: int
 
     def row(self) -> dict[str, Any]:
-        """The last row of its metrics, with the mean return of its last evaluation as `eval/return_mean`."""
+        """Returns the last row of its metrics, with the mean return of its last evaluation as `eval/return_mean`."""
         row = last_row(self.paths.metrics)
         results = sorted(self.paths.eval_results("default"), key=lambda path: path.stat().st_mtime)
         if row and results:
@@ -158,7 +158,7 @@ class Track:
 
 
 def last_row(path: Path, size: int = 1 << 16) -> dict[str, Any]:
-    """The last complete row of a metrics file; empty where there is none."""
+    """Returns the last complete row of a metrics file; empty without one."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, 2)
@@ -170,13 +170,13 @@ def last_row(path: Path, size: int = 1 << 16) -> dict[str, Any]:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
 
 
-class Follower:
-    """Shows a workflow on a terminal, or in few lines in a file.
+class WorkflowFollower:
+    """Progress display of a workflow: on a terminal, or in few lines in a file.
 
     Args:
-        log: What Snakemake says.
+        log: Snakemake's output.
         tracks: Training runs by the names in `_TRAINING`.
-        stream: stderr by default.
+        stream: Output stream; stderr by default.
     """
 
     def __init__(self, log: WorkflowLog, tracks: dict[str, Track], stream: TextIO | None = None) -> None:
@@ -186,13 +186,13 @@ class Follower:
         self._bar: ProgressBar | None = None
         self._track = ""
         self._before = {name: last_row(track.paths.metrics) for name, track in tracks.items()}
-        self._job: Job | None = None
-        self._said: set[str] = set()
+        self._job: RuleJob | None = None
+        self._printed: set[str] = set()
         self._open = False
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
 
     def look(self) -> None:
-        """Takes in what has changed and shows it."""
+        """Reads and displays what has changed."""
         for job in self._log.read():
             if (track := _TRAINING.get(job.rule)) in self._tracks:
                 if track != self._track:
@@ -231,28 +231,28 @@ class Follower:
         return any(self._log.running.get(rule) for rule, track in _TRAINING.items() if track == self._track)
 
     def _more(self) -> bool:
-        """Whether another segment follows; between two of them no rule trains."""
+        """Returns whether another segment follows; between two segments no rule trains."""
         track = self._tracks[self._track]
         return int(last_row(track.paths.metrics).get("step", 0)) < track.total and not self._log.failed
 
-    def _phase(self, job: Job) -> None:
-        """Names what is happening now."""
+    def _phase(self, job: RuleJob) -> None:
+        """Prints the name of the current phase."""
         self._job = job
         text = job.words()
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._printed:
+            self._printed.add(text)
             self._end_line()
             self._out.write(f"  {text}" + ("" if self._live else "\n"))
             self._open = self._live
             self._out.flush()
 
     def _detail(self) -> None:
-        """On a terminal, how far it is: what an evaluation says, or the queue about a job."""
+        """Displays progress within a phase on a terminal: the output of an evaluation, or the queue's state of a job."""
         if self._job is None:
             return
         text = self._log.waiting if self._job.rule in _TRAINING else ""
-        if not self._live and text and text not in self._said:
-            self._said.add(text)
+        if not self._live and text and text not in self._printed:
+            self._printed.add(text)
             self._out.write(f"  {text}\n")
             self._out.flush()
         if not self._open:
@@ -286,7 +286,7 @@ class Follower:
 
 
 def real_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path]:
-    """What went wrong first, and the file that says so: a failed rule's own log, otherwise Snakemake's."""
+    """Returns the first error, and the file that contains it: a failed rule's own log, otherwise Snakemake's."""
     for job in log.failed:
         if job.log is not None and job.log.is_file():
             text = job.log.read_text(errors="replace").strip()
@@ -300,8 +300,8 @@ def real_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path
 
 
 def _essence(text: str, lines: int) -> str:
-    """What follows the last error of rlhpc or Snakemake; the last lines if there is none to be recognised."""
-    found = text.splitlines()
-    starts = [n for n, line in enumerate(found) if re.search(r"rlhpc: error: |^\w*(Error|Exception)\b.*:", line)]
-    begin = starts[-1] if starts else max(0, len(found) - lines)
-    return "\n".join(found[begin : begin + lines])
+    """Returns the lines from the last error of rlhpc or Snakemake on; the last lines if no error is recognised."""
+    text_lines = text.splitlines()
+    starts = [n for n, line in enumerate(text_lines) if re.search(r"rlhpc: error: |^\w*(Error|Exception)\b.*:", line)]
+    begin = starts[-1] if starts else max(0, len(text_lines) - lines)
+    return "\n".join(text_lines[begin : begin + lines])

@@ -1,4 +1,4 @@
-"""Getting started: `init` writes a project, `completion` what a shell needs to complete commands."""
+"""New projects and shell completion: `init` writes a project, `completion` a script for the shell."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rlhpc import share
 from rlhpc.cli.parser import add_command, documentation_root
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.lookup import meant
-from rlhpc.runtime.shown import shown
+from rlhpc.runtime.plugins import meant
+from rlhpc.runtime.text import shown
 
 _EXAMPLES = {
     "init": (
@@ -32,7 +32,7 @@ _EXAMPLES = {
         "rlhpc completion zsh > ~/.zfunc/_rlhpc",
     ),
 }
-#: Where a project names the run that its workflow makes.
+#: File of a project that names the run of its workflow.
 _RUN = "config/config.yaml"
 _SHELLS = ("bash", "zsh", "tcsh")
 _SNAKEFILE = """# rlhpc's workflow on the run that config/config.yaml names; rules of your own go below.
@@ -79,7 +79,7 @@ _BASE = "| `configs/base/` | what it starts from |\n"
 
 
 def _templates() -> dict[str, Path]:
-    """The projects with code of their own, by name: folders with everything that another project does not have."""
+    """Returns the example projects with their own code, by name: folders with the files that other projects do not have."""
     folder = share.path("examples", "projects")
     return {
         file.parent.parent.relative_to(folder).as_posix(): file.parent.parent
@@ -88,7 +88,7 @@ def _templates() -> dict[str, Path]:
 
 
 def _configs() -> dict[str, Path]:
-    """The configurations that a project can start from, by name."""
+    """Returns the configurations that a project can start from, by name."""
     folder = share.path("configs")
     paths = {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
     return {name: path for name, path in paths.items() if not name.startswith(("base/", "site/"))}
@@ -98,8 +98,8 @@ def _read_chain(name: str, files: dict[str, str]) -> dict[str, str]:
     """Reads a configuration of a project, and those that its `defaults:` and `workflow.sft` name.
 
     Args:
-        name: Its name in the project.
-        files: The project's own files, which come before those of rlhpc.
+        name: Path of the configuration in the project.
+        files: The project's own files, which have precedence over those of rlhpc.
     """
     text = files[name] if name in files else share.path(*PurePosixPath(name).parts).read_text()
     content = yaml.safe_load(text)
@@ -111,14 +111,14 @@ def _read_chain(name: str, files: dict[str, str]) -> dict[str, str]:
 
 
 def project_files(name: str, config: str) -> dict[str, str]:
-    """Names and content of a new project's files.
+    """Returns names and content of a new project's files.
 
     Args:
         name: The project's name.
-        config: The configuration, or the project with code of its own, that it starts from.
+        config: The configuration, or the example project with its own code, that it starts from.
 
     Raises:
-        ConfigError: There is no such configuration.
+        ConfigError: The configuration does not exist.
     """
     configs, templates = _configs(), _templates()
     if config not in configs and config not in templates:
@@ -167,7 +167,7 @@ def _folder(text: str | None) -> Path:
 
 
 def _check_free(folder: Path, names: Iterable[str]) -> None:
-    """Refuses a project over what is there.
+    """Raises an error if a project's file exists already.
 
     Raises:
         ConfigError: Names the first file in the way.
@@ -208,7 +208,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
 
 
 def _list() -> int:
-    """Prints what a project can start from, with the first sentence of each configuration."""
+    """Prints the configurations and projects to start from, with the first sentence of each."""
     titles = {name: (folder / "README.md").read_text().splitlines()[0] for name, folder in _templates().items()}
     titles |= {name: path.read_text().splitlines()[0] for name, path in _configs().items()}
     width = max(map(len, titles))

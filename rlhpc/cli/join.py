@@ -1,4 +1,4 @@
-"""`join`: gives a run that is under way another rank, from any allocation that reaches it."""
+"""`join`: adds a rank to a running run, from any allocation that reaches it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 import signal
 from typing import Any
 
-from rlhpc.cli.named import run_paths
+from rlhpc.cli.arguments import run_paths
 from rlhpc.cli.parser import RUN, add_command, add_words
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.streams import tell
+from rlhpc.runtime.standard_streams import tell
 
 _EXAMPLES = (
     "rlhpc join runs/reasoning --group rollout",
@@ -18,7 +18,7 @@ _EXAMPLES = (
     "srun --ntasks=4 --gpus-per-task=1 rlhpc join runs/reasoning --group rollout",
     "sbatch --partition=preempt --cpus-per-task=8 --time=1:00:00 --wrap='rlhpc join runs/cartpole --group env'",
 )
-#: Signals that have a rank leave, and what they mean.
+#: Signals after which a rank leaves, with their meaning.
 _REASONS: dict[int, str] = {
     signal.SIGTERM: "its job is being ended (SIGTERM)",
     signal.SIGINT: "interrupted (Ctrl-C)",
@@ -28,7 +28,7 @@ _REASONS: dict[int, str] = {
 
 
 def _join(args: argparse.Namespace) -> int:
-    from rlhpc.jobs.ending import Ending
+    from rlhpc.jobs.state import Ending
     from rlhpc.runtime.allocation import granted_cpus, visible_accelerators
     from rlhpc.runtime.joining import Leaving, stay, wish_of
 
@@ -36,10 +36,10 @@ def _join(args: argparse.Namespace) -> int:
         if value is not None and value < 0:
             raise ConfigError(f"{name} is {value}; it must be 0 or more")
     paths = run_paths(args.run, args.overrides)
-    seen = len(visible_accelerators(os.environ))
-    accelerators = min(seen, 1) if args.accelerators is None else args.accelerators
-    if accelerators > seen:
-        raise ConfigError(f"--accelerators is {accelerators}, and this process sees {seen}")
+    num_visible = len(visible_accelerators(os.environ))
+    accelerators = min(num_visible, 1) if args.accelerators is None else args.accelerators
+    if accelerators > num_visible:
+        raise ConfigError(f"--accelerators is {accelerators}, and this process sees {num_visible}")
     threads = max(1, int(os.environ.get("SLURM_CPUS_PER_TASK", granted_cpus())))
     stopped = Leaving()
     for number in _REASONS:

@@ -1,4 +1,4 @@
-"""How the command line is put together: the parser, its help, and what several commands take."""
+"""Construction of the command line: the parser, its help, and arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import rlhpc
-from rlhpc.runtime.shown import readable
-from rlhpc.runtime.streams import tell
+from rlhpc.runtime.standard_streams import tell
+from rlhpc.runtime.text import readable
 from rlhpc.runtime.trust import FLAG
 
 Command = Callable[[argparse.Namespace], int]
@@ -22,7 +22,7 @@ RUN = "run folder, or the run's configuration file (with the overrides it was st
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with the project's error format."""
+    """argparse parser with the project's error format."""
 
     def error(self, message: str) -> NoReturn:
         tell(f"rlhpc: error: {readable(message)}; see {self.prog} --help")
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class TopParser(Parser):
-    """The parser of `rlhpc` itself: its help groups the commands by purpose.
+    """Parser of `rlhpc` itself: its help groups the commands by purpose.
 
     Attributes:
         commands: The parser of each command, by name.
@@ -50,10 +50,10 @@ class TopParser(Parser):
     def format_help(self) -> str:
         summaries = {name: command.description or "" for name, command in self.commands.items()}
         grouped = [name for names in self.groups.values() for name in names]
-        rest = [name for name in summaries if name not in grouped]
+        ungrouped = [name for name in summaries if name not in grouped]
         width = max(map(len, summaries)) + 4
         lines = ["usage: rlhpc command [arguments] [key=value …]", "", str(self.description), ""]
-        for title, names in {**self.groups, **({"Other": rest} if rest else {})}.items():
+        for title, names in {**self.groups, **({"Other": ungrouped} if ungrouped else {})}.items():
             lines.append(f"{title}:")
             for name in names:
                 text = textwrap.wrap(summaries[name], 100 - width)
@@ -66,19 +66,22 @@ class TopParser(Parser):
         return "\n".join(lines) + "\n"
 
     def near(self, word: str) -> str:
-        """What the user may have meant by a command that does not exist."""
-        found = difflib.get_close_matches(word, self.commands, 1, 0.5)
-        return f"; did you mean rlhpc {found[0]}?" if found else ""
+        """Returns a hint at the intended command for a command that does not exist."""
+        matches = difflib.get_close_matches(word, self.commands, 1, 0.5)
+        return f"; did you mean rlhpc {matches[0]}?" if matches else ""
 
     def check_command(self, words: Sequence[str]) -> None:
-        """Refuses a command that does not exist, and names the nearest one (argparse lists all of them in one long
-        line)."""
+        """Raises an error for a command that does not exist, and names the nearest one (argparse lists all of them in one
+        long line).
+        """
         if words and not words[0].startswith("-") and words[0] not in self.commands:
             self.error(f"there is no command {words[0]!r}{self.near(words[0])}")
 
 
 def documentation_root() -> str:
-    """Returns where the documentation is: the folder of a checkout, or the address that the installed package names."""
+    """Returns the location of the documentation: the folder of a checkout, or the address in the installed package's
+    metadata.
+    """
     folder = Path(rlhpc.__file__).resolve().parents[1] / "docs"
     if (folder / "README.md").is_file():
         return str(folder)
@@ -113,14 +116,14 @@ def add_command(
 
 
 def add_words(parser: argparse.ArgumentParser, **first: str) -> None:
-    """The positional arguments: one of the command's own, perhaps, and overrides."""
+    """Adds the positional arguments: those of the command, and overrides."""
     for name, text in first.items():
         parser.add_argument(name, help=text)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES)
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """The arguments that name a checkpoint and say how far it is trusted, without an output and overrides."""
+    """Adds the arguments that name a checkpoint and the trust in its code, without an output and overrides."""
     parser.add_argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run; with --run, best")
     parser.add_argument("--run", help=f"{RUN}; together with --step")
     parser.add_argument(
@@ -131,7 +134,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
-    """The argument that allows code that a checkpoint names."""
+    """Adds the argument that allows code that a checkpoint names."""
     parser.add_argument(
         FLAG,
         action="store_true",

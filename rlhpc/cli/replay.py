@@ -1,4 +1,4 @@
-"""`replay`: the replay buffers of off-policy runs."""
+"""`replay`: replay buffers of off-policy runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXAMPLES = {
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from rlhpc.embodied.data import replay_files
+    from rlhpc.embodied.data import replay_buffer
 
     if args.overrides:
         raise ConfigError(f"rlhpc replay takes no overrides ({args.overrides[0]})")
@@ -31,14 +31,14 @@ def _replay(args: argparse.Namespace) -> int:
     if args.parts < 1:
         raise ConfigError(f"--parts is {args.parts}; it must be at least 1")
     if args.action == "inspect":
-        print(json.dumps(replay_files.inspect(args.folders[0]), indent=1))
+        print(json.dumps(replay_buffer.inspect(args.folders[0]), indent=1))
         return 0
     if not args.output:
         raise ConfigError(f"rlhpc replay {args.action} needs --output FOLDER")
     if args.action == "merge":
-        print(f"{args.output}: {replay_files.merge(args.folders, args.output)} transitions")
+        print(f"{args.output}: {replay_buffer.merge(args.folders, args.output)} transitions")
         return 0
-    for number, count in enumerate(replay_files.split(args.folders[0], args.output, args.parts)):
+    for number, count in enumerate(replay_buffer.split(args.folders[0], args.output, args.parts)):
         print(f"{Path(args.output) / str(number)}: {count} transitions")
     return 0
 

@@ -1,4 +1,4 @@
-"""`robot`: invites a robot on another machine to a run, brings it there, and lets one that was stopped move again."""
+"""`robot`: invites a robot on another machine to a run, connects it, and releases a stopped robot."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.outputs import check_file
+from rlhpc.cli.arguments import check_file
 from rlhpc.cli.parser import add_command
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.streams import tell
+from rlhpc.runtime.standard_streams import tell
 
 _EXAMPLES = (
     "rlhpc robot invite runs/arm --output arm.key",
@@ -27,8 +27,8 @@ def _robot(args: argparse.Namespace) -> int:
     if args.action == "resume":
         return _resume(args)
     if not args.what:
-        what = "the run's folder" if args.action == "invite" else "the key's file"
-        raise ConfigError(f"rlhpc robot {args.action} needs {what}")
+        required_argument = "the run's folder" if args.action == "invite" else "the key's file"
+        raise ConfigError(f"rlhpc robot {args.action} needs {required_argument}")
     return _invite(args) if args.action == "invite" else _serve(args)
 
 
@@ -49,8 +49,8 @@ def _resume(args: argparse.Namespace) -> int:
 
 
 def _meeting(text: str) -> Path:
-    """The folder in which a run, or a command that was given a folder, meets its robots."""
-    from rlhpc.cli.named import is_run, require_driver
+    """Returns the folder in which a run, or a command with a folder, waits for robots."""
+    from rlhpc.cli.arguments import is_run, require_driver
     from rlhpc.jobs.paths import RunPaths
     from rlhpc.runtime.registry import ROBOTS
 
@@ -63,7 +63,7 @@ def _meeting(text: str) -> Path:
 
 
 def _invite(args: argparse.Namespace) -> int:
-    from rlhpc.embodied.robots.keys import invite
+    from rlhpc.embodied.robots.joining import invite
 
     if not args.output:
         raise ConfigError("rlhpc robot invite needs --output, the file for the key")
@@ -87,11 +87,11 @@ def _reached(place: Any) -> str:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from rlhpc.embodied.envs.robot import above_0
-    from rlhpc.embodied.robots.keys import Key
+    from rlhpc.embodied.robots.joining import Key
+    from rlhpc.embodied.robots.robot_env import above_0
     from rlhpc.embodied.robots.safety import safe_robot
-    from rlhpc.embodied.robots.serving import BOUNDS, Served, Way, own_limits
-    from rlhpc.runtime.plain import read_yaml
+    from rlhpc.embodied.robots.server import BOUNDS, Served, Way, own_limits
+    from rlhpc.runtime.files import read_yaml
 
     if not args.robot:
         raise ConfigError("rlhpc robot serve needs --robot, the robot's class as module:Class")
@@ -105,8 +105,8 @@ def _serve(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--kwargs is {args.kwargs!r}; it must be as YAML has it: 'address: 192.168.1.5, port: 5'"
         ) from None
-    given = {name: getattr(args, name) for name in BOUNDS if getattr(args, name) is not None}
-    bounds = {name: above_0(name, value) for name, value in given.items()}
+    user_bounds = {name: getattr(args, name) for name in BOUNDS if getattr(args, name) is not None}
+    bounds = {name: above_0(name, value) for name, value in user_bounds.items()}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the robot is stopped first
     core = safe_robot(args.robot, "--robot", kwargs, own_limits(bounds, args.resume))
     try:
@@ -157,7 +157,7 @@ def add_commands(commands: Any) -> None:
         "--resume", choices=("person", "auto"), default="person",
         help="who ends a stop for safety: a person (rlhpc robot resume), or it ends by itself (serve; default person)",
     )  # fmt: skip
-    most = "that this machine allows at most, whatever the run says (serve)"
-    robot.add_argument("--hz", type=float, help=f"steps a second {most}")
-    robot.add_argument("--stale-s", type=float, help=f"seconds without a command {most}")
-    robot.add_argument("--max-change", type=float, help=f"change of a command from one step to the next {most}")
+    limit_text = "that this machine allows at most, whatever the run says (serve)"
+    robot.add_argument("--hz", type=float, help=f"steps a second {limit_text}")
+    robot.add_argument("--stale-s", type=float, help=f"seconds without a command {limit_text}")
+    robot.add_argument("--max-change", type=float, help=f"change of a command from one step to the next {limit_text}")

@@ -1,4 +1,4 @@
-"""`run`: trains, evaluates, exports and reports; short for the Snakemake command, and shows what happens."""
+"""`run`: trains, evaluates, exports and reports; shorthand for the Snakemake command, with a progress display."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from rlhpc.cli.parser import RESUME_WITH, SITE, add_command, add_words
 from rlhpc.jobs.paths import RunPaths, refuse_braces
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.lookup import meant
+from rlhpc.runtime.plugins import meant
 
 if TYPE_CHECKING:
-    from rlhpc.cli.follow import Follower, Track, WorkflowLog
+    from rlhpc.cli.follow import Track, WorkflowFollower, WorkflowLog
     from rlhpc.cli.sweep import SweepFollower
     from rlhpc.config.sections import RunConfig
-    from rlhpc.runs.sweeps import Sweep
+    from rlhpc.runs.sweep import Sweep
 
 _EXAMPLES = (
     "rlhpc run configs/quickstart.yaml",
@@ -39,17 +39,17 @@ _EXAMPLES = (
     "rlhpc run configs/quickstart.yaml -- --forcerun report",
 )
 _POLL_S = 0.3
-#: Ends what a workflow has started, once somebody asked for it; returns the exit code.
+#: Ends the processes of a workflow after an interrupt; returns the exit code.
 Stop = Callable[["subprocess.Popen[bytes]", KeyboardInterrupt], int]
-#: How long a driver may take to save after Ctrl-C.
+#: Seconds that a driver may take to save after Ctrl-C.
 _SAVE_S = 600.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """Somebody asked to end.
+    """Interrupt by a signal.
 
     Attributes:
-        signum: By which signal.
+        signum: Number of the signal.
     """
 
     def __init__(self, signum: int) -> None:
@@ -58,38 +58,38 @@ class Interrupted(KeyboardInterrupt):
 
 
 def find_profile(name: str) -> str:
-    """The folder of a profile: named by path, or found in the working directory, in rlhpc, or among the user's and the
-    site's.
+    """Returns the folder of a profile: named by path, or found in the working directory, in rlhpc, or among the user's and
+    the site's profiles.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The profile does not exist.
     """
     folder = expand_home(name)
     if folder.is_dir():
         return str(folder)
     if os.sep in name:
         raise ConfigError(f"--profile is {name}: there is no such folder")
-    here, own = Path.cwd() / "profiles" / name, share.path("profiles", name)
-    # A profile says what Snakemake runs: one that another user left in a shared folder is not taken unasked.
+    here, packaged = Path.cwd() / "profiles" / name, share.path("profiles", name)
+    # A profile determines what Snakemake runs: another user's profile in a shared folder is not used.
     if here.is_dir() and here.stat().st_uid in (0, os.getuid()):
         return str(here)
-    if own.is_dir():
-        return str(own)
+    if packaged.is_dir():
+        return str(packaged)
     homes = [
         os.environ.get("XDG_CONFIG_HOME") or "~/.config",
         *os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":"),
     ]
     if any((expand_home(home) / "snakemake" / name).is_dir() for home in homes if home):
         return name  # Snakemake finds it there
-    there = sorted(path.name for path in share.path("profiles").iterdir())
+    profile_names = sorted(path.name for path in share.path("profiles").iterdir())
     raise ConfigError(
-        f"--profile is {name!r}; {meant(name, there)}there are: {', '.join(there)}, a folder's "
+        f"--profile is {name!r}; {meant(name, profile_names)}there are: {', '.join(profile_names)}, a folder's "
         "path, and what lies in ~/.config/snakemake or /etc/xdg/snakemake"
     )
 
 
 def command_of(args: argparse.Namespace) -> list[str]:
-    """The command line of Snakemake."""
+    """Returns the command line of Snakemake."""
     config = [f"run={args.config}", f"overrides={json.dumps(args.overrides, ensure_ascii=False)}"]
     if args.site:
         config.append(f"site={args.site}")
@@ -105,7 +105,7 @@ def command_of(args: argparse.Namespace) -> list[str]:
 
 
 def same_command(args: argparse.Namespace) -> str:
-    """What to type to run the same command again. Under make, the user's own PATH may not have rlhpc."""
+    """Returns the command line that repeats this command. Under make, the user's own PATH may not have rlhpc."""
     program = "rlhpc"
     script = Path(sys.argv[0])
     if os.environ.get("MAKELEVEL") and script.name == program and script.is_file():
@@ -120,8 +120,8 @@ def same_command(args: argparse.Namespace) -> str:
 def _run(args: argparse.Namespace) -> int:
     from rlhpc.config import find_config, total_steps
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.kinds import kind_of
-    from rlhpc.runs.sweeps import load_sweep
+    from rlhpc.runs.sweep import load_sweep
+    from rlhpc.runs.task_type import kind_of
 
     if (sweep := load_sweep(args.config, args.overrides, site=args.site)) is not None:
         return _run_sweep(args, sweep)
@@ -131,8 +131,8 @@ def _run(args: argparse.Namespace) -> int:
     command = command_of(args)
     if args.dry_run:
         return subprocess.run(command, check=False).returncode
-    from rlhpc.cli.follow import Follower, Track, WorkflowLog
-    from rlhpc.runs.conditions import warn_of_unused
+    from rlhpc.cli.follow import Track, WorkflowFollower, WorkflowLog
+    from rlhpc.runs.conditional_keys import warn_of_unused
     from rlhpc.runs.memory.plan import refuse_overfull
 
     refuse_overfull(cfg, args.config, "slurm" if "slurm" in Path(args.profile).name else "local")
@@ -141,8 +141,8 @@ def _run(args: argparse.Namespace) -> int:
     tracks = {"run": Track(cfg.runner.name, paths, total_steps(cfg))}
     if (sft := kind_of(cfg).preparation(cfg).sft) is not None:
         first = load_config(find_config(args.config).parent / sft[0], sft[1], site=args.site)
-        own = RunPaths.of(first.runner.run_dir, first.runner.name)
-        tracks["sft"] = Track(first.runner.name, own, total_steps(first))
+        sft_paths = RunPaths.of(first.runner.run_dir, first.runner.name)
+        tracks["sft"] = Track(first.runner.name, sft_paths, total_steps(first))
     with _workflow_log(paths.logs) as path:
         saved = [step for step, _ in paths.complete_steps()]
         goes_on = f", from step {saved[-1]} on" if saved else ""
@@ -150,28 +150,28 @@ def _run(args: argparse.Namespace) -> int:
             f"{cfg.runner.name}: {total_steps(cfg)} steps into {near(paths.root)}{goes_on}; Snakemake log: {near(path)}"
         )
         log = WorkflowLog(path, Path.cwd())
-        begun = time.monotonic()
+        started_at = time.monotonic()
         code = _follow(
-            command, path, Follower(log, tracks), lambda process, stopped: _stop(process, stopped, args, tracks)
+            command, path, WorkflowFollower(log, tracks), lambda process, stopped: _stop(process, stopped, args, tracks)
         )
         if code == 0:
-            print("\n".join(ending(cfg, paths, args, time.monotonic() - begun)), flush=True)
-        elif not isinstance(code, Ended):
+            print("\n".join(ending(cfg, paths, args, time.monotonic() - started_at)), flush=True)
+        elif not isinstance(code, InterruptedCode):
             code = _tell_failure(log, path, args, code)
     return code
 
 
 def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
-    """The same of several runs in one graph."""
+    """Runs several runs in one graph."""
     from rlhpc.cli.follow import Track, WorkflowLog
     from rlhpc.cli.sweep import SweepFollower, ending_of
     from rlhpc.config import total_steps
-    from rlhpc.runs.sweeps import check_begun
+    from rlhpc.runs.sweep import check_begun
 
     refuse_braces(args.config, sweep.paths.root)
     check_begun(sweep, resume_with=args.resume_with)
     command = command_of(args)
-    at = command.index("--config")  # whatever profile: a run that fails stops no other
+    at = command.index("--config")  # with any profile: a failed run does not stop the others
     command[at:at] = ["--keep-going"]
     if args.dry_run:
         return subprocess.run(command, check=False).returncode
@@ -183,10 +183,10 @@ def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
         code = _follow(
             command, path, SweepFollower(log, sweep), lambda process, stopped: _stop(process, stopped, args, tracks)
         )
-        if isinstance(code, Ended):
+        if isinstance(code, InterruptedCode):
             return code
         if not log.started and not log.failed and code != 0 and not sweep.paths.is_there:
-            return _tell_failure(log, path, args, code)  # nothing began
+            return _tell_failure(log, path, args, code)  # nothing started
         print("\n".join(["", *ending_of(sweep)]))
         if sweep.paths.page.is_file():
             print(f"  page    {near(sweep.paths.page)}", flush=True)
@@ -195,13 +195,13 @@ def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
     return code
 
 
-class Ended(int):
-    """The exit code of a workflow that somebody ended."""
+class InterruptedCode(int):
+    """Exit code of a workflow that was interrupted."""
 
 
 @contextlib.contextmanager
 def _workflow_log(logs: Path) -> Iterator[Path]:
-    """Yields an empty file for what Snakemake says; while another command writes to `snakemake.log`, `snakemake-2.log`."""
+    """Yields an empty file for Snakemake's output; while another command writes to `snakemake.log`, `snakemake-2.log`."""
     from rlhpc.jobs.lease import Lease
 
     path = logs / "workflow" / "snakemake.log"
@@ -221,10 +221,10 @@ def _workflow_log(logs: Path) -> Iterator[Path]:
         lease.release()
 
 
-def _follow(command: list[str], path: Path, follower: Follower | SweepFollower, stop: Stop) -> int:
-    """Runs Snakemake to its end and shows what happens; returns its exit code."""
+def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFollower, stop: Stop) -> int:
+    """Runs Snakemake to its end and displays its progress; returns its exit code."""
     with path.open("ab") as output, ending_early(), _quiet_terminal():
-        # a process group of its own: Ctrl-C reaches this process alone, which ends the others in order
+        # in a new process group: Ctrl-C reaches only this process, which ends the others in order
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
         try:
             while process.poll() is None:
@@ -233,13 +233,14 @@ def _follow(command: list[str], path: Path, follower: Follower | SweepFollower, 
             follower.close()
         except KeyboardInterrupt as stopped:
             follower.close()
-            return Ended(stop(process, stopped))
+            return InterruptedCode(stop(process, stopped))
     return process.returncode
 
 
 def _tell_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: int) -> int:
-    """Says what went wrong first, and how to go on; returns the exit code, which is 2 if the workflow refused what the user
-    gave."""
+    """Prints the first error, and how to continue; returns the exit code, which is 2 if the workflow refused the user's
+    input.
+    """
     from rlhpc.cli.follow import real_error
 
     if code < 0:
@@ -256,19 +257,19 @@ def _tell_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: 
 
 
 def say(text: str) -> None:
-    """A line for the person at the terminal."""
+    """Prints a line to the terminal."""
     print(f"rlhpc: {text}", file=sys.stderr, flush=True)
 
 
 def near(path: Path) -> str:
-    """The path relative to the working directory, if it lies below it."""
+    """Returns the path relative to the working directory, if it lies below it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: float) -> list[str]:
-    """What to print about a finished run: its result, its files, and what to type next."""
+    """Returns the lines to print about a finished run: its result, its files, and the next commands."""
     from rlhpc.jobs.status import duration
-    from rlhpc.metrics.results import last_result
+    from rlhpc.metrics.provenance import last_result
 
     suite = next(iter(cfg.workflow.eval_suites), "default")
     step, result, words = last_result(paths, suite)
@@ -294,7 +295,7 @@ def ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: f
 
 @contextlib.contextmanager
 def ending_early() -> Iterator[None]:
-    """SIGTERM and SIGHUP end as Ctrl-C does: Snakemake must not be left behind."""
+    """Lets SIGTERM and SIGHUP end the command as Ctrl-C does, so that Snakemake does not survive it."""
 
     def handle(signum: int, frame: object) -> None:
         raise Interrupted(signum)
@@ -316,7 +317,7 @@ def _quiet_terminal() -> contextlib.AbstractContextManager[None]:
 def _stop(
     process: subprocess.Popen[bytes], stopped: KeyboardInterrupt, args: argparse.Namespace, tracks: dict[str, Track]
 ) -> int:
-    """Ends Snakemake and the jobs of this machine; says what is saved and how to go on."""
+    """Ends Snakemake and the jobs of this machine; prints what is saved and how to continue."""
     signum = stopped.signum if isinstance(stopped, Interrupted) else signal.SIGINT
     say("interrupted: saving; Ctrl-C again ends at once")
     hurried = False
@@ -349,7 +350,7 @@ def _stop(
 
 
 def _tell_saved(track: Track, hurried: bool) -> None:
-    """Says how far a run is that was interrupted, and whether its job goes on."""
+    """Prints the progress of an interrupted run, and whether its job continues."""
     from rlhpc.jobs.status import run_state
 
     steps = [step for step, _ in track.paths.complete_steps()]
@@ -366,18 +367,18 @@ def _tell_saved(track: Track, hurried: bool) -> None:
 
 
 def _end_all(tracks: dict[str, Track], grace_s: float = _SAVE_S) -> list[str]:
-    """Ends the drivers of this machine, all at once: each takes the time to save."""
+    """Ends the drivers of this machine at the same time: each takes the time to save."""
     pool = ThreadPoolExecutor(16)
     try:
-        found = list(pool.map(lambda track: _end_local(track.paths, grace_s), tracks.values()))
+        results = list(pool.map(lambda track: _end_local(track.paths, grace_s), tracks.values()))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # not held up by them at a second Ctrl-C
-    named = zip(tracks.values(), found, strict=True)
+    named = zip(tracks.values(), results, strict=True)
     return [f"{track.name}: {text}" if len(tracks) > 1 else text for track, sentences in named for text in sentences]
 
 
 def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:
-    """Ctrl-C for Snakemake and the commands that it runs; harder if they stay."""
+    """Sends Ctrl-C to Snakemake and the commands that it runs, then stronger signals."""
     for number, patience in () if at_once else ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -390,11 +391,11 @@ def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> No
 
 
 def _end_local(paths: RunPaths, grace_s: float = _SAVE_S) -> list[str]:
-    """Ends the run's driver where it is a process of this machine; a job of the cluster goes on."""
-    from rlhpc.jobs.claim import SegmentFiles, read_json
+    """Ends the run's driver if it is a process of this machine; a job of the cluster continues."""
+    from rlhpc.jobs.segment import SegmentFiles, read_json_file
     from rlhpc.jobs.submit import cancel
 
-    records = [read_json(SegmentFiles(paths, segment).record) or {} for segment in paths.submitted()]
+    records = [read_json_file(SegmentFiles(paths, segment).record) or {} for segment in paths.submitted()]
     if not any(record.get("executor") == "local" for record in records):
         return []
     return cancel(paths, grace_s=grace_s)

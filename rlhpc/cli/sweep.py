@@ -1,4 +1,4 @@
-"""What the commands do with a sweep in place of a run: find it, plan it, follow it, show its runs, end them."""
+"""Commands on a sweep in place of a run: search, plan, progress display, status, and cancellation."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import expand_home
 
 if TYPE_CHECKING:
-    from rlhpc.jobs.plan import Plan
-    from rlhpc.runs.sweeps import Sweep, SweepRun
+    from rlhpc.jobs.plan import JobPlan
+    from rlhpc.runs.sweep import Sweep, SweepRun
 
-#: Seconds between two looks at how far the runs are.
+#: Seconds between two updates of the runs' progress.
 _SELDOM_S = 2.0
 
 
 def sweep_paths(text: str, overrides: Sequence[str] = ()) -> SweepPaths | None:
-    """The sweep that the user names by its folder, or by its configuration; None if it is a run that is named."""
+    """Returns the sweep that the user names by its folder, or by its configuration; None if the user names a run."""
     location = expand_home(text).absolute()
     if location.is_dir():
         paths = SweepPaths(location)
@@ -32,7 +32,7 @@ def sweep_paths(text: str, overrides: Sequence[str] = ()) -> SweepPaths | None:
         return paths
     if not location.is_file():
         return None
-    from rlhpc.runs.sweeps import load_sweep
+    from rlhpc.runs.sweep import load_sweep
 
     sweep = load_sweep(location, overrides)
     if sweep is not None and not sweep.paths.is_there:
@@ -43,24 +43,24 @@ def sweep_paths(text: str, overrides: Sequence[str] = ()) -> SweepPaths | None:
 
 
 def render_sweep(sweep: SweepPaths) -> str:
-    """Renders a line for each run of a sweep, those that have not begun or that it no longer names included."""
+    """Renders a line for each run of a sweep, including runs that have not started or that it no longer names."""
     from rlhpc.jobs.state import find_runs
     from rlhpc.jobs.status import render_runs
     from rlhpc.runs.headlines import run_headlines
-    from rlhpc.runs.sweeps import read_sweep
+    from rlhpc.runs.sweep import read_sweep
 
     names = [str(run["name"]) for run in read_sweep(sweep)["runs"]]
-    there = {paths.root.name for paths in find_runs(sweep.root, depth=1)}
-    notes = {name: "not in the sweep any more" for name in there - set(names) if not name.startswith("sft-")}
-    order = [*(name for name in sorted(there) if name.startswith("sft-")), *names, *sorted(notes)]
-    ended = "; cancelled, rlhpc run goes on with it" if sweep.cancelled.exists() else ""
-    return f"sweep {sweep.root.name}: {len(names)} runs{ended}\n" + render_runs(
+    run_names = {paths.root.name for paths in find_runs(sweep.root, depth=1)}
+    notes = {name: "not in the sweep any more" for name in run_names - set(names) if not name.startswith("sft-")}
+    order = [*(name for name in sorted(run_names) if name.startswith("sft-")), *names, *sorted(notes)]
+    cancelled_text = "; cancelled, rlhpc run goes on with it" if sweep.cancelled.exists() else ""
+    return f"sweep {sweep.root.name}: {len(names)} runs{cancelled_text}\n" + render_runs(
         sweep.root, [sweep.run(name) for name in order], notes, headlines=run_headlines
     )
 
 
 def cancel_sweep(sweep: SweepPaths) -> list[str]:
-    """Ends the jobs of all runs of a sweep, and keeps its workflow from starting others.
+    """Ends the jobs of all runs of a sweep, and prevents its workflow from starting others.
 
     Returns:
         A sentence for every job that was ended.
@@ -78,7 +78,7 @@ def cancel_sweep(sweep: SweepPaths) -> list[str]:
         sweep.cancelled.touch()
     except OSError as error:
         raise RlhpcError(f"{sweep.cancelled}: cannot be written: {error.strerror}") from error
-    told: list[str] = []
+    messages: list[str] = []
     failed: list[RlhpcError] = []
 
     def end(paths: RunPaths) -> list[str]:
@@ -90,30 +90,30 @@ def cancel_sweep(sweep: SweepPaths) -> list[str]:
 
     with ThreadPoolExecutor(16) as pool:  # each waits until its run has saved
         for sentences in pool.map(end, runs):
-            told += sentences
+            messages += sentences
     if failed:
-        raise RlhpcError("; ".join([*told, *map(str, failed)]))
-    return told
+        raise RlhpcError("; ".join([*messages, *map(str, failed)]))
+    return messages
 
 
 # -- plan -------------------------------------------------------------------------------------------------------------
 
 
 def render_plan_of(sweep: Sweep, launcher: str) -> str:
-    """Renders how many runs and jobs a sweep is, what they may cost at most, and the plan of the first run."""
+    """Renders the number of runs and jobs of a sweep, their maximum cost, and the plan of the first run."""
     from rlhpc.jobs.plan import build_plan, render_plan
 
     plans = [build_plan(run.cfg, launcher=launcher) for run in sweep.runs]
     jobs = dict.fromkeys(("training", "evaluation", "export", "recording"), 0)
     for run in sweep.runs:
-        for what, count in _jobs_of(run).items():
-            jobs[what] += count
+        for job_type, count in _jobs_of(run).items():
+            jobs[job_type] += count
     seeds = len({run.point.seed for run in sweep.runs})
     at_once = f", at most {sweep.section.max_queued} training jobs queued or running at once"
     lines = [
         f"sweep {sweep.name}: {_some(len(sweep.runs), 'run')} ({_some(len(sweep.runs) // seeds, 'configuration')}, "
         f"{_some(seeds, 'seed')}){at_once if sweep.section.max_queued else ''}",
-        "jobs         " + ", ".join(f"{count} {what}" for what, count in jobs.items() if count),
+        "jobs         " + ", ".join(f"{count} {job_type}" for job_type, count in jobs.items() if count),
     ]
     for run in sweep.runs:
         if run.prepares:
@@ -127,7 +127,7 @@ def render_plan_of(sweep: Sweep, launcher: str) -> str:
 
 
 def _jobs_of(run: SweepRun) -> dict[str, int]:
-    from rlhpc.runs.kinds import kind_of
+    from rlhpc.runs.task_type import kind_of
 
     cfg, kind = run.cfg, kind_of(run.cfg)
     before = kind.preparation(cfg)
@@ -140,9 +140,9 @@ def _jobs_of(run: SweepRun) -> dict[str, int]:
     }
 
 
-def _cost(sweep: Sweep, plans: Sequence[Plan]) -> str:
-    """Node hours and GPU hours of the training jobs, if each takes its whole walltime."""
-    from rlhpc.jobs.walltime import minutes_of
+def _cost(sweep: Sweep, plans: Sequence[JobPlan]) -> str:
+    """Returns node hours and GPU hours of the training jobs, if each takes its complete walltime."""
+    from rlhpc.jobs.slurm import minutes_of
 
     nodes = accelerators = 0.0
     for run, plan in zip(sweep.runs, plans, strict=True):
@@ -164,30 +164,30 @@ def _some(count: int, noun: str) -> str:
 
 
 class SweepFollower:
-    """Shows a sweep's workflow: a line when a run begins to train, fails or is done, and how far all of them are.
+    """Progress display of a sweep's workflow: a line when a run starts to train, fails or is done, and the overall progress.
 
     Args:
-        log: What Snakemake says.
+        log: Snakemake's output.
         sweep: The sweep.
-        stream: stderr by default.
+        stream: Output stream; stderr by default.
     """
 
     def __init__(self, log: WorkflowLog, sweep: Sweep, stream: TextIO | None = None) -> None:
         from rlhpc.config import total_steps
-        from rlhpc.runs.sweeps import rule_prefixes
+        from rlhpc.runs.sweep import rule_prefixes
 
         self._log, self._sweep, self._out = log, sweep, stream or sys.stderr
         self._live = self._out.isatty()
         self._prefixes = rule_prefixes([run.point.name for run in sweep.runs])
         self._totals = {run.point.name: total_steps(run.cfg) for run in sweep.runs}
         self._paths = {run.point.name: run.paths for run in sweep.runs}
-        self._said: set[tuple[str, str]] = set()
+        self._printed: set[tuple[str, str]] = set()
         self._failures: dict[str, int] = {}
-        self._shown, self._next = "", 0.0
+        self._progress_text, self._next = "", 0.0
         self.done: list[str] = []
 
     def look(self) -> None:
-        """Takes in what has changed and shows it."""
+        """Reads and displays what has changed."""
         for job in self._log.read():
             name, rule = self.split(job.rule)
             if name and rule in ("train_segment", "sft"):
@@ -207,7 +207,7 @@ class SweepFollower:
             self._progress()
 
     def split(self, rule: str) -> tuple[str, str]:
-        """A rule's run, "" for a rule of the sweep itself, and its name in the workflow of a run."""
+        """Returns a rule's run, "" for a rule of the sweep itself, and the rule's name in the workflow of a run."""
         fitting = [(prefix, name) for name, prefix in self._prefixes.items() if rule.startswith(prefix)]
         if not fitting:
             return "", rule
@@ -218,8 +218,8 @@ class SweepFollower:
         return any(job.rule == rule for job in self._log.failed)
 
     def _say(self, name: str, text: str) -> None:
-        if (name, text) not in self._said:
-            self._said.add((name, text))
+        if (name, text) not in self._printed:
+            self._printed.add((name, text))
             self._clear()
             self._out.write(f"  {f'{name}: ' if name else ''}{text}\n")
             self._out.flush()
@@ -229,16 +229,16 @@ class SweepFollower:
         steps = {name: int(last_row(path.metrics).get("step", 0)) for name, path in self._paths.items()}
         part = sum(min(steps[name], total) for name, total in self._totals.items()) / max(1, sum(self._totals.values()))
         self._clear()
-        self._shown = (
+        self._progress_text = (
             f"  {len(self.done)} of {len(self._paths)} runs done, {len(training)} training, {part:.0%} of all steps"
         )
-        self._out.write(self._shown[:110])
+        self._out.write(self._progress_text[:110])
         self._out.flush()
 
     def _clear(self) -> None:
-        if self._shown:
+        if self._progress_text:
             self._out.write("\r\x1b[2K")
-            self._shown = ""
+            self._progress_text = ""
 
     def close(self) -> None:
         """Ends the line."""
@@ -249,12 +249,14 @@ class SweepFollower:
 
 
 def ending_of(sweep: Sweep) -> list[str]:
-    """Renders a sweep that has ended: what failed, and each configuration with its score."""
+    """Renders a finished sweep: failed runs, and each configuration with its score."""
     from rlhpc.jobs.state import states
 
-    found = [state for _, state in states([run.paths for run in sweep.runs])]
-    bad = [(run.point.name, state) for run, state in zip(sweep.runs, found, strict=True) if state.state != "finished"]
-    lines = [f"{sweep.name}: {len(found) - len(bad)} of {len(found)} runs finished"]
+    run_states = [state for _, state in states([run.paths for run in sweep.runs])]
+    bad = [
+        (run.point.name, state) for run, state in zip(sweep.runs, run_states, strict=True) if state.state != "finished"
+    ]
+    lines = [f"{sweep.name}: {len(run_states) - len(bad)} of {len(run_states)} runs finished"]
     lines += [f"  {name}: {state.state}{f', {state.why}' if state.why else ''}" for name, state in bad[:10]]
     lines += [f"  and {len(bad) - 10} more"] if len(bad) > 10 else []
     if sweep.paths.is_there:

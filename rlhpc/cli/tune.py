@@ -1,4 +1,4 @@
-"""`tune`: measures a run for a few steps, and says where its groups should be."""
+"""`tune`: measures a run for a few steps, and recommends a placement of its groups."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _EXAMPLES = (
 
 
 def _tune(args: argparse.Namespace) -> int:
-    least = {"--nodes": (args.nodes, 1), "--gpus": (args.gpus, 0), "--verify": (args.verify, 0), "--steps": (args.steps, 3),
+    options = {"--nodes": (args.nodes, 1), "--gpus": (args.gpus, 0), "--verify": (args.verify, 0), "--steps": (args.steps, 3),
              "--max-staleness": (args.max_staleness, 0), "--samples": (args.samples, 1)}  # fmt: skip
-    for name, (value, lowest) in least.items():
+    for name, (value, lowest) in options.items():
         if value is not None and value < lowest:
             raise ConfigError(f"{name} is {value}; it must be {lowest} or more")
     if not args.deadline > 0:
@@ -30,20 +30,19 @@ def _tune(args: argparse.Namespace) -> int:
     from rlhpc.cli.run import ending_early
     from rlhpc.jobs.paths import RunPaths
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.tuning.table import render
-    from rlhpc.runs.tuning.tune import Asked, tune
+    from rlhpc.runs.tuning.tune import TuneRequest, render, tune
 
-    begun = time.monotonic()
+    started_at = time.monotonic()
 
     def say(text: str) -> None:
-        print(f"rlhpc: [{time.monotonic() - begun:.0f} s] {text}", file=sys.stderr, flush=True)
+        print(f"rlhpc: [{time.monotonic() - started_at:.0f} s] {text}", file=sys.stderr, flush=True)
 
-    asked = Asked(
+    request = TuneRequest(
         args.config, tuple(args.overrides), args.site, args.nodes, args.gpus, args.verify, args.max_staleness, args.samples,
         args.steps, args.deadline,
     )  # fmt: skip
     with ending_early():
-        record = tune(asked, say)
+        record = tune(request, say)
     cfg = load_config(args.config, args.overrides, site=args.site, check=False)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     words = ["rlhpc", "run", str(paths.tuned_config), *args.overrides, *(["--site", args.site] if args.site else [])]

@@ -1,12 +1,7 @@
-"""Configuration: YAML into typed dataclasses, checked before anything is started or written."""
+"""Configuration: YAML files as typed dataclasses, checked before anything is started or written."""
 
 from rlhpc.config.files import find_config
-from rlhpc.config.load import (
-    config_to_yaml,
-    segment_end,
-    segment_ends,
-    total_steps,
-)
+from rlhpc.config.load import config_to_yaml, segment_end, segment_ends, total_steps
 from rlhpc.config.sites import find_site, load_site
 
 __all__ = [

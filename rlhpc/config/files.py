@@ -1,4 +1,4 @@
-"""The files of a configuration: finding them, and reading them with the files they include."""
+"""Configuration files: search by name, and reading with the files they include."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Any
 import yaml
 
 from rlhpc import share
-from rlhpc.config.keys import typed_value
-from rlhpc.config.values import plain_value
-from rlhpc.config.yaml_loader import ConfigDumper, UniqueKeys, WrittenScalars
+from rlhpc.config.schema import typed_value
+from rlhpc.config.yaml_files import ConfigDumper, UniqueKeys, WrittenScalars, plain_value
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plain import read_yaml, read_yaml_file
-from rlhpc.runtime.shown import cut, shown
+from rlhpc.runtime.files import expand_home, read_yaml, read_yaml_file
+from rlhpc.runtime.text import cut, shown
 from rlhpc.runtime.trust import Trust, without_variables
 
 _MAX_DEPTH = 10
@@ -25,10 +23,11 @@ ConfigSource = str | Path | Mapping[str, Any]
 
 
 def find_config(path: str | Path) -> Path:
-    """The file itself or, if it does not exist, the one of that name that comes with rlhpc (`configs/quickstart.yaml`).
+    """Returns the file itself or, if it does not exist, the file of that name that comes with rlhpc
+    (`configs/quickstart.yaml`).
 
     Raises:
-        ConfigError: The path is none, for example because it is empty or too long.
+        ConfigError: The path is not valid, for example because it is empty or too long.
     """
     if not str(path).strip():
         raise ConfigError(
@@ -43,19 +42,21 @@ def find_config(path: str | Path) -> Path:
 
 
 def source_name(config: ConfigSource) -> str:
-    """Returns the name of a configuration in messages: its file, or that it is a mapping."""
+    """Returns the name of a configuration in messages: its file, or `configuration` for a mapping."""
     return "configuration" if isinstance(config, Mapping) else str(find_config(config))
 
 
 def read_files(config: ConfigSource, trust: Trust | None = None) -> list[tuple[str, dict[str, Any]]]:
-    """Reads a file and, before it, those it names under `defaults:`; as (source, content), with its scalars as written.
+    """Reads a file and, before it, the files it names under `defaults:`. Returns pairs of source and content; scalars keep
+    their text.
 
     Args:
         config: YAML file, or a mapping in place of its content, whose `defaults` are relative to the working directory.
-        trust: Given if the file came with a checkpoint: which code it may name.
+        trust: Code that the file may name, if it came with a checkpoint.
 
     Raises:
-        ConfigError: A file cannot be read, is not a mapping of sections, or files include each other; says which includes it.
+        ConfigError: A file cannot be read, is not a mapping of sections, or files include each other; the message names the
+            including file.
     """
     if isinstance(config, Mapping):
         name = source_name(config)
@@ -64,7 +65,7 @@ def read_files(config: ConfigSource, trust: Trust | None = None) -> list[tuple[s
 
 
 def _written(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The content of a mapping, as if it had been read from a file."""
+    """Returns the content of a mapping as if it had been read from a file."""
     text = yaml.dump(plain_value(config, name), Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True)
     try:
         content: dict[str, Any] = read_yaml(text, WrittenScalars)
@@ -83,7 +84,7 @@ def _read(path: Path, chain: tuple[Path, ...], trust: Trust | None) -> list[tupl
 def _with_defaults(
     path: str, content: dict[str, Any], folder: Path, chain: tuple[Path, ...], trust: Trust | None
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The files that a content names under `defaults`, relative to a folder, and the content itself."""
+    """Returns the files that a content names under `defaults`, relative to a folder, and then the content itself."""
     if trust is not None and not trust.everything:
         content = without_variables(content, trust, path)
         if "defaults" in content:
@@ -95,12 +96,12 @@ def _with_defaults(
         raise ConfigError(
             f"{path}: defaults has {shown(wrong[0])}; give a list of files, as paths relative to this one"
         )
-    parts = [part for name in defaults for part in _read((folder / str(name)).resolve(), chain, trust)]
-    return [*parts, (path, content)]
+    included = [file for name in defaults for file in _read((folder / str(name)).resolve(), chain, trust)]
+    return [*included, (path, content)]
 
 
 def _content(path: Path, includer: str) -> dict[str, Any]:
-    """The mapping in one file; `includer` begins the messages about a file that another one includes."""
+    """Reads the mapping in one file; `includer` begins the messages about an included file."""
     try:
         if path.is_dir():
             raise ConfigError(f"{includer}{path} is a folder; give a .yaml file in it")
@@ -129,7 +130,7 @@ def read_content(path: Path, includer: str = "", loader: type[UniqueKeys] = Uniq
         loader: `WrittenScalars` keeps the text of numbers and booleans.
 
     Raises:
-        ConfigError: It cannot be read, or is not YAML; says where.
+        ConfigError: It cannot be read, or is not YAML; the message names the position.
     """
     try:
         return read_yaml_file(path, loader)

@@ -1,4 +1,6 @@
-"""From files and overrides to one read-only, typed configuration. Every mistake is one message."""
+"""Configuration loading: from files and overrides to one read-only, typed configuration. Every mistake is reported in one
+message.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,17 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhpc.config.constraints import RANGES, Range, null_numbers
 from rlhpc.config.files import ConfigSource, read_files, source_name
-from rlhpc.config.keys import Schema, typed_value
-from rlhpc.config.merge import Layers, parse_override, reason
-from rlhpc.config.ranges import RANGES, Range, null_numbers
+from rlhpc.config.merge import ConfigLayers, parse_override, reason
+from rlhpc.config.schema import Schema, typed_value
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import apply_site, find_site
 from rlhpc.config.sweep import SWEEP, is_about_sweep, read_section
-from rlhpc.config.yaml_loader import ConfigDumper
-from rlhpc.runtime import environment_values
+from rlhpc.config.yaml_files import ConfigDumper
+from rlhpc.runtime import env_references
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.shown import shown
+from rlhpc.runtime.text import shown
 from rlhpc.runtime.trust import Trust
 
 #: Sections of a file in which an earlier version saved a run's configuration, with the keys of all kinds of run.
@@ -34,8 +36,8 @@ _ONCE_SAVED = frozenset(
 ALWAYS_SAVED = frozenset(
     ("run_dir", "max_epochs", "resume_dir", "save_reserve_s", "rendezvous_timeout_s", "step_timeout_s")
 )
-#: Keys that did nothing in some kinds of run, which had them once: saved configurations may still say them.
-_GONE = (
+#: Keys that had no effect in some task types and were removed there: saved configurations may still have them.
+_REMOVED_KEYS = (
     "algorithm.loss_type", "env.train.num_envs", "env.train.seed", "env.train.group_size", "env.train.auto_reset",
     "env.train.use_fixed_reset_state_ids", "env.train.use_rel_reward", "env.train.simulators",
     "env.train.simulator_timeout_s", "env.eval.auto_reset", "actor.lora.dropout", "data.train.name",
@@ -44,26 +46,26 @@ _GONE = (
 TASK = "runner.task_type"
 
 
-class Found(Protocol):
-    """What reading a configuration needs to know about a kind of run."""
+class TaskTypeInfo(Protocol):
+    """Facts about a task type that reading a configuration needs."""
 
     @property
     def schema(self) -> Schema:
-        """The keys that its configuration may have."""
+        """Schema of its configuration."""
 
     @property
     def ranges(self) -> Mapping[str, Range]:
-        """Key → the range of its number."""
+        """Range of each number, by key."""
 
     def whose(self, key: str) -> str:
-        """The complaint about a key that another kind of run has; empty if none has it."""
+        """Returns the complaint about a key that another task type has; empty if none has it."""
 
     def missing(self, cfg: Any) -> list[str]:
-        """Required keys that are not set."""
+        """Returns the required keys that are not set."""
 
 
-#: Finds the kind of run for a name and the file or override it is from; None for none was named.
-Finder = Callable[[str | None, str], Found]
+#: Finds the task type for a name and the file or override that set it; the name is None if it was not set.
+Finder = Callable[[str | None, str], TaskTypeInfo]
 
 
 def read_layers(
@@ -72,27 +74,27 @@ def read_layers(
     find: Finder,
     *,
     site: str | None = None,
-    theirs: Trust | None = None,
-) -> Layers:
+    trust: Trust | None = None,
+) -> ConfigLayers:
     """Reads a configuration; see `load_config`.
 
     Raises:
-        ConfigError: Names the file or override, the key, what was found, and what is allowed.
+        ConfigError: Names the file or override, the key, its value, and the allowed values.
     """
     name = source_name(config)
-    environment_values.watch()
-    files, overrides = _of_one_run(read_files(config, theirs), overrides, name)
+    env_references.watch()
+    files, overrides = _without_sweep(read_files(config, trust), overrides, name)
     task, origin = read_task_type(files, overrides)
-    if theirs is not None:
-        theirs.check({"runner": {"task_type": task}}, origin)  # before anything that it names is imported
+    if trust is not None:
+        trust.check({"runner": {"task_type": task}}, origin)  # before anything that it names is imported
     kind = find(task, origin)
-    layers = Layers(kind.schema, kind.whose, null_numbers({**RANGES, **kind.ranges}))
+    layers = ConfigLayers(kind.schema, kind.whose, null_numbers({**RANGES, **kind.ranges}))
     for source, content in files:
         layers.add(
-            _without_gone(content, kind.schema),
+            _without_removed_keys(content, kind.schema),
             source,
             lenient=set(content) >= _ONCE_SAVED,
-            variables=theirs is None or theirs.everything,
+            variables=trust is None or trust.everything,
         )
     for text in overrides:
         layers.override(text)
@@ -100,45 +102,45 @@ def read_layers(
     if site:
         apply_site(layers, find_site(site))
     require(layers, kind, name)
-    if theirs is not None:
-        theirs.check(OmegaConf.to_container(layers.cfg, resolve=True), name)
+    if trust is not None:
+        trust.check(OmegaConf.to_container(layers.cfg, resolve=True), name)
     return layers
 
 
-def _of_one_run(
+def _without_sweep(
     files: Sequence[tuple[str, Any]], overrides: Sequence[str], source: str
 ) -> tuple[list[tuple[str, Any]], list[str]]:
-    """The files and overrides without what they say about a sweep, where it is taken back (`sweep=null`)."""
+    """Returns files and overrides without their sweep sections, for a configuration whose sweep is removed (`sweep=null`)."""
     if read_section(files, overrides) is not None:
         raise ConfigError(
             f"{source}: it is a sweep of several runs (section {SWEEP}), which rlhpc run and the workflow take, and rlhpc "
             f"plan, status, cancel and compare; {SWEEP}=null makes the single run of the rest of it"
         )
-    kept = [
+    run_files = [
         (name, {key: value for key, value in content.items() if key != SWEEP} if SWEEP in content else content)
         for name, content in files
     ]
-    return kept, [text for text in overrides if not is_about_sweep(text)]
+    return run_files, [text for text in overrides if not is_about_sweep(text)]
 
 
-def _without_gone(content: Any, schema: Schema) -> Any:
-    """A saved configuration without the keys that this kind of run no longer has; any other as it is."""
+def _without_removed_keys(content: Any, schema: Schema) -> Any:
+    """Returns a saved configuration without the keys that this task type no longer has; any other configuration unchanged."""
     runner = content.get("runner") if isinstance(content, dict) else None
     if not isinstance(runner, dict) or not set(runner) >= ALWAYS_SAVED:
         return content
-    kept = copy.deepcopy(content)
-    for key in _GONE:
+    remaining = copy.deepcopy(content)
+    for key in _REMOVED_KEYS:
         *path, last = key.split(".")
-        section: Any = kept
+        section: Any = remaining
         for part in path:
             section = section.get(part) if isinstance(section, dict) else None
         if isinstance(section, dict) and key not in schema:
             section.pop(last, None)
-    return kept
+    return remaining
 
 
 def read_task_type(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -> tuple[str | None, str]:
-    """Returns `runner.task_type`, which decides what keys there are, and the source that set it.
+    """Returns `runner.task_type`, which decides which keys exist, and the source that set it.
 
     Raises:
         ConfigError: It is not a text.
@@ -157,11 +159,11 @@ def read_task_type(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -
     return task, origin
 
 
-def require(layers: Layers, kind: Found, source: str) -> None:
-    """Refuses missing required values, and `${...}` that lead nowhere.
+def require(layers: ConfigLayers, kind: TaskTypeInfo, source: str) -> None:
+    """Raises an error for missing required values and for `${...}` references that cannot be resolved.
 
     Raises:
-        ConfigError: Names the first.
+        ConfigError: Names the first of them.
     """
     cfg = layers.cfg
     try:
@@ -182,28 +184,28 @@ def require(layers: Layers, kind: Found, source: str) -> None:
 
 
 def config_to_yaml(cfg: object) -> str:
-    """The resolved configuration as YAML; `load_config` reads it back to the same.
+    """Formats the resolved configuration as YAML; `load_config` reads it back to the same configuration.
 
-    Values from the environment (`${oc.env:…}`) stay as they were written: they may be secrets, and a run that is started
-    again reads its own.
+    Values from the environment (`${oc.env:…}`) stay as they were written: they may be secrets, and a restarted run reads them
+    from its own environment.
     """
-    content = OmegaConf.to_container(OmegaConf.create(environment_values.to_plain(cfg)))
+    content = OmegaConf.to_container(OmegaConf.create(env_references.to_plain(cfg)))
     text: str = yaml.dump(content, Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
     return text
 
 
 def total_steps(cfg: RunConfig) -> int:
-    """Steps of the whole run: `runner.max_steps`, or `runner.max_epochs` if that is -1."""
+    """Returns the steps of the complete run: `runner.max_steps`, or `runner.max_epochs` if that is -1."""
     steps = cfg.runner.max_steps
     return steps if steps >= 0 else cfg.runner.max_epochs
 
 
 def segment_end(total: int, segment: int, segments: int) -> int:
-    """The step at which a segment ends."""
+    """Returns the step at which a segment ends."""
     return math.ceil(total * (segment + 1) / segments)
 
 
 def segment_ends(cfg: RunConfig) -> list[int]:
-    """The step at which each of the run's segments ends, as planned."""
+    """Returns the planned last step of each segment of the run."""
     count = cfg.runner.segments
     return [segment_end(total_steps(cfg), k, count) for k in range(count)]

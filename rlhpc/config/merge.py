@@ -1,4 +1,4 @@
-"""The layers of a configuration, put on top of each other: each key is checked, and its source remembered."""
+"""Merging of configuration layers: each key is checked, and its source is recorded."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.keys import Schema, element_of, fields_of, typed_value, with_variables, words_of
+from rlhpc.config.schema import Schema, element_of, fields_of, typed_value, with_variables, words_of
 from rlhpc.config.typed import untouched
-from rlhpc.config.yaml_loader import Scalar, WrittenScalars
+from rlhpc.config.yaml_files import Scalar, WrittenScalars
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import read_yaml
-from rlhpc.runtime.shown import cut, first_line, shown
+from rlhpc.runtime.files import read_yaml
+from rlhpc.runtime.text import cut, first_line, shown
 
-#: Says which kind of run has a key that this configuration may not have; empty if none.
+#: Returns a message that names the task type of a key that this configuration may not have; empty if none has it.
 Whose = Callable[[str], str]
 
 
-class Layers:
-    """A configuration that grows layer by layer.
+class ConfigLayers:
+    """Configuration that is merged layer by layer.
 
     Args:
         schema: Its keys.
-        whose: Makes the complaint about a key of another kind of configuration.
+        whose: Formats the complaint about a key of another task type.
         null_numbers: Key → the number that null stands for.
 
     Attributes:
@@ -45,19 +45,23 @@ class Layers:
         self.sources: dict[str, str] = {}
         self.element_keys: dict[str, list[set[str]]] = {}
 
-    def copy(self) -> Layers:
-        """A copy that grows independently."""
-        other = copy.copy(self)
-        other.cfg, other.sources, other.element_keys = self.cfg.copy(), dict(self.sources), dict(self.element_keys)
-        return other
+    def copy(self) -> ConfigLayers:
+        """Returns a copy to which layers can be added independently."""
+        duplicate = copy.copy(self)
+        duplicate.cfg, duplicate.sources, duplicate.element_keys = (
+            self.cfg.copy(),
+            dict(self.sources),
+            dict(self.element_keys),
+        )
+        return duplicate
 
     def add(self, content: Any, source: str, *, lenient: bool = False, variables: bool = True) -> None:
-        """Puts a file's content, or an override's, on top.
+        """Merges a file's content, or an override's, on top.
 
         Args:
             content: Nested mappings.
             source: Where it is from, for messages.
-            lenient: Leave out unknown keys: an earlier version wrote the file, with the keys of all kinds of run.
+            lenient: Ignore unknown keys: an earlier version wrote the file, with the keys of all task types.
             variables: Let paths name environment variables, `$NAME`.
 
         Raises:
@@ -70,7 +74,7 @@ class Layers:
         if variables:
             content = with_variables(content, self.schema.root)
         if lenient:
-            content = _known(content, self.schema.root)
+            content = _select_known(content, self.schema.root)
         self._check(content, self.schema.root, "", source)
         for path, node, value in self._leaves(content):
             self.sources[path] = source
@@ -84,7 +88,7 @@ class Layers:
                     self.element_keys[path] = [{*item} if isinstance(item, dict) else set() for item in value]
                     value = [_structured(item, cls, f"{path}[{index}]", source) for index, item in enumerate(value)]
                 if path in self.schema.open and isinstance(value, dict):
-                    # A later file replaces such a mapping as a whole, because its keys are the user's own.
+                    # A later file replaces the complete mapping, because the user chooses its keys.
                     OmegaConf.update(self.cfg, node, value, merge=False)
                 else:
                     OmegaConf.update(self.cfg, node, value, merge=isinstance(value, dict))
@@ -93,7 +97,7 @@ class Layers:
                 raise ConfigError(f"{source}: {path} is {words}; it must be {name}{why}") from None
 
     def override(self, text: str) -> None:
-        """Puts `a.b=c` on top.
+        """Merges `a.b=c` on top.
 
         Raises:
             ConfigError: It does not have this form, or is not allowed.
@@ -102,7 +106,7 @@ class Layers:
         self.set(key, value, f"override {shown(text)}")
 
     def set(self, key: str, value: Any, source: str) -> None:
-        """Puts a value on top at a dotted key.
+        """Sets a value at a dotted key, on top of the layers so far.
 
         Raises:
             ConfigError: It is not allowed.
@@ -112,45 +116,45 @@ class Layers:
     def _nested(self, key: str, value: Any, source: str) -> dict[str, Any]:
         """Returns a nested mapping with the value at the key.
 
-        Within a mapping whose keys are the user's own (`env.train.kwargs.x=1`), it is that mapping with one entry changed.
+        Within a mapping whose keys the user chooses (`env.train.kwargs.x=1`), returns that mapping with one entry changed.
         """
         parent = next((path for path in self.schema.open if key.startswith(f"{path}.")), None)
         if parent is None:
             return _nest(key.split("."), value)
-        own = key.removeprefix(f"{parent}.")
-        if not all(part.strip() for part in own.split(".")):
+        subkey = key.removeprefix(f"{parent}.")
+        if not all(part.strip() for part in subkey.split(".")):
             raise ConfigError(f"{source}: {cut(key)} has an empty part; write {parent}.name=value")
         node = OmegaConf.select(self.cfg, parent)
         entries = typing.cast(dict[str, Any], OmegaConf.to_container(node) if node else {})
         if parent == "cluster.component_placement":
-            entries = _placed(entries, own, value)
+            entries = _placed(entries, subkey, value)
         elif parent == "sweep.grid":
-            entries[own] = value  # its keys are dotted themselves
+            entries[subkey] = value  # its keys are dotted themselves
         else:
-            *path, last = own.split(".")
-            at = entries
+            *path, last = subkey.split(".")
+            branch = entries
             for part in path:
-                if not isinstance(at.get(part), dict):
-                    at[part] = {}
-                at = at[part]
-            at[last] = value
+                if not isinstance(branch.get(part), dict):
+                    branch[part] = {}
+                branch = branch[part]
+            branch[last] = value
         return _nest(parent.split("."), entries)
 
     def _check(self, content: Any, cls: type, prefix: str, source: str) -> None:
-        """Refuses unknown keys, naming the nearest valid one, and wrong shapes."""
-        known = fields_of(cls)
+        """Raises an error for unknown keys, naming the nearest valid one, and for wrong shapes."""
+        fields = fields_of(cls)
         if not isinstance(content, dict):
             raise ConfigError(
-                f"{source}: {prefix.rstrip('.')} is {shown(content)}; it is a section with the keys {', '.join(known)}"
+                f"{source}: {prefix.rstrip('.')} is {shown(content)}; it is a section with the keys {', '.join(fields)}"
             )
         for key, value in content.items():
             path = f"{prefix}{key}"
-            if key not in known:
+            if key not in fields:
                 if whose := self._whose(path):
                     raise ConfigError(f"{source}: {path} {whose}")
-                hint = self.schema.nearest(str(key), known, prefix)
-                raise ConfigError(f"{source}: unknown key {cut(path)}; {hint}allowed here: {', '.join(known)}")
-            kind = known[key]
+                hint = self.schema.nearest(str(key), fields, prefix)
+                raise ConfigError(f"{source}: unknown key {cut(path)}; {hint}allowed here: {', '.join(fields)}")
+            kind = fields[key]
             if dataclasses.is_dataclass(kind) and isinstance(kind, type):
                 self._check(value, kind, f"{path}.", source)
             elif (element := element_of(kind)) is not None:
@@ -173,7 +177,7 @@ class Layers:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Splits `key=value`; the value is YAML, with its scalars as written.
+    """Splits `key=value`; the value is YAML, and its scalars keep their text.
 
     Raises:
         ConfigError: It is not of this form.
@@ -191,7 +195,9 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def _written_value(text: str) -> Any:
-    """Reads an override's value. A value without quotes, list or mapping is the whole text: it has no comment and no lines."""
+    """Reads an override's value. A value without quotes, list or mapping is taken as text in full, without comments or line
+    breaks.
+    """
     value, node = read_yaml(text, WrittenScalars), yaml.compose(text, WrittenScalars)
     if node is not None and (not isinstance(node, yaml.ScalarNode) or node.style is not None or text[0] in "!&"):
         return value
@@ -201,26 +207,28 @@ def _written_value(text: str) -> Any:
 
 
 def reason(error: OmegaConfBaseException) -> str:
-    """OmegaConf's complaint, in one line."""
+    """Returns OmegaConf's complaint in one line."""
     return cut(first_line(error), 200)
 
 
-def _known(content: Any, cls: Any) -> Any:
-    """The part of a mapping for which a dataclass has fields."""
+def _select_known(content: Any, cls: Any) -> Any:
+    """Returns the part of a mapping for which a dataclass has fields."""
     if not isinstance(content, dict) or not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         return content
     fields = fields_of(cls)
-    kept = {}
+    selected = {}
     for key, value in content.items():
         if key in fields:
             element = element_of(fields[key])
             listed = element is not None and isinstance(value, list)
-            kept[key] = [_known(item, element) for item in value] if listed else _known(value, fields[key])
-    return kept
+            selected[key] = (
+                [_select_known(item, element) for item in value] if listed else _select_known(value, fields[key])
+            )
+    return selected
 
 
 def _structured(item: dict[str, Any], cls: type, where: str, source: str) -> DictConfig:
-    """One element of a list of sections, typed."""
+    """Returns one element of a list of sections, typed."""
     section = untouched(cls)
     fields = fields_of(cls)
     for key, value in item.items():
@@ -241,10 +249,10 @@ def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def _placed(placement: dict[str, Any], components: str, value: Any) -> dict[str, Any]:
-    """A placement with some components moved: `env=1` takes env out of `actor,rollout,env: 0`."""
+    """Returns a placement with some components moved: `env=1` removes env from `actor,rollout,env: 0`."""
     moved = {name.strip() for name in components.split(",")}
-    kept = {}
-    for names, place in placement.items():
-        if left := [name.strip() for name in str(names).split(",") if name.strip() not in moved]:
-            kept[",".join(left)] = place
-    return {**kept, components: value}
+    placed = {}
+    for names, ranks in placement.items():
+        if remaining := [name.strip() for name in str(names).split(",") if name.strip() not in moved]:
+            placed[",".join(remaining)] = ranks
+    return {**placed, components: value}

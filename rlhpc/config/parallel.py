@@ -1,4 +1,4 @@
-"""How many ranks divide what: the sizes of `actor.parallel`, worked out for a number of ranks."""
+"""Mesh sizes of a trained model: the sizes of `actor.parallel`, computed for a number of ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 #: Backends that divide weights evenly over all ranks, or not at all.
-_WHOLE = frozenset({"local", "deepspeed"})
+_UNDIVIDED = frozenset({"local", "deepspeed"})
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The sizes of a mesh of ranks. Rank r is at the place that r has in the row-major order of (replicate, shard, context,
-    tensor); the `context × tensor` neighbours of a *block* see the same samples.
+class MeshSizes:
+    """Sizes of a mesh of ranks. Rank r has the coordinates of r in the row-major order of (replicate, shard, context, tensor);
+    the `context × tensor` neighbours of a *block* train on the same samples.
 
     Attributes:
         replicate, shard, context, tensor: Their product is the number of ranks.
@@ -33,8 +33,8 @@ class Sizes:
     expert: int = 1
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, ranks: int, key: str = "actor.parallel") -> Sizes:
-        """Sizes for so many ranks.
+    def of(cls, parallel: ParallelConfig, ranks: int, key: str = "actor.parallel") -> MeshSizes:
+        """Returns the sizes for a number of ranks.
 
         Args:
             parallel: The section.
@@ -44,23 +44,23 @@ class Sizes:
         Raises:
             ConfigError: They do not fit the ranks, or each other.
         """
-        given = {name: getattr(parallel, name) for name in ("replicate", "context", "tensor", "expert")}
-        for name, size in {**given, "shard": parallel.shard}.items():
+        sizes = {name: getattr(parallel, name) for name in ("replicate", "context", "tensor", "expert")}
+        for name, size in {**sizes, "shard": parallel.shard}.items():
             if size is not None and size < 1:
                 raise ConfigError(f"{key}.{name} is {size}; it must be at least 1")
-        expert = given.pop("expert")
-        others, shard = math.prod(given.values()), parallel.shard
-        named = " × ".join(f"{name} {size}" for name, size in given.items())
+        expert = sizes.pop("expert")
+        fixed, shard = math.prod(sizes.values()), parallel.shard
+        named = " × ".join(f"{name} {size}" for name, size in sizes.items())
         if shard is None:
-            if ranks % others:
-                raise ConfigError(f"{key}: {named} = {others} does not divide the group's {ranks} ranks")
-            shard = ranks // others
-        elif shard * others != ranks:
+            if ranks % fixed:
+                raise ConfigError(f"{key}: {named} = {fixed} does not divide the group's {ranks} ranks")
+            shard = ranks // fixed
+        elif shard * fixed != ranks:
             raise ConfigError(
-                f"{key}: {named} × shard {shard} = {shard * others}, but the group has {ranks} ranks; change a size, or leave "
+                f"{key}: {named} × shard {shard} = {shard * fixed}, but the group has {ranks} ranks; change a size, or leave "
                 "shard null for what the others leave"
             )
-        tensor, within = given["tensor"], ranks // given["replicate"]
+        tensor, within = sizes["tensor"], ranks // sizes["replicate"]
         if within % expert:
             raise ConfigError(f"{key}.expert({expert}) does not divide shard × context × tensor ({within})")
         if expert > 1 and expert % tensor and tensor % expert:
@@ -68,7 +68,7 @@ class Sizes:
                 f"{key}.expert({expert}) and tensor({tensor}): one of them must divide the other, or experts would be shared "
                 "by parts of tensor groups"
             )
-        return cls(given["replicate"], shard, given["context"], tensor, expert)
+        return cls(sizes["replicate"], shard, sizes["context"], tensor, expert)
 
     @property
     def ranks(self) -> int:
@@ -82,36 +82,36 @@ class Sizes:
 
     @property
     def data(self) -> int:
-        """How many blocks there are: ways to share out samples."""
+        """Number of blocks, over which samples are divided."""
         return self.replicate * self.shard
 
     def data_of(self, rank: int) -> int:
-        """Which block a rank is in: the *data coordinate*, by which samples are dealt."""
+        """Returns the block of a rank: its *data coordinate*, by which samples are distributed."""
         return rank // self.block
 
     def lane_of(self, rank: int) -> int:
-        """Which place it has there; the first, 0, speaks for the block where something is summed over all ranks."""
+        """Returns the position of a rank in its block; position 0 counts for the block in sums over all ranks."""
         return rank % self.block
 
     def first_of(self, data: int) -> int:
-        """The first rank of a block."""
+        """Returns the first rank of a block."""
         return data * self.block
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's place along each of replicate, shard, context and tensor."""
-        found = dict[str, int]()
+        """Returns the rank's coordinates along replicate, shard, context and tensor."""
+        coordinates = dict[str, int]()
         for name in ("tensor", "context", "shard", "replicate"):
-            rank, found[name] = divmod(rank, getattr(self, name))
-        return found
+            rank, coordinates[name] = divmod(rank, getattr(self, name))
+        return coordinates
 
     @property
     def plain(self) -> bool:
-        """Whether all ranks share everything out evenly, and nothing else: what backends without a mesh do."""
+        """True if all ranks only divide samples evenly, as backends without a mesh do."""
         return self.replicate == self.block == self.expert == 1
 
 
 class Trained(Protocol):
-    """A section that something is trained by."""
+    """Configuration section of a trained model."""
 
     @property
     def training_backend(self) -> str:
@@ -119,42 +119,42 @@ class Trained(Protocol):
 
     @property
     def parallel(self) -> ParallelConfig:
-        """What is divided over which ranks."""
+        """Sizes of the mesh over which the model is divided."""
 
 
-def check_parallel(section: Trained, ranks: int, key: str, *, layers: bool = True) -> Sizes:
-    """The sizes of a section for so many ranks.
+def check_parallel(section: Trained, ranks: int, key: str, *, layers: bool = True) -> MeshSizes:
+    """Returns the mesh sizes of a section for a number of ranks.
 
     Args:
         section: `actor`, or another of its form.
-        ranks: Of its group.
+        ranks: Ranks of its group.
         key: What messages call it.
-        layers: Whether it may train a model whose layers can be divided.
+        layers: True if it may train a model whose layers can be divided.
 
     Raises:
-        ConfigError: They do not fit, or nobody divides by them.
+        ConfigError: The sizes do not fit the ranks, or the backend cannot divide by them.
     """
-    sizes = Sizes.of(section.parallel, ranks, f"{key}.parallel")
-    if not sizes.plain and section.training_backend.lower() in _WHOLE:
+    sizes = MeshSizes.of(section.parallel, ranks, f"{key}.parallel")
+    if not sizes.plain and section.training_backend.lower() in _UNDIVIDED:
         raise ConfigError(undivided(key, section.training_backend, sizes))
     if not layers and (sizes.block > 1 or sizes.expert > 1):
         raise ConfigError(policy_undivided(key, sizes))
     return sizes
 
 
-def undivided(key: str, backend: str, sizes: Sizes) -> str:
-    """What a message says of sizes that a backend does not divide by."""
-    asked = [name for name in ("replicate", "context", "tensor", "expert") if getattr(sizes, name) > 1]
+def undivided(key: str, backend: str, sizes: MeshSizes) -> str:
+    """Formats the message about sizes by which a backend does not divide."""
+    dims = [name for name in ("replicate", "context", "tensor", "expert") if getattr(sizes, name) > 1]
     return (
-        f"{key}.parallel.{asked[0]} is {getattr(sizes, asked[0])}: only {key}.training_backend=fsdp divides a model so; "
+        f"{key}.parallel.{dims[0]} is {getattr(sizes, dims[0])}: only {key}.training_backend=fsdp divides a model so; "
         f"{backend} takes 1"
     )
 
 
-def policy_undivided(key: str, sizes: Sizes) -> str:
-    """What a message says of sizes for a module whose layers nobody has a plan for."""
-    asked = next(name for name in ("context", "tensor", "expert") if getattr(sizes, name) > 1)
+def policy_undivided(key: str, sizes: MeshSizes) -> str:
+    """Formats the message about sizes for a module whose layers have no parallel plan."""
+    dim = next(name for name in ("context", "tensor", "expert") if getattr(sizes, name) > 1)
     return (
-        f"{key}.parallel.{asked}({getattr(sizes, asked)}) is for language models, whose layers transformers has plans for; "
+        f"{key}.parallel.{dim}({getattr(sizes, dim)}) is for language models, whose layers transformers has plans for; "
         "this kind of policy is divided by shard and replicate alone: set it to 1"
     )

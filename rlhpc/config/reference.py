@@ -1,4 +1,4 @@
-"""The reference of all configuration keys, as a Markdown page."""
+"""Reference page of all configuration keys, in Markdown."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
-from rlhpc.config.keys import element_of, fields_of, words_of
-from rlhpc.config.ranges import ANY, RANGES, Range
+from rlhpc.config.constraints import ANY, RANGES, Range
+from rlhpc.config.schema import element_of, fields_of, words_of
 
 _HEAD = """# Configuration keys
 
@@ -38,7 +38,7 @@ class _Row(NamedTuple):
 
 
 def _docs(cls: type) -> dict[str, str]:
-    """The docstring under each field, including those of base classes."""
+    """Returns the docstring under each field, including those of base classes."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
@@ -64,40 +64,40 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def _sections(cls: type, prefix: str, ranges: Mapping[str, Range]) -> dict[str, tuple[str, list[_Row]]]:
-    """Section → its description and rows, those below it after it."""
-    own: list[_Row] = []
-    found = {prefix.rstrip("."): ((cls.__doc__ or "").strip(), own)} if prefix else {}
+    """Returns section → its description and rows; subsections follow their section."""
+    rows: list[_Row] = []
+    sections = {prefix.rstrip("."): ((cls.__doc__ or "").strip(), rows)} if prefix else {}
     kinds, docs = fields_of(cls), _docs(cls)
     for field in dataclasses.fields(cls):
         kind, key = kinds[field.name], f"{prefix}{field.name}"
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            found |= _sections(kind, f"{key}.", ranges)
+            sections |= _sections(kind, f"{key}.", ranges)
             continue
         if (element := element_of(kind)) is not None:
-            found |= _sections(element, f"{key}[].", ranges)
+            sections |= _sections(element, f"{key}[].", ranges)
             name = f"list of `{key}[]`"
         else:
             name = words_of(kind).replace("|", "or")
         allowed = ranges.get(key, ANY).short()
         row = _Row(key, f"{name}, {allowed}" if allowed else name, _default(field), docs.get(field.name, ""))
         if prefix or element is None:
-            own.append(row)
+            rows.append(row)
         else:  # a list of sections that is in none
-            found[f"{key}[]"][1].insert(0, row)
-    return found
+            sections[f"{key}[]"][1].insert(0, row)
+    return sections
 
 
 def _head(section: str) -> str:
-    """The part of the file that a section belongs to: `data` for `data.eval[]`."""
+    """Returns the part of the file that a section belongs to: `data` for `data.eval[]`."""
     return section.split(".")[0].split("[")[0]
 
 
-def render(kinds: Mapping[str, tuple[type, Mapping[str, Range]]], beside: Mapping[str, type]) -> str:
-    """Renders the page.
+def render(kinds: Mapping[str, tuple[type, Mapping[str, Range]]], other_files: Mapping[str, type]) -> str:
+    """Formats the page.
 
     Args:
-        kinds: Name of each kind of run → its configuration's dataclass, and what its numbers may be.
-        beside: Sections of files that are no part of a run's configuration, by name.
+        kinds: Name of each task type → its configuration's dataclass, and the ranges of its numbers.
+        other_files: Sections of files that are not part of a run's configuration, by name.
     """
     pages = {name: _sections(cls, "", {**RANGES, **ranges}) for name, (cls, ranges) in kinds.items()}
     order = {section: None for page in pages.values() for section in page}
@@ -116,8 +116,8 @@ def render(kinds: Mapping[str, tuple[type, Mapping[str, Range]]], beside: Mappin
         for row in sorted(rows, key=lambda row: [other.key for other in rows].index(row.key)):
             where = "" if len(rows[row]) == len(having) else ", ".join(rows[row])
             lines.append(f"| `{row.key}` | {row.type} | {row.default} | {where} | {row.meaning} |")
-    for name, cls in beside.items():
-        [(description, own)] = _sections(cls, f"{name}.", {}).values()
+    for name, cls in other_files.items():
+        [(description, section_rows)] = _sections(cls, f"{name}.", {}).values()
         lines += [f"\n## {name}\n", f"{description}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
-        lines += [f"| `{row.key}` | {row.type} | {row.default} | {row.meaning} |" for row in own]
+        lines += [f"| `{row.key}` | {row.type} | {row.default} | {row.meaning} |" for row in section_rows]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Sections that kinds of run have in common. The docstring under a field is its entry in the reference."""
+"""Configuration sections that task types have in common. The docstring under a field is its entry in the reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhpc.runtime.cluster_config import ClusterConfig
 
 @dataclass
 class LoggerConfig:
-    """Where metrics go, besides `metrics.jsonl`."""
+    """Destinations of metrics, besides `metrics.jsonl`."""
 
     logger_backends: list[str] = field(default_factory=lambda: ["jsonl", "tensorboard"])
     """`jsonl` (always written), `tensorboard`, `wandb`, `mlflow`, `swanlab`, `trackio`, the name of an entry point of group
@@ -23,7 +23,7 @@ class LoggerConfig:
 
 @dataclass
 class RunnerConfig:
-    """The loop: how long, what is kept, when it is evaluated."""
+    """Training loop: length, checkpoints and evaluation."""
 
     task_type: str = "embodied"
     """Which runner: `embodied`, `off_policy` (SAC), `bc` (an embodied policy from demonstrations), `reasoning` (language
@@ -35,42 +35,42 @@ class RunnerConfig:
     seed: int = 1
     """Seed of everything that is random."""
     max_steps: int = -1
-    """Training steps (one rollout and update each); -1 takes `max_epochs`."""
+    """Training steps (one rollout and update each); -1 uses `max_epochs`."""
     max_epochs: int = 1
     """Training steps if `max_steps` is -1."""
     save_interval: int = -1
     """Steps between checkpoints; -1 saves only at the end of each segment."""
     async_save: bool = True
-    """Train on while a checkpoint's large files are written, from copies in host memory; where there is no room for those, the
-    run stands still for it. false always stands still."""
+    """Continue training while a checkpoint's large files are written, from copies in host memory; where the copies do not fit,
+    the run pauses for the write. false always pauses."""
     keep_checkpoints: int = 3
     """How many of the newest checkpoints are kept, besides the best one (`keep_best`) and those that end a segment; 0 keeps
     all."""
     keep_best: str | None = None
     """Metric of the evaluations during training, such as `eval/accuracy` or `eval/loss`. Each step that is the best so far is
-    saved, and the best one is kept besides the newest (`checkpoints/best`). Less of a loss or an error is better. null keeps
-    track of none."""
+    saved, and the best one is kept besides the newest (`checkpoints/best`). A smaller loss or error is better. null tracks
+    no metric."""
     patience: int = 0
-    """Evaluations in a row without a better `keep_best` after which the run ends; 0 for no such end."""
+    """Evaluations in a row without a better `keep_best` after which the run ends; 0 never ends the run early."""
     resume_dir: str | None = None
-    """null starts fresh, `auto` takes the run's newest intact checkpoint, and a path takes that one."""
+    """null starts fresh, `auto` loads the run's newest intact checkpoint, and a path loads that checkpoint."""
     segments: int = 1
-    """Number of jobs that the run is cut into; each starts from the last checkpoint of the previous one."""
+    """Number of jobs that the run is split into; each starts from the last checkpoint of the previous one."""
     max_restarts: int = 2
     """Restarts of a submitted run after a rank, a step, a node or the driver was killed, in a row without a new
     checkpoint in between, before it gives up."""
     on_nonfinite: str = "stop"
-    """What to do if a number is not finite (in an observation, a reward, a log-probability, a loss or a gradient): `stop`
+    """Reaction to a number that is not finite (in an observation, a reward, a log-probability, a loss or a gradient): `stop`
     ends the run and says where it came from; `skip` leaves out those samples, or that optimizer step, and counts them, but
     ends the run after ten steps in a row. Neither commits weights that are not finite."""
     save_reserve_s: float = 60.0
-    """Least time kept for a last save before the job's walltime ends; more where earlier saves took more than half of it."""
+    """Minimum time for a last save before the job's walltime ends; more if earlier saves took more than half of it."""
     rendezvous_timeout_s: float = 300.0
     """Seconds within which all processes of a group must have started."""
     step_timeout_s: float = 1800.0
     """Seconds after which any wait within a step gives up."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-    """Where metrics go."""
+    """Destinations of metrics."""
 
 
 @dataclass
@@ -106,16 +106,17 @@ class FsdpConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the ranks of a trained model divide it and its data, with `training_backend: fsdp`. The product of all sizes but
-    `expert` is the number of ranks."""
+    """Division of a trained model and its data over ranks, with `training_backend: fsdp`. The product of all sizes but
+    `expert` is the number of ranks.
+    """
 
     replicate: int = 1
     """Copies of the sharded weights (HSDP): between nodes only gradients are summed, and weights are gathered within one."""
     shard: int | None = None
-    """Ranks that each keep a part of weights, gradients and optimizer, and train on other data; null takes the ranks that the
-    other sizes leave."""
+    """Ranks that each hold a shard of weights, gradients and optimizer state, and train on different data; null uses the ranks
+    that the other sizes leave."""
     context: int = 1
-    """Ranks that share the tokens of a row (Ulysses). Language models that read rows without padding."""
+    """Ranks that share the tokens of a packed sequence (Ulysses). Language models that train without padding."""
     tensor: int = 1
     """Ranks that share each layer's matrices, after the plan that transformers has for the model. Language models."""
     expert: int = 1
@@ -157,20 +158,20 @@ class OptimConfig:
 
 @dataclass
 class WeightSyncConfig:
-    """How weights travel from the actor to the rollout ranks; part of section `rollout`."""
+    """Weight sync from the actor to the rollout ranks; part of section `rollout`."""
 
     weight_sync: str = "auto"
-    """What carries weights from the actor: `auto`, `broadcast`, `shards` (language models: each rank sends what it holds to
-    the ranks that want it, and nobody gathers; through the host, or by NCCL where each has an accelerator of its own), as
-    `auto` but always by one road (`host`, `ipc`, `nccl`, `gloo`), a registered name, or `module:Class`."""
+    """Method that sends weights from the actor: `auto`, `broadcast`, `shards` (language models: each rank sends its shards to
+    the ranks that need them, without a gather; through the host, or by NCCL where each has its own accelerator), as
+    `auto` but always over one transport (`host`, `ipc`, `nccl`, `gloo`), a registered name, or `module:Class`."""
     weight_delta: str = "frozen"
-    """What an update leaves out: `frozen` (weights that are not trained travel once a rollout rank), `elements` (also whatever
-    has not changed, element by element; costs the actor a copy of the weights), or `off` (nothing)."""
+    """Weights that an update omits: `frozen` (weights that are not trained are sent once to each rollout rank), `elements`
+    (also all unchanged elements; costs the actor a copy of the weights), or `off` (none)."""
 
 
 @dataclass
 class JobConfig:
-    """What a workflow rule's Slurm jobs ask for, other than training."""
+    """Resources of a workflow rule's Slurm jobs, other than training."""
 
     partition: str | None = II("cluster.partition")
     """Slurm partition."""
@@ -192,25 +193,25 @@ class JobConfig:
 
 @dataclass
 class WorkflowConfig:
-    """What the Snakemake rules do with a run."""
+    """Snakemake workflow of a run."""
 
     eval_suites: list[str] = field(default_factory=lambda: ["default"])
     """Evaluation suites; each checkpoint is evaluated on every one."""
     suites: dict[str, list[str]] = field(default_factory=dict)
-    """Suite → what it changes in an embodied run's configuration, as `key=value`: another task, other seeds."""
+    """Suite → its changes to an embodied run's configuration, as `key=value`: another task, other seeds."""
     eval_job: JobConfig = field(default_factory=JobConfig)
-    """What the jobs of evaluations ask for."""
+    """Resources of the jobs of evaluations."""
     convert_job: JobConfig = field(default_factory=lambda: JobConfig(mem="8G"))
-    """What the jobs of exports ask for."""
+    """Resources of the jobs of exports."""
 
 
 @dataclass
 class RunConfig:
-    """What every run has; a kind of run adds its own sections."""
+    """Sections of every run; each kind of run adds its own sections."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """The machines of the run, and which component runs where."""
     runner: RunnerConfig = field(default_factory=RunnerConfig)
-    """The loop: how long it goes on, and what is saved."""
+    """Training loop: length, checkpoints and evaluation."""
     workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
-    """What the Snakemake rules do with a run."""
+    """Snakemake workflow of a run."""

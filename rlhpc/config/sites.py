@@ -1,4 +1,4 @@
-"""Site files: the values that a cluster fills in for configurations."""
+"""Site files: values that a cluster fills in for configurations."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc import share
 from rlhpc.config.files import read_files
-from rlhpc.config.keys import Schema
-from rlhpc.config.merge import Layers, reason
+from rlhpc.config.merge import ConfigLayers, reason
+from rlhpc.config.schema import Schema
 from rlhpc.config.sections import JobConfig
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.lookup import meant
-from rlhpc.runtime.shown import shown
+from rlhpc.runtime.plugins import meant
+from rlhpc.runtime.text import shown
 
 
 @dataclass
 class SiteJobs:
-    """What a site says about jobs other than training."""
+    """Job resources of a site, for jobs other than training."""
 
     eval_job: JobConfig = field(default_factory=JobConfig)
     convert_job: JobConfig = field(default_factory=lambda: JobConfig(mem="8G"))
@@ -31,14 +31,16 @@ class SiteJobs:
 
 @dataclass
 class SiteConfig:
-    """The sections of a site file."""
+    """Sections of a site file."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     workflow: SiteJobs = field(default_factory=SiteJobs)
 
 
 def site_folders() -> list[Path]:
-    """Where a site is looked for by name: below the working directory, this project, the user's and the system's."""
+    """Returns the folders in which a site is searched by name: below the working directory, this project, the user's and the
+    system's.
+    """
     home = expand_home(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
     system = [Path(p) for p in os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":") if p]
     here = [Path("configs/site"), share.path("configs", "site")]
@@ -46,10 +48,10 @@ def site_folders() -> list[Path]:
 
 
 def find_site(name: str) -> Path:
-    """The site file of a cluster.
+    """Returns the site file of a cluster.
 
     Raises:
-        ConfigError: There is no site of that name; lists those there are.
+        ConfigError: No site has that name; the message lists the existing sites.
     """
     location = expand_home(name)
     if location.suffix in (".yaml", ".yml") or len(location.parts) > 1:
@@ -57,17 +59,17 @@ def find_site(name: str) -> Path:
             return location
         raise ConfigError(f"no site file {location}")
     for folder in site_folders():
-        if (found := folder / f"{name}.yaml").is_file():
-            return found
-    there = sorted({path.stem for folder in site_folders() for path in folder.glob("*.yaml")})
+        if (site_file := folder / f"{name}.yaml").is_file():
+            return site_file
+    site_names = sorted({path.stem for folder in site_folders() for path in folder.glob("*.yaml")})
     raise ConfigError(
-        f"no site {shown(name)}; {meant(name, there)}there are: {', '.join(there) or 'none'} "
+        f"no site {shown(name)}; {meant(name, site_names)}there are: {', '.join(site_names) or 'none'} "
         f"(looked in {', '.join(str(folder) for folder in site_folders())})"
     )
 
 
 def load_site(name: str) -> DictConfig:
-    """The section `cluster` of a site file, typed.
+    """Returns the section `cluster` of a site file, typed.
 
     Raises:
         ConfigError: There is no such site, or its file has a key that site files cannot have.
@@ -76,28 +78,29 @@ def load_site(name: str) -> DictConfig:
     return cluster
 
 
-def _read_site(path: Path) -> Layers:
-    """A site file, merged onto the defaults."""
-    layers = Layers(Schema(SiteConfig))
+def _read_site(path: Path) -> ConfigLayers:
+    """Reads a site file, merged onto the defaults."""
+    layers = ConfigLayers(Schema(SiteConfig))
     for source, content in read_files(path):
         stray = [key for key in content if key not in ("cluster", "workflow")]
         jobs = content.get("workflow")
-        known = layers.schema.kind("workflow").__dataclass_fields__
-        stray += [f"workflow.{key}" for key in jobs if key not in known] if isinstance(jobs, dict) else []
+        job_keys = layers.schema.kind("workflow").__dataclass_fields__
+        stray += [f"workflow.{key}" for key in jobs if key not in job_keys] if isinstance(jobs, dict) else []
         if stray:
             raise ConfigError(
                 f"{source}: {stray[0]}: a site file has the sections cluster, workflow.eval_job and workflow.convert_job "
                 "only; it says where, not what"
             )
         layers.add(content, source)
-    given = layers.sources
-    if unfit := [key for key in ("component_placement", "num_nodes") if f"cluster.{key}" in given]:
-        raise ConfigError(f"{given[f'cluster.{unfit[0]}']}: cluster.{unfit[0]} belongs to a run, not to a site")
+    sources = layers.sources
+    if unfit := [key for key in ("component_placement", "num_nodes") if f"cluster.{key}" in sources]:
+        raise ConfigError(f"{sources[f'cluster.{unfit[0]}']}: cluster.{unfit[0]} belongs to a run, not to a site")
     return layers
 
 
-def apply_site(layers: Layers, path: Path) -> None:
-    """Fills in what a configuration leaves open; the site's groups that the configuration does not have are ignored.
+def apply_site(layers: ConfigLayers, path: Path) -> None:
+    """Fills in values that a configuration leaves open; the site's node groups that the configuration does not have are
+    ignored.
 
     Raises:
         ConfigError: The site file has a key that site files cannot have.
@@ -118,5 +121,5 @@ def apply_site(layers: Layers, path: Path) -> None:
     }
     for group, keys in zip(cfg.cluster.node_groups, layers.element_keys.get(groups, []), strict=True):
         for key, value in by_label.get(str(group.label), {}).items():
-            if key not in keys:  # a 0, or {}, of the run's is its word, too
+            if key not in keys:  # a 0 or {} that the run sets has precedence, too
                 group[key] = value

@@ -1,4 +1,4 @@
-"""Section `sweep` of a file: which runs it stands for. The name of each follows from its own values, and from nothing else."""
+"""Sweeps: the runs that section `sweep` of a file describes. The name of each run depends on its own values only."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rlhpc.config.keys import Schema, typed_value
-from rlhpc.config.merge import Layers, parse_override
-from rlhpc.config.rules import check_choice
-from rlhpc.config.yaml_loader import Scalar
+from rlhpc.config.constraints import check_choice
+from rlhpc.config.merge import ConfigLayers, parse_override
+from rlhpc.config.schema import Schema, typed_value
+from rlhpc.config.yaml_files import Scalar
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.shown import cut, shown
+from rlhpc.runtime.text import cut, shown
 
 SWEEP = "sweep"
 GOALS = ("maximize", "minimize")
-#: More runs than that are a mistake in a grid.
-MOST = 1000
+#: Maximum number of runs; more are a mistake in a grid.
+MAX_RUNS = 1000
 _SEED = "runner.seed"
-_OWN = {
+_FIXED_KEYS = {
     "runner.name": "each run gets a name of its own from its values",
     "runner.run_dir": "the runs of a sweep are in one folder, run_dir/name",
     "runner.task_type": "a sweep is of one kind of run; rlhpc compare compares runs of several",
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 #: Names of the sweep's own folders and files.
-_TAKEN = re.compile(r"logs|(sft|demos)-[0-9a-f]{8}(\..*)?")
-#: A longer name ends with a digest.
+_RESERVED_NAMES = re.compile(r"logs|(sft|demos)-[0-9a-f]{8}(\..*)?")
+#: Longest name in characters; a longer one is shortened and ends with a digest.
 _LONGEST = 80
 
 
@@ -59,7 +59,7 @@ class SweepConfig:
 
 @dataclass
 class SweepFile:
-    """The part of a file that is about a sweep."""
+    """Part of a file that describes a sweep."""
 
     sweep: SweepConfig = field(default_factory=SweepConfig)
     """Several runs from one file."""
@@ -67,13 +67,13 @@ class SweepFile:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep.
+    """Run of a sweep.
 
     Attributes:
-        name: Of the run.
-        label: Its values without the seed, as a person writes them; "" if nothing varies but seeds.
+        name: Name of the run.
+        label: Its values without the seed, as a person writes them; "" if only seeds vary.
         values: Key → value, without the seed.
-        seed: `runner.seed`; None if the sweep does not say.
+        seed: `runner.seed`; None if the sweep does not set it.
     """
 
     name: str
@@ -83,13 +83,13 @@ class Point:
 
     @property
     def overrides(self) -> list[str]:
-        """The values as `key=value`."""
+        """Values as `key=value`."""
         seed = {} if self.seed is None else {_SEED: self.seed}
         return [override(key, value) for key, value in {**self.values, **seed}.items()]
 
 
 def override(key: str, value: Any) -> str:
-    """A value as it is written on a command line."""
+    """Formats a value as an override of a command line."""
     return f"{key}={_yaml(value)}"
 
 
@@ -106,7 +106,7 @@ def _yaml(value: Any) -> str:
 
 
 def is_about_sweep(text: str) -> bool:
-    """Whether an override changes the sweep."""
+    """Returns whether an override changes the sweep."""
     key = text.partition("=")[0].strip()
     return key == SWEEP or key.startswith(f"{SWEEP}.")
 
@@ -117,40 +117,40 @@ def read_section(
     """Reads the sweep that files and overrides describe; None if they describe a single run.
 
     Args:
-        files: Source and content of each file, those that others include first; a later `sweep` takes an earlier one's place.
-        overrides: All of the command line; `sweep=…` takes the place of the files', `sweep.seeds=…` changes it.
-        run_keys: The keys of its runs, which say what type the values have.
+        files: Source and content of each file, included files first; a later `sweep` replaces an earlier one.
+        overrides: All of the command line; `sweep=…` replaces the section of the files, `sweep.seeds=…` changes it.
+        run_keys: The keys of its runs, which determine the types of the values.
 
     Returns:
-        The sweep, and where it is from.
+        The sweep and its source.
 
     Raises:
         ConfigError: An unknown key, or a value of another type.
     """
-    found: tuple[Layers, str] | None = None
-    wholes = [(source, content[SWEEP]) for source, content in files if isinstance(content, dict) and SWEEP in content]
+    sweep: tuple[ConfigLayers, str] | None = None
+    sections = [(source, content[SWEEP]) for source, content in files if isinstance(content, dict) and SWEEP in content]
     changes = [text for text in overrides if is_about_sweep(text)]
-    for source, content in [*wholes, *(("", text) for text in changes)]:
+    for source, content in [*sections, *(("", text) for text in changes)]:
         key, value = (SWEEP, content) if source else parse_override(content)
         source = source or f"override {shown(content)}"
         value = _typed(key, value, run_keys)
         if key != SWEEP:
-            found = found or (Layers(Schema(SweepFile)), source)
-            found[0].set(key, value, f"override {shown(content)}")
+            sweep = sweep or (ConfigLayers(Schema(SweepFile)), source)
+            sweep[0].set(key, value, f"override {shown(content)}")
         elif value is None:
-            found = None
+            sweep = None
         else:
-            found = Layers(Schema(SweepFile)), source
-            found[0].add({SWEEP: value}, source)
-    if found is None:
+            sweep = ConfigLayers(Schema(SweepFile)), source
+            sweep[0].add({SWEEP: value}, source)
+    if sweep is None:
         return None
-    layers, source = found
+    layers, source = sweep
     plain: Any = OmegaConf.to_container(layers.cfg.sweep, resolve=False)
     return SweepConfig(**plain), source
 
 
 def _typed(key: str, value: Any, run_keys: Schema | None) -> Any:
-    """Gives the values of a sweep the types of the keys that they are for."""
+    """Gives the values of a sweep the types of their keys."""
 
     def typed(run_key: Any, content: Any, *, is_list: bool = False) -> Any:
         kind = (run_keys.kind(run_key) if run_keys and isinstance(run_key, str) else None) or Any
@@ -173,17 +173,16 @@ def _typed(key: str, value: Any, run_keys: Schema | None) -> Any:
     return value
 
 
-def points(section: SweepConfig, source: str, given: Sequence[str] = ()) -> list[Point]:
-    """The runs of a sweep, seeds of the same values beside each other.
+def points(section: SweepConfig, source: str, overrides: Sequence[str] = ()) -> list[Point]:
+    """Returns the runs of a sweep; runs that differ in their seeds only are neighbours.
 
     Args:
         section: The sweep.
         source: Where it is from, for messages.
-        given: Overrides of the command line, none of which may change what the sweep varies.
+        overrides: Overrides of the command line, none of which may set a key that the sweep varies.
 
     Raises:
-        ConfigError: Says what of the section cannot be: an empty list, a value given twice, two runs of one name, a key that
-            a sweep does not vary.
+        ConfigError: The section has an empty list, a repeated value, two runs of one name, or a key that a sweep cannot vary.
     """
 
     def fail(where: str, rule: str) -> ConfigError:
@@ -202,21 +201,21 @@ def points(section: SweepConfig, source: str, given: Sequence[str] = ()) -> list
     if not seeds and not section.grid and not section.list:
         raise fail("", "it is empty; give it a grid, a list or seeds (or sweep=null for the single run)")
     varied = {key for _, values in combinations for key in values} | ({_SEED} if seeds else set())
-    for text in given:
+    for text in overrides:
         if (key := text.partition("=")[0].strip()) in varied:
             raise ConfigError(
                 f"override {shown(text)}: the sweep varies {key} ({source}); change its values there, with "
                 f"{SWEEP}.{'seeds' if key == _SEED else f'grid.{key}'}=[…], or leave out the override"
             )
-    found = [
+    runs = [
         Point(_joined(name, seed), _label(name, values), values, seed)
         for name, values in combinations
         for seed in seeds or (None,)
     ]
-    if len(found) > MOST:
-        raise fail("", f"these are {len(found)} runs; a sweep has at most {MOST}")
-    _check_names(found, fail)
-    return found
+    if len(runs) > MAX_RUNS:
+        raise fail("", f"these are {len(runs)} runs; a sweep has at most {MAX_RUNS}")
+    _check_names(runs, fail)
+    return runs
 
 
 def _seeds(section: SweepConfig, fail: Any) -> list[int]:
@@ -229,7 +228,7 @@ def _seeds(section: SweepConfig, fail: Any) -> list[int]:
 
 
 def _combined(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Name and values of every combination."""
+    """Returns name and values of every combination."""
     count = 1
     for key, values in grid.items():
         _check_key(key, fail, "grid")
@@ -244,14 +243,14 @@ def _combined(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, A
         if twice := _twice(values):
             raise fail(f"grid.{key}", f"{shown(twice[0])} is there twice")
         count *= len(values)
-    if count > MOST:
-        raise fail("grid", f"these are {count} combinations; a sweep has at most {MOST}")
-    made = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    return [(_name(values), values) for values in made]
+    if count > MAX_RUNS:
+        raise fail("grid", f"these are {count} combinations; a sweep has at most {MAX_RUNS}")
+    combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    return [(_name(values), values) for values in combinations]
 
 
 def _listed(entries: Sequence[Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
-    found = []
+    named_values = []
     for index, entry in enumerate(entries):
         where = f"list[{index}]"
         if not isinstance(entry, dict) or not entry:
@@ -264,8 +263,8 @@ def _listed(entries: Sequence[Any], fail: Any) -> list[tuple[str, dict[str, Any]
         name = entry.get("name")
         if name is not None and (not isinstance(name, str) or not _NAME.fullmatch(name)):
             raise fail(f"{where}.name", f"it is {shown(name)}; use letters, digits, '.', '_' and '-'")
-        found.append((name or _name(values), values))
-    return found
+        named_values.append((name or _name(values), values))
+    return named_values
 
 
 def _check_key(key: Any, fail: Any, where: str) -> None:
@@ -273,16 +272,16 @@ def _check_key(key: Any, fail: Any, where: str) -> None:
         raise fail(where, f"{cut(str(key))} is no key of a configuration")
     if key.split(".")[0] in (SWEEP, "defaults"):
         raise fail(f"{where}.{key}", "a sweep cannot be within a sweep")
-    if key in _OWN:
-        raise fail(f"{where}.{key}", f"{_OWN[key]}; leave it out")
+    if key in _FIXED_KEYS:
+        raise fail(f"{where}.{key}", f"{_FIXED_KEYS[key]}; leave it out")
 
 
-def _check_names(found: Sequence[Point], fail: Any) -> None:
-    there: dict[str, Point] = {}
-    for point in found:
-        if _TAKEN.fullmatch(point.name):
+def _check_names(runs: Sequence[Point], fail: Any) -> None:
+    points_by_name: dict[str, Point] = {}
+    for point in runs:
+        if _RESERVED_NAMES.fullmatch(point.name):
             raise fail("", f"a run cannot be called {point.name}, as the sweep's own files are; give it another name")
-        other = there.setdefault(point.name.lower(), point)
+        other = points_by_name.setdefault(point.name.lower(), point)
         if other is not point:
             words = [" ".join(one.overrides) for one in (other, point)]
             way_out = (
@@ -292,7 +291,7 @@ def _check_names(found: Sequence[Point], fail: Any) -> None:
 
 
 def _twice(values: Sequence[Any]) -> list[Any]:
-    """Values that are there more than once; 1 and 1.0 are one, 1 and true are not."""
+    """Returns values that occur more than once; 1 and 1.0 are equal, 1 and true are not."""
     kinds = [(isinstance(value, bool), value) for value in values]
     return [value for index, (_, value) in enumerate(kinds) if kinds[index] in kinds[:index]]
 
@@ -301,7 +300,7 @@ def _twice(values: Sequence[Any]) -> list[Any]:
 
 
 def _name(values: Mapping[str, Any]) -> str:
-    """The name of a combination: the end of each key with its value, such as `lr_0.0001-group_size_4`."""
+    """Returns the name of a combination: the end of each key with its value, such as `lr_0.0001-group_size_4`."""
     text = "-".join(f"{short}_{_word(value)}" for short, value in _short(values))
     if len(text) <= _LONGEST:
         return text
@@ -311,11 +310,11 @@ def _name(values: Mapping[str, Any]) -> str:
 def _label(name: str, values: Mapping[str, Any]) -> str:
     if name and name != _name(values):
         return name
-    return ", ".join(f"{short}={_shown(value)}" for short, value in _short(values))
+    return ", ".join(f"{short}={_format_value(value)}" for short, value in _short(values))
 
 
 def _short(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The end of each key, as long as it takes to tell it from the others that are varied with it."""
+    """Yields the end of each key, long enough to distinguish it from the other varied keys, with its value."""
     for key, value in values.items():
         parts = key.split(".")
         for count in range(1, len(parts) + 1):
@@ -330,11 +329,11 @@ def _joined(name: str, seed: int | None) -> str:
 
 
 def _word(value: Any) -> str:
-    """A value in a name: without what a file's name cannot have."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", _shown(value)).strip("_") or "empty"
+    """Formats a value for a name, without characters that file names cannot have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", _format_value(value)).strip("_") or "empty"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, str):
         return value
     text = json.dumps(value, ensure_ascii=False)
@@ -342,5 +341,5 @@ def _shown(value: Any) -> str:
 
 
 def digest(facts: Any) -> str:
-    """A short fingerprint of plain data."""
+    """Returns a short fingerprint of plain data."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:8]

@@ -1,7 +1,7 @@
-"""Where typed sections meet OmegaConf.
+"""Typed access to OmegaConf configurations.
 
-At run time a configuration is an OmegaConf mapping that is checked against the dataclass of its kind of run; signatures name
-that dataclass, so that a misspelt key is a type error. What only the mapping can do is done here.
+At run time a configuration is an OmegaConf mapping that was checked against the dataclass of its task type; signatures name
+that dataclass, so that a misspelt key is a type error. Operations that need the mapping itself are in this module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Section = TypeVar("Section")
 
 
 def typed(of: type[Section], cfg: object) -> Section:
-    """What was read as a configuration of a kind of run, or as a section of it, under its type; looks at nothing.
+    """Returns a configuration of a task type, or a section of it, under its type, without a check.
 
     Args:
         of: The dataclass that it was checked against.
@@ -27,47 +27,51 @@ def typed(of: type[Section], cfg: object) -> Section:
 
 
 def untouched(of: type) -> DictConfig:
-    """The mapping of a section of which nothing has been set; the caller's own.
+    """Returns the mapping of a section in which nothing has been set; the caller owns it.
 
-    OmegaConf takes 50 ms to make that of a kind of run, a sixth of it to copy one, and a thirtieth to read one again.
+    OmegaConf takes 50 ms to create that of a task type, a sixth of that to copy it, and a thirtieth to unpickle it.
     """
-    made, packed = _made(of)
-    again: DictConfig = made.copy() if packed is None else pickle.loads(packed)
-    return again
+    template, packed = _template_of(of)
+    copy: DictConfig = template.copy() if packed is None else pickle.loads(packed)
+    return copy
 
 
 @functools.lru_cache(maxsize=64)
-def _made(of: type) -> tuple[DictConfig, bytes | None]:
-    """One of them, and packed, if the class can be found by its name: one that a function has made cannot."""
-    made: DictConfig = OmegaConf.structured(of)
+def _template_of(of: type) -> tuple[DictConfig, bytes | None]:
+    """Returns the mapping of a class and its pickle. The pickle is None if the class cannot be imported by its name, such as a
+    class defined in a function.
+    """
+    template: DictConfig = OmegaConf.structured(of)
     try:
-        return made, pickle.dumps(made, pickle.HIGHEST_PROTOCOL)
+        return template, pickle.dumps(template, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return made, None
+        return template, None
 
 
 def mapping(section: object) -> DictConfig:
-    """A configuration or section as the mapping that it is at run time: by name, with whatever name."""
+    """Returns a configuration or section as the mapping that it is at run time, for access by key."""
     return cast(DictConfig, section)
 
 
 def plain(section: object, *, resolve: bool = True) -> Any:
-    """A configuration, or a mapping or list in it, as dicts and lists; what is none of OmegaConf's is given back."""
+    """Returns a configuration, or a mapping or list in it, as dicts and lists. Values that are not OmegaConf nodes are
+    returned unchanged.
+    """
     return OmegaConf.to_container(section, resolve=resolve) if OmegaConf.is_config(section) else section
 
 
 def alone(section: Section) -> Section:
-    """A section for another process: its own copy, resolved, without the rest of the configuration."""
+    """Returns a section for another process: a resolved copy, without the rest of the configuration."""
     return typed(type(section), OmegaConf.create(plain(section))) if OmegaConf.is_config(section) else section
 
 
 def select(cfg: object, key: str) -> Any:
-    """What stands at a dotted key; None where there is no such key."""
+    """Returns the value at a dotted key; None if the key does not exist."""
     return OmegaConf.select(mapping(cfg), key)
 
 
 def changed(section: Section, key: str, value: Any) -> Section:
-    """A read-only copy with another value at a dotted key; whoever has the original keeps it as it is."""
+    """Returns a read-only copy with another value at a dotted key; the original stays unchanged."""
     copy = mapping(section).copy()
     OmegaConf.set_readonly(copy, False)
     OmegaConf.update(copy, key, value, merge=False)

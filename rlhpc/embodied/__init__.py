@@ -1,1 +1,1 @@
-"""Policies in simulators: environments, policy networks, demonstrations, and the runs that train them."""
+"""Embodied policies: environments, policy networks, demonstrations, robots, and the runs that train them."""

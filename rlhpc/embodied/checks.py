@@ -1,4 +1,4 @@
-"""What must hold of the configuration of a run with simulators. Nothing here imports torch, or writes."""
+"""Configuration checks of runs with simulators. This module neither imports torch nor writes files."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import difflib
 from collections.abc import Mapping, Sequence
 
 from rlhpc.algorithms.registry import COMPARE_WITHIN_GROUPS
-from rlhpc.config.rules import Fail, check_choice, check_name
+from rlhpc.config.constraints import Fail, check_choice, check_name
 from rlhpc.config.typed import select
+from rlhpc.embodied.algorithms.registry import ALGORITHMS
 from rlhpc.embodied.config import (
     BcConfig,
     EmbodiedConfig,
@@ -17,9 +18,8 @@ from rlhpc.embodied.config import (
     SacConfig,
     minibatch_size,
 )
-from rlhpc.embodied.envs.wrapping import entry
-from rlhpc.embodied.roles.parts import divisible
-from rlhpc.embodied.update.registry import ALGORITHMS
+from rlhpc.embodied.envs.wrappers import entry
+from rlhpc.embodied.rollout.work_sharing import divisible
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 from rlhpc.training.registry import BACKENDS
@@ -29,31 +29,31 @@ MODELS = (
     "mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "iql", "dsrl", "conditioned", "success", "vla", "pi0", "openvla",
     "lerobot",
 )  # fmt: skip
-#: Those that act by a flow (of lerobot's: smolvla, pi0 and pi05).
+#: Policies that act by a flow (of lerobot's: smolvla, pi0 and pi05).
 FLOWS = ("flow", "pi0", "lerobot")
-#: Those that have critics of actions.
+#: Policies with critics of actions.
 _CRITICS = ("sac", "crossq", "td3", "iql", "dsrl")
-#: Of these, what each off-policy algorithm trains.
+#: Policies that each off-policy algorithm can train.
 _NETWORKS = {"sac": ("sac", "crossq", "dsrl"), "crossq": ("crossq",), "td3": ("td3",), "iql": ("iql",)}
-#: Of these, what behaviour cloning cannot clone into, and why.
+#: Policies that behaviour cloning cannot train, and the reason.
 _NOT_CLONED = {
     "crossq": "crossq normalises by off-policy learning's batches; clone into sac, td3 or iql",
     "dsrl": "dsrl steers a policy that was cloned: clone into flow, and name that run then",
 }
-#: Those without `actor.model.kwargs`.
+#: Policies without `actor.model.kwargs`.
 _PLAIN = ("cnn", "sac", "crossq", "td3", "iql")
-#: Those that adapters can be attached to.
+#: Policies that support adapters.
 _ADAPTED = ("vla", "pi0", "openvla")
-#: Those that can recompute activations in the backward pass.
+#: Policies that can recompute activations in the backward pass.
 _RECOMPUTED = ("vla", "openvla")
-#: Environments of which there is one.
+#: Environment types of robots, which cannot be duplicated.
 _ROBOTS = ("robot", "distant_robot")
 #: Options of the `mlp`.
 MLP_GAINS = ("actor_gain", "critic_gain")
 
 
 def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
-    """What all runs with simulators have: environments, suites, the policy's network.
+    """Checks the parts that all runs with simulators have: environments, suites, the policy's network.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -101,19 +101,19 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
 
 
 def _wrappers(key: str, wrappers: Sequence[object]) -> None:
-    """Names that are none are refused here; `module:Class` is imported when the environment is built."""
+    """Checks the wrappers' names; `module:Class` is imported only when the environment is built."""
     if not wrappers:
         return
-    from rlhpc.embodied.envs.wrapping import WRAPPERS, entry
+    from rlhpc.embodied.envs.wrappers import WRAPPERS, entry
 
-    for i, given in enumerate(wrappers):
-        name, _ = entry(given, f"{key}[{i}]")
+    for i, wrapper in enumerate(wrappers):
+        name, _ = entry(wrapper, f"{key}[{i}]")
         if WRAPPERS.path(name) is None:
             WRAPPERS.find(name, f"{key}[{i}]")
 
 
 def _gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
-    """A bare id that gymnasium does not know is refused here; `module:Id` is imported when the environment is built."""
+    """Checks that gymnasium knows a bare id; `module:Id` is imported only when the environment is built."""
     if ":" in env_id:
         return
     import gymnasium
@@ -150,7 +150,7 @@ def check_normalisation(cfg: EmbodiedConfig, fail: Fail) -> None:
 
 
 def check_demos_target(cfg: SacConfig | BcConfig, key: str, fail: Fail) -> None:
-    """`workflow.demos_expert` writes one `.h5` file, where the run reads its demonstrations.
+    """Checks that `workflow.demos_expert` writes one `.h5` file, which the run reads as its demonstrations.
 
     Raises:
         ConfigError: The key names something else.
@@ -162,7 +162,7 @@ def check_demos_target(cfg: SacConfig | BcConfig, key: str, fail: Fail) -> None:
 
 
 def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
-    """Environments, groups and stages divide one another.
+    """Checks that environments, groups and stages divide one another.
 
     Raises:
         ConfigError: Names the first that does not.
@@ -186,7 +186,7 @@ def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
 
 
 def check_processes(cfg: PlayingConfig, processes: Mapping[str, int]) -> None:
-    """Each env and rollout process has slots in every stage, and actor processes have equal shares.
+    """Checks that each env and rollout process has slots in every stage, and that actor processes have equal shares.
 
     Raises:
         ConfigError: Names the component and the numbers.
@@ -195,18 +195,18 @@ def check_processes(cfg: PlayingConfig, processes: Mapping[str, int]) -> None:
     slots = train.num_envs // stages
     counted = f"env.train.num_envs({train.num_envs}) / rollout.pipeline_stage_num({stages}) = {slots} slots of a stage"
     for name, size in processes.items():
-        given = f"cluster.component_placement.{name} gives {size} processes"
+        share = f"cluster.component_placement.{name} gives {size} processes"
         if name == "actor" and slots % size:
-            raise ConfigError(f"{given}; they must divide the {counted}")
+            raise ConfigError(f"{share}; they must divide the {counted}")
         if name != "actor" and size > slots // train.group_size:
             raise ConfigError(
-                f"{given}; there may be {slots // train.group_size}: one for each env.train.group_size({train.group_size}) "
+                f"{share}; there may be {slots // train.group_size}: one for each env.train.group_size({train.group_size}) "
                 f"of the {counted}"
             )
 
 
 def check_divisibility(cfg: PpoConfig, fail: Fail) -> None:
-    """A rollout is whole minibatches, and these whole micro-batches.
+    """Checks that a rollout divides into minibatches, and these into micro-batches.
 
     Raises:
         ConfigError: Names the first that does not divide.
@@ -227,7 +227,8 @@ def check_divisibility(cfg: PpoConfig, fail: Fail) -> None:
 
 
 def check_parts(cfg: PpoConfig, fail: Fail) -> None:
-    """Rollouts that are played in parts can be cut, and parts that are trained on while others are played suffice for that.
+    """Checks the parts of rollouts: that the rollouts can be divided, and that the parts are large enough for training on them
+    as they arrive.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -286,7 +287,7 @@ def _pipeline(cfg: PpoConfig, fail: Fail) -> None:
 
 
 def check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
-    """Adapters and dtypes are for the models that have them.
+    """Checks that the model supports the adapters and the dtype.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -309,7 +310,7 @@ def check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
 
 
 def _lerobot(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
-    """LeRobot's policies are trained whole, on each rank, in float32."""
+    """Checks the limits of LeRobot's policies: all weights are trained on each rank, in float32."""
     if cfg.actor.training_backend.lower() != "local":
         raise fail("actor.training_backend", "policies of model_type lerobot are trained by local alone")
     if cfg.actor.model.dtype == "bfloat16":
@@ -317,7 +318,7 @@ def _lerobot(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
 
 
 def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
-    """Chunks, levels, and what estimators by group need.
+    """Checks chunks, levels, and the requirements of estimators by group.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -372,7 +373,7 @@ def _chunks(cfg: PpoConfig, fail: Fail) -> None:
 
 
 def check_options(model: PolicyConfig, fail: Fail) -> None:
-    """`actor.model.kwargs` of the models that have none, or few; the others say it themselves when they are built."""
+    """Checks `actor.model.kwargs` of models with few or no options; the other models check them when they are built."""
     name, options = model.model_type.lower(), model.kwargs
     if name in _PLAIN and options:
         raise fail("actor.model.kwargs", f"the {name} takes none; they are for a model of your own")
@@ -380,13 +381,13 @@ def check_options(model: PolicyConfig, fail: Fail) -> None:
         return
     if unknown := sorted(set(options) - set(MLP_GAINS)):
         raise fail("actor.model.kwargs", f"the mlp does not take {', '.join(unknown)}; allowed: {', '.join(MLP_GAINS)}")
-    for option, found in options.items():
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or found <= 0:
+    for option, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
             raise fail(f"actor.model.kwargs.{option}", "it must be a number greater than 0")
 
 
 def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
-    """Buffers, and what off-policy runs cannot do.
+    """Checks the buffers, and rejects features that off-policy runs do not have.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -424,10 +425,10 @@ def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
 
 
 def check_bc(cfg: BcConfig, fail: Fail) -> None:
-    """Where the demonstrations are.
+    """Checks the model of behaviour cloning and the path of the demonstrations.
 
     Raises:
-        ConfigError: Nowhere.
+        ConfigError: The first rule that is broken.
     """
     check_adapters(cfg, fail)
     name = cfg.actor.model.model_type.lower()

@@ -10,27 +10,26 @@ from rlhpc.checkpoint.start import check_start, find_weights
 from rlhpc.config.typed import changed
 from rlhpc.embodied.config import BcConfig, EmbodiedConfig, EnvSideConfig, PpoConfig, SacConfig
 from rlhpc.embodied.envs.base import VectorEnv
-from rlhpc.embodied.envs.processes import require_python
-from rlhpc.embodied.envs.registry import ENVS
+from rlhpc.embodied.envs.registry import ENVS, check_env
+from rlhpc.embodied.envs.subprocess_env import require_python
+from rlhpc.embodied.evaluation.episodes import real_time
 from rlhpc.embodied.models import build_model, check_policy
 from rlhpc.embodied.models.registry import check_folder
-from rlhpc.embodied.real_time import real_time
-from rlhpc.embodied.roles.env import check_env
-from rlhpc.embodied.update.blueprint import check_backend, without_weights
-from rlhpc.runs.hub import model_resource
+from rlhpc.embodied.training.blueprint import check_backend, without_weights
+from rlhpc.runs.model_names import model_resource
 from rlhpc.runs.preflight import FILES, Check, Need, Resource, path_resource, strongest
 
-#: Environments that are a robot, or the way to one.
+#: Environment types of local and remote robots.
 _ROBOTS = ("robot", "distant_robot")
 Spaces = tuple[Any, Any]
 
 
 def environment_resource(section: EnvSideConfig, python: str | None = None) -> Resource:
-    """Returns the resource that it takes to build an environment.
+    """Returns the resource that is needed to build an environment.
 
     Args:
         section: `env.train` or `env.eval`.
-        python: The env group's own Python.
+        python: Python of the env group, if it has a separate one.
     """
     if section.env_type.lower() in _ROBOTS:
         return Resource(Need.ROBOT, "no plan moves one")
@@ -56,13 +55,13 @@ def environment_checks(cfg: PpoConfig | SacConfig, python: str | None, spaces: C
 
     Args:
         cfg: The configuration.
-        python: The env group's own Python.
+        python: Python of the env group, if it has a separate one.
         spaces: Builds an environment of `env.train`.
     """
     train, resource = cfg.env.train, environment_resource(cfg.env.train, python)
     yield from _interpreter_check(train.simulator_python, "env.train")
     if (path := train.reward_model) is not None:
-        from rlhpc.embodied.envs.judged import KEY, reward_model
+        from rlhpc.embodied.rewards.success_reward import KEY, reward_model
 
         yield Check(KEY, lambda: find_weights(path, KEY), path_resource(cfg, path))
     yield Check("env.train", spaces, resource)
@@ -90,9 +89,9 @@ def policy_checks(
 
     Args:
         cfg: The configuration.
-        spaces: Gives observation and action space.
-        resource: That `spaces` needs.
-        build: Builds the policy for them, without weights of others; None where another Python alone can.
+        spaces: Returns observation and action space.
+        resource: Resource that `spaces` needs.
+        build: Builds the policy for them, without pretrained weights; returns None if only another Python can.
     """
     start = cfg.runner.init_from
     resource = strongest(resource, model_resource(cfg, getattr(cfg.actor.model, "model_path", None)))
@@ -122,7 +121,7 @@ def ppo_checks(cfg: PpoConfig, ranks: Mapping[str, int], pythons: Mapping[str, s
     Args:
         cfg: The configuration.
         ranks: Ranks of each group.
-        pythons: Each group's own Python, where it has one.
+        pythons: Python of each group; None for the present one.
     """
     yield from _slot_checks(cfg, ranks)
     yield Check("actor.training_backend", lambda: check_backend(cfg.actor))
@@ -134,7 +133,7 @@ def ppo_checks(cfg: PpoConfig, ranks: Mapping[str, int], pythons: Mapping[str, s
 
 
 def _slot_checks(cfg: PpoConfig | SacConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
-    from rlhpc.embodied.roles.slots import SlotMap
+    from rlhpc.embodied.rollout.slot_map import SlotMap
 
     def check() -> None:
         SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
@@ -143,10 +142,10 @@ def _slot_checks(cfg: PpoConfig | SacConfig, ranks: Mapping[str, int]) -> Iterat
 
 
 def off_policy_checks(cfg: SacConfig, ranks: Mapping[str, int], python: str | None) -> Iterator[Check]:
-    """Yields the checks of a run that learns from a replay buffer; `python` is the env group's own."""
+    """Yields the checks of a run that learns from a replay buffer; `python` is the env group's separate Python, if any."""
+    from rlhpc.embodied.algorithms.registry import algorithm_for
     from rlhpc.embodied.data.mixture import fit, load_demos
-    from rlhpc.embodied.roles.sac import skips
-    from rlhpc.embodied.update.registry import algorithm_for
+    from rlhpc.embodied.workers.off_policy import skips
 
     yield from _slot_checks(cfg, ranks)
     spaces = cache(lambda: _check_environment(cfg.env.train, python))
@@ -179,14 +178,15 @@ def off_policy_checks(cfg: SacConfig, ranks: Mapping[str, int], python: str | No
 
 
 def _recorder(cfg: SacConfig | BcConfig) -> str:
-    """Returns what writes the demonstrations before the start; "" for nothing."""
+    """Returns the writer of the demonstrations before the start; "" if there is none."""
     return "the expert of workflow.demos_expert" if cfg.workflow.demos_expert is not None else ""
 
 
 def bc_checks(cfg: BcConfig, python: str | None) -> Iterator[Check]:
-    """Yields the checks of behaviour cloning; `python` is the actor group's own."""
-    from rlhpc.embodied.roles.bc import check_actions, check_fit, environment_of, read_demos, skips, spaces_of
-    from rlhpc.embodied.update.conditioning import KEY, value_model
+    """Yields the checks of behaviour cloning; `python` is the actor group's separate Python, if any."""
+    from rlhpc.embodied.data.demonstrations import check_fit, read_demos
+    from rlhpc.embodied.models.advantage_conditioned import KEY, value_model
+    from rlhpc.embodied.workers.bc_actor import check_actions, environment_of, skips, spaces_of
 
     train = environment_of(cfg)
     resource = environment_resource(train)

@@ -1,1 +1,1 @@
-"""Everything around a job: planning, submitting through submitit, re-attaching, states, waiting, and the doctor."""
+"""Slurm jobs of a run: plan, submission through submitit, states, waits and cancelling."""

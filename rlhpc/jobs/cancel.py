@@ -1,4 +1,4 @@
-"""Ending a run's jobs: they save and stop, and no retry starts them again."""
+"""Cancelling of a run's jobs: they save and stop, and no retry starts them again."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import pwd
 import signal
 import time
 
-from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
-from rlhpc.jobs.elastic.record import end_helpers
-from rlhpc.jobs.lock import SubmitLock
+from rlhpc.jobs.elastic.records import end_helpers
+from rlhpc.jobs.job_record import JobRecord, end_process, find_job, job_words, probe_for, segment_job_name
 from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.probes import JobState
-from rlhpc.jobs.record import JobRecord, end_process, find_job, job_words, probe_for, segment_job_name
+from rlhpc.jobs.segment import Claim, SegmentFiles, read_json_file
 from rlhpc.jobs.slurm import is_job_named, scancel
+from rlhpc.jobs.submit_lock import SubmitLock
 from rlhpc.runtime.errors import RlhpcError, UserError
 
 
 def require_own(paths: RunPaths) -> None:
-    """Refuses to go on if another user submitted the run, whose jobs are not this user's to end.
+    """Raises if another user submitted the run, whose jobs this user may not end.
 
     Raises:
         UserError: Names the owner.
@@ -32,7 +32,7 @@ def require_own(paths: RunPaths) -> None:
 
 
 def user_name(uid: int) -> str:
-    """A user's name, or the uid as text if it has no name on this host."""
+    """Returns a user's name, or the uid as text if it has no name on this host."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -40,7 +40,19 @@ def user_name(uid: int) -> str:
 
 
 def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0) -> list[str]:
-    """Ends the jobs of a run: they save and stop; whatever is left after the grace period is killed.
+    """Ends the jobs of a run: they save and stop; processes that remain after the grace period are killed.
+
+    Args:
+        paths: The run.
+        segment: End only this segment's job; by default those of all segments.
+        grace_s: Maximum time for the driver to save.
+
+    Returns:
+        A sentence for every job that was ended; empty if none was running.
+
+    Raises:
+        RlhpcError: A job runs on another host, or scancel failed.
+        UserError: The run is another user's, or names a job or a process that does not belong to the run.
 
     Args:
         paths: The run.
@@ -55,23 +67,23 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
         UserError: The run is another user's, or names a job or a process that is not the run's.
     """
     require_own(paths)
-    told = []
+    sentences = []
     for files in _segments_of(paths) if segment is None else [SegmentFiles(paths, segment)]:
         if files.marker.exists() and _ends_by_itself(files):
             continue
         record = find_job(files)
         if record is None:
             if _end_waiting(files):
-                told.append(f"segment {files.segment}: was waiting to be submitted, and will not be")
+                sentences.append(f"segment {files.segment}: was waiting to be submitted, and will not be")
             continue
         if record.executor == "slurm":
             _end_slurm(files, record, grace_s)
         else:
             _end_local(files, record, grace_s)
-        told.append(f"segment {files.segment}: {job_words(record)} was cancelled")
+        sentences.append(f"segment {files.segment}: {job_words(record)} was cancelled")
     if segment is None and (helpers := end_helpers(paths)):
-        told.append(f"{helpers} job{'s' if helpers > 1 else ''} of helpers of this run: cancelled")
-    return told
+        sentences.append(f"{helpers} job{'s' if helpers > 1 else ''} of helpers of this run: cancelled")
+    return sentences
 
 
 def _ends_by_itself(files: SegmentFiles) -> bool:
@@ -91,7 +103,7 @@ def _segments_of(paths: RunPaths) -> list[SegmentFiles]:
 
 
 def _end_waiting(files: SegmentFiles) -> bool:
-    """Marks a segment that is waiting for room in the queue, so that the process trying to submit it gives up."""
+    """Marks a segment that waits for room in the queue, so that the process trying to submit it stops."""
     with SubmitLock(files):
         record = JobRecord.read(files)
         if record is None or record.phase != "waiting" or files.cancelled(record.token):
@@ -110,21 +122,21 @@ def _end_slurm(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
         scancel(record.job_id, "--batch", "--signal=TERM", name=name)
         end = time.monotonic() + grace_s
         while time.monotonic() < end:
-            ended = read_json(files.exit)
-            if files.marker.exists() or (ended is not None and ended.get("token") == record.token):
+            exit_record = read_json_file(files.exit)
+            if files.marker.exists() or (exit_record is not None and exit_record.get("token") == record.token):
                 break
             time.sleep(0.5)
     scancel(record.job_id, name=name)
 
 
 def _end_local(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
-    """Sends SIGTERM to the job, which passes it on to the driver to make it save; then SIGKILL to whatever is left."""
+    """Sends SIGTERM to the job, which forwards it to the driver to make it save; then SIGKILL to the remaining processes."""
     end = time.monotonic() + grace_s
-    asked: set[int] = set()
+    signalled_pids: set[int] = set()
     while time.monotonic() < end + 10.0:
         claim = Claim.newest(files)
-        known = [claim.job, claim.driver] if claim is not None else []
-        processes = [p for p in [*known, record.process] if p is not None]
+        claimed = [claim.job, claim.driver] if claim is not None else []
+        processes = [p for p in [*claimed, record.process] if p is not None]
         foreign = [p for p in processes if p.alive() is None]
         if foreign:
             raise RlhpcError(f"{job_words(record)} runs on {foreign[0].host.split('/')[0]}; cancel it from there")
@@ -132,9 +144,9 @@ def _end_local(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
         if not living:
             return
         over = time.monotonic() > end
-        # the job before its controller: a controller that is told to end kills its task after a second
+        # the job before its controller, since a controller kills its task one second after SIGTERM
         for process in living if over else living[:1]:
-            if over or process.pid not in asked:
-                asked.add(process.pid)
+            if over or process.pid not in signalled_pids:
+                signalled_pids.add(process.pid)
                 end_process(process, files.paths, signal.SIGKILL if over else signal.SIGTERM)
         time.sleep(0.1)

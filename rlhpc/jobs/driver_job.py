@@ -1,4 +1,4 @@
-"""The job that submitit runs: it starts the driver, passes signals on to it, has it save, and asks for a requeue."""
+"""Driver job that submitit runs: it starts the driver, forwards signals to it, has it save, and asks for a requeue."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rlhpc.jobs.attempts import Attempts
-from rlhpc.jobs.claim import RENEW_S, Claim, SegmentFiles, read_json, write_json
 from rlhpc.jobs.paths import RunPaths, step_name
 from rlhpc.jobs.probes import ProcessId, SlurmProbe
+from rlhpc.jobs.segment import RENEW_S, Attempts, Claim, SegmentFiles, read_json_file, write_json
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS
 from rlhpc.jobs.slurm import end_steps, requeue_without
-from rlhpc.runtime.parents import start_bound_to_parent
-from rlhpc.runtime.plain import open_file
+from rlhpc.runtime.files import open_file
+from rlhpc.runtime.os_resources import start_bound_to_parent
 
 _POLL_S = 0.1
 #: Prefix that the command line puts before every error message.
 ERROR_PREFIX = "rlhpc: error:"
-#: How much of the end of a driver's output is searched for that: more than any message with the tails of its ranks' logs.
+#: Bytes at the end of a driver's output that are searched for it: more than any message with the tails of its ranks' logs.
 _TAIL_BYTES = 1 << 18
 
 
 def first_failure(err_file: Path, offset: int = 0, *, lines: int = 40) -> str:
-    """Returns the first error message of the end of a driver's output and what follows it or, without one, the last lines.
+    """Returns the first error message at the end of a driver's output and the following lines or, without one, the last
+    lines.
 
-    A driver prints its error last; what libraries print before that may be of any size.
+    A driver prints its error last; libraries may print any amount before that.
 
     Args:
         err_file: The output.
-        offset: Where this attempt's output begins.
-        lines: How many lines at most.
+        offset: Start of this attempt's output.
+        lines: Maximum number of lines.
     """
     before, prefix, message = _partition_end(err_file, offset)
     if prefix:
@@ -52,8 +52,10 @@ def error_line(err_file: Path) -> str:
 
 
 def _partition_end(err_file: Path, offset: int = 0) -> tuple[str, str, str]:
-    """Returns the end of an output: what precedes the first error message, its prefix, and what follows; two are empty
-    without one, and all of an output that cannot be read."""
+    """Returns the end of an output: text before the first error message, its prefix, and the text after it; the last two are
+    empty
+    without a message, and all three if the output cannot be read.
+    """
     try:
         with open_file(err_file) as file:
             file.seek(max(offset, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -66,17 +68,17 @@ def _partition_end(err_file: Path, offset: int = 0) -> tuple[str, str, str]:
 def start_driver(
     command: Sequence[str], files: SegmentFiles, environment: Mapping[str, str], **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Starts a driver whose output goes to its log files, and which saves and ends when this process ends, or the thread
-    that calls this.
+    """Starts a driver whose output goes to its log files, and which saves and ends when this process or the calling thread
+    ends.
 
     Args:
         command: Its argv.
-        files: Of the segment that it trains.
+        files: Files of the segment that it trains.
         environment: Variables to set for it.
-        options: Of `subprocess.Popen`.
+        options: Options of `subprocess.Popen`.
 
     Raises:
-        OSError: A log cannot be written, or there is no such command.
+        OSError: A log cannot be written, or the command does not exist.
     """
     with files.driver_out.open("ab") as out, files.driver_err.open("ab") as err:
         return start_bound_to_parent(
@@ -86,26 +88,26 @@ def start_driver(
 
 
 def _driver_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without the variables that submitit added for its own use."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("SUBMITIT_")}
-    return {**kept, **extra, "PYTHONUNBUFFERED": "1"}
+    """Returns this process's environment without the variables that submitit added for its own use."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SUBMITIT_")}
+    return {**inherited, **extra, "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass
 class DriverJob:
-    """Callable for submitit with its checkpoint protocol (`checkpoint()` returns what to run after the requeue).
+    """Callable for submitit with its checkpoint protocol (`checkpoint()` returns the job to run after the requeue).
 
     Args:
         run_root: The run folder.
-        segment: Which segment the driver trains.
+        segment: Number of the segment that the driver trains.
         command: argv of the driver, which writes `segments/<k>.json` last, and exits with `EXIT_REQUEUE` if a signal
             made it save and stop.
         token: The submission's token, by which a waiter recognises its own job.
         executor: "local" or "slurm".
         environment: Variables to set for the driver.
-        save_grace_s: How long the driver may take to save and stop before it is killed.
-        max_restarts: How many times in a row, without a new checkpoint in between, to restart a driver that failed
-            through no fault of its own (a rank, a step, a node or the driver itself was killed).
+        save_grace_s: Maximum time for the driver to save and stop before it is killed.
+        max_restarts: Maximum number of restarts in a row, without a new checkpoint in between, of a driver that did not
+            cause its failure (a rank, a step, a node or the driver itself was killed).
         max_stalled: After this many attempts in a row without a new checkpoint, the job ends instead of being requeued.
     """
 
@@ -128,11 +130,11 @@ class DriverJob:
         return SegmentFiles(RunPaths(Path(self.run_root)), self.segment)
 
     def __call__(self) -> dict[str, Any]:
-        """Runs the driver until it ends. The result is only for submitit's log; what counts is the marker file."""
+        """Runs the driver until it ends. The result is only for submitit's log; the marker file counts."""
         from submitit import JobEnvironment
 
         files = self.files
-        if read_json(files.marker) is not None:
+        if read_json_file(files.marker) is not None:
             return {"exit_code": 0}
         probe = SlurmProbe() if self.executor == "slurm" else None
         files.driver_err.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +151,7 @@ class DriverJob:
             self._release()
 
     def _attempts(self, files: SegmentFiles) -> dict[str, Any]:
-        """Runs the driver, and runs it again after failures that were not its own fault."""
+        """Runs the driver, and restarts it after failures that it did not cause."""
         attempts = Attempts(files, self.token)
         while True:
             assert self._claim is not None
@@ -159,7 +161,7 @@ class DriverJob:
                 return self._record_exit(1, self._stuck(idle))
             attempts.begin(self._newest(), self._claim.job_id)
             code = self._run_driver(files)
-            if read_json(files.marker) is not None:
+            if read_json_file(files.marker) is not None:
                 attempts.end("finished")
                 return {"exit_code": 0}
             if code == EXIT_REQUEUE and not self._terminated:
@@ -187,7 +189,7 @@ class DriverJob:
             self._claim = self._claim.update(err_offset=size_of(files.driver_err))
 
     def _newest(self) -> int:
-        """Step of the newest complete checkpoint; -1 if there is none."""
+        """Returns the step of the newest complete checkpoint; -1 without one."""
         steps = [step for step, _ in self.files.paths.complete_steps()]
         return max(steps, default=-1)
 
@@ -200,22 +202,22 @@ class DriverJob:
         )
 
     def _failure(self, code: int) -> dict[str, Any] | None:
-        """What is known about a failure if a restart may succeed; None if the failure would recur."""
+        """Returns the facts about a failure if a restart may succeed; None if the failure would recur."""
         if self._terminated or code == EXIT_REQUEUE:
             return None
         if code == 128 + signal.SIGKILL or code in (128 + signal.SIGBUS, 128 + signal.SIGSEGV):
             return {}
-        status = read_json(RunPaths(Path(self.run_root)).driver_state) or {}
-        mine = self._pid is not None and status.get("pid") == self._pid
-        return status if mine and status.get("restartable") else None
+        status = read_json_file(RunPaths(Path(self.run_root)).driver_state) or {}
+        is_current = self._pid is not None and status.get("pid") == self._pid
+        return status if is_current and status.get("restartable") else None
 
     def checkpoint(self) -> Any:
-        """Called by submitit on the job's end signal: has the driver save, waits for it, and returns what to run next."""
+        """Has the driver save and waits for it; returns the job to run next. submitit calls it on the job's end signal."""
         from submitit.helpers import DelayedSubmission
 
         self._signal_driver(signal.SIGUSR2)
         self._kill_driver(self.save_grace_s)
-        if read_json(self.files.marker) is not None:
+        if read_json_file(self.files.marker) is not None:
             raise SystemExit(0)  # the step in progress finished the segment
         if self._terminated:
             self._record_exit(128 + signal.SIGTERM, "")
@@ -250,7 +252,9 @@ class DriverJob:
         return 128 - code if code < 0 else code
 
     def _driver_gone(self) -> bool:
-        """Whether the driver has ended. Does not reap it: the signal handler asks too, and Popen's lock is not reentrant."""
+        """Returns whether the driver has ended. Does not reap it: the signal handler asks too, and Popen's lock is not
+        reentrant.
+        """
         if self._pid is None:
             return True
         try:
@@ -292,14 +296,14 @@ class DriverJob:
                 self._claim = self._claim.update(released=True)
 
     def _record_exit(self, code: int, message: str = "") -> dict[str, Any]:
-        """Records how the driver ended, for processes that are waiting now or ask later."""
+        """Records how the driver ended, for processes that wait now or ask later."""
         assert self._claim is not None
         if not self._claim.owns():
             return {"superseded": True}
         if self._terminated and self.executor == "slurm" and not self.files.cancelled(self.token):
-            return {"terminated": True}  # by Slurm, which alone knows whether it will start this job again
+            return {"terminated": True}  # by Slurm; only Slurm knows whether it will restart this job
         signame = signal.Signals(code - 128).name if 128 < code < 128 + 64 and code - 128 in set(signal.Signals) else ""
-        if not message and not self._terminated:  # a driver that was told to end has no error worth repeating
+        if not message and not self._terminated:  # a driver that was asked to end has no error to report
             message = first_failure(self.files.driver_err, self._claim.err_offset)
         if code == 0:
             code = 1
@@ -322,7 +326,7 @@ class DriverJob:
 
 
 def size_of(path: Path) -> int:
-    """Returns a file's size in bytes; 0 where there is none."""
+    """Returns a file's size in bytes; 0 without the file."""
     try:
         return path.stat().st_size
     except OSError:

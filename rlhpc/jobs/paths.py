@@ -1,4 +1,4 @@
-"""All file names of a run folder in one place (the layout is a public format)."""
+"""File names of a run folder, all in one place (the layout is a public format)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _RECORD = re.compile(r"segment_(\d+)\.json")
 
 
 def refuse_braces(*paths: str | Path) -> None:
-    """Refuses paths that the workflow's rules cannot name.
+    """Rejects paths that the workflow's rules cannot name.
 
     Raises:
-        ConfigError: Snakemake would read a part of one, as seen from the working directory, as a wildcard.
+        ConfigError: Snakemake would read a part of a path, relative to the working directory, as a wildcard.
     """
     for path in map(Path, paths):
         absolute = path.absolute()
@@ -37,18 +37,18 @@ def refuse_braces(*paths: str | Path) -> None:
 
 
 def step_name(step: int | str) -> str:
-    """Name of the folder that belongs to a step; a pattern such as `*` may take the step's place."""
+    """Returns the name of the folder that belongs to a step; a pattern such as `*` may take the step's place."""
     return f"global_step_{step}"
 
 
 def step_of(name: str) -> int | None:
-    """The step whose folder has this name; None if it is not the name of a step's folder."""
-    found = _STEP.fullmatch(name)
-    return int(found.group(1)) if found else None
+    """Returns the step of a step's folder by its name; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
 
 
 def segment_name(segment: int | str) -> str:
-    """Prefix of the names of all files and folders that belong to a segment."""
+    """Returns the prefix of the names of all files and folders that belong to a segment."""
     return f"segment_{segment}"
 
 
@@ -60,12 +60,12 @@ class RunPaths:
 
     @classmethod
     def of(cls, run_dir: str | Path, name: str) -> RunPaths:
-        """Paths of run `name` below `run_dir`, absolute."""
+        """Returns the paths of run `name` below `run_dir`, absolute."""
         return cls(expand_home(run_dir).absolute() / name)
 
     @classmethod
     def around(cls, checkpoint: Path) -> RunPaths | None:
-        """The run folder that contains a checkpoint; None if it is not in one."""
+        """Returns the run folder that contains a checkpoint; None if it is not in one."""
         return cls(checkpoint.parent.parent) if checkpoint.parent.name == _CHECKPOINTS else None
 
     @property
@@ -86,7 +86,7 @@ class RunPaths:
 
     @property
     def loggers(self) -> Path:
-        """What loggers must know when the run is resumed, such as the run's id at the logging service."""
+        """State that loggers need when the run is resumed, such as the run's id at the logging service."""
         return self.root / "loggers.json"
 
     @property
@@ -94,7 +94,7 @@ class RunPaths:
         return self.root / REGISTRY
 
     def generation(self, job: str, restart: int) -> Path:
-        """Registry folder of one generation."""
+        """Returns the registry folder of one generation."""
         return self.registry / f"{job}-{restart}"
 
     @property
@@ -102,7 +102,7 @@ class RunPaths:
         return self.root / LOGS
 
     def segment_logs(self, segment: int) -> Path:
-        """Worker logs of one segment: `<group>-<rank>.{out,err}` and `driver.{out,err}`."""
+        """Returns the folder of a segment's worker logs: `<group>-<rank>.{out,err}` and `driver.{out,err}`."""
         return self.logs / segment_name(segment)
 
     @property
@@ -119,13 +119,13 @@ class RunPaths:
         return self.root / "submit"
 
     def submitted(self) -> list[int]:
-        """Segments that have been submitted, ascending.
+        """Returns the segments that have been submitted, ascending.
 
         Raises:
             OSError: The folder is another user's.
         """
-        found = (_RECORD.fullmatch(path.name) for path in self.submit.glob(f"{segment_name('*')}.json"))
-        return sorted(int(match.group(1)) for match in found if match)
+        matches = (_RECORD.fullmatch(path.name) for path in self.submit.glob(f"{segment_name('*')}.json"))
+        return sorted(int(match.group(1)) for match in matches if match)
 
     @property
     def checkpoints(self) -> Path:
@@ -136,7 +136,7 @@ class RunPaths:
 
     @property
     def best(self) -> Path:
-        """A link to the best checkpoint, by `runner.keep_best`."""
+        """Link to the best checkpoint, by `runner.keep_best`."""
         return self.checkpoints / BEST
 
     def best_step(self) -> int | None:
@@ -145,21 +145,22 @@ class RunPaths:
         return step if step is not None and (self.checkpoint(step) / COMPLETE).is_file() else None
 
     def chosen_step(self) -> int | None:
-        """Returns the step of the checkpoint that stands for the run where no other is named: the best one of a run that
-        keeps it (`runner.keep_best`), else the last complete one; None before the first.
+        """Returns the step of the checkpoint that represents the run where no other is named: the best one of a run that keeps
+        it
+        (`runner.keep_best`), otherwise the last complete one; None before the first.
 
-        Evaluation, export, recording and the result that a run is shown by are of this step, in commands and in the workflow.
+        Evaluation, export, recording and the displayed result of a run use this step, in commands and in the workflow.
         """
         return self.best_step() or max((step for step, _ in self.complete_steps()), default=None)
 
     def checkpoint_steps(self) -> list[tuple[int, Path]]:
-        """All `global_step_<N>` folders, oldest first, complete or not."""
+        """Returns all `global_step_<N>` folders, oldest first, complete or not."""
         if not self.checkpoints.is_dir():
             return []
         return sorted((step, p) for p in self.checkpoints.iterdir() if (step := step_of(p.name)) is not None)
 
     def complete_steps(self) -> list[tuple[int, Path]]:
-        """The complete checkpoints, oldest first."""
+        """Returns the complete checkpoints, oldest first."""
         return [(step, path) for step, path in self.checkpoint_steps() if (path / COMPLETE).is_file()]
 
     @property
@@ -170,7 +171,7 @@ class RunPaths:
         return self.eval / step_name(step) / f"{suite}.json"
 
     def eval_results(self, suite: str = "*") -> list[Path]:
-        """The existing results of one suite, or of all."""
+        """Returns the existing results of one suite, or of all."""
         return sorted(self.eval.glob(f"{step_name('*')}/{suite}.json"))
 
     def export(self, step: int | str) -> Path:
@@ -178,15 +179,15 @@ class RunPaths:
 
     @property
     def chosen_export(self) -> Path:
-        """The folder of the chosen step's policy (`chosen_step`), for a run that starts from it whichever that is."""
+        """Folder of the chosen step's policy (`chosen_step`), for a run that starts from it."""
         return self.root / _EXPORT / "chosen"
 
     def recording(self, step: int | str) -> Path:
-        """Recorded episodes of a step's policy."""
+        """Returns the file of recorded episodes of a step's policy."""
         return self.root / "demos" / f"{step_name(step)}.h5"
 
     def film(self, step: int | str) -> Path:
-        """The film of a step's policy that `rlhpc play` makes."""
+        """Returns the film of a step's policy that `rlhpc play` writes."""
         return self.root / "play" / f"{step_name(step)}.mp4"
 
     @property
@@ -195,12 +196,12 @@ class RunPaths:
 
     @property
     def accounting(self) -> Path:
-        """Says what the run's Slurm jobs cost, by role and job component."""
+        """Cost of the run's Slurm jobs, by role and job component."""
         return self.root / "report" / "accounting.json"
 
     @property
     def tuning(self) -> Path:
-        """What `rlhpc tune` found: costs, candidates, the configuration of the best."""
+        """Results of `rlhpc tune`: costs, candidates, the configuration of the best."""
         return self.root / "tune"
 
     @property
@@ -210,41 +211,43 @@ class RunPaths:
 
     @property
     def tuned_config(self) -> Path:
-        """A configuration that changes what `rlhpc tune` found to be better."""
+        """Configuration with the changes that `rlhpc tune` recommends."""
         return self.tuning / "tuned.yaml"
 
     @property
     def attendance(self) -> Path:
-        """Which ranks joined the run under way, and when they left and why; a line for each of these."""
+        """Ranks that joined the run while it was running, with a line for each join and each leave with its reason."""
         return self.root / "attendance.jsonl"
 
     @property
     def helpers(self) -> Path:
-        """submitit's folder of the jobs whose ranks join the run."""
+        """submitit's folder of the helper jobs, whose ranks join the run."""
         return self.submit / "helpers"
 
     def helper_jobs(self, group: str) -> Path:
-        """The record of these jobs, of one group."""
+        """Returns the record of the helper jobs of one group."""
         return self.submit / f"helpers-{group}.json"
 
     @property
     def asked_ranks(self) -> Path:
-        """How many ranks of such jobs somebody has asked for."""
+        """Requested number of ranks of helper jobs."""
         return self.submit / "scale.json"
 
     @property
     def driver_record(self) -> Path:
-        """Says which process drives the run. Not in the registry, whose removal must not let a second driver in."""
+        """Process that drives the run. Not in the registry, whose removal must not admit a second driver."""
         return self.root / ".driver.json"
 
     @property
     def driver_state(self) -> Path:
-        """What `rlhpc status` shows: step, rates, ETA, stop reason; replaced atomically."""
+        """State for `rlhpc status`: step, rates, ETA, stop reason; replaced atomically."""
         return self.root / "status.json"
 
 
 def model_name(folder: Path) -> str:
-    """Returns the name of a model in a folder: of a run's checkpoint or export the run's, rather than `global_step_<N>`."""
+    """Returns the name of a model in a folder: for a run's checkpoint or export the run's name instead of
+    `global_step_<N>`.
+    """
     step = folder.name.partition("-")[0]  # exports of critics have the folder's name and a suffix
     if step_of(step) is None or folder.parent.name not in (_CHECKPOINTS, _EXPORT):
         return folder.name
@@ -259,23 +262,23 @@ class SweepPaths:
 
     @classmethod
     def around(cls, run: RunPaths) -> SweepPaths | None:
-        """The sweep that a run is part of; None if it is of none."""
+        """Returns the sweep that a run is part of; None if it is part of none."""
         sweep = cls(run.root.parent)
         return sweep if sweep.is_there else None
 
     @property
     def is_there(self) -> bool:
-        """Whether there is a sweep; none has a name that a filesystem refuses, and whoever makes a folder of that says so."""
+        """True if the sweep exists. A name that the filesystem refuses is reported when its folder is created."""
         return os.path.isfile(self.record)
 
     @property
     def record(self) -> Path:
-        """Says which runs the sweep has now."""
+        """Record of the sweep's current runs."""
         return self.root / "sweep.json"
 
     @property
     def cancelled(self) -> Path:
-        """There while the sweep is cancelled: no workflow starts another of its runs."""
+        """Marker that exists while the sweep is cancelled: no workflow starts another of its runs."""
         return self.root / ".cancelled"
 
     @property

@@ -1,4 +1,4 @@
-"""What a run would start: job components with sbatch directives, one step per worker group, and the placement grid.
+"""Job plan of a run: job components with sbatch directives, one step per worker group, and the placement grid.
 
 Pure functions: they take a configuration (and the cluster it is meant for), return data and text, and submit nothing.
 """
@@ -13,24 +13,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhpc.config.sections import JobConfig, RunConfig
-from rlhpc.jobs.elastic.plan import HelperPlan, helper_plans
-from rlhpc.jobs.walltime import minutes_of
+from rlhpc.jobs.elastic.helper_plan import HelperPlan, helper_plans
+from rlhpc.jobs.slurm import minutes_of
 from rlhpc.runtime.allocation import gpus_in
 from rlhpc.runtime.cluster import WITHOUT_ACCELERATORS, Cluster, read_key
-from rlhpc.runtime.cluster_config import Given, Key
+from rlhpc.runtime.cluster_config import Key, SectionSource
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.import_paths import run_module
+from rlhpc.runtime.imports import run_module
+from rlhpc.runtime.launchers.srun_commands import SrunStep, job_steps
 from rlhpc.runtime.placement import HybridComponentPlacement, Placement
-from rlhpc.runtime.starters.commands import Step, job_steps
 
 LAUNCHERS = ("auto", "slurm", "local")
 #: Keys of a node group that become sbatch options of the same name, in the order in which these are written.
 _DIRECTIVES: tuple[Key, ...] = ("partition", "account", "qos", "constraint", "mem", "gres", "time")
-#: Keys that make a node group a job component of its own.
+#: Keys that make a node group a separate job component.
 _RESOURCES: tuple[Key, ...] = ("het_component", "cpus_per_node", *_DIRECTIVES)
 
 #: Sections of the workflow that describe jobs other than training.
-_BESIDE: tuple[Key, ...] = ("eval_job", "convert_job")
+_WORKFLOW_JOBS: tuple[Key, ...] = ("eval_job", "convert_job")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class JobComponent:
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """A node of the grid; `cpus` is 0 if the site decides."""
+    """Node of the grid; `cpus` is 0 if the site decides."""
 
     name: str
     component: int
@@ -67,24 +67,24 @@ class PlannedNode:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything `rlhpc plan` prints."""
+class JobPlan:
+    """Plan as printed by `rlhpc plan`."""
 
     name: str
     launcher: str
     components: tuple[JobComponent, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[SrunStep, ...]
     nodes: tuple[PlannedNode, ...]
     placements: Mapping[str, Sequence[Placement]]
     warnings: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     job_options: tuple[str, ...] = ()
-    beside: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    workflow_jobs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     signal_lead_s: int = 120
     helpers: tuple[HelperPlan, ...] = ()
 
     def submitit_parameters(self) -> dict[str, Any]:
-        """The job's resources as parameters of `submitit.SlurmExecutor`.
+        """Returns the job's resources as parameters of `submitit.SlurmExecutor`.
 
         submitit writes one component only; the others go first into its `setup`, whose `#SBATCH` lines sbatch reads.
         """
@@ -94,27 +94,29 @@ class Plan:
         for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
             if name in parameters:
                 parameters[name] = int(parameters[name])
-        options = [f"#SBATCH {option}" for option in self.job_options]  # Slurm takes them for one component alone
+        options = [f"#SBATCH {option}" for option in self.job_options]  # Slurm applies them to one component only
         further = [line for component in self.components[1:] for line in (*component.directives, *options)]
         parameters["setup"] = [*options, *further, *self.setup]
         parameters["additional_parameters"] = {"signal": f"B:USR2@{self.signal_lead_s}"}
         return parameters
 
     def test_script(self) -> str:
-        """A batch script that asks for the same nodes and does nothing, for `sbatch --test-only`."""
+        """Returns a batch script that requests the same nodes and does nothing, for `sbatch --test-only`."""
         options = [f"#SBATCH {option}" for option in self.job_options]
         parts = ("\n".join((*component.directives, *options)) for component in self.components)
         return "\n".join(["#!/bin/sh", *parts, "exit 0", ""])
 
 
-def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = None, *, launcher: str = "auto") -> Plan:
+def build_plan(
+    cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = None, *, launcher: str = "auto"
+) -> JobPlan:
     """Plans a run.
 
     Args:
         cfg: Configuration, as `load_config` returns it.
-        cluster: The allocation; by default virtual nodes, as the configuration asks for them.
-        launcher: `slurm`, `local`, or `auto`: Slurm if there is an `sbatch`, or if the configuration asks for something
-            that only Slurm can give.
+        cluster: The allocation; by default virtual nodes, as the configuration requests them.
+        launcher: `slurm`, `local`, or `auto`: Slurm if `sbatch` exists, or if the configuration requests resources that only
+            Slurm can provide.
 
     Raises:
         ConfigError: The node groups do not form components, or a walltime has no room for a step.
@@ -139,7 +141,7 @@ def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = Non
         PlannedNode(name, owner[n.rank], n.cpus, len(n.accelerators))
         for name, n in zip(names, cluster.nodes, strict=True)
     )
-    steps: list[Step] = []
+    steps: list[SrunStep] = []
     for group, ranks in placements.items():
         interpreter = cluster.node_group(ranks[0].node_group).python_interpreter
         if launcher == "slurm":
@@ -148,18 +150,18 @@ def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = Non
             steps.append(_local(group, ranks, names, interpreter))
     name = str(read_key(read_key(cfg, "runner"), "name", "run"))
     warnings = tuple(_oversubscribed(nodes, placements))
-    beside = read_key(cfg, "workflow", {})
-    return Plan(
+    workflow = read_key(cfg, "workflow", {})
+    return JobPlan(
         name, launcher, components, tuple(steps), nodes, placements, warnings,
         setup=tuple(read_key(section, "setup", ())), job_options=tuple(read_key(section, "sbatch", ())),
         signal_lead_s=int(read_key(section, "signal_lead_s", 120)),
-        beside={what: job_options(section, job) for what in _BESIDE if (job := read_key(beside, what))},
+        workflow_jobs={key: job_options(section, job) for key in _WORKFLOW_JOBS if (job := read_key(workflow, key))},
         helpers=helper_plans(section, placements),
     )  # fmt: skip
 
 
-def _check_walltimes(components: Sequence[JobComponent], runner: Given, section: Given) -> None:
-    """Refuses a walltime whose end, which is for saving, is all of it: such a job would be requeued without a step.
+def _check_walltimes(components: Sequence[JobComponent], runner: SectionSource, section: SectionSource) -> None:
+    """Checks that walltimes are longer than the time reserved for saving: such a job would be requeued without a step.
 
     Raises:
         ConfigError: A component's walltime is no longer than `cluster.signal_lead_s` or `runner.save_reserve_s`.
@@ -178,51 +180,51 @@ def _check_walltimes(components: Sequence[JobComponent], runner: Given, section:
             )
 
 
-def job_options(section: Given, job: JobConfig | Mapping[str, Any]) -> dict[str, str]:
-    """Where Slurm should put a job other than training: partition, account, qos and constraint, as far as given.
+def job_options(section: SectionSource, job: JobConfig | Mapping[str, Any]) -> dict[str, str]:
+    """Returns Slurm's partition, account, qos and constraint of a job other than training, as far as configured.
 
-    What the job's own section omits is taken from the whole cluster or, if that omits it too, from one of the run's
-    node groups: one with accelerators if the job asks for some, otherwise one without, otherwise the first.
+    Values that the job's own section omits come from the whole cluster or, if that omits them too, from one of the run's
+    node groups: one with accelerators if the job requests some, otherwise one without, otherwise the first.
 
     Args:
         section: Section `cluster` of the configuration.
         job: Section `workflow.eval_job` or `workflow.convert_job`.
     """
     keys = _DIRECTIVES[:4]
-    found = {key: value for key in keys if (value := read_key(job, key)) is not None}
+    options = {key: value for key in keys if (value := read_key(job, key)) is not None}
     groups = [raw for raw in read_key(section, "node_groups", ()) if read_key(raw, "partition") is not None]
-    if "partition" not in found and groups:
-        wanted = gpus_in(read_key(job, "gres")) is not None
-        group = next((raw for raw in groups if _has_accelerators(raw) == wanted), groups[0])
-        found = {**{key: value for key in keys if (value := read_key(group, key)) is not None}, **found}
-    return {key: str(value) for key, value in found.items()}
+    if "partition" not in options and groups:
+        needs_accelerators = gpus_in(read_key(job, "gres")) is not None
+        group = next((raw for raw in groups if _has_accelerators(raw) == needs_accelerators), groups[0])
+        options = {**{key: value for key in keys if (value := read_key(group, key)) is not None}, **options}
+    return {key: str(value) for key, value in options.items()}
 
 
-def _has_accelerators(group: Given) -> bool:
-    asked: tuple[Key, ...] = ("gres", "gres_name", "accelerators_per_node")
+def _has_accelerators(group: SectionSource) -> bool:
+    accelerator_keys: tuple[Key, ...] = ("gres", "gres_name", "accelerators_per_node")
     kind = str(read_key(group, "accelerator_kind", "")).lower()
-    return kind not in WITHOUT_ACCELERATORS and any(read_key(group, key) for key in asked)
+    return kind not in WITHOUT_ACCELERATORS and any(read_key(group, key) for key in accelerator_keys)
 
 
-def _needs_slurm(section: Given, groups: Sequence[Given], cluster: Cluster | None) -> bool:
+def _needs_slurm(section: SectionSource, groups: Sequence[SectionSource], cluster: Cluster | None) -> bool:
     if cluster is not None and cluster.source != "virtual":
         return cluster.source == "slurm"
-    asked = any(read_key(raw, key) is not None for raw in [*groups, section] for key in _RESOURCES)
-    return asked or (len(cluster.nodes) if cluster else read_key(section, "num_nodes", 1)) > 1
+    requests_resources = any(read_key(raw, key) is not None for raw in [*groups, section] for key in _RESOURCES)
+    return requests_resources or (len(cluster.nodes) if cluster else read_key(section, "num_nodes", 1)) > 1
 
 
 # -- components -------------------------------------------------------------------------------------------------------
 
 
-def _components(groups: Sequence[Given], section: Given, cluster: Cluster) -> tuple[JobComponent, ...]:
-    """Divides the nodes into components: like the allocation, or one for each node group with resources of its own."""
+def _components(groups: Sequence[SectionSource], section: SectionSource, cluster: Cluster) -> tuple[JobComponent, ...]:
+    """Divides the nodes into components: like the allocation, or one for each node group with its own resources."""
     by_rank = {r: raw for raw in groups for r in cluster.node_group(str(read_key(raw, "label"))).node_ranks}
     allocated = cluster.source == "slurm" or any(n.het_group is not None for n in cluster.nodes)
     parts: list[tuple[Any, list[int]]] = []
     for node in cluster.nodes:
         raw = by_rank.get(node.rank)
-        own = raw is not None and any(read_key(raw, key) is not None for key in _RESOURCES)
-        key = (node.het_group or 0) if allocated else str(read_key(raw, "label")) if own else "cluster"
+        has_resources = raw is not None and any(read_key(raw, key) is not None for key in _RESOURCES)
+        key = (node.het_group or 0) if allocated else str(read_key(raw, "label")) if has_resources else "cluster"
         if not parts or parts[-1][0] != key:
             parts.append((key, []))
         parts[-1][1].append(node.rank)
@@ -244,9 +246,9 @@ def _components(groups: Sequence[Given], section: Given, cluster: Cluster) -> tu
 
 
 def _options(
-    members: Sequence[Given], section: Given, labels: str, accelerators: int, nodes: int
+    members: Sequence[SectionSource], section: SectionSource, labels: str, accelerators: int, nodes: int
 ) -> tuple[tuple[str, str], ...]:
-    """sbatch options of a component: those of its groups or, if they have none, those of the whole cluster."""
+    """Returns the sbatch options of a component: those of its groups or, without groups, those of the whole cluster."""
 
     def one(key: Key) -> str | None:
         values = {str(v) for raw in members if (v := read_key(raw, key)) is not None}
@@ -265,15 +267,15 @@ def _options(
     gres = one("gres")
     if accelerators and gpus_in(gres) is None:
         gres = ",".join(filter(None, (gres, f"{one('gres_name') or 'gpu'}:{accelerators}")))
-    found = {"mem": one("mem"), "gres": gres, "time": one("time")}
-    return (*options, *((k, v) for k, v in found.items() if v is not None))
+    resources = {"mem": one("mem"), "gres": gres, "time": one("time")}
+    return (*options, *((k, v) for k, v in resources.items() if v is not None))
 
 
-def _local(group: str, ranks: Sequence[Placement], names: Sequence[str], interpreter: str | None) -> Step:
-    """A step on this machine: ranks are forked from the driver's fork server, or run an interpreter of their own."""
-    module = "rlhpc.runtime.process" if interpreter else "rlhpc.runtime.forkserver"
+def _local(group: str, ranks: Sequence[Placement], names: Sequence[str], interpreter: str | None) -> SrunStep:
+    """Returns a step on this machine: ranks are forked from the driver's fork server, or run in their own interpreter."""
+    module = "rlhpc.runtime.worker_process" if interpreter else "rlhpc.runtime.launchers.fork_server"
     hosts = tuple(names[p.node_rank] for p in ranks)
-    return Step(group, 0, tuple(p.rank for p in ranks), hosts, tuple(run_module(module, python=interpreter)))
+    return SrunStep(group, 0, tuple(p.rank for p in ranks), hosts, tuple(run_module(module, python=interpreter)))
 
 
 def _oversubscribed(nodes: Sequence[PlannedNode], placements: Mapping[str, Sequence[Placement]]) -> list[str]:
@@ -284,22 +286,22 @@ def _oversubscribed(nodes: Sequence[PlannedNode], placements: Mapping[str, Seque
             warnings.append(f"{node.name}: {len(here)} processes share {_some(node.cpus, 'core')}")
         sharing: dict[tuple[str, ...], list[int]] = {}
         for index in range(node.accelerators):
-            users = tuple(_who(placements, rank, index))
+            users = tuple(_ranks_on(placements, rank, index))
             if len(users) != 1:
                 sharing.setdefault(tuple(dict.fromkeys(u.rpartition("-")[0] for u in users)), []).append(index)
         for groups, indices in sharing.items():
-            what = f"{node.name}: {_numbered('accelerator', indices)}"
+            subject = f"{node.name}: {_numbered('accelerator', indices)}"
             if not groups:
-                warnings.append(f"{what}: nobody uses {'them' if len(indices) > 1 else 'it'}")
+                warnings.append(f"{subject}: nobody uses {'them' if len(indices) > 1 else 'it'}")
             elif len(groups) == 1:
-                warnings.append(f"{what}: shared by several ranks of {groups[0]}")
+                warnings.append(f"{subject}: shared by several ranks of {groups[0]}")
             else:
-                warnings.append(f"{what}: shared by {', '.join(groups)}")
+                warnings.append(f"{subject}: shared by {', '.join(groups)}")
     return warnings
 
 
-def _who(placements: Mapping[str, Sequence[Placement]], node: int, index: int | None) -> list[str]:
-    """Ranks on one accelerator of a node or, if `index` is None, those without an accelerator."""
+def _ranks_on(placements: Mapping[str, Sequence[Placement]], node: int, index: int | None) -> list[str]:
+    """Returns the ranks on one accelerator of a node or, if `index` is None, those without an accelerator."""
     return [
         f"{group}-{p.rank}"
         for group, ranks in placements.items()
@@ -311,7 +313,7 @@ def _who(placements: Mapping[str, Sequence[Placement]], node: int, index: int | 
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def render_plan(plan: Plan) -> str:
+def render_plan(plan: JobPlan) -> str:
     """Renders the plan as the text that `rlhpc plan` prints."""
     slurm = plan.launcher == "slurm"
     size = _some(len(plan.nodes), "node")
@@ -322,12 +324,12 @@ def render_plan(plan: Plan) -> str:
         for component in plan.components:
             nodes = _numbered("node", component.nodes)
             lines += ["", f"# component {component.index}: {component.label}, {nodes}", *component.directives]
-        for what, options in plan.beside.items():
+        for job, options in plan.workflow_jobs.items():
             words = ", ".join(f"{key} {value}" for key, value in options.items()) or "the default partition"
             lines += (
-                ["", f"# jobs of workflow.{what}: {words}"]
-                if what == "eval_job"
-                else [f"# jobs of workflow.{what}: {words}"]
+                ["", f"# jobs of workflow.{job}: {words}"]
+                if job == "eval_job"
+                else [f"# jobs of workflow.{job}: {words}"]
             )
     for helpers in plan.helpers:
         lines += ["", *helpers.lines()]
@@ -338,15 +340,15 @@ def render_plan(plan: Plan) -> str:
             lines += [f"  {step.group}: {ranks}", f"    SLURM_HOSTFILE: {' '.join(step.hosts)}"]
             lines.append(f"    {shlex.join(step.argv)}")
         else:
-            how = "forked from" if step.argv[-1].endswith("forkserver") else "started with"
+            how = "forked from" if step.argv[-1].endswith("fork_server") else "started with"
             lines.append(f"  {step.group}: {ranks}, {how} {shlex.join(step.argv)}")
     lines += ["", "placement"]
     for rank, node in enumerate(plan.nodes):
         cores = _some(node.cpus, "core") if node.cpus else "the site's number of cores"
         lines.append(f"  {node.name}: {cores}, {_some(node.accelerators, 'accelerator')}")
         for index in range(node.accelerators):
-            lines.append(f"    accelerator {index}: {' '.join(_who(plan.placements, rank, index)) or '-'}")
-        if (bare := _who(plan.placements, rank, None)) or not node.accelerators:
+            lines.append(f"    accelerator {index}: {' '.join(_ranks_on(plan.placements, rank, index)) or '-'}")
+        if (bare := _ranks_on(plan.placements, rank, None)) or not node.accelerators:
             lines.append(f"    no accelerator: {' '.join(bare) or '-'}")
     if slurm and not all(node.cpus for node in plan.nodes):
         lines += ["", "--cpus-per-task=?: a node's cores, once Slurm has granted them, shared by the ranks on it"]
@@ -360,7 +362,7 @@ def _some(count: int, noun: str) -> str:
 
 
 def _numbered(noun: str, numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] → `nodes 0-2,5`."""
+    """Formats numbers as ranges: [0, 1, 2, 5] → `nodes 0-2,5`."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][-1] + 1:

@@ -1,7 +1,7 @@
-"""Job states, and the one place that finds out whether a job is alive.
+"""Job states, and probes that determine whether a job is alive.
 
 `JobState` has every state that Slurm can report. `JobProbe` answers for a batch of jobs: `LocalProbe` from /proc,
-`SlurmProbe` from squeue, then sacct, then scontrol, then a marker file of our own.
+`SlurmProbe` from squeue, then sacct, then scontrol, then a marker file of rlhpc.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.room import NotNow
+from rlhpc.jobs.submit_backoff import NotNow
 from rlhpc.runtime.host import process_space
-from rlhpc.runtime.slurm import TIMEOUT_S, Answer, ask
+from rlhpc.runtime.slurm import TIMEOUT_S, CommandOutput, ask
 
 
 class JobState(Enum):
-    """State of a batch job, by Slurm's name; `meaning` says what it is and what follows from it."""
+    """State of a batch job, by Slurm's name; `meaning` describes it and its consequences."""
 
     meaning: str
     code: str
@@ -67,17 +67,17 @@ class JobState(Enum):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the job has ended for good."""
+        """True if the job has ended for good."""
         return self in _TERMINAL
 
     @property
     def has_processes(self) -> bool:
-        """True where processes of the job exist on its nodes, running or paused."""
+        """True if processes of the job exist on its nodes, running or paused."""
         return self in (JobState.RUNNING, JobState.SUSPENDED, JobState.STOPPED, JobState.SIGNALING, JobState.RESIZING)
 
     @property
     def is_success(self) -> bool:
-        """Whether the job ended well; an unknown state is not a success."""
+        """True if the job ended well; an unknown state is not a success."""
         return self is JobState.COMPLETED
 
     @classmethod
@@ -114,7 +114,7 @@ _TERMINAL = frozenset(
 
 
 def _stat_of(pid: int) -> tuple[str, int] | None:
-    """(state letter, start time in clock ticks since boot) of a process, or None if there is no such process."""
+    """Returns (state letter, start time in clock ticks since boot) of a process; None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -125,7 +125,7 @@ def _stat_of(pid: int) -> tuple[str, int] | None:
 
 @dataclass(frozen=True)
 class ProcessId:
-    """Identity of a process, which cannot be mistaken for a later one with the same pid."""
+    """Identity of a process, which differs from that of a later process with the same pid."""
 
     pid: int
     start: int
@@ -133,13 +133,13 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """Identity of a running process on this host (start 0 if it is already gone)."""
+        """Returns the identity of a running process on this host (start 0 if it has ended)."""
         stat = _stat_of(pid)
         return cls(pid=pid, start=stat[1] if stat else 0, host=process_space())
 
     @classmethod
     def from_json(cls, value: Any) -> ProcessId | None:
-        """Inverse of `to_json`; None for anything else."""
+        """Reads the value of `to_json`; returns None for anything else."""
         try:
             return cls(pid=int(value["pid"]), start=int(value["start"]), host=str(value["host"]))
         except (TypeError, KeyError, ValueError):
@@ -149,7 +149,7 @@ class ProcessId:
         return {"pid": self.pid, "start": self.start, "host": self.host}
 
     def alive(self) -> bool | None:
-        """True or False on the process's own host, False after a reboot, None on another host."""
+        """Returns True or False on the process's own host, False after a reboot, None on another host."""
         if self.host != process_space():
             name, boot, _ = (*self.host.split("/"), "", "")[:3]
             here, boot_here, _ = (*process_space().split("/"), "", "")[:3]
@@ -158,7 +158,9 @@ class ProcessId:
         return stat is not None and stat[0] not in "ZX" and stat[1] == self.start
 
     def has_open_below(self, folder: Path) -> bool | None:
-        """Returns whether the process holds a file of a folder open; None if it holds no files, as one that ends."""
+        """Returns whether the process has a file of a folder open; None if it has no open files, like a process that is
+        ending.
+        """
         root, opened = folder.resolve(), None
         with contextlib.suppress(OSError):
             for entry in os.scandir(f"/proc/{self.pid}/fd"):
@@ -170,13 +172,13 @@ class ProcessId:
 
 @dataclass(frozen=True)
 class JobReport:
-    """What a probe found out about one job.
+    """Report of a probe on one job.
 
     Attributes:
         state: The job's state.
-        reason: Why the job is waiting, or how it ended, in the scheduler's words.
-        source: Where the answer came from: proc, squeue, sacct, scontrol, marker or none.
-        conclusive: False if nobody answered, so that UNKNOWN says nothing about the job.
+        reason: Reason why the job is waiting, or how it ended, in the scheduler's words.
+        source: Source of the answer: proc, squeue, sacct, scontrol, marker or none.
+        conclusive: False without an answer, so that UNKNOWN says nothing about the job.
     """
 
     state: JobState
@@ -186,22 +188,22 @@ class JobReport:
 
 
 class JobProbe(ABC):
-    """Finds out the states of jobs, of all of them at once."""
+    """Probe of the states of many jobs at once."""
 
     @abstractmethod
     def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
-        """A report for each job id; never raises because the scheduler failed."""
+        """Returns a report for each job id; never raises because the scheduler failed."""
 
     def query_one(self, job_id: str) -> JobReport:
         return self.query([job_id])[job_id]
 
     def leave(self, job_ids: Iterable[str]) -> None:
-        """Tells the probe that it will not be asked about these jobs again."""
+        """Releases these jobs, which will not be queried again."""
         return
 
 
 class LocalProbe(JobProbe):
-    """Probes jobs that are processes of this host.
+    """Probe of jobs that are processes of this host.
 
     Args:
         processes: The process of each job id.
@@ -221,26 +223,26 @@ class LocalProbe(JobProbe):
             return JobReport(JobState.UNKNOWN, where, conclusive=False)
         if alive:
             return JobReport(JobState.RUNNING, source="proc")
-        # /proc does not say how it ended: a waiter looks for the marker or the exit record
+        # /proc does not show how it ended: a waiter reads the marker or the exit record
         return JobReport(JobState.UNKNOWN, f"process {process.pid} is gone", source="proc")
 
 
 def _leader(job_id: str) -> str:
-    """The leader of a job id: `12` for `12+1` (a het component); `12_3` is its own leader."""
+    """Returns the leader of a job id: `12` for `12+1` (a het component); `12_3` is its own leader."""
     return job_id.strip().partition("+")[0]
 
 
-def _answered(answer: Answer) -> bool:
-    """Whether Slurm answered: "Invalid job id", if it has forgotten all of the jobs, is an answer too."""
+def _answered(answer: CommandOutput) -> bool:
+    """Returns whether Slurm answered: "Invalid job id", if it has forgotten all of the jobs, is an answer too."""
     return answer.ok or any("nvalid job id" in line for line in answer.lines)
 
 
 class SlurmProbe(JobProbe):
-    """Probes Slurm jobs: squeue, then sacct, then scontrol, then a marker file; one query for all jobs.
+    """Probe of Slurm jobs: squeue, then sacct, then scontrol, then a marker file; one query for all jobs.
 
     Args:
-        finished: Tells whether the job with this id left its marker file; the last resort.
-        interval_s: Least time between two queries; in between, the last answer is returned.
+        finished: Returns whether the job with this id left its marker file; the last resort.
+        interval_s: Minimum time between two queries; in between, the last answer is returned.
         max_interval_s: While Slurm does not answer, the interval doubles up to this.
         command_timeout_s: A command that takes longer than this counts as failed.
         clock: Returns monotonic seconds.
@@ -274,30 +276,30 @@ class SlurmProbe(JobProbe):
         return {i: self._last[i] for i in ids}
 
     def find(self, job_name: str) -> str | None:
-        """Id of this user's waiting or running job with this name; None if there is none.
+        """Returns the id of this user's waiting or running job with this name; None without one.
 
         Raises:
-            NotNow: Slurm does not answer, so there may be one.
+            NotNow: Slurm does not answer, so the job may exist.
         """
         answer = ask("squeue", "--noheader", "--me", f"--name={job_name}", "--format=%i", timeout_s=self._timeout_s)
         if not _answered(answer) and shutil.which("squeue"):
-            said = " ".join(answer.lines)
-            raise NotNow(f"squeue does not say whether there is a job {job_name}: {said}", reason="Slurm does not answer",
+            output = " ".join(answer.lines)
+            raise NotNow(f"squeue does not say whether there is a job {job_name}: {output}", reason="Slurm does not answer",
                          silent=True)  # fmt: skip
         ids = [_leader(line) for line in answer.lines if line.strip()]
         return ids[0] if answer.ok and ids else None
 
     def _ask(self, ids: list[str]) -> None:
-        found: dict[str, JobReport] = {}
-        answered = self._ask_squeue(ids, found)
-        missing = [i for i in ids if i not in found]
-        sacct_answered = self._ask_sacct(missing, found) if missing else True
-        missing = [i for i in ids if i not in found]
+        reports: dict[str, JobReport] = {}
+        answered = self._ask_squeue(ids, reports)
+        missing = [i for i in ids if i not in reports]
+        sacct_answered = self._ask_sacct(missing, reports) if missing else True
+        missing = [i for i in ids if i not in reports]
         if missing:
-            answered = self._ask_scontrol(missing, found) and answered
+            answered = self._ask_scontrol(missing, reports) and answered
         for job_id in ids:
-            if job_id in found:
-                self._last[job_id] = found[job_id]
+            if job_id in reports:
+                self._last[job_id] = reports[job_id]
             elif self._finished is not None and self._finished(job_id):
                 self._last[job_id] = JobReport(JobState.COMPLETED, source="marker")
             elif answered:  # the controller no longer knows the job
@@ -307,47 +309,47 @@ class SlurmProbe(JobProbe):
                 before = self._last.get(job_id, JobReport(JobState.UNKNOWN))
                 self._last[job_id] = replace(before, reason="Slurm does not answer", conclusive=False)
         # a site sees one query per interval, and fewer while its scheduler is in trouble
-        silent = not answered and not found
+        silent = not answered and not reports
         self._wait_s = min(self._wait_s * 2, self._max_interval_s) if silent else self._interval_s
 
-    def _ask_squeue(self, ids: list[str], found: dict[str, JobReport]) -> bool:
+    def _ask_squeue(self, ids: list[str], reports: dict[str, JobReport]) -> bool:
         answer = ask("squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r",
                      timeout_s=self._timeout_s)  # fmt: skip
-        self._collect((line.split("|") for line in answer.lines), ids, found, "squeue")
+        self._collect((line.split("|") for line in answer.lines), ids, reports, "squeue")
         return _answered(answer)
 
-    def _ask_sacct(self, ids: list[str], found: dict[str, JobReport]) -> bool:
+    def _ask_sacct(self, ids: list[str], reports: dict[str, JobReport]) -> bool:
         answer = ask("sacct", "-X", "--noheader", "--parsable2", f"--jobs={','.join(ids)}",
                      "--format=JobID,State,ExitCode", timeout_s=self._timeout_s)  # fmt: skip
         if answer.ok:
-            self._collect((line.split("|") for line in answer.lines), ids, found, "sacct")
+            self._collect((line.split("|") for line in answer.lines), ids, reports, "sacct")
         return answer.ok
 
-    def _ask_scontrol(self, ids: list[str], found: dict[str, JobReport]) -> bool:
+    def _ask_scontrol(self, ids: list[str], reports: dict[str, JobReport]) -> bool:
         answered = True
         for job_id in ids:
             answer = ask("scontrol", "--oneliner", "show", "job", job_id, timeout_s=self._timeout_s)
             rows = [
                 [job_id, pairs["JobState"], pairs.get("Reason", "")] for pairs in answer.records if "JobState" in pairs
             ]
-            self._collect(rows, ids, found, "scontrol")
+            self._collect(rows, ids, reports, "scontrol")
             answered = answered and _answered(answer)
         return answered
 
     @staticmethod
-    def _collect(rows: Iterable[list[str]], ids: list[str], found: dict[str, JobReport], source: str) -> None:
-        """Collects reports by leader; of a het job's components, the one that is still alive or ended worst counts.
+    def _collect(rows: Iterable[list[str]], ids: list[str], reports: dict[str, JobReport], source: str) -> None:
+        """Collects reports by leader; for a het job, the component that is still alive or ended worst counts.
 
         When one component fails, Slurm cancels the others: a job was cancelled only if nothing else happened to it.
         """
-        reports: dict[str, list[JobReport]] = {}
+        reports_by_leader: dict[str, list[JobReport]] = {}
         for row in rows:
             if len(row) < 2 or _leader(row[0]) not in ids:
                 continue
             state = JobState.parse(row[1])
             if state is not JobState.UNKNOWN:
                 reason = row[2].strip() if len(row) > 2 and row[2].strip() not in ("None", "0:0") else ""
-                reports.setdefault(_leader(row[0]), []).append(JobReport(state, reason, source))
-        for job_id, parts in reports.items():
+                reports_by_leader.setdefault(_leader(row[0]), []).append(JobReport(state, reason, source))
+        for job_id, parts in reports_by_leader.items():
             parts.sort(key=lambda r: (r.state.is_terminal, r.state.is_success, r.state is JobState.CANCELLED))
-            found[job_id] = parts[0]
+            reports[job_id] = parts[0]

@@ -1,4 +1,4 @@
-"""A job's signals: the driver notes them and stops between two steps; the workers ignore them."""
+"""Signals of a job: the driver records them and stops between two steps; the workers ignore them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhpc.runtime.errors import Stopped
 #: The driver saved everything and stopped before its segment was finished, because the job had to end
 #: (walltime, preemption): started again, it continues. sysexits.h calls this code EX_TEMPFAIL.
 EXIT_REQUEUE = 75
-#: Environment variable in which a job tells its driver how many failures in a row it may recover from by itself.
+#: Environment variable with the number of consecutive failures that a driver may recover from by itself.
 MAX_RESTARTS = "RLHPC_MAX_RESTARTS"
 
 _REASONS = {
@@ -28,7 +28,7 @@ _REASONS = {
 
 
 class StopRequest:
-    """Turns SIGUSR2, SIGTERM and SIGINT into a flag that the runner polls between steps.
+    """Stop flag set by SIGUSR2, SIGTERM and SIGINT, which the runner polls between steps.
 
     A second SIGINT raises KeyboardInterrupt, so that an impatient user gets out. Use as a context manager, or call
     `install()` and `restore()`; only the main thread can install.
@@ -42,12 +42,12 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether to stop after the current step."""
+        """True if the run has to stop after the current step."""
         return bool(self._reason)
 
     @property
     def reason(self) -> str:
-        """Why to stop, for `status.json`; "" while nobody has asked."""
+        """Reason to stop, for `status.json`; "" without a request."""
         return self._reason
 
     @property
@@ -58,14 +58,14 @@ class StopRequest:
         return EXIT_REQUEUE if self._signal is signal.SIGUSR2 else 128 + self._signal
 
     def request(self, reason: str) -> None:
-        """Asks to stop from inside, e.g. if the walltime leaves no room for one more step; the first reason stays."""
+        """Requests a stop from inside, e.g. if the walltime leaves no room for one more step; the first reason stays."""
         self._reason = self._reason or reason
 
     def check(self) -> None:
         """Raises if a stop was requested; for waits during which there is nothing to save.
 
         Raises:
-            Stopped: Somebody has asked to stop.
+            Stopped: A stop was requested.
         """
         if self.requested:
             raise Stopped(self.reason, self.exit_code)
@@ -84,7 +84,7 @@ class StopRequest:
         """Restores the previous handlers."""
         if threading.current_thread() is threading.main_thread():
             for signum, handler in self._previous.items():
-                # None: installed by C code, which Python cannot put back
+                # None: installed by C code, which Python cannot restore
                 signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
 
@@ -108,18 +108,18 @@ class StopRequest:
             self._reason = _REASONS[which]
 
 
-#: The end of a job is asked for again after this long at most, and sooner the nearer it is, but not sooner than the second.
+#: Maximum and minimum interval between queries of a job's end; the interval shrinks as the end approaches.
 _ASK_AGAIN_S, _LEAST_PAUSE_S = 600.0, 30.0
 
 
 @dataclass
 class _JobEnd:
-    """The last known end of a job.
+    """Last known end of a job.
 
     Attributes:
-        job: The job's id, and what its environment says about its end.
-        time: When that was found out, by the monotonic clock.
-        at: Unix time; infinite where there is no limit, None where that is not known.
+        job: The job's id, and its end by the environment.
+        time: Time of the query, by the monotonic clock.
+        at: Unix time; infinite without a limit, None if unknown.
     """
 
     job: tuple[str, str]
@@ -132,24 +132,24 @@ class _JobEnd:
         return time.monotonic() - self.time > min(_ASK_AGAIN_S, max(_LEAST_PAUSE_S, remaining_s / 4))
 
 
-_known: _JobEnd | None = None
+_last_job_end: _JobEnd | None = None
 
 
 def end_of_job(*, at_once: bool = False) -> float | None:
-    """Unix time at which Slurm ends this job, or None if there is no such limit or Slurm does not say.
+    """Returns the Unix time at which Slurm ends this job; None without a limit or an answer from Slurm.
 
-    Read from `SLURM_JOB_END_TIME`, which Slurm sets at the job's start since 23.02. Later squeue is asked, for the limit of a
-    running job can be changed (`scontrol update TimeLimit`); where it does not answer, the last known end counts.
+    The value comes from `SLURM_JOB_END_TIME`, which Slurm sets at the job's start since 23.02. Later squeue is asked, because
+    the limit of a running job can be changed (`scontrol update TimeLimit`); without an answer, the last known end counts.
 
     Args:
-        at_once: Ask now, however long ago the last answer came: something depends on it.
+        at_once: Ask now, whatever the age of the last answer.
     """
-    global _known
+    global _last_job_end
     job, text = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_JOB_END_TIME", "")
-    if _known is None or _known.job != (job, text):
+    if _last_job_end is None or _last_job_end.job != (job, text):
         at = (float(text) or math.inf) if text.isdigit() else end_of(job) if job else None
-        _known = _JobEnd((job, text), time.monotonic(), at)
-    elif job and (at_once or _known.is_old):
+        _last_job_end = _JobEnd((job, text), time.monotonic(), at)
+    elif job and (at_once or _last_job_end.is_old):
         answer = end_of(job)
-        _known = _JobEnd((job, text), time.monotonic(), _known.at if answer is None else answer)
-    return None if _known.at is None or math.isinf(_known.at) else _known.at
+        _last_job_end = _JobEnd((job, text), time.monotonic(), _last_job_end.at if answer is None else answer)
+    return None if _last_job_end.at is None or math.isinf(_last_job_end.at) else _last_job_end.at

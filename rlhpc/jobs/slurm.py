@@ -1,4 +1,4 @@
-"""Queries and commands to Slurm about jobs: their steps, their ends, their next start."""
+"""Slurm queries and commands about jobs: their steps, their ends, their next start."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhpc.runtime.errors import RlhpcError, UserError
-from rlhpc.runtime.shown import shown
-from rlhpc.runtime.slurm import Answer, ask
+from rlhpc.runtime.slurm import CommandOutput, ask
+from rlhpc.runtime.text import shown
 
 
 def component_ids(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Job ids of this job's components; the job's own id if it has none."""
+    """Returns the job ids of this job's components; the job's own id if it has none."""
     size = environ.get("SLURM_HET_SIZE") or "0"
     ids = [environ.get(f"SLURM_JOB_ID_HET_GROUP_{k}", "") for k in range(int(size) if size.isdigit() else 0)]
     return [job for job in ids if job] or [job for job in [environ.get("SLURM_JOB_ID", "")] if job]
 
 
 def end_steps(patience_s: float = 20.0) -> bool:
-    """Kills the steps that a dead driver left behind, and waits for their end; True if none is left."""
+    """Kills the steps that a dead driver left, and waits for their end; returns True if no step remains."""
     end, pause = time.monotonic() + patience_s, 0.5
     jobs = component_ids()
     while True:
-        found = ask("squeue", "--noheader", "--steps", f"--jobs={','.join(jobs)}", "--format=%i")
-        steps = [word for word in found.text.split() if word.rpartition(".")[2].isdigit()] if found.ok else []
-        if found.ok and not steps:
+        answer = ask("squeue", "--noheader", "--steps", f"--jobs={','.join(jobs)}", "--format=%i")
+        steps = [word for word in answer.text.split() if word.rpartition(".")[2].isdigit()] if answer.ok else []
+        if answer.ok and not steps:
             return True
         if steps:
             ask("scancel", "--signal=KILL", *steps)
@@ -41,25 +41,25 @@ def end_steps(patience_s: float = 20.0) -> bool:
         pause = min(2 * pause, 4.0)
 
 
-#: A node refuses to start a job again with a credential that is older, by the node's clock, than the end of the job's
-#: previous start; the job would be lost. Slurm waits two minutes to be safe; this leaves room for clocks that disagree.
+#: A node refuses to restart a job with a credential that is older, by the node's clock, than the end of the job's
+#: previous start; the job would be lost. Slurm waits two minutes to be safe; this delay tolerates clocks that differ.
 _HASTE_S = 15
 
 
 def hasten(job_id: str, name: str) -> None:
-    """Lets a requeued job start soon instead of after the two minutes for which Slurm holds it back by default.
+    """Moves the start of a requeued job forward, which Slurm delays by two minutes by default.
 
     Use only for a job whose processes have all ended (state PENDING, no longer COMPLETING). A job with another name, or one
-    that Slurm does not tell about, stays as it is.
+    that Slurm does not report, stays as it is.
     """
     try:
         if not is_job_named(job_id, name):
             return
     except RlhpcError:
         return
-    found = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%A|%T|%r|%S")
-    rows = [line.split("|") for line in found.lines if line.count("|") == 3]
-    if not found.ok or not all(row[1:3] == ["PENDING", "BeginTime"] for row in rows):
+    answer = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%A|%T|%r|%S")
+    rows = [line.split("|") for line in answer.lines if line.count("|") == 3]
+    if not answer.ok or not all(row[1:3] == ["PENDING", "BeginTime"] for row in rows):
         return
     soon = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + _HASTE_S))
     for job, _, _, start in rows:
@@ -68,9 +68,9 @@ def hasten(job_id: str, name: str) -> None:
 
 
 def requeue_without(job_id: str, node: str) -> bool:
-    """Requeues this job with a node excluded; True if Slurm agreed, in which case it will soon end this process.
+    """Requeues this job with a node excluded; returns True if Slurm agreed, in which case it will soon end this process.
 
-    The requeue ends every process of the job, so a process that ignores the first signal makes the update that follows.
+    The requeue ends every process of the job, so the following update is made by a process that ignores the first signal.
     """
     if "Requeue=1" not in ask("scontrol", "show", "job", job_id).text:
         return False
@@ -83,9 +83,9 @@ def requeue_without(job_id: str, node: str) -> bool:
 
 
 def end_of(job_id: str) -> float | None:
-    """Unix time at which Slurm ends a job, infinite if it has no limit; None if Slurm does not answer."""
+    """Returns the Unix time at which Slurm ends a job, infinite without a limit; None if Slurm does not answer."""
     words = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%e").text.split()
-    ends = [_time_of(word) for word in words]  # of each component; N/A where there is no limit
+    ends = [_time_of(word) for word in words]  # one per component; N/A without a limit
     return min((math.inf if end is None else end for end in ends), default=None)
 
 
@@ -94,11 +94,11 @@ _START = re.compile(r"Job \d+ to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 
 @dataclass(frozen=True)
 class Start:
-    """What Slurm says about a job that is not submitted.
+    """Slurm's start estimate for a job that is not submitted.
 
     Attributes:
         at: Unix time at which it would start; None if it would not.
-        words: Why not.
+        words: Slurm's reason if it would not.
     """
 
     at: float | None
@@ -106,39 +106,41 @@ class Start:
 
 
 def would_start(script: str) -> Start:
-    """When a batch script's job would start if it were submitted now, says `sbatch --test-only`.
+    """Returns when a batch script's job would start if it were submitted now, by `sbatch --test-only`.
 
-    That is an estimate from the limits of the jobs that run and wait: they may end sooner, or others overtake this one.
+    This is an estimate from the limits of the running and waiting jobs: they may end sooner, or others may overtake this one.
     """
-    found = ask("sbatch", "--test-only", stdin=script, timeout_s=60)
-    at = _start_in(found)
-    if not found.ok or at is None:
-        return Start(None, found.words.removeprefix("allocation failure: ").removeprefix("sbatch: error: "))
+    answer = ask("sbatch", "--test-only", stdin=script, timeout_s=60)
+    at = _start_in(answer)
+    if not answer.ok or at is None:
+        return Start(None, answer.words.removeprefix("allocation failure: ").removeprefix("sbatch: error: "))
     return Start(at)
 
 
 @functools.cache
 def has_gpus(partition: str | None) -> bool:
-    """Returns whether all nodes of a partition (None: the default one) have GPUs, by `sinfo`; False if Slurm does not tell."""
+    """Returns whether all nodes of a partition (None: the default one) have GPUs, by `sinfo`; False if Slurm does not
+    report it.
+    """
     answer = ask("sinfo", "--noheader", *([f"--partition={partition}"] if partition else []), "--format=%P|%G")
     rows = [line.split("|") for line in answer.lines if "|" in line]
     rows = rows if partition else [row for row in rows if row[0].endswith("*")]
     return answer.ok and bool(rows) and all("gpu" in row[1] for row in rows)
 
 
-def _start_in(found: Answer) -> float | None:
-    """The Unix time at which a job would start, in what `sbatch --test-only` says."""
-    match = _START.search(found.error + found.text)
+def _start_in(answer: CommandOutput) -> float | None:
+    """Returns the Unix time at which a job would start, from the output of `sbatch --test-only`."""
+    match = _START.search(answer.error + answer.text)
     return _time_of(match[1]) if match else None
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """What an account may use of a resource.
+    """Resource limits of an account.
 
     Attributes:
-        account: Its name.
-        minutes: TRES (`cpu`, `gres/gpu`, …) → minutes that are allowed, and those that have been used.
+        account: Name of the account.
+        minutes: TRES (`cpu`, `gres/gpu`, …) → allowed minutes and used minutes.
         fair_share: This user's fair-share factor, 0 to 1; None if the site has none.
     """
 
@@ -148,27 +150,27 @@ class Allowance:
 
 
 def allowance(account: str | None) -> Allowance | None:
-    """What an account may use, by the limits of the account itself and of this user in it; None if Slurm does not tell.
+    """Returns the resource limits of an account and of this user in it; None if Slurm does not report them.
 
     Args:
-        account: Its name; None for the first that this user has.
+        account: Name of the account; None for this user's first.
     """
     only = [f"--accounts={account}"] if account else []
     columns = "Account,User,FairShare,GrpTRESMins,GrpTRESRaw"
-    found = ask("sshare", "--noheader", "--parsable2", f"--format={columns}", *only)
-    rows = [[cell.strip() for cell in line.split("|")] for line in found.lines if line.count("|") == 4]
-    own = [row for row in rows if row[1]]
-    name = account or next((row[0] for row in own if row[0] != "root"), None)
-    if not found.ok or name is None:
+    answer = ask("sshare", "--noheader", "--parsable2", f"--format={columns}", *only)
+    rows = [[cell.strip() for cell in line.split("|")] for line in answer.lines if line.count("|") == 4]
+    user_rows = [row for row in rows if row[1]]
+    name = account or next((row[0] for row in user_rows if row[0] != "root"), None)
+    if not answer.ok or name is None:
         return None
     minutes: dict[str, tuple[float, float]] = {}
     for _, _, _, allowed, used in (row for row in rows if row[0] == name):
         spent = _tres(used)
         for resource, limit in _tres(allowed).items():
-            left = limit - spent.get(resource, 0.0)
-            if resource not in minutes or left < minutes[resource][0] - minutes[resource][1]:
+            remaining = limit - spent.get(resource, 0.0)
+            if resource not in minutes or remaining < minutes[resource][0] - minutes[resource][1]:
                 minutes[resource] = (limit, spent.get(resource, 0.0))
-    shares = [row[2] for row in own if row[0] == name]
+    shares = [row[2] for row in user_rows if row[0] == name]
     try:
         return Allowance(name, minutes, float(shares[0]) if shares and shares[0] else None)
     except ValueError:
@@ -176,25 +178,25 @@ def allowance(account: str | None) -> Allowance | None:
 
 
 def _tres(text: str) -> dict[str, float]:
-    """`cpu=100,gres/gpu=600` → both numbers."""
+    """Parses `cpu=100,gres/gpu=600` into its numbers."""
     pairs = (part.partition("=") for part in text.split(","))
     return {name: float(count) for name, _, count in pairs if count.replace(".", "", 1).isdigit()}
 
 
 def nothing_queued() -> bool:
-    """Whether this user has no job at all, so that a limit on their number will never leave room for one."""
-    found = ask("squeue", "--noheader", "--me", "--format=%i")
-    return found.ok and not found.text.strip()
+    """Returns whether this user has no job at all, so that a limit on their number will never admit one."""
+    answer = ask("squeue", "--noheader", "--me", "--format=%i")
+    return answer.ok and not answer.text.strip()
 
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """A job's origin, as Slurm itself knows it. A run folder may come from another user, and so may the job ids in it.
+    """Origin of a job, as Slurm itself knows it. A run folder may come from another user, and so may the job ids in it.
 
     Attributes:
-        name: Its name.
+        name: Name of the job.
         folder: The folder in which it was submitted.
-        comment: What the submitter wrote about it.
+        comment: The submitter's comment.
     """
 
     name: str
@@ -206,7 +208,7 @@ _JOB_ID = re.compile(r"\d+(_\d+)?")
 
 
 def identify_job(job_id: str) -> JobIdentity | None:
-    """Returns the origin of a job; None if Slurm knows no such job.
+    """Returns the origin of a job; None if Slurm does not know it.
 
     Raises:
         RlhpcError: Slurm did not answer.
@@ -218,16 +220,16 @@ def identify_job(job_id: str) -> JobIdentity | None:
         raise RlhpcError(f"squeue does not say whose job {job_id} is: {answer.words}")
     for line in answer.lines:
         leader, *columns = line.strip().split("|", 3)
-        if len(columns) == 3 and leader.partition("+")[0] == job_id:  # of a het job, the first component
+        if len(columns) == 3 and leader.partition("+")[0] == job_id:  # the first component of a het job
             folder, comment, name = columns
             return JobIdentity(name, folder, comment)
     return None
 
 
 def is_job_named(job_id: str, name: str) -> bool:
-    """Returns whether there is a job with that id and that name; False if Slurm has forgotten the job.
+    """Returns whether a job with that id and that name exists; False if Slurm has forgotten the job.
 
-    Asked before each command that changes a job whose id was read from a run folder.
+    Called before each command that changes a job whose id was read from a run folder.
 
     Raises:
         UserError: The job has another name.
@@ -244,11 +246,11 @@ def is_job_named(job_id: str, name: str) -> bool:
 
 
 def scancel(job_id: str, *options: str, name: str) -> None:
-    """Ends a job, or signals it; it is no error if the job has already ended.
+    """Ends a job, or signals it; a job that has already ended is no error.
 
     Args:
-        job_id: Of the job.
-        options: Of the command.
+        job_id: The job's id.
+        options: Options of the command.
         name: The job's name: a job with another one is left alone.
 
     Raises:
@@ -264,12 +266,12 @@ def scancel(job_id: str, *options: str, name: str) -> None:
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job in the queue.
+    """Job in the queue.
 
     Attributes:
-        state: In Slurm's words: PENDING, RUNNING, COMPLETING, …
-        reason: Why it waits.
-        node: Where it runs; "" while it does not.
+        state: Slurm's state: PENDING, RUNNING, COMPLETING, …
+        reason: Reason why it waits.
+        node: Node it runs on; "" while it does not run.
         started: Unix time; None while it does not run.
     """
 
@@ -281,11 +283,11 @@ class QueuedJob:
 
 
 def jobs_named(name: str) -> list[QueuedJob] | None:
-    """This user's jobs of that name that have not ended; None if Slurm does not answer."""
-    found = ask("squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%T|%r|%N|%S")
-    if not found.ok:
+    """Returns this user's jobs of that name that have not ended; None if Slurm does not answer."""
+    answer = ask("squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%T|%r|%N|%S")
+    if not answer.ok:
         return None
-    rows = [line.strip().split("|") for line in found.lines if line.count("|") == 4]
+    rows = [line.strip().split("|") for line in answer.lines if line.count("|") == 4]
     return [
         QueuedJob(job, state, reason, node, _time_of(start) if node else None)
         for job, state, reason, node, start in rows
@@ -303,10 +305,10 @@ def end_named(name: str, *, queued_only: bool = False, softly: bool = False, tim
     """Ends this user's jobs of that name; returns whether Slurm has answered.
 
     Args:
-        name: Of the jobs.
+        name: Name of the jobs.
         queued_only: Only those that do not run.
-        softly: Those that run are sent SIGUSR1, and end by themselves.
-        timeout_s: How long Slurm may take to answer.
+        softly: Running jobs are sent SIGUSR1, and end by themselves.
+        timeout_s: Maximum time for Slurm to answer.
     """
     if shutil.which("scancel") is None:
         return False
@@ -322,20 +324,37 @@ def end_named(name: str, *, queued_only: bool = False, softly: bool = False, tim
 
 
 def starts_in(options: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Seconds until Slurm would start a job with these sbatch options, by its present plans; None if it would not, or does
-    not say, and its own words."""
+    """Returns the seconds until Slurm would start a job with these sbatch options, by its current plans, and Slurm's words;
+    None
+    instead of seconds if it would not start or Slurm does not say.
+    """
     words = [f"--{name}={value}" for name, value in options.items()]
-    found = ask("sbatch", "--test-only", *words, "--wrap=true", environment=free_of_job(os.environ))
-    start = _start_in(found)
-    return (None if start is None else max(0.0, start - time.time())), found.words
+    answer = ask("sbatch", "--test-only", *words, "--wrap=true", environment=free_of_job(os.environ))
+    start = _start_in(answer)
+    return (None if start is None else max(0.0, start - time.time())), answer.words
 
 
 _OF_JOB = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SUBMITIT)_(?!CONF$)")
 
 
 def free_of_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what Slurm has set for the job that this process is in: another job is not to have that."""
+    """Returns an environment without the variables that Slurm set for this process's job, for another job."""
     return {name: value for name, value in environ.items() if not _OF_JOB.match(name) and name not in _MASKS}
 
 
 _MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+
+
+def minutes_of(time: str) -> int:
+    """Returns the minutes of a walltime in Slurm's syntax, rounded up as Slurm does: `90`, `30:00`, `02:00:00`, `1-12`,
+    `1-12:00:00`.
+    """
+    days, dash, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if dash:  # days-hours[:minutes[:seconds]]
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) < 3:  # minutes[:seconds]
+        hours, minutes, seconds = 0, *(*parts, 0)[:2]
+    else:
+        hours, minutes, seconds = parts
+    return int(days or 0) * 1440 + hours * 60 + minutes + (seconds + 59) // 60

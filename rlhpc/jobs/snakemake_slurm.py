@@ -2,10 +2,10 @@
 
 Snakemake forgets a job that a round of status queries neither returns as active nor reports as ended. If all queries of a
 round fail, as they do while slurmdbd or slurmctld restarts, `check_active_jobs` returns no job at all, and Snakemake waits
-for jobs that nobody asks about (`keep_unanswered_jobs`).
+for jobs that it no longer queries (`keep_unanswered_jobs`).
 
-The executor knows only the jobs that it submitted itself. Of two Snakemakes that work on the same run, each would submit
-every job (`share_jobs`).
+The executor knows only the jobs that it submitted itself. Two Snakemakes that work on the same run would each submit every
+job (`share_jobs`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.claim import read_json, write_json
-from rlhpc.jobs.lock import LeaseLock
 from rlhpc.jobs.probes import JobReport, JobState, ProcessId, SlurmProbe
-from rlhpc.jobs.shared import SharedProbe
+from rlhpc.jobs.segment import read_json_file, write_json
+from rlhpc.jobs.shared_probe import SharedProbe
 from rlhpc.jobs.slurm import identify_job
+from rlhpc.jobs.submit_lock import LeaseLock
 from rlhpc.runtime.errors import RlhpcError
 
 _PLUGIN = "snakemake_executor_plugin_slurm"
@@ -34,11 +34,11 @@ _PLUGIN = "snakemake_executor_plugin_slurm"
 _REPORTED, _SUBMITTED, _PROBE = "_reported_jobs", "_submitted_jobs", "_attached_probe"
 #: Marks a job that another Snakemake submitted, in `SubmittedJobInfo.aux`.
 _ATTACHED = "attached"
-#: Inputs up to this size are compared by what they contain.
+#: Inputs up to this size are compared by content.
 _DIGESTED_BYTES = 1 << 20
-#: Ends of a job that say nothing about its work.
+#: Final states of a job that do not mean failure.
 _NOT_FAILED = (JobState.CANCELLED, JobState.PREEMPTED, JobState.REVOKED)
-#: Types of parameters whose text says what they are; Snakemake compares the same ones between two runs of a rule.
+#: Types of parameters that are compared by their text; Snakemake compares the same types between two runs of a rule.
 _COMPARED = (str, int, float, bool, complex, range, list, tuple, dict, set, frozenset, bytes, type(None))
 
 
@@ -90,8 +90,8 @@ def _noting(report: Callable[..., None]) -> Callable[..., None]:
 def share_jobs() -> None:
     """Makes Snakemake's Slurm executor wait for a job that another Snakemake has submitted for the same outputs.
 
-    The Slurm job of a rule is written beside the rule's log, under a lock. Where it is that of the same parameters, and is
-    alive, or has made outputs that are newer than the inputs, nothing is submitted. Jobs of a rule without a log, grouped
+    The Slurm job of a rule is recorded next to the rule's log, under a lock. If the recorded job has the same parameters and
+    is alive, or has written outputs that are newer than the inputs, no job is submitted. Jobs of a rule without a log, grouped
     jobs and job arrays are not shared.
     """
     executor = _executor_class()
@@ -121,7 +121,7 @@ def share_jobs() -> None:
                 submit(self, job)
                 if job_id := self.__dict__.get(_SUBMITTED, {}).pop(id(job), None):
                     write_json(record, _content(job, job_id))
-        except Exception as error:  # in a thread of Snakemake's, which would wait for the job for ever
+        except Exception as error:  # in a thread of Snakemake, which would wait for the job forever
             self.logger.warning(f"Other Snakemakes cannot know of job {job.jobid}: {error}")
             if not submitted:
                 submit(self, job)
@@ -148,7 +148,7 @@ def share_jobs() -> None:
     @functools.wraps(cancel)
     def cancel_jobs(self: Any, active_jobs: list[Any]) -> None:
         _probe_of(self).leave([info.external_jobid for info in active_jobs if _is_attached(info)])
-        # the Snakemake that submitted a job decides about it, as long as it is there
+        # the Snakemake that submitted a job decides about it, as long as it runs
         cancel(self, [info for info in active_jobs if not _is_attached(info) or _is_orphan(info)])
 
     executor.run_job, executor.report_job_submission = run_job, report_job_submission
@@ -156,13 +156,13 @@ def share_jobs() -> None:
 
 
 def _record_of(job: Any) -> Path | None:
-    """Returns the file that names the Slurm job of a rule's job; None where it cannot be shared."""
+    """Returns the file that names the Slurm job of a rule's job; None if it cannot be shared."""
     logs = [] if job.is_group() else list(job.log)
     return Path(str(logs[0])).with_suffix(".job.json") if logs else None
 
 
 def _digest(job: Any) -> str:
-    """Returns a digest of a job's rule and parameters, of those whose change would start it again."""
+    """Returns a digest of a job's rule and of the parameters whose change would start it again."""
     texts = sorted(repr(value) for value in job.non_derived_params if isinstance(value, _COMPARED))
     return hashlib.sha256(json.dumps([job.rule.name, sorted(map(str, job.output)), texts]).encode()).hexdigest()
 
@@ -178,8 +178,10 @@ def _content(job: Any, job_id: str) -> dict[str, Any]:
 
 
 def _inputs(job: Any) -> dict[str, str]:
-    """Returns digests of those inputs that are small. Each Snakemake that takes a job for finished touches its outputs, which
-    are inputs of the next."""
+    """Returns digests of the small inputs. Each Snakemake that regards a job as finished touches its outputs, which are inputs
+    of
+    the next job.
+    """
     digests = {}
     for path in job.input:
         with contextlib.suppress(OSError):
@@ -189,10 +191,10 @@ def _inputs(job: Any) -> dict[str, str]:
 
 
 def _find_shared(executor: Any, job: Any, record: Path) -> Any:
-    """Returns the job to wait for, as Snakemake's `SubmittedJobInfo`; None where a new one must be submitted."""
+    """Returns the job to wait for, as Snakemake's `SubmittedJobInfo`; None if a new one must be submitted."""
     from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
-    content = read_json(record)
+    content = read_json_file(record)
     if content is None or content.get("digest") != _digest(job) or not content.get("job_id"):
         return None
     job_id = str(content["job_id"])
@@ -205,7 +207,7 @@ def _find_shared(executor: Any, job: Any, record: Path) -> Any:
 
 
 def _outputs_are_current(executor: Any, job: Any, content: dict[str, Any]) -> bool:
-    """Returns whether a finished job has left nothing to do: all outputs exist, and no input has changed since."""
+    """Returns whether a finished job is up to date: all outputs exist, and no input has changed since."""
     if executor.workflow.dag.reason(job).forced:
         return False
     before, now = content.get("inputs") or {}, _inputs(job)
@@ -224,8 +226,10 @@ def _is_attached(info: Any) -> bool:
 
 
 def _is_orphan(info: Any) -> bool:
-    """Returns whether the Snakemake that submitted the job is known to be gone, and Slurm knows the job as one of this rule,
-    submitted in this folder: the file that names the job may come from elsewhere."""
+    """Returns whether the Snakemake that submitted the job is known to have ended, and Slurm knows the job as one of this
+    rule,
+    submitted in this folder: the file that names the job may have been copied from elsewhere.
+    """
     process = ProcessId.from_json(info.aux[_ATTACHED].get("process"))
     if process is None or process.alive() is not False:
         return False

@@ -1,4 +1,4 @@
-"""What a run is doing: the state of its newest attempt, from the run's files and, for Slurm jobs, a single query."""
+"""State of a run: that of its newest attempt, from the run's files and, for Slurm jobs, a single query."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.attempts import Attempts
 from rlhpc.jobs.cancel import user_name
-from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
 from rlhpc.jobs.driver_job import error_line
+from rlhpc.jobs.job_record import JobRecord, job_words
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobReport, JobState, SlurmProbe
-from rlhpc.jobs.record import JobRecord, job_words
+from rlhpc.jobs.segment import Attempts, Claim, SegmentFiles, read_json_file
 from rlhpc.runtime.host import node_name
 
 #: States of a driver that ended by itself.
@@ -26,9 +25,9 @@ OVER = (*FINAL, "cancelled", "dead")
 _SILENT_S = 300.0
 _QUEUED = (JobState.PENDING, JobState.CONFIGURING, JobState.REQUEUED, JobState.REQUEUE_HOLD, JobState.SPECIAL_EXIT,
            JobState.REQUEUE_FED, JobState.EXPEDITING, JobState.RESV_DEL_HOLD)  # fmt: skip
-#: The driver's own word for the end of a segment.
+#: The driver's stop reason at the end of a segment.
 _SEGMENT_END = "segment_end"
-#: The driver's words for an end as planned, as people write them.
+#: The driver's stop reasons for a planned end, in words.
 _ENDS = {
     "max_steps": "all steps are done",
     "stop_return": "runner.stop_return is reached",
@@ -38,58 +37,58 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class RunState:
-    """One run at one moment.
+    """State of one run at one moment.
 
     Attributes:
         state: waiting (for the queue's limit), pending, starting, running, ending, stopped, finished, failed,
             cancelled, dead (its processes are gone) or unknown.
-        why: What follows from the state, or how it came about.
-        job: `Slurm job 27`, for example; "" for a run that nobody submitted.
-        own: Whether `status.json` is from the newest attempt.
+        why: Consequence or cause of the state.
+        job: `Slurm job 27`, for example; "" for a run that was not submitted.
+        is_current: Whether `status.json` is from the newest attempt.
     """
 
     state: str
     why: str = ""
     job: str = ""
-    own: bool = True
+    is_current: bool = True
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the files say about a run's newest segment."""
+    """Content of the files of a run's newest segment."""
 
     paths: RunPaths
     status: dict[str, Any]
     files: SegmentFiles | None = None
     record: JobRecord | None = None
     claim: Claim | None = None
-    ended: dict[str, Any] = field(default_factory=dict)
+    exit_record: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, paths: RunPaths) -> Facts:
-        status = read_json(paths.driver_state) or {}
+        status = read_json_file(paths.driver_state) or {}
         files = newest_segment(paths)
         record = JobRecord.read(files) if files is not None else None
         if files is None or record is None:
             return cls(paths, status)
         claim = Claim.newest(files)
-        ended = read_json(files.exit) or {}
+        exit_record = read_json_file(files.exit) or {}
         return cls(
             paths, status, files, record,
             claim if claim is not None and claim.token == record.token else None,
-            ended if ended.get("token") == record.token else {},
+            exit_record if exit_record.get("token") == record.token else {},
         )  # fmt: skip
 
     @property
     def slurm_job(self) -> str | None:
-        """The job that Slurm must be asked about; None if the files say it all."""
+        """Job to query from Slurm; None if the files suffice."""
         record = self.record
-        if record is None or record.executor != "slurm" or not record.job_id or self.ended or self._done():
+        if record is None or record.executor != "slurm" or not record.job_id or self.exit_record or self._done():
             return None
         return None if self.claim is not None and self.claim.alive_here() else record.job_id
 
     def state(self, report: JobReport | None = None) -> RunState:
-        """The run's state, given Slurm's report on `slurm_job` if there is one."""
+        """Returns the run's state, given Slurm's report on `slurm_job` if available."""
         record, files = self.record, self.files
         if record is None or files is None or self._by_hand():
             return RunState(*self._of_status())
@@ -97,9 +96,9 @@ class Facts:
         if self._done():
             return RunState(*self._after_segment(), job)
         cancelled = files.cancelled(record.token)
-        if self.ended:
-            words = str(self.ended.get("message") or "").strip().splitlines() or [""]
-            if self.ended.get("cancelled"):
+        if self.exit_record:
+            words = str(self.exit_record.get("message") or "").strip().splitlines() or [""]
+            if self.exit_record.get("cancelled"):
                 return RunState("cancelled", f"{job}; submit the run again to go on", job)
             return RunState("failed", words[0], job)
         if record.phase == "refused":
@@ -119,47 +118,49 @@ class Facts:
         return self.files is not None and self.files.marker.exists()
 
     def _by_hand(self) -> bool:
-        """Whether somebody trained with `rlhpc train` after the last submission was over."""
+        """Returns whether the run was trained with `rlhpc train` after the last submission was over."""
         started, claim, record = number_of(self.status, "started"), self.claim, self.record
         if started is None or record is None:
             return False
         if claim is not None and (claim.alive_here() is not False or self._is_own(claim)):
             return False
-        over = max(record.submitted, claim.started if claim else 0.0, number_of(self.ended, "ended") or 0.0)
-        return bool(self.ended or self._done()) and started > over and self.status.get("segment") is None
+        over = max(record.submitted, claim.started if claim else 0.0, number_of(self.exit_record, "ended") or 0.0)
+        return bool(self.exit_record or self._done()) and started > over and self.status.get("segment") is None
 
     def _is_own(self, claim: Claim) -> bool:
-        """Whether `status.json` was written by the claim's driver."""
+        """Returns whether `status.json` was written by the claim's driver."""
         driver = claim.driver
         if driver is None or self.status.get("pid") != driver.pid:
             return False
         return str(self.status.get("host") or "").partition(":")[0] == driver.host.split("/")[0]
 
     def _running(self, job: str) -> RunState:
-        """State of a run whose job is running: is its driver training?"""
+        """Returns the state of a run whose job is running, which depends on whether its driver is training."""
         claim, files, record = self.claim, self.files, self.record
         if claim is None or files is None or record is None:
-            return RunState("starting", job, job, own=False)
+            return RunState("starting", job, job, is_current=False)
         state, reason = str(self.status.get("state") or ""), str(self.status.get("stop_reason") or "")
         attempts = Attempts(files, record.token)
         number = f", start {attempts.count}" if attempts.count > 1 else ""
         if attempts.last_end:
-            return RunState("starting", f"{job}, again after: {attempts.last_end}", job, own=False)
+            return RunState("starting", f"{job}, again after: {attempts.last_end}", job, is_current=False)
         if not self._is_own(claim):
-            return RunState("starting", f"{job}{number}", job, own=False)
+            return RunState("starting", f"{job}{number}", job, is_current=False)
         if state in ("finished", "stopped") and claim.alive_here() is not False:
             return RunState("ending", f"{job}: {ending_words(reason)}", job)
         if state in FINAL:
-            return RunState("starting", f"{job}, again after: {ending_words(reason)}", job, own=False)
+            return RunState("starting", f"{job}, again after: {ending_words(reason)}", job, is_current=False)
         return RunState("running", f"{job}{number}", job)
 
     def _by_report(self, report: JobReport, job: str, cancelled: bool) -> RunState:
         if report.state in _QUEUED:
             again = ", to go on" if self.claim is not None else ""
-            own = self.claim is None or not self._is_own(self.claim)
-            reason = report.reason if report.reason != "None" else ""  # Slurm's word while it has not thought about it
+            is_current = self.claim is None or not self._is_own(self.claim)
+            reason = (
+                report.reason if report.reason != "None" else ""
+            )  # Slurm's placeholder before it has determined a reason
             reason = reason or ("" if report.state is JobState.PENDING else report.state.value.lower())
-            return RunState("pending", f"{job}{again}" + (f": {reason}" if reason else ""), job, own=own)
+            return RunState("pending", f"{job}{again}" + (f": {reason}" if reason else ""), job, is_current=is_current)
         if report.state is JobState.CANCELLED or (report.state.is_terminal and cancelled):
             return RunState("cancelled", f"{job}; submit the run again to go on", job)
         if report.state.is_terminal:
@@ -172,7 +173,7 @@ class Facts:
         return self._running(job)
 
     def _by_processes(self, report: JobReport | None, job: str) -> RunState:
-        """State judged by the processes, if they are on this host, when neither the files nor Slurm tell."""
+        """Returns the state by the processes, if they are on this host, when neither the files nor Slurm determine it."""
         claim, record = self.claim, self.record
         assert record is not None
         if report is not None and report.conclusive:
@@ -182,15 +183,15 @@ class Facts:
             if controller is False:
                 return RunState("dead", f"{job} is gone; submit the run again", job)
             silent = "; Slurm does not answer" if report is not None else ""
-            return RunState("waiting", f"{job}: submitted, not started yet{silent}", job, own=False)
+            return RunState("waiting", f"{job}: submitted, not started yet{silent}", job, is_current=False)
         if controller:
-            return RunState("starting", f"{job}, again", job, own=False)
+            return RunState("starting", f"{job}, again", job, is_current=False)
         if claim.alive_here() is False:
             pid = claim.driver.pid if claim.driver else claim.job.pid
             return RunState("dead", f"its driver (pid {pid}) is gone; submit the run again to resume it", job)
         if self._is_own(claim):
             return RunState(*self._of_status(), job)
-        return RunState("starting", job, job, own=False)
+        return RunState("starting", job, job, is_current=False)
 
     def _after_segment(self) -> tuple[str, str]:
         state, reason = str(self.status.get("state") or ""), str(self.status.get("stop_reason") or "")
@@ -199,7 +200,7 @@ class Facts:
         return (state, ending_words(reason)) if state in FINAL else ("finished", "")
 
     def _of_status(self) -> tuple[str, str]:
-        """State and explanation from `status.json` alone."""
+        """Returns state and explanation from `status.json` alone."""
         status, paths = self.status, self.paths
         state, reason = str(status.get("state") or ""), str(status.get("stop_reason") or "")
         if state in FINAL:
@@ -221,26 +222,26 @@ class Facts:
 
 
 def ending_words(reason: str) -> str:
-    """Returns why a run ended, in words: the driver's own for a planned end are those of its files."""
+    """Returns the reason why a run ended, in words: the driver's stop reasons for a planned end are translated."""
     return _ENDS.get(reason, reason)
 
 
 def states(folders: Sequence[RunPaths], probe: SlurmProbe | None = None) -> list[tuple[Facts, RunState]]:
-    """Facts and states of runs, with one query for all of their jobs."""
+    """Returns facts and states of runs, with one query for all of their jobs."""
     facts = [Facts.read(paths) for paths in folders]
-    jobs = {job for found in facts if (job := found.slurm_job)}
+    jobs = {job for run in facts if (job := run.slurm_job)}
     reports = (probe or SlurmProbe(command_timeout_s=10.0)).query(sorted(jobs)) if jobs else {}
-    return [(found, found.state(reports.get(found.slurm_job or ""))) for found in facts]
+    return [(run, run.state(reports.get(run.slurm_job or ""))) for run in facts]
 
 
 def run_state(paths: RunPaths) -> tuple[str, str]:
-    """(state, explanation) of one run; see `RunState`."""
-    [(_, found)] = states([paths])
-    return found.state, found.why
+    """Returns (state, explanation) of one run; see `RunState`."""
+    [(_, run)] = states([paths])
+    return run.state, run.why
 
 
 def newest_segment(paths: RunPaths) -> SegmentFiles | None:
-    """The segment that was submitted last; None if there is none, or if it is another user's."""
+    """Returns the segment that was submitted last; None without one, or if it is another user's."""
     try:
         numbers = paths.submitted()
     except OSError:
@@ -249,12 +250,12 @@ def newest_segment(paths: RunPaths) -> SegmentFiles | None:
 
 
 def owner(paths: RunPaths) -> str:
-    """Name of the user who owns the run's folder."""
+    """Returns the name of the user who owns the run's folder."""
     return user_name(paths.root.stat().st_uid)
 
 
 def find_runs(folder: Path, depth: int = 3) -> Iterable[RunPaths]:
-    """The runs below a folder, by name; run folders themselves are not searched for more."""
+    """Yields the runs below a folder, by name; run folders themselves are not searched further."""
     try:
         entries = [entry for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")]
     except OSError:
@@ -268,18 +269,18 @@ def find_runs(folder: Path, depth: int = 3) -> Iterable[RunPaths]:
 
 
 def duration(seconds: float | None) -> str:
-    """`1h02m`, `3m20s`, `12s`; `?` if it is not known."""
+    """Formats seconds as `1h02m`, `3m20s`, `12s`; `?` if unknown."""
     if seconds is None or seconds != seconds or seconds < 0 or seconds == float("inf"):
         return "?"
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, remaining_s = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    return f"{minutes}m{remaining_s:02d}s" if minutes else f"{remaining_s}s"
 
 
 def _refusal(paths: RunPaths) -> str:
-    """Why the workflow's plan of the run was refused, in a line; "" where it was not, or is being made."""
+    """Returns why the workflow's plan of the run was refused, in a line; "" if it was not, or is being computed."""
     if (paths.root / "workflow" / "plan.txt").exists():
         return ""
     return error_line(paths.logs / "workflow" / "prepare.log")
@@ -290,6 +291,38 @@ def _readable(folder: Path) -> bool:
 
 
 def number_of(values: dict[str, Any], key: str) -> float | None:
-    """The number under a key of a JSON object; None if there is none."""
+    """Returns the number under a key of a JSON object; None if the key is missing or another type."""
     value = values.get(key)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+#: Minimum interval between Slurm queries, and the number of equal answers required in a row: between the end of one attempt
+#: and the start of the next, a run may look dead for a moment.
+_LOOK_S, _TIMES = 10.0, 2
+_OVER = ("finished", "failed", "cancelled", "dead")
+
+
+class Ending:
+    """Callable that returns whether the run has ended and will not continue by itself.
+
+    Args:
+        paths: The run.
+        look_s: Minimum seconds between two checks of more than its status.
+    """
+
+    def __init__(self, paths: RunPaths, look_s: float = _LOOK_S) -> None:
+        self._paths, self._look_s = paths, look_s
+        self._looked, self._times = -look_s, 0
+
+    def __call__(self) -> bool:
+        if (read_json_file(self._paths.driver_state) or {}).get("state") == "finished":
+            return True
+        if time.monotonic() - self._looked >= self._look_s:
+            self._looked = time.monotonic()
+            self._times = self._times + 1 if self._is_over() else 0
+        return self._times >= _TIMES
+
+    def _is_over(self) -> bool:
+        [(facts, run)] = states([self._paths])
+        # A run stopped at a terminal has ended; a submitted one is continued by its job.
+        return run.state in _OVER or (run.state == "stopped" and facts.record is None)

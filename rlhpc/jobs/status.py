@@ -1,4 +1,4 @@
-"""What `rlhpc status` and `rlhpc logs` show."""
+"""Output of `rlhpc status` and `rlhpc logs`."""
 
 from __future__ import annotations
 
@@ -8,25 +8,60 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhpc.jobs.claim import read_json
-from rlhpc.jobs.elastic.shown import helper_lines
-from rlhpc.jobs.log_starts import ALL, LAST, lines_of_start
+from rlhpc.jobs.attempt_logs import ALL, LAST, lines_of_start
+from rlhpc.jobs.elastic.records import HelperRecord, stays
 from rlhpc.jobs.paths import RunPaths, segment_name, step_name
+from rlhpc.jobs.segment import read_json_file
 from rlhpc.jobs.state import FINAL, OVER, Facts, RunState, duration, find_runs, number_of, run_state, states
 from rlhpc.runtime.errors import UserError
+from rlhpc.runtime.files import is_count, open_file, read_file
 from rlhpc.runtime.host import host_id
-from rlhpc.runtime.plain import is_count, open_file, read_file
-from rlhpc.runtime.registry import CURRENT, LEFT, MEMBERS, ROBOTS
+from rlhpc.runtime.registry import CURRENT, DEPARTED, MEMBERS, ROBOTS
 from rlhpc.runtime.scratch import Scratch
-from rlhpc.runtime.shown import one_line
+from rlhpc.runtime.text import one_line
+
+#: Maximum number of lines for ranks that have left.
+_MAX_LEFT_LINES = 12
+
+
+def helper_lines(paths: RunPaths, *, over: bool) -> list[str]:
+    """Returns a table of the ranks that have joined, and a line for the jobs in the queue; empty if none ever joined."""
+    record, joined_ranks, now = HelperRecord.read(paths), stays(paths), time.time()
+    queued = [] if over else [job for job in record.live() if job.started is None]
+    lines = []
+    if queued:
+        reasons = ", ".join(dict.fromkeys(job.reason for job in queued if job.reason)) or "submitted"
+        lines.append(f"helpers      {len(queued)} job{'s' if len(queued) > 1 else ''} in the queue: {reasons}")
+    if not joined_ranks:
+        return lines
+    present = [stay for stay in joined_ranks if stay.left_at is None]
+    departed = [stay for stay in joined_ranks if stay.left_at is not None]
+    hours = sum(stay.hours(now) for stay in joined_ranks)
+    lines.append(f"joined       {len(joined_ranks)} ranks in all, {len(present)} there now, {hours:.2f} hours")
+    lines += ["", f"{'joined':<16} {'node':<16} {'job':>10}  {'came':<11}  {'left':<11}  {'hours':>6}  why"]
+    for stay in [*departed[-_MAX_LEFT_LINES:], *present]:
+        came, left_at = _clock(stay.joined), "" if stay.left_at is None else _clock(stay.left_at)
+        why = stay.why or ("works" if stay.works else "loads")
+        lines.append(
+            f"{f'{stay.group}-{stay.rank}':<16} {stay.node:<16} {stay.job or '-':>10}  {came:<11}  {left_at:<11}  "
+            f"{stay.hours(now):>6.2f}  {why}"
+        )
+    if len(departed) > _MAX_LEFT_LINES:
+        lines.append(f"… and {len(departed) - _MAX_LEFT_LINES} that left before; {paths.attendance.name} has all")
+    return lines
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%d.%m %H:%M", time.localtime(at))
+
 
 #: Headline numbers of runs as columns: title → a text for each run.
 Headlines = Callable[[Sequence[RunPaths]], Mapping[str, Sequence[str]]]
 
 
 def progress_line(paths: RunPaths, since: float = 0.0) -> str:
-    """`step 12/100, return 34.5, 1234 env steps/s, ETA 1m20s`, or "" if the driver wrote nothing after `since`."""
-    status = read_json(paths.driver_state)
+    """Returns `step 12/100, return 34.5, 1234 env steps/s, ETA 1m20s`, or "" if the driver wrote nothing after `since`."""
+    status = read_json_file(paths.driver_state)
     if status is None or (number_of(status, "updated") or 0.0) < since:
         return ""
     return ", ".join(_progress(status))
@@ -34,17 +69,17 @@ def progress_line(paths: RunPaths, since: float = 0.0) -> str:
 
 def _progress(status: dict[str, Any]) -> list[str]:
     parts = []
-    step, most = number_of(status, "step"), number_of(status, "max_steps")
+    step, max_steps = number_of(status, "step"), number_of(status, "max_steps")
     if step is not None:
-        parts.append(f"step {step:.0f}" + (f"/{most:.0f}" if most is not None and most >= 0 else ""))
+        parts.append(f"step {step:.0f}" + (f"/{max_steps:.0f}" if max_steps is not None and max_steps >= 0 else ""))
     value, rate, eta = (number_of(status, key) for key in ("return", "env_steps_per_s", "eta_s"))
     if value is not None:
         parts.append(f"return {value:.1f}")
     if rate is not None:
         parts.append(f"{rate:.0f} env steps/s")
     for name in ("reward", "loss"):
-        if (found := number_of(status, name)) is not None:
-            parts.append(f"{name} {found:.3f}")
+        if (metric := number_of(status, name)) is not None:
+            parts.append(f"{name} {metric:.3f}")
     if (tokens := number_of(status, "tokens_per_s")) is not None:
         parts.append(f"{tokens:.0f} tokens/s")
     if eta is not None and status.get("state") not in FINAL:
@@ -53,13 +88,13 @@ def _progress(status: dict[str, Any]) -> list[str]:
 
 
 def best_words(status: dict[str, Any]) -> str:
-    """Returns `step 30, by eval/loss 0.42` from a run's status.json; "" where it keeps no best checkpoint."""
+    """Returns `step 30, by eval/loss 0.42` from a run's status.json; "" without a best checkpoint."""
     step, value = number_of(status, "best_step"), number_of(status, "best_value")
     return "" if step is None or value is None else f"step {step:.0f}, by {status.get('best_metric')} {value:.6g}"
 
 
 def newest_generation(paths: RunPaths) -> Path | None:
-    """The registry folder of the current generation; the one made last if none is declared current."""
+    """Returns the registry folder of the current generation; the newest one if none is declared current."""
     try:
         current = paths.registry / read_file(paths.registry / CURRENT).decode().strip()
         if current.is_dir():
@@ -74,33 +109,40 @@ def newest_generation(paths: RunPaths) -> Path | None:
 
 
 def members(paths: RunPaths) -> list[dict[str, Any]]:
-    """Returns the newest generation's members, by group and rank: what their files say, and `left` for lost ranks."""
+    """Returns the newest generation's members, by group and rank: the content of their files, and `left` for lost ranks."""
     generation = newest_generation(paths)
     if generation is None:
         return []
     rows = []
     for path in (generation / MEMBERS).glob("*.json"):
-        row, departure = read_json(path), read_json(generation / LEFT / path.name)
+        row, departure = read_json_file(path), read_json_file(generation / DEPARTED / path.name)
         if row is None or "group" not in row or not is_count(row.get("rank") or 0):
             continue
-        # A rank that was cut off writes its own file no more; the driver says that it goes on without it.
+        # A rank that was cut off no longer writes its own file; the driver records that it goes on without it.
         is_lost = departure is not None and departure.get("incarnation") == row.get("incarnation")
         rows.append({**row, "state": "left"} if is_lost else row)
     return sorted(rows, key=lambda row: (str(row["group"]), int(row.get("rank") or 0)))
 
 
 def _shared_memory(rows: list[dict[str, Any]]) -> tuple[int, int] | None:
-    """Bytes of shared memory that the session holds, and those in use; None if it is over or on another host."""
-    from rlhpc.runtime.comm.segments import bytes_in_use  # imports numpy, which the rest of a status does without
+    """Returns the bytes of shared memory that the session holds, and those in use; None if it is over or on another host."""
+    from rlhpc.runtime.comm.shared_memory import bytes_in_use  # imports numpy, which only this part needs
 
     tokens = {str(row["token"]) for row in rows if row.get("token") and row.get("host") == host_id()}
     sessions = [Scratch(token) for token in tokens]
-    found = [(scratch.used_bytes(), bytes_in_use(scratch.shm)) for scratch in sessions if scratch.shm.is_dir()]
-    return (sum(held for held, _ in found), sum(used for _, used in found)) if found else None
+    usage = [(scratch.used_bytes(), bytes_in_use(scratch.shm)) for scratch in sessions if scratch.shm.is_dir()]
+    return (sum(held for held, _ in usage), sum(used for _, used in usage)) if usage else None
 
 
 def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str:
     """Renders the run at a glance, in several lines.
+
+    Args:
+        paths: The run.
+        headlines: Returns the numbers by which the run is judged.
+
+    Raises:
+        UserError: The run does not exist.
 
     Args:
         paths: The run.
@@ -111,40 +153,40 @@ def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str
     """
     if not paths.root.is_dir():
         raise UserError(f"there is no run at {paths.root}; runs are in runner.run_dir, `ls` shows their names")
-    [(facts, found)] = states([paths])
+    [(facts, run)] = states([paths])
     status = facts.status
-    why = f": {found.why}" if found.why else ""
-    lines = [f"run          {paths.root.name}  ({paths.root})", f"state        {found.state}{why}"]
-    progress = _progress(status) if found.own or found.state in OVER else []
+    why = f": {run.why}" if run.why else ""
+    lines = [f"run          {paths.root.name}  ({paths.root})", f"state        {run.state}{why}"]
+    progress = _progress(status) if run.is_current or run.state in OVER else []
     if progress:
         lines.append(f"progress     {', '.join(progress)}")
     if headlines is not None and (numbers := headlines([paths])):
         lines.append("results      " + ", ".join(f"{title} {text}" for title, (text,) in numbers.items()))
-    lines += _time_lines(status, found)
+    lines += _time_lines(status, run)
     done = sorted(int(p.stem) for p in paths.segments.glob("*.json") if p.stem.isdigit())
     lines.append(f"segments     {', '.join(map(str, done)) + ' done' if done else 'none done'}")
     steps = [step for step, _ in paths.complete_steps()]
     lines.append("checkpoints  " + (", ".join(step_name(step) for step in steps) if steps else "none"))
     if best := best_words(status):
         lines.append(f"best         {best}")
-    rows = members(paths) if found.state in OVER or _generation_is_new(facts, found) else []
+    rows = members(paths) if run.state in OVER or _generation_is_new(facts, run) else []
     shm = _shared_memory(rows)
     if shm is not None:
         lines.append(f"shared mem   {shm[0] / 2**20:.1f} MiB, payloads in use {shm[1] / 2**20:.1f} MiB")
     if rows:
         lines += ["", f"{'group':<12} {'rank':>4}  {'node':<16} {'pid':>8}  state"]
-        lines += [_member_line(row, over=found.state in OVER) for row in rows]
-    lines += [] if found.state in OVER else _robot_lines(paths)
-    if helpers := helper_lines(paths, over=found.state in OVER):
+        lines += [_member_line(row, over=run.state in OVER) for row in rows]
+    lines += [] if run.state in OVER else _robot_lines(paths)
+    if helpers := helper_lines(paths, over=run.state in OVER):
         lines += ["", *helpers]
     return "\n".join(map(one_line, lines))
 
 
 def _robot_lines(paths: RunPaths) -> list[str]:
-    """Who has come from outside the cluster, and who is waited for."""
+    """Returns lines for the robots outside the cluster that have connected or are awaited."""
     generation, lines = newest_generation(paths), []
     for file in sorted((generation / ROBOTS).glob("slot_*.json")) if generation else ():
-        place = read_json(file) or {}
+        place = read_json_file(file) or {}
         began = number_of(place, "since")
         since = "" if began is None else f" for {duration(max(0.0, time.time() - began))}"
         name = f"{place.get('robot')} (slot {place.get('slot')})"
@@ -153,28 +195,28 @@ def _robot_lines(paths: RunPaths) -> list[str]:
     return lines
 
 
-def _time_lines(status: dict[str, Any], found: RunState) -> list[str]:
-    """How long the run has trained in total, and since its latest start."""
+def _time_lines(status: dict[str, Any], run: RunState) -> list[str]:
+    """Returns lines with the run's training time in total, and since its latest start."""
     started, updated, elapsed = (number_of(status, key) for key in ("started", "updated", "elapsed_s"))
     if started is None or updated is None:
         return []
     lines = []
     if elapsed is not None:
         lines.append(f"trained for  {duration(elapsed)} in all")
-    if found.own or found.state in OVER:
-        age = "" if found.state in OVER else f", last heard {duration(time.time() - updated)} ago"
+    if run.is_current or run.state in OVER:
+        age = "" if run.state in OVER else f", last heard {duration(time.time() - updated)} ago"
         lines.append(f"this start   {duration(updated - started)} on {status.get('host', '?')}{age}")
     return lines
 
 
-def _generation_is_new(facts: Facts, found: RunState) -> bool:
-    """Whether the ranks in the registry belong to the newest attempt; both files are dated by the file server."""
+def _generation_is_new(facts: Facts, run: RunState) -> bool:
+    """Returns whether the ranks in the registry belong to the newest attempt; both files are dated by the file server."""
     if facts.files is None:
         return True
     try:
         return (facts.paths.registry / CURRENT).stat().st_mtime_ns >= facts.files.attempts.stat().st_mtime_ns
     except OSError:
-        return found.own
+        return run.is_current
 
 
 def render_runs(
@@ -184,17 +226,18 @@ def render_runs(
     *,
     headlines: Headlines | None = None,
 ) -> str:
-    """Renders a line for each run below a folder; Slurm is asked once for all of them. A column in which no run has anything
-    is left out.
+    """Renders a line for each run below a folder; one Slurm query covers all of them. Columns that are empty for every run are
+    left
+    out.
 
     Args:
         folder: The folder.
-        named: The runs to show, whether they have begun or not; by default those that are there.
-        notes: Name of a run → what else to say about it.
-        headlines: Gives the numbers by which the runs are judged: title → a text for each run.
+        named: The runs to show, whether they have begun or not; by default those in the folder.
+        notes: Name of a run → an additional note.
+        headlines: Returns the numbers by which the runs are judged: title → a text for each run.
 
     Raises:
-        UserError: There is no run.
+        UserError: No run exists.
     """
     runs = list(find_runs(folder)) if named is None else list(named)
     if not runs:
@@ -218,17 +261,19 @@ def render_runs(
 
 def _cells(folder: Path, facts: Facts, run: RunState, note: str) -> dict[str, str]:
     """Returns a run's line of the list: title of the column → text."""
-    step, most, eta = (number_of(facts.status, key) for key in ("step", "max_steps", "eta_s"))
+    step, max_steps, eta = (number_of(facts.status, key) for key in ("step", "max_steps", "eta_s"))
     why = run.why.removeprefix(run.job).lstrip(":;, ") if run.job else run.why
     is_there = facts.paths.root.is_dir()
-    ended = "ended: " if why and run.state in FINAL else ""
+    prefix = "ended: " if why and run.state in FINAL else ""
     return {
         "run": str(facts.paths.root.relative_to(folder)),
         "state": run.state if is_there else "not started",
         "job": run.job,
-        "step": "" if step is None else f"{step:.0f}" + (f"/{most:.0f}" if most is not None and most >= 0 else ""),
+        "step": ""
+        if step is None
+        else f"{step:.0f}" + (f"/{max_steps:.0f}" if max_steps is not None and max_steps >= 0 else ""),
         "time left": duration(eta) if eta is not None and run.state == "running" else "",
-        "note": "; ".join(filter(None, (f"{ended}{why}" if is_there else "", note))),
+        "note": "; ".join(filter(None, (f"{prefix}{why}" if is_there else "", note))),
     }
 
 
@@ -242,7 +287,7 @@ def _member_line(row: dict[str, Any], *, over: bool) -> str:
 
 
 def _log_files(paths: RunPaths, group: str | None, rank: int | None) -> dict[Path, str]:
-    """Log files with the label for their lines: those in the newest segment's folder, and those that members name."""
+    """Returns log files with the label for their lines: those in the newest segment's folder, and those that members name."""
     labels: dict[Path, str] = {}
     for row in members(paths):
         for key in ("log_out", "log_err"):
@@ -251,24 +296,24 @@ def _log_files(paths: RunPaths, group: str | None, rank: int | None) -> dict[Pat
     folders = sorted(paths.logs.glob(segment_name("*")), key=lambda p: p.stat().st_mtime) if paths.logs.is_dir() else []
     for path in sorted([*folders[-1].glob("*.out"), *folders[-1].glob("*.err")]) if folders else []:
         labels.setdefault(path, path.stem)
-    wanted = {}
+    selected = {}
     for path, label in labels.items():
         name, _, number = label.rpartition("-")
         if not name:
             name, number = label, ""  # the driver has no rank
         if (group is None or group == name) and (rank is None or str(rank) == number):
-            wanted[path] = label
-    return wanted
+            selected[path] = label
+    return selected
 
 
 def _tail(path: Path, lines: int, start: str) -> tuple[list[str], int]:
-    """(last lines of a start, file position after them)."""
+    """Returns (last lines of a start, file position after them)."""
     try:
         with open_file(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - 512 * max(lines, 1) - 4096) if start in (LAST, ALL) else 0)
             data = file.read(size - file.tell())
-    except (OSError, ValueError):  # a name that no file has
+    except (OSError, ValueError):  # an invalid file name
         return [], 0
     text = lines_of_start(data.decode("utf-8", "replace").splitlines(), start)
     return text[-lines:] if lines > 0 else [], size
@@ -291,23 +336,23 @@ def print_logs(
         paths: The run.
         group: Print only this group's logs (`driver` is a group too).
         rank: Print only this rank's logs.
-        follow: Keep printing what is added, until the run is over or Ctrl-C.
-        lines: How many lines of each file to print.
+        follow: Keep printing added lines, until the run is over or Ctrl-C.
+        lines: Number of lines to print of each file.
         start: The start whose lines are printed: its number, `last`, or `all`.
-        out: Where to print; stdout by default.
-        poll_s: Seconds between two looks for new lines.
+        out: Output stream; stdout by default.
+        poll_s: Seconds between two checks for new lines.
 
     Raises:
-        UserError: There are no such logs; the message names those that exist.
+        UserError: No such logs exist; the message names those that exist.
     """
     target = out or sys.stdout
     files = _log_files(paths, group, rank)
     if not files and not follow:
-        there = sorted(set(_log_files(paths, None, None).values()))
-        asked = (
+        labels = sorted(set(_log_files(paths, None, None).values()))
+        requested = (
             "" if group is None and rank is None else f" of {group or 'any group'}{'' if rank is None else f'-{rank}'}"
         )
-        raise UserError(f"no logs{asked} in {paths.logs}; there are: {', '.join(there) or 'none yet'}")
+        raise UserError(f"no logs{requested} in {paths.logs}; there are: {', '.join(labels) or 'none yet'}")
     at: dict[Path, int] = {}
     for path, label in files.items():
         text, at[path] = _tail(path, lines, start)
@@ -322,7 +367,7 @@ def print_logs(
 
 
 def _added(path: Path, at: dict[Path, int]) -> Iterator[str]:
-    """Whole lines appended since the position in `at`, which is moved past them."""
+    """Yields complete lines appended since the position in `at`, which is moved past them."""
     try:
         with open_file(path) as file:
             start = at.get(path, 0)
@@ -341,6 +386,6 @@ def _added(path: Path, at: dict[Path, int]) -> Iterator[str]:
 
 def _write(target: TextIO, label: str, lines: list[str]) -> None:
     for line in lines:
-        for part in line.splitlines() or [""]:  # a progress bar goes over its line again and again
+        for part in line.splitlines() or [""]:  # a progress bar overwrites its line repeatedly
             target.write(one_line(f"[{label}] {part}") + "\n")
     target.flush()

@@ -1,8 +1,8 @@
-"""Submits a segment's driver through submitit, waits for it, and finds it again after being killed.
+"""Submission of a segment's driver through submitit, with a wait that survives a kill of the waiting process.
 
-The job and the waiter share nothing but the run folder: `submit/segment_<k>.json` says which job was started,
-`submit/segment_<k>.claim.<n>.json` which job owns the segment, `submit/segment_<k>.exit.json` how a driver failed, and
-`segments/<k>.json`, which the driver writes last, that the segment is finished. A waiter can be killed at any moment.
+The job and the waiter share nothing but the run folder: `submit/segment_<k>.json` names the started job,
+`submit/segment_<k>.claim.<n>.json` the job that owns the segment, `submit/segment_<k>.exit.json` how a driver failed, and
+`segments/<k>.json`, which the driver writes last, marks the segment as finished. A waiter can be killed at any moment.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhpc.jobs.cancel import cancel
-from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
 from rlhpc.jobs.driver_job import DriverJob
-from rlhpc.jobs.executor import NO_LIMIT_MIN, make_slurm_executor
-from rlhpc.jobs.local import make_local_executor
-from rlhpc.jobs.lock import SubmitLock
+from rlhpc.jobs.executors import NO_LIMIT_MIN, make_local_executor, make_slurm_executor
+from rlhpc.jobs.job_record import JobRecord, end_process, find_job, job_words, owner_of, segment_job_name, was_cancelled
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
-from rlhpc.jobs.record import JobRecord, end_process, find_job, job_words, owner_of, segment_job_name, was_cancelled
-from rlhpc.jobs.room import NotNow, Patience, not_now, room_words
+from rlhpc.jobs.segment import Claim, SegmentFiles, read_json_file
 from rlhpc.jobs.slurm import nothing_queued
+from rlhpc.jobs.submit_backoff import NotNow, Patience, not_now, room_words
+from rlhpc.jobs.submit_lock import SubmitLock
 from rlhpc.jobs.waiter import (
     DriverFailed,
     DriverRejected,
@@ -44,7 +43,7 @@ from rlhpc.jobs.waiter import (
 )
 from rlhpc.runtime.errors import RlhpcError, SubmitError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.import_paths import run_module
+from rlhpc.runtime.imports import run_module
 from rlhpc.runtime.ownership import make_private, require_own_run_folder
 
 __all__ = [
@@ -64,12 +63,12 @@ __all__ = [
 EXECUTORS = ("auto", "local", "slurm")
 #: submitit counts timeouts and gives up; here, progress between attempts decides instead (`DriverJob.max_stalled`).
 _NO_COUNT = 10**6
-#: A job that is lost this soon after it was found was already ending when it was found.
+#: A job lost within this time after it was found was already ending when it was found.
 DYING_S = 10.0
 
 
 def driver_command(config_path: str | Path, overrides: Sequence[str] = (), *, segment: int | None = 0) -> list[str]:
-    """argv of the driver: what a user would type to train without submitting; `segment` None trains the whole run."""
+    """Returns the argv of the driver: the command to train without submitting; `segment` None trains the whole run."""
     config = str(expand_home(config_path).absolute())
     part = [] if segment is None else ["--segment", str(segment)]
     return run_module("rlhpc.cli", "train", config, *part, *overrides)
@@ -108,39 +107,38 @@ def submit_segment(
         overrides: `key=value` arguments, passed on to the driver.
         run_root: The run folder.
         segment: Number of the segment, from 0.
-        executor: "local", "slurm", or "auto": Slurm if there is an sbatch and this is not inside a job already.
+        executor: "local", "slurm", or "auto": Slurm if sbatch exists and this process is not inside a job.
         wait: False returns as soon as the job is submitted.
         command: argv of a driver to run instead.
         environment: Variables to set for the driver.
         slurm: submitit's Slurm parameters (`partition`, `time`, `setup`, `additional_parameters`, …) from the plan.
-        poll_s: Seconds between two looks for the marker file.
+        poll_s: Seconds between two checks for the marker file.
         progress_s: Seconds between two lines of progress.
         deadline_s: Waiting longer than this is an error; the job goes on.
-        save_grace_s: How long the driver may take to save when its job must end.
-        max_restarts: How many times in a row, without a new checkpoint in between, to restart a driver that was killed.
-        on_found: Called under the submission's lock, with whether there is a live job, before a job is submitted or
+        save_grace_s: Maximum time for the driver to save when its job must end.
+        max_restarts: Maximum number of restarts of a killed driver in a row, without a new checkpoint in between.
+        on_found: Called under the submission's lock, with whether a live job exists, before a job is submitted or
             attached to; an exception from it ends the submission.
-        attempt: Number of this try by a workflow engine. From 2 on it is a retry, which does not restart a job that
-            somebody cancelled.
-        patient: Wait while the site takes no more jobs or Slurm does not answer; False raises `NotNow` instead.
-        asked_by: Waiting ends when this process is gone; the job goes on.
-        hand_over: Called once, when all that is left is to wait for this job; may have another process do the waiting,
+        attempt: Number of this try by a workflow engine. From 2 on it is a retry, which does not restart a cancelled job.
+        patient: Wait while the site accepts no more jobs or Slurm does not answer; False raises `NotNow` instead.
+        asked_by: Waiting ends when this process has ended; the job goes on.
+        hand_over: Called once, when only the wait for this job remains; may have another process do the waiting,
             and then does not return.
-        stream: Where progress goes; stderr by default.
+        stream: Stream for progress; stderr by default.
 
     Returns:
-        `{"state": "finished" | "submitted" | "attached", "segment", "executor", "job_id", "result"}`; `result` is what
-        the driver wrote to `segments/<k>.json`, None while it has not finished.
+        `{"state": "finished" | "submitted" | "attached", "segment", "executor", "job_id", "result"}`; `result` is the
+        content of `segments/<k>.json`, None while the segment has not finished.
 
     Raises:
         SubmitError: The job could not be submitted.
         DriverRejected: The driver found the configuration wrong.
-        DriverFailed: The driver failed, with its first error; JobLost if it was killed, JobCancelled if somebody ended it.
-        WaitInterrupted: Ctrl-C, or `asked_by` is gone.
+        DriverFailed: The driver failed, with its first error; JobLost if it was killed, JobCancelled if it was cancelled.
+        WaitInterrupted: Ctrl-C, or `asked_by` has ended.
         DeadlineExceeded: `deadline_s` is over.
     """
     files = SegmentFiles(RunPaths(expand_home(run_root).absolute()), segment)
-    done = read_json(files.marker)
+    done = read_json_file(files.marker)
     if done is not None:
         return answer("finished", JobRecord.read(files), segment, done)
     kind = choose_executor(executor)
@@ -148,12 +146,12 @@ def submit_segment(
     argv = list(command) if command is not None else driver_command(config_path, overrides, segment=segment)
     began = time.monotonic()
     room = Patience(deadline_s)
-    cancel_mark = read_json(files.cancel)
+    cancel_mark = read_json_file(files.cancel)
     tried = False
     _make_folders(files)
 
     def wanted_still() -> None:
-        if read_json(files.cancel) != cancel_mark and (waiting := JobRecord.read(files)) is not None:
+        if read_json_file(files.cancel) != cancel_mark and (waiting := JobRecord.read(files)) is not None:
             raise cancelled_error(files, waiting)
         if asked_by is not None and asked_by.alive() is False:
             raise WaitInterrupted(f"stopped waiting: who asked for segment {segment} of {files.paths.root} is gone")
@@ -162,7 +160,7 @@ def submit_segment(
         _await_orphan(files, save_grace_s, out)
         refusal = None
         with SubmitLock(files):
-            done = read_json(files.marker)
+            done = read_json_file(files.marker)
             if done is not None:
                 return answer("finished", JobRecord.read(files), segment, done)
             try:
@@ -170,9 +168,9 @@ def submit_segment(
                 if record is not None:
                     on_found(True)
                 else:
-                    ended = was_cancelled(files) if attempt > 1 else None
-                    if ended is not None:
-                        raise cancelled_error(files, ended)
+                    cancelled = was_cancelled(files) if attempt > 1 else None
+                    if cancelled is not None:
+                        raise cancelled_error(files, cancelled)
                     wanted_still()
                     on_found(False)
                     record, state = (
@@ -192,9 +190,9 @@ def submit_segment(
             return answer(state, record, segment, None)
         say(out, started_line(files, record, state))
         attached = time.monotonic() if state == "attached" else None
-        left = None if deadline_s is None else max(0.0, deadline_s - (time.monotonic() - began))
+        remaining_s = None if deadline_s is None else max(0.0, deadline_s - (time.monotonic() - began))
         waiter = Waiter(
-            files, record, lambda line: say(out, line), poll_s=poll_s, progress_s=progress_s, deadline_s=left,
+            files, record, lambda line: say(out, line), poll_s=poll_s, progress_s=progress_s, deadline_s=remaining_s,
             asked_by=asked_by,
         )  # fmt: skip
 
@@ -209,13 +207,13 @@ def submit_segment(
         try:
             done = waiter.wait(settled)
         except JobLost:
-            # it was already ending when found, as when somebody kills a run and starts it again
+            # it was already ending when found, as after a kill and restart of the run
             if attached is None or time.monotonic() - attached > DYING_S:
                 raise
             continue
         except JobCancelled:
-            # so was a job that had been cancelled before this command was given
-            if attempt > 1 or cancel_mark is None or read_json(files.cancel) != cancel_mark:
+            # likewise for a job that was cancelled before this command started
+            if attempt > 1 or cancel_mark is None or read_json_file(files.cancel) != cancel_mark:
                 raise
             continue
         except KeyboardInterrupt:
@@ -224,13 +222,13 @@ def submit_segment(
 
 
 def started_line(files: SegmentFiles, record: JobRecord, state: str) -> str:
-    """The line printed when a job was submitted or found."""
+    """Returns the line printed when a job was submitted or found."""
     verb = "waiting for" if state == "attached" else "submitted"
     return f"{files.paths.root.name} segment {files.segment}: {verb} {job_words(record)}; logs in {files.driver_err.parent}"
 
 
 def choose_executor(name: str) -> str:
-    """`local` or `slurm`; `auto` is Slurm if there is an sbatch and this is not inside a job already."""
+    """Returns `local` or `slurm`; `auto` is Slurm if sbatch exists and this process is not inside a job."""
     if name not in EXECUTORS:
         raise SubmitError(f"executor: found {name!r}, allowed are {', '.join(EXECUTORS)}")
     if name != "auto":
@@ -241,7 +239,7 @@ def choose_executor(name: str) -> str:
 def _make_folders(files: SegmentFiles) -> None:
     try:
         require_own_run_folder(files.paths.root)
-        make_private(files.paths.submit, parents=True)  # job pickles: nobody else may read or replace them
+        make_private(files.paths.submit, parents=True)  # job pickles: other users may not read or replace them
         files.driver_err.parent.mkdir(parents=True, exist_ok=True)
         files.paths.segments.mkdir(exist_ok=True)
     except OSError as error:
@@ -252,14 +250,14 @@ def _make_folders(files: SegmentFiles) -> None:
 
 
 def _await_orphan(files: SegmentFiles, grace_s: float, out: TextIO) -> None:
-    """Waits for a driver whose job was killed: it saves and ends by itself, and the next must not start beside it."""
+    """Waits for a driver whose job was killed: it saves and ends by itself, and the next driver must not start before that."""
     end = time.monotonic() + grace_s
-    said = False
+    is_reported = False
     while (claim := Claim.newest(files)) is not None and claim.driver is not None:
         if claim.job.alive() is not False or not claim.driver.alive():
             return
-        if not said:
-            said = True
+        if not is_reported:
+            is_reported = True
             say(out, f"segment {files.segment}: the job was killed; its driver (pid {claim.driver.pid}) saves and ends")
         if time.monotonic() > end:
             with contextlib.suppress(PermissionError):
@@ -307,16 +305,16 @@ def _submit(
             raise
         refusal = not_now(files.segment, str(error)) if kind == "slurm" else None
         if refusal is None:
-            said = f"segment {files.segment} could not be submitted ({kind}): {error}"
-            replace(record, phase="refused", reason=said.splitlines()[0]).write(files)
-            raise SubmitError(said) from error
+            message = f"segment {files.segment} could not be submitted ({kind}): {error}"
+            replace(record, phase="refused", reason=message.splitlines()[0]).write(files)
+            raise SubmitError(message) from error
         if "PerUser" in refusal.reason and nothing_queued():
             replace(record, phase="refused", reason=f"could not be submitted: {refusal.reason}").write(files)
             raise SubmitError(
                 f"{refusal}\n  no job of yours is in the queue, so this one will never be let in: it has as many components "
                 "as the run has node groups; ask for another QOS (cluster.qos), or for fewer node groups"
             ) from error
-        if not refusal.silent:  # if Slurm did not answer, the job may be in the queue all the same
+        if not refusal.silent:  # without an answer from Slurm, the job may be in the queue
             replace(record, phase="waiting", reason=refusal.reason).write(files)
         raise refusal from error
     job_id = str(submitted.job_id)

@@ -1,7 +1,7 @@
-"""Waits for a segment, reading the run's folder rarely and asking about the job even more rarely.
+"""Waiter for a segment, which reads the run's folder rarely and queries the job even more rarely.
 
-The shared filesystem must not be polled hard: a look at the times of the two folders (one open each) tells whether
-anything was written since, and only then are files read. The longer the wait has lasted, the rarer these looks are.
+The shared filesystem must not be polled hard: the times of the two folders (one open each) show whether a file was written
+since, and only then are files read. The longer the wait has lasted, the rarer these checks are.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhpc.jobs.claim import LEASE_S, Claim, SegmentFiles, look_again, read_json
 from rlhpc.jobs.driver_job import first_failure
+from rlhpc.jobs.job_record import JobRecord, job_words, owner_of, probe_for, segment_job_name
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, ProcessId, SlurmProbe
-from rlhpc.jobs.record import JobRecord, job_words, owner_of, probe_for, segment_job_name
-from rlhpc.jobs.shared import SharedProbe
+from rlhpc.jobs.segment import LEASE_S, Claim, SegmentFiles, look_again, read_json_file
+from rlhpc.jobs.shared_probe import SharedProbe
 from rlhpc.jobs.slurm import hasten
 from rlhpc.jobs.status import progress_line
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError, SubmitError
 
 #: Time from the end of a job's processes until its last files are visible on a shared filesystem.
 _SETTLE_S = 2.0
-#: How long a job may not be heard of, or Slurm not answer, before waiting becomes pointless.
+#: Maximum time without news of a job, or without an answer from Slurm, before the wait ends.
 _UNKNOWN_S = 900.0
 _FORGOTTEN_S = 90.0
 #: Seconds between two attempts to release a job that is held after a requeue.
 _HASTEN_S = 60.0
-#: The next look at the run's folders comes after a tenth of the time waited so far, and after this at the latest.
+#: The next check of the run's folders comes after a tenth of the time waited so far, and after this at the latest.
 _LOOK_S = 5.0
-#: Files are read this often even if nothing seems to have changed: two changes may fall into one clock tick.
+#: Interval at which files are read even if the folders seem unchanged: two changes may fall into one clock tick.
 _READ_S = 30.0
 #: The interval between lines of progress grows to this.
 _SELDOM_S = 60.0
 
 
 class DriverFailed(RlhpcError):
-    """The driver ended without finishing its segment; the message is its first error.
+    """Failure of a driver that ended without finishing its segment; the message is its first error.
 
     Attributes:
         exit_code: The driver's exit code.
@@ -52,23 +52,23 @@ class DriverFailed(RlhpcError):
 
 
 class DriverRejected(SubmitError):
-    """The driver refused its input (exit code 2): a user error, as if the driver had run here."""
+    """Rejection of the driver's input (exit code 2): a user error, as if the driver had run here."""
 
 
 class JobLost(DriverFailed):
-    """The job is gone without a finished segment or an error: it was killed, or its node died."""
+    """Loss of a job without a finished segment or an error: it was killed, or its node died."""
 
 
 class FolderRemoved(DriverFailed):
-    """The job is over, and somebody removed the run's folder: there is nothing to continue from."""
+    """Removal of the run's folder before its job ended: the run cannot continue."""
 
 
 class JobCancelled(DriverFailed):
-    """Somebody ended the job on purpose: only a person starts it again, not a retry."""
+    """Deliberate end of a job: only a user restarts it, not a retry."""
 
 
 class WaitInterrupted(RlhpcError):
-    """Waiting was ended by Ctrl-C or by the end of the workflow that asked for it; the job goes on."""
+    """End of a wait by Ctrl-C or by the end of the workflow that asked for it; the job goes on."""
 
     exit_code = 130
 
@@ -79,7 +79,7 @@ def say(out: TextIO, text: str) -> None:
 
 
 def answer(state: str, record: JobRecord | None, segment: int, result: dict[str, Any] | None) -> dict[str, Any]:
-    """What a submission returns; see `submit_segment`."""
+    """Returns the result of a submission; see `submit_segment`."""
     return {
         "state": state,
         "segment": segment,
@@ -90,13 +90,13 @@ def answer(state: str, record: JobRecord | None, segment: int, result: dict[str,
 
 
 def answer_line(answer: dict[str, Any]) -> str:
-    """The last line shown to the user."""
-    ended = f" at step {answer['result']['global_step']}" if answer["result"] else f", job {answer['job_id']}"
-    return f"segment {answer['segment']}: {answer['state']}{ended}"
+    """Formats the last line shown to the user."""
+    end = f" at step {answer['result']['global_step']}" if answer["result"] else f", job {answer['job_id']}"
+    return f"segment {answer['segment']}: {answer['state']}{end}"
 
 
 def goes_on(files: SegmentFiles, record: JobRecord) -> str:
-    """The message for a user who stops waiting."""
+    """Returns the message for a user who stops waiting."""
     return (
         f"stopped waiting; {job_words(record)} goes on with segment {files.segment} of {files.paths.root}\n"
         "  wait for it again: run the same command\n"
@@ -105,7 +105,7 @@ def goes_on(files: SegmentFiles, record: JobRecord) -> str:
 
 
 def cancelled_error(files: SegmentFiles, record: JobRecord, words: str = "") -> JobCancelled:
-    """The error for a job that somebody ended on purpose."""
+    """Builds the error for a job that was ended on purpose."""
     return JobCancelled(
         f"segment {files.segment} of {files.paths.root.name}: {job_words(record)} was cancelled"
         + (f"\n{words}" if words else "")
@@ -117,13 +117,24 @@ def cancelled_error(files: SegmentFiles, record: JobRecord, words: str = "") -> 
 
 
 def _probe_for(record: JobRecord, files: SegmentFiles) -> JobProbe:
-    """Makes the probe for a job; all waits on this host share one Slurm query."""
+    """Builds the probe for a job; all waits on this host share one Slurm query."""
     probe = probe_for(record, files)
     return SharedProbe(probe) if isinstance(probe, SlurmProbe) else probe
 
 
 class Waiter:
     """One wait, step by step: `poll` never blocks for long, so that one process can wait for many runs.
+
+    Args:
+        files: The segment.
+        record: Its job.
+        out: Called with each line of progress.
+        find_probe: Builds the probe that queries a job; by default one for this waiter.
+        poll_s: Minimum time between two checks.
+        progress_s: Minimum time between two lines of progress; grows to a minute.
+        deadline_s: Waiting longer than this is an error; the job goes on.
+        asked_by: Waiting ends when this process has ended.
+        began: Start of the wait, in monotonic seconds, if another process waited before; now by default.
 
     Args:
         files: The segment.
@@ -160,18 +171,20 @@ class Waiter:
         self.deadline_s = deadline_s
         self.asked_by = asked_by
         self.began = time.monotonic() if began is None else began
-        self._seen = (0, 0)
+        self._folder_times = (0, 0)
         self._claim: Claim | None = None
         self._report = JobReport(JobState.UNKNOWN, conclusive=False)
         self._next_look = self._next_read = self._next_probe = self._next_line = self._next_hasten = 0.0
-        self._gone = 0
+        self._ended_claim = 0
         self._last_line = ""
         self._silent_since: float | None = None
         self._over_since: float | None = None
         self._renewed: tuple[int, int, float | None] = (0, 0, None)
 
     def wait(self, between: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Waits, and returns what the driver wrote when it finished; calls `between` after every look until then."""
+        """Waits, and returns the result that the driver wrote when it finished; calls `between` after every check until
+        then.
+        """
         try:
             while (done := self.poll()) is None:
                 between()
@@ -181,35 +194,35 @@ class Waiter:
             self.leave()
 
     def leave(self) -> None:
-        """Ends the wait: nobody asks for the job's state any more."""
+        """Ends the wait, and releases the job at the probe."""
         self._probe.leave([self.record.job_id])
 
     def answer(self, done: dict[str, Any]) -> dict[str, Any]:
-        """What a submission returns for a finished segment."""
+        """Returns the result of a submission for a finished segment."""
         return answer("finished", owner_of(self.files, self.record), self.files.segment, done)
 
     def poll(self) -> dict[str, Any] | None:
-        """What the driver wrote when it finished; None while it has not.
+        """Returns the result that the driver wrote when it finished; None while it has not.
 
         Raises:
             DriverFailed, DriverRejected, JobLost, JobCancelled: It will not finish.
             DeadlineExceeded: `deadline_s` is over.
-            WaitInterrupted: The process that asked is gone.
+            WaitInterrupted: The process that asked has ended.
         """
         now = time.monotonic()
         # a job on this host is judged by its processes, which costs the shared filesystem nothing
         claim = self._claim
-        gone = claim is not None and claim.number != self._gone and claim.alive_here() is False
-        if gone and claim is not None:
-            self._gone = claim.number
-        if now >= self._next_look or gone or self._over_since is not None:
+        has_ended = claim is not None and claim.number != self._ended_claim and claim.alive_here() is False
+        if has_ended and claim is not None:
+            self._ended_claim = claim.number
+        if now >= self._next_look or has_ended or self._over_since is not None:
             self._next_look = now + min(max(self.poll_s, (now - self.began) / 10), _LOOK_S)
-            done = self._read(now, always=gone or self._over_since is not None)
+            done = self._read(now, always=has_ended or self._over_since is not None)
             if done is not None:
                 return done
         if self._over_since is not None:
             if now - self._over_since > _SETTLE_S:
-                raise self._lost()
+                raise self._lost_error()
             return None
         if now >= self._next_probe:
             self._next_probe = now + max(self.poll_s, 1.0)
@@ -230,16 +243,16 @@ class Waiter:
         return None
 
     def _read(self, now: float, *, always: bool) -> dict[str, Any] | None:
-        """Reads marker, exit record and claim if anything was written since; returns what a finished driver wrote."""
+        """Reads marker, exit record and claim if a file was written since; returns the result of a finished driver."""
         paths = self.files.paths
-        seen = (look_again(paths.submit), look_again(paths.segments))
-        if seen == self._seen and now < self._next_read and not always:
+        folder_times = (look_again(paths.submit), look_again(paths.segments))
+        if folder_times == self._folder_times and now < self._next_read and not always:
             return None
-        self._seen, self._next_read = seen, now + _READ_S
-        done = read_json(self.files.marker)
+        self._folder_times, self._next_read = folder_times, now + _READ_S
+        done = read_json_file(self.files.marker)
         if done is None:
             self._claim = Claim.newest(self.files)
-            if self._claim is not None and self._claim.token != self.record.token and self._heard(self._claim):
+            if self._claim is not None and self._claim.token != self.record.token and self._is_claim_alive(self._claim):
                 self._follow(owner_of(self.files, self.record, alive=True))  # another submitter's job came first
             self._raise_if_failed()
         return done
@@ -250,8 +263,8 @@ class Waiter:
             self.record = owner
             self._probe = self._find_probe(owner, self.files)
 
-    def _heard(self, claim: Claim) -> bool:
-        """Whether the holder of a claim is alive: judged by its processes here, elsewhere by its renewals."""
+    def _is_claim_alive(self, claim: Claim) -> bool:
+        """Returns whether the holder of a claim is alive: by its processes on this host, elsewhere by its renewals."""
         here = claim.alive_here()
         if here is not None:
             return here
@@ -262,11 +275,11 @@ class Waiter:
         number, before, at = self._renewed
         if (number, before) != (claim.number, stamp):
             self._renewed = (claim.number, stamp, time.monotonic() if number == claim.number else at)
-        heard = self._renewed[2]
-        return heard is not None and time.monotonic() - heard < LEASE_S
+        renewed_at = self._renewed[2]
+        return renewed_at is not None and time.monotonic() - renewed_at < LEASE_S
 
     def _look(self) -> JobReport | None:
-        """The job's state; None when it is over."""
+        """Returns the job's state; None when it is over."""
         claim = self._claim
         if claim is not None and claim.alive_here():
             return JobReport(JobState.RUNNING, source="proc")
@@ -283,15 +296,15 @@ class Waiter:
                 # it ran before, so this is the hold after a requeue
                 hasten(self.record.job_id, segment_job_name(self.files))
             return report
-        if claim is not None and not report.conclusive and self._heard(claim):
+        if claim is not None and not report.conclusive and self._is_claim_alive(claim):
             self._silent_since = None
             return JobReport(JobState.RUNNING, source="claim")
         self._silent_since = self._silent_since or time.monotonic()
         patience = _FORGOTTEN_S if report.conclusive else _UNKNOWN_S
         return report if time.monotonic() - self._silent_since < patience else None
 
-    def _lost(self) -> DriverFailed:
-        """The error for a job that is over and left nothing behind; says how it ended."""
+    def _lost_error(self) -> DriverFailed:
+        """Builds the error for a job that ended without a result; says how it ended."""
         claim, report = Claim.newest(self.files), self._report
         if report.state is JobState.CANCELLED or self.files.cancelled(self.record.token):
             if not self.files.cancelled(self.record.token):
@@ -301,17 +314,17 @@ class Waiter:
         offset = claim.err_offset if claim is not None and claim.token == self.record.token else 0
         removed = next((p for p in (self.files.paths.root, self.files.paths.submit) if not p.is_dir()), None)
         if removed is not None:
-            what = "run folder" if removed == self.files.paths.root else "folder of its submissions"
+            kind = "run folder" if removed == self.files.paths.root else "folder of its submissions"
             return FolderRemoved(
-                f"segment {self.files.segment}: the {what} {removed} was removed while {job_words(self.record)} was pending "
+                f"segment {self.files.segment}: the {kind} {removed} was removed while {job_words(self.record)} was pending "
                 "or ran, so the job ended without a result, and its logs may be gone with it\n"
                 "  to go on, put it back from a copy (a snapshot of the file system), then run the same command\n"
                 "  without one, the same command starts "
-                + ("the run anew, at step 0" if what == "run folder" else "from the last checkpoint that is left")
+                + ("the run anew, at step 0" if kind == "run folder" else "from the last checkpoint that is left")
             )
         how = report.state.value if report.state.is_terminal else "killed, or its node is gone"
         text = first_failure(self.files.driver_err, offset, lines=10)
-        # A job that ended before its driver began has said why in its own log alone, last of all.
+        # A job that ended before its driver began has its error at the end of its own log only.
         text = text or first_failure(Path(self.record.job_log), lines=2) if self.record.job_log else text
         complete = self.files.paths.complete_steps()
         again = "resumes from the last checkpoint" if complete else "starts anew: there is no checkpoint"
@@ -327,13 +340,13 @@ class Waiter:
         )
 
     def _raise_if_failed(self) -> None:
-        ended = read_json(self.files.exit)
-        if ended is None or ended.get("token") != self.record.token:
+        exit_record = read_json_file(self.files.exit)
+        if exit_record is None or exit_record.get("token") != self.record.token:
             return
-        code = int(ended.get("exit_code") or 1)
-        name = str(ended.get("signal") or "")
-        words = str(ended.get("message") or "").strip()
-        if ended.get("cancelled"):
+        code = int(exit_record.get("exit_code") or 1)
+        name = str(exit_record.get("signal") or "")
+        words = str(exit_record.get("message") or "").strip()
+        if exit_record.get("cancelled"):
             raise cancelled_error(self.files, self.record, words)
         head = words or f"the driver ended with exit code {code} and said nothing"
         if name:
@@ -345,12 +358,12 @@ class Waiter:
 
     def _show(self, report: JobReport) -> None:
         if report.state is JobState.UNKNOWN and not report.reason:
-            return  # Slurm has not been asked about it yet
+            return  # not queried from Slurm yet
         state = report.state.value.lower() + (f": {report.reason}" if report.reason else "")
         line = f"{self.files.paths.root.name} segment {self.files.segment}: {job_words(self.record)} {state}"
-        # the numbers of an earlier segment or attempt are of no interest
-        own = self._claim is not None and self._claim.token == self.record.token
-        since = self._claim.started if own and self._claim is not None else self.record.submitted
+        # ignores the numbers of an earlier segment or attempt
+        is_current = self._claim is not None and self._claim.token == self.record.token
+        since = self._claim.started if is_current and self._claim is not None else self.record.submitted
         progress = progress_line(self.files.paths, since=since) if report.state is not JobState.PENDING else ""
         line += f", {progress}" if progress else ""
         if line != self._last_line:

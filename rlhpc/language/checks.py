@@ -1,4 +1,4 @@
-"""What must hold of the configuration of a language model's run. Nothing here imports torch, or writes."""
+"""Checks of the configuration of a language run. The module does not import torch or write files."""
 
 from __future__ import annotations
 
@@ -7,34 +7,43 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhpc.algorithms.registry import REWARD_LOSSES
+from rlhpc.config.constraints import Fail, check_choice
 from rlhpc.config.parallel import check_parallel
-from rlhpc.config.rules import Fail, check_choice
 from rlhpc.config.typed import plain, select
-from rlhpc.language.agent_config import AgentConfig
-from rlhpc.language.algorithm.checks import check_algorithm
-from rlhpc.language.algorithm.registry import ALGORITHMS, make_algorithm
-from rlhpc.language.config import (
+from rlhpc.language.algorithms.checks import check_algorithm
+from rlhpc.language.algorithms.registry import ALGORITHMS, make_algorithm
+from rlhpc.language.config.agents import AgentConfig
+from rlhpc.language.config.data import SourceConfig
+from rlhpc.language.config.run import (
     GrpoConfig,
     LanguageConfig,
+    RewardRunConfig,
     SftConfig,
-    SourceConfig,
     TrainedLanguageConfig,
     minibatch_size,
     responses_per_step,
 )
 from rlhpc.language.engines.registry import ENGINES
-from rlhpc.language.environments.registry import find_environment
-from rlhpc.language.policies import roles_of
-from rlhpc.language.reward_config import RewardRunConfig
-from rlhpc.language.scoring.checks import check_group_sections
-from rlhpc.language.scoring.groups import AGENT, CRITIC, placed, rating_names
+from rlhpc.language.envs.registry import find_environment
+from rlhpc.language.multi_policy import roles_of
+from rlhpc.language.scoring.checks import OWN_VALUES, check_group_sections
+from rlhpc.language.scoring.groups import (
+    AGENT,
+    CRITIC,
+    distils,
+    needs_critic,
+    needs_values,
+    placed,
+    process_groups,
+    rating_names,
+)
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.lookup import Registry, meant
+from rlhpc.runtime.plugins import Registry, meant
 from rlhpc.training.registry import BACKENDS as TRAINING
 
 #: Names of policies.
 _POLICY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-#: What each component computes with.
+#: Key of each component's backend.
 _COMPUTES = {
     "actor": "actor.training_backend",
     "rollout": "rollout.rollout_backend",
@@ -70,7 +79,7 @@ def check_reward_model(cfg: RewardRunConfig, fail: Fail, *, training: bool) -> N
     _check_trained(cfg, cfg.data.eval, fail)
     algorithm = cfg.algorithm
     if algorithm.loss_type.lower() not in REWARD_LOSSES.built_in or algorithm.loss_kwargs:
-        from rlhpc.algorithms.reward_losses import find_reward_loss
+        from rlhpc.algorithms.preference_losses import find_reward_loss
 
         find_reward_loss(algorithm.loss_type, plain(algorithm.loss_kwargs))
     if training:
@@ -95,7 +104,7 @@ def check_answering(cfg: SftConfig, metrics: Sequence[str], fail: Fail) -> None:
 
     Args:
         cfg: The configuration.
-        metrics: Of the suites, were they answered.
+        metrics: Names of the suites' metrics.
         fail: Makes the error.
 
     Raises:
@@ -126,7 +135,7 @@ def _backend(key: str, backend: str, fail: Fail) -> None:
 
 
 def _check_trained(cfg: TrainedLanguageConfig, suites: Sequence[Any], fail: Fail) -> None:
-    """What all runs that train a language model have: backend, model, suites."""
+    """Checks the keys of all runs that train a language model: backend, model and suites."""
     _backend("actor.training_backend", cfg.actor.training_backend, fail)
     if not cfg.actor.model.model_path:
         raise fail("actor.model.model_path", "name a Hugging Face folder, or builtin:tiny or builtin:smollm2")
@@ -145,31 +154,31 @@ def _check_trained(cfg: TrainedLanguageConfig, suites: Sequence[Any], fail: Fail
 
 
 def _sources(train: SourceConfig, suites: Sequence[Any]) -> None:
-    """Problems of training and of evaluation. What comes with the package is known without an import."""
+    """Checks the sources of training and evaluation data. Built-in sources are recognized without an import."""
     from rlhpc.language.data.registry import SOURCES
 
-    known = SOURCES.names()
+    built_in = SOURCES.names()
     for key, section in (("data.train", train), *((f"data.eval[{s.name}]", s) for s in suites)):
-        if section.source.lower() not in known:
+        if section.source.lower() not in built_in:
             SOURCES.find(section.source, f"{key}.source")
 
 
 def _judges(cfg: LanguageConfig) -> None:
-    """Rewards, and who answers the model, in the same way."""
+    """Checks the names of rewards and of the agent in the rollout rank. Built-in ones are recognized without an import."""
     from rlhpc.language.agents.registry import AGENTS
     from rlhpc.language.rewards.registry import REWARDS
 
-    known = REWARDS.names()
+    built_in = REWARDS.names()
     rating = rating_names(cfg)
     for term in cfg.reward.terms:
-        if term.name.lower() not in known and term.name not in rating:
+        if term.name.lower() not in built_in and term.name not in rating:
             REWARDS.find(term.name)
     agent = cfg.rollout.agent
     if agent is not None and agent.lower() not in AGENTS.names():
         AGENTS.find(agent)
 
 
-#: What kinds of agents are about, and what that may look like.
+#: Key that each kind of agent needs, and an example of its value.
 _AGENTS = {
     "python": "target", "environment": "target", "command": "command", "mcp": "servers", "verifiers": "framework",
     "openenv": "framework",
@@ -183,7 +192,7 @@ _EXAMPLES = {
 
 
 def _agents_helpers(agent: AgentConfig, fail: Fail) -> None:
-    """Servers of tools, and services."""
+    """Checks tool servers and services."""
     for index, server in enumerate(agent.servers):
         if bool(server.command) + bool(server.url) + server.shell != 1:
             raise fail(f"agent.servers[{index}]", "a server is a command, a url or a shell: set one of these")
@@ -210,20 +219,20 @@ def _agents_helpers(agent: AgentConfig, fail: Fail) -> None:
 
 
 def _agent(cfg: LanguageConfig, fail: Fail) -> None:
-    """Who asks the model, and what does not go with it."""
+    """Checks the kind of agent and the keys that exclude each other."""
     agent = cfg.agent
-    wanted = _AGENTS.get(agent.kind, "")
-    said = {
+    required_key = _AGENTS.get(agent.kind, "")
+    values = {
         "target": agent.target,
         "command": agent.command,
         "servers": agent.servers,
         "framework": agent.framework,
     }
     for name, example in _EXAMPLES.items():
-        if name == wanted and not said[name]:
+        if name == required_key and not values[name]:
             example = "search" if agent.kind == "environment" else example
             raise fail(f"agent.{name}", f"agent.kind={agent.kind} is about it: set it, such as {example}")
-        if said[name] and name != wanted:
+        if values[name] and name != required_key:
             raise fail(f"agent.{name}", f"agent.kind={agent.kind} has no {name}: set agent.kind, or leave it out")
     _agents_helpers(agent, fail)
     rewarded = [term.name.lower() for term in cfg.reward.terms]
@@ -265,18 +274,18 @@ def _agent(cfg: LanguageConfig, fail: Fail) -> None:
                 f"agent.{name}", f"it must be below runner.step_timeout_s ({limit:g}), in which a whole step has to end"
             )
     if later and (agent.kind != "python" or "agent" not in rewarded):
-        what = "agent.kind=python, and the term agent in reward.terms"
-        raise fail("agent.feedback_timeout_s", f"rewards that come later need {what}: set these, or 0 here")
+        requirements = "agent.kind=python, and the term agent in reward.terms"
+        raise fail("agent.feedback_timeout_s", f"rewards that come later need {requirements}: set these, or 0 here")
 
 
 def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
-    """Names of rewards and agents, batches, and what does not go together.
+    """Checks a run by RL: names of rewards and agents, batch sizes, and keys that exclude each other.
 
     Raises:
         ConfigError: The first rule that is broken.
     """
     algorithm = cfg.algorithm
-    check_group_sections(cfg, fail)
+    check_group_sections(cfg, fail, column_makers(cfg))
     if AGENT in placed(cfg) and cfg.agent.kind in ("inline", "environment"):
         raise fail(
             "cluster.component_placement",
@@ -317,65 +326,86 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
         raise fail("rollout.temperature", "training samples: it must be greater than 0")
 
 
+def column_makers(cfg: GrpoConfig) -> frozenset[str]:
+    """Returns the groups from which the algorithm needs columns, and the other names of `Column.by`.
+
+    For the built-in algorithms its keys suffice, without an instance.
+    """
+    if (distils(cfg) or cfg.algorithm.name.lower() == "policy_gradient") and not cfg.algorithm.kwargs:
+        is_needed = {
+            CRITIC: needs_critic(cfg),
+            OWN_VALUES: needs_values(cfg) and cfg.actor.model.value_head,
+            "reference": cfg.algorithm.kl_coef,
+            "teacher": distils(cfg) and "teacher" in placed(cfg),
+        }
+        return frozenset([*(name for name, is_wanted in is_needed.items() if is_wanted), *process_groups(cfg)])
+    return frozenset(column.by for column in make_algorithm(cfg).columns if isinstance(column.by, str))
+
+
 def check_policies(cfg: GrpoConfig, fail: Fail) -> None:
-    """Several policies (`agent.policies`).
+    """Checks several policies (`agent.policies`).
 
     Raises:
         ConfigError: The first rule that is broken.
     """
-    given = plain(cfg.agent.policies)
-    if not given:
+    policy_by_role = plain(cfg.agent.policies)
+    if not policy_by_role:
         return
-    key, known = "agent.policies", () if cfg.agent.kind == "inline" else roles_of(cfg)
-    if not known:
+    key, roles = "agent.policies", () if cfg.agent.kind == "inline" else roles_of(cfg)
+    if not roles:
         raise fail(key, "there are no roles, which speak by policies: set agent.roles, or agent.kind=environment and a target "
                    "with roles, such as kuhn_poker; or leave it out")  # fmt: skip
-    for role in given:
-        if role not in known:
-            raise fail(f"{key}.{role}", f"{meant(role, known)}roles are: {', '.join(known)}")
-    if missing := [role for role in known if role not in given]:
-        raise fail(key, f"{', '.join(missing)} has no policy: name one for each of {', '.join(known)}")
-    for role, name in given.items():
+    for role in policy_by_role:
+        if role not in roles:
+            raise fail(f"{key}.{role}", f"{meant(role, roles)}roles are: {', '.join(roles)}")
+    if missing := [role for role in roles if role not in policy_by_role]:
+        raise fail(key, f"{', '.join(missing)} has no policy: name one for each of {', '.join(roles)}")
+    for role, name in policy_by_role.items():
         if not isinstance(name, str) or not _POLICY.fullmatch(name) or "lora_" in name:
             raise fail(
                 f"{key}.{role}", f"it is {name!r}, which becomes a folder's name: letters, digits, _ and - (not lora_)"
             )
-    if len({*given.values()}) == 1:
-        raise fail(key, f"all roles have the policy {next(iter(given.values()))}: leave it out, or name another one")
+    if len({*policy_by_role.values()}) == 1:
+        raise fail(
+            key, f"all roles have the policy {next(iter(policy_by_role.values()))}: leave it out, or name another one"
+        )
     if not cfg.actor.lora.rank:
         raise fail("actor.lora.rank", "each of several policies (agent.policies) is an adapter: set it, such as 16")
     engine = cfg.rollout.rollout_backend.lower()
     if engine not in ("hf", "vllm"):
         raise fail("rollout.rollout_backend", "an engine from outside has one policy (agent.policies): take hf or vllm")
-    for name, value, wanted in (
+    for name, value, required in (
         ("actor.training_backend", cfg.actor.training_backend.lower(), "local"),
         ("actor.model.value_head", cfg.actor.model.value_head, False),
         ("rollout.merge_adapters", cfg.rollout.merge_adapters, engine != "vllm"),
         ("rollout.routing_replay", cfg.rollout.routing_replay, False),
         ("reference.update_interval", cfg.reference.update_interval, 0),
     ):  # fmt: skip
-        if value != wanted:
-            raise fail(name, f"with several policies (agent.policies) it must be {str(wanted).lower()}")
+        if value != required:
+            raise fail(name, f"with several policies (agent.policies) it must be {str(required).lower()}")
 
 
 def _critic(cfg: GrpoConfig, fail: Fail) -> None:
-    """How the critic is trained."""
+    """Checks the batch sizes of the critic."""
     responses = responses_per_step(cfg)
     if responses % minibatch_size(cfg, cfg.critic):
         raise fail("critic.global_batch_size", f"a step has {responses} responses, which must divide by it")
 
 
 def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int]) -> None:
-    """Trainers and engines compute on one accelerator a process: more would stand idle.
+    """Checks that trainers and engines have one accelerator a process; further ones would be idle.
 
     Raises:
-        PlacementError: A component's processes have several.
+        PlacementError: A component's processes have several accelerators.
     """
     for name, count in per_process.items():
         key = _COMPUTES.get(name, f"the scorer of {name}")
         backend = str(select(cfg, key) or "") if name in _COMPUTES else name
-        several = ":" in backend or (name, backend.lower()) == ("rollout", "vllm")  # each is a rank of the engine
-        if count > 1 and not several:  # one from outside may know what to do with them
+        several = ":" in backend or (name, backend.lower()) == (
+            "rollout",
+            "vllm",
+        )  # an engine with a rank for each accelerator
+        if count > 1 and not several:  # a user's backend may use several
             raise PlacementError(
                 f"cluster.component_placement.{name} ({cfg.cluster.component_placement}) gives each process {count} "
                 f"accelerators, but {key}={backend} computes on one a process: give it a process an accelerator, such as "
@@ -384,11 +414,11 @@ def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int
 
 
 def check_sizes(cfg: TrainedLanguageConfig, prompts: int, sizes: Mapping[str, int]) -> None:
-    """Checks the placement's process counts against what trainers divide, and the prompts of a step, `data.prompts_per_step`.
-    Rollout ranks take prompts as they have room, so there may be any number of them.
+    """Checks the placement's process counts against the divisions of trainers, and the prompts of a step,
+    `data.prompts_per_step`. Rollout ranks lease prompts as they have capacity, so any number of them is allowed.
 
     Raises:
-        ConfigError: Prompts cannot be shared out evenly, or a model not over so many ranks.
+        ConfigError: The prompts, or a model, cannot be divided over so many ranks.
     """
     for name, count in sizes.items():
         size = count

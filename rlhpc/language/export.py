@@ -12,32 +12,217 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlhpc.checkpoint.card import accuracy_table, head, results_beside
-from rlhpc.checkpoint.folders import default_output, filled_folder, require_free
+from rlhpc.checkpoint.export_folder import (
+    accuracy_table,
+    default_output,
+    filled_folder,
+    head,
+    require_free,
+    results_beside,
+)
 from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.checkpoint.store import require_valid
 from rlhpc.config.sections import LoraConfig
 from rlhpc.jobs.paths import MODEL, model_name
-from rlhpc.language.model_config import PretrainedConfig
+from rlhpc.language.config.models import PretrainedConfig
 from rlhpc.language.scoring.groups import CRITIC
-from rlhpc.language.streamed import stream_folder, stream_shards, untrained_weights
-from rlhpc.runtime.durable import write_durably
+from rlhpc.runtime.disk_errors import advice
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plain import read_json
-from rlhpc.runtime.storage import advice
+from rlhpc.runtime.files import expand_home, read_json, write_durably
 from rlhpc.runtime.trust import Trust
+
+if TYPE_CHECKING:
+    from rlhpc.checkpoint.tensor_slice import Box
+    from rlhpc.language.config.models import PretrainedConfig
+    from rlhpc.training.safetensors_writer import Layout
+
+
+_PREFIX = "model."
+Written = Iterator[tuple[str, "Box", torch.Tensor]]
+
+
+def stream_shards(
+    folder: Path,
+    shards: Path,
+    model: PretrainedConfig,
+    dtype: torch.dtype,
+    load: Callable[..., Any],
+    base: str,
+    frozen: Container[str] = (),
+) -> int:
+    """Writes the Hugging Face folder of a sharded checkpoint that has all trained weights, box by box.
+
+    Args:
+        folder: Made if missing.
+        shards: The checkpoint's.
+        model: A folder with config and tokenizer of the model.
+        dtype: Of the weights written.
+        load: How a model like that is built: `load_causal_lm`, or `load_scalar_model`.
+        base, frozen: See `untrained_weights`.
+
+    Returns:
+        How many parameters there are.
+
+    Raises:
+        CheckpointError: A file is damaged, or is of another model.
+    """
+    from rlhpc.checkpoint.tensor_slice import whole
+    from rlhpc.training.distributed_checkpoint import saved_boxes
+    from rlhpc.training.parameter_names import checkpoint_parts
+    from rlhpc.training.shard_layout import within
+
+    skeleton = load(model, dtype=dtype, empty=True)
+    layout, shapes = _layout(skeleton, dtype)
+    parts, saved_slices = checkpoint_parts(skeleton, shapes), dict[str, list[Any]]()
+    for name, path, box in saved_boxes(shards):
+        if name.startswith(_PREFIX):
+            saved_slices.setdefault(name.removeprefix(_PREFIX), []).append((path, box))
+    if unknown := sorted(saved_slices.keys() - shapes.keys()):
+        raise CheckpointError(f"{shards}: {unknown[0]} is not of the model that the checkpoint describes")
+
+    def written() -> Written:
+        for name, boxes in saved_slices.items():
+            for read, box in boxes:
+                values = read()
+                for part in parts[name]:
+                    if (cut := within(part.index, box, whole(box.sizes))) is not None:
+                        yield part.name, cut[0], values[cut[1]]
+        for name, values in untrained_weights(skeleton, saved_slices, frozen, model, base, load, shards):
+            for part in parts[name]:
+                yield part.name, whole(part.shape), part.of(values)
+
+    _write(folder, skeleton, model, layout, written())
+    return layout.parameters
+
+
+def stream_folder(
+    folder: Path, model: PretrainedConfig, dtype: torch.dtype, load: Callable[..., Any]
+) -> tuple[bool, int]:
+    """Writes another model's folder anew, in another dtype, a tensor at a time.
+
+    Returns:
+        Whether it could: its weights are in safetensors, under the names that transformers writes; and the parameters.
+    """
+    from rlhpc.checkpoint.tensor_slice import whole
+    from rlhpc.language.models.loading import model_file
+    from rlhpc.training.safetensors_reader import Slices
+    from rlhpc.training.safetensors_writer import missing
+
+    slices = Slices.of(partial(model_file, str(model.model_path)))
+    skeleton = load(model, dtype=dtype, empty=True)
+    if slices is None or missing(skeleton, slices, iter(())):
+        return False, 0
+    layout, _ = _layout(skeleton, dtype)
+
+    def written() -> Written:
+        with slices:
+            for name, place in layout.places.items():
+                yield name, whole(place.shape), slices.read(name)
+
+    _write(folder, skeleton, model, layout, written())
+    return True, layout.parameters
+
+
+def _layout(skeleton: Any, dtype: torch.dtype) -> tuple[Layout, dict[str, tuple[int, ...]]]:
+    """Returns the layout of the tensors in files, and their shapes by the names in the module."""
+    from rlhpc.training.safetensors_writer import Layout
+    from rlhpc.training.shard_layout import held, names_and_shapes
+
+    tensors = names_and_shapes(skeleton).items()
+    layout = Layout({name: (shape, dtype if kind.is_floating_point else kind) for name, (shape, kind) in tensors})
+    return layout, {name: tuple(tensor.shape) for name, tensor in held(skeleton)}
+
+
+def untrained_weights(
+    skeleton: Any,
+    trained: Container[str],
+    frozen: Container[str],
+    model: PretrainedConfig,
+    base: str,
+    load: Callable[..., Any],
+    source: Path,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Reads what a checkpoint of training lacks, frozen parameters and buffers, from the model that training began from.
+
+    Args:
+        skeleton: The model on the meta device.
+        trained: Names in the module of what the checkpoint has.
+        frozen: Names in the module of the parameters that were frozen in training. Any other that is lacking is a fault.
+        model: The section that `skeleton` was made of.
+        base: Where the model that training began from is.
+        load: Builds a model like that: `load_causal_lm`, or `load_scalar_model`.
+        source: Name of the checkpoint in messages.
+
+    Yields:
+        Whole tensors by their names in the module, one at a time. Tied ones come once.
+
+    Raises:
+        CheckpointError: A trained parameter is missing, or the base model's tensor has another shape.
+        ConfigError: The base model is not there.
+    """
+    from rlhpc.language.models.loading import model_file
+    from rlhpc.training.parameter_names import checkpoint_parts
+    from rlhpc.training.safetensors_reader import Slices
+    from rlhpc.training.shard_layout import held
+
+    parameters = {name for name, _ in skeleton.named_parameters()}
+    lacking = {name: tuple(tensor.shape) for name, tensor in held(skeleton) if name not in trained}
+    for name, shape in lacking.items():
+        if name in parameters and name not in frozen:
+            raise CheckpointError(f"{source}: {name} {list(shape)} is missing")
+    if not lacking:
+        return
+    parts, slices = checkpoint_parts(skeleton, lacking), Slices.of(partial(model_file, base))
+    if slices is not None and all(part.name in slices.files for name in lacking for part in parts[name]):
+        with slices:
+            for name, shape in lacking.items():
+                pieces = {part: slices.read(part.name) for part in parts[name]}
+                values = torch.empty(shape, dtype=next(iter(pieces.values())).dtype)
+                for part, piece in pieces.items():
+                    _require_shape(base, part.name, piece, part.shape)
+                    part.of(values).copy_(piece)
+                yield name, values
+        return
+    base_weights: dict[str, torch.Tensor] = load(
+        dataclasses.replace(model, model_path=base), dtype=torch.float32
+    ).state_dict()
+    for name, shape in lacking.items():
+        if name not in base_weights:
+            raise CheckpointError(f"{source}: {name} {list(shape)} is missing, also in {base}")
+        _require_shape(base, name, base_weights[name], shape)
+        yield name, base_weights[name]
+
+
+def _require_shape(base: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"{base}: {name} is {list(tensor.shape)} there, and {list(shape)} in the model that was trained; "
+            "name the model that training began from with --base"
+        )
+
+
+def _write(folder: Path, skeleton: Any, model: PretrainedConfig, layout: Layout, boxes: Written) -> None:
+    from rlhpc.language.models.loading import model_files
+    from rlhpc.runtime.files import write_durably
+
+    layout.begin(folder)
+    layout.write(folder, boxes)
+    for name, data in model_files(skeleton, model).items():
+        write_durably(folder / name, data)
+    layout.finish(folder)
+
 
 FORMAT = 1
 CONVERSION = "conversion.json"
-#: What an exported model does.
+#: Task of an exported model.
 _WRITES, _REWARDS = "writes", "rewards"
 #: How to use it, for its card.
 _USES = {
@@ -63,7 +248,7 @@ def export_language_model(
     licence: str | None = None,
     trust_code: bool = False,
 ) -> Path:
-    """Write the Hugging Face folder of a language model's checkpoint, atomically; an existing one is replaced.
+    """Writes the Hugging Face folder of a language model's checkpoint, atomically; replaces an existing one.
 
     Args:
         checkpoint: A `global_step_<N>` folder of any run, on any machine.
@@ -83,9 +268,8 @@ def export_language_model(
         CheckpointError: The checkpoint has faults, or the target cannot be written.
         ConfigError: The model that training began from is needed and not there, or there is no adapter.
     """
-    from rlhpc.language.tokens.files import FOLDER
-    from rlhpc.language.tokens.model import DTYPES, export_model, load_causal_lm
-    from rlhpc.language.tokens.scalar import HEAD, load_scalar_model
+    from rlhpc.language.models.loading import DTYPES, FOLDER, export_model, load_causal_lm
+    from rlhpc.language.models.value_head import HEAD, load_scalar_model
 
     checkpoint = expand_home(checkpoint).absolute()
     require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert --checkpoint <folder>")
@@ -134,14 +318,14 @@ def export_language_model(
             for policy in policies or [""]:
                 folder = staging / policy
                 folder.mkdir(exist_ok=True)
-                mine = _of_policy(weights, policy) if policy else weights
-                parameters = sum(tensor.numel() for tensor in mine.values())
+                policy_weights = _of_policy(weights, policy) if policy else weights
+                parameters = sum(tensor.numel() for tensor in policy_weights.values())
                 if streams:
                     parameters = stream_shards(folder, source / "shards", model, kind, load, started, frozen)
                 elif lora_rank:
-                    _export_adapted(folder, mine, about, model, base, kind, adapter_only, load, head)
+                    _export_adapted(folder, policy_weights, about, model, base, kind, adapter_only, load, head)
                 else:
-                    export_model(folder, mine.items(), model, kind, load)
+                    export_model(folder, policy_weights.items(), model, kind, load)
                 _describe(folder, {
                 "from": str(checkpoint),
                 **({"policy": policy} if policy else {}),
@@ -164,7 +348,7 @@ def export_language_model(
 
 
 def _of_policy(weights: dict[str, torch.Tensor], policy: str) -> dict[str, torch.Tensor]:
-    """The weights of one policy's adapter, by the names that they have where there is one."""
+    """Returns the weights of one policy's adapter, by the names of a single adapter."""
     from rlhpc.training.lora import ADAPTER, is_of
 
     return {
@@ -174,35 +358,35 @@ def _of_policy(weights: dict[str, torch.Tensor], policy: str) -> dict[str, torch
     }
 
 
-def _one_head(weights: dict[str, torch.Tensor], critic: bool, known: set[str]) -> dict[str, torch.Tensor]:
-    """The weights of a model with two heads, for tokens and for values, as those of a model with one of them.
+def _one_head(weights: dict[str, torch.Tensor], critic: bool, model_names: set[str]) -> dict[str, torch.Tensor]:
+    """Converts the weights of a model with token head and value head to those of a model with one of them.
 
     Args:
-        weights: Of both.
-        critic: The one for values is wanted.
-        known: The weights that the model with one has; empty if these are an adapter's.
+        weights: Weights of the model with both heads.
+        critic: Whether to keep the value head.
+        model_names: Names of the weights of the model with one head; empty for weights of an adapter.
     """
-    from rlhpc.language.tokens.scalar import HEAD, VALUE_HEAD
+    from rlhpc.language.models.value_head import HEAD, VALUE_HEAD
 
-    mine = f"{VALUE_HEAD}."
+    value_prefix = f"{VALUE_HEAD}."
     if not critic:
-        return {name: tensor for name, tensor in weights.items() if mine not in name}
-    renamed = {name.replace(mine, f"{HEAD}."): tensor for name, tensor in weights.items()}
-    return {name: tensor for name, tensor in renamed.items() if not known or name in known}
+        return {name: tensor for name, tensor in weights.items() if value_prefix not in name}
+    renamed = {name.replace(value_prefix, f"{HEAD}."): tensor for name, tensor in weights.items()}
+    return {name: tensor for name, tensor in renamed.items() if not model_names or name in model_names}
 
 
 def trained_weights(checkpoint: Path, backend: str) -> Iterable[tuple[str, torch.Tensor]]:
-    """The trained parameters in full, in the precision of training, by their names in the module.
+    """Returns the trained parameters in full, in the precision of training, by their names in the module.
 
     Raises:
-        CheckpointError: Files are missing or damaged, or the backend is not one of rlhpc's.
+        CheckpointError: Files are missing or damaged, or the backend is not a built-in one.
     """
     if backend == "local":
         return load_tensors(checkpoint / MODEL).items()
     if backend == "fsdp":
         return _sharded(checkpoint / "shards")
     if backend == "deepspeed":
-        from rlhpc.training.zero_files import full_parameters
+        from rlhpc.training.deepspeed_checkpoint import full_parameters
 
         return full_parameters(checkpoint / "deepspeed" / "state")
     raise CheckpointError(
@@ -212,21 +396,21 @@ def trained_weights(checkpoint: Path, backend: str) -> Iterable[tuple[str, torch
 
 
 def import_model(source: str | Path, output: Path, *, base: str | Path | None = None, dtype: str = "float32") -> Path:
-    """Write a Hugging Face folder that a run starts from (`actor.model.model_path`).
+    """Writes a Hugging Face folder that a run starts from (`actor.model.model_path`).
 
     Args:
         source: A Hugging Face folder or name of a causal language model, or of a sequence classifier with one label (a reward
             model); or a folder with a peft adapter, which is merged.
         output: Target folder.
         base: The model that the adapter belongs to; by default what the adapter's config names.
-        dtype: Of the weights written: `float32` or `bfloat16`.
+        dtype: Dtype of the written weights: `float32` or `bfloat16`.
 
     Raises:
         ConfigError: The model cannot be loaded.
         CheckpointError: The target cannot be written.
     """
-    from rlhpc.language.tokens.model import DTYPES, export_model, load_causal_lm
-    from rlhpc.language.tokens.scalar import is_classifier, load_scalar_model
+    from rlhpc.language.models.loading import DTYPES, export_model, load_causal_lm
+    from rlhpc.language.models.value_head import is_classifier, load_scalar_model
 
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
@@ -234,8 +418,9 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
     require_free(target)
     path, classifies = str(source), False
     if adapter.is_file():
-        said = json.loads(adapter.read_text())
-        path, classifies = str(base or said.get("base_model_name_or_path")), said.get("task_type") == "SEQ_CLS"
+        adapter_config = json.loads(adapter.read_text())
+        path = str(base or adapter_config.get("base_model_name_or_path"))
+        classifies = adapter_config.get("task_type") == "SEQ_CLS"
     model = PretrainedConfig(model_path=path, attn_implementation="eager")
     classifies = classifies or is_classifier(model)
     load: Callable[..., Any] = load_scalar_model if classifies else load_causal_lm
@@ -252,7 +437,7 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
 
 
 def _merged(module: Any, source: str | Path, path: str) -> Any:
-    """The model with an adapter's folder merged into it."""
+    """Returns the model with an adapter's folder merged into it."""
     from rlhpc.training.lora import peft
 
     try:
@@ -272,9 +457,8 @@ def _export_adapted(
     load: Callable[..., Any],
     head: str | None,
 ) -> None:
-    """Writes the adapter, or the model with it merged, by the same functions as the backends use."""
-    from rlhpc.language.tokens.files import export_adapter
-    from rlhpc.language.tokens.model import export_model
+    """Writes the adapter, or the model with the adapter merged, by the same functions as the backends use."""
+    from rlhpc.language.models.loading import export_adapter, export_model
     from rlhpc.training import lora
 
     source = dataclasses.replace(model, model_path=str(base or about["model_path"]))
@@ -282,15 +466,15 @@ def _export_adapted(
     # The adapter alone needs the model's shape, which the checkpoint has itself.
     module = load(model if adapter_only else source, dtype=dtype, empty=adapter_only)
     adapted = lora.attach_lora(module, options, seed=0, head=head)
-    own = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    if own != set(weights):
-        raise ValueError(f"the adapter's weights are others, such as {sorted(own ^ set(weights))[0]}")
+    trained_names = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    if trained_names != set(weights):
+        raise ValueError(f"the adapter's weights are others, such as {sorted(trained_names ^ set(weights))[0]}")
     if adapter_only:
         named = {name.replace(f".{lora.ADAPTER}.", "."): tensor for name, tensor in weights.items()}
         export_adapter(folder, named, adapted, model)
         config = folder / "adapter_config.json"  # names the checkpoint, where the tokenizer came from
-        found = {**json.loads(config.read_text()), "base_model_name_or_path": source.model_path}
-        write_durably(config, json.dumps(found, indent=2).encode() + b"\n")
+        adapter_config = {**json.loads(config.read_text()), "base_model_name_or_path": source.model_path}
+        write_durably(config, json.dumps(adapter_config, indent=2).encode() + b"\n")
         return
     adapted.load_state_dict(weights, strict=False)
     export_model(folder, lora.full_weights(adapted, lambda tensor: tensor), model, dtype, load)
@@ -299,16 +483,16 @@ def _export_adapted(
 def _sharded(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-    from rlhpc.training.dcp import load_sharded
+    from rlhpc.training.distributed_checkpoint import load_sharded
 
     prefix = "model."
     try:
-        known: dict[str, Any] = dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
-    except Exception as error:  # safetensors has errors of its own
+        entries: dict[str, Any] = dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+    except Exception as error:  # safetensors raises its own error types
         raise CheckpointError(f"{folder}: cannot be read ({type(error).__name__}: {error})") from error
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in known.items()
+        for name, entry in entries.items()
         if name.startswith(prefix)
     }
     load_sharded(folder, state)
@@ -318,11 +502,11 @@ def _sharded(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
 def _identity(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / "backend.json"
     try:
-        found: dict[str, Any] = read_json(path.read_bytes())
-        found["about"]["lora"]["rank"], found["actor.training_backend"]
+        identity: dict[str, Any] = read_json(path.read_bytes())
+        identity["about"]["lora"]["rank"], identity["actor.training_backend"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: this is not a language model's checkpoint ({error})") from error
-    return found
+    return identity
 
 
 def _config(folder: Path) -> bytes:
@@ -331,7 +515,7 @@ def _config(folder: Path) -> bytes:
 
 
 def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *, task: str = _WRITES) -> None:
-    """Writes README.md, and what was converted from what."""
+    """Writes README.md, and the record of the conversion."""
     from rlhpc import __version__
 
     step = f", global step {facts['global_step']}" if "global_step" in facts else ""

@@ -1,25 +1,29 @@
-"""The package that language models come from, which not every installation has."""
+"""Access to the transformers package, which not every installation has, and to chat templates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import required
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.plugins import required
+from rlhpc.runtime.text import first_line
+
+if TYPE_CHECKING:
+    pass
+
 
 #: Stands for a reply of which the tokens are known, in what a chat template writes.
 REPLY = "REPLYHERE7F3A"
 
 
 def transformers() -> Any:
-    """The transformers package.
+    """Returns the transformers package.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package is not installed.
     """
     return required("transformers", "language models need transformers")
 
@@ -98,3 +102,22 @@ def turn_end(tokenizer: Any | None) -> int | None:
     special = special_tokens(tokenizer)
     behind: list[int] = tokenizer.encode(text.rpartition(REPLY)[2], add_special_tokens=False) if REPLY in text else []
     return next((token for token in behind if token in special), None)
+
+
+def load_model_config(model_path: str, trust_remote_code: bool) -> Any:
+    """Loads the configuration of a model.
+
+    Raises:
+        ConfigError: The model does not exist.
+    """
+    try:
+        return transformers().AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"actor.model.model_path is {model_path!r}, where no model can be loaded from: {first_line(error)}; a folder with "
+            "config.json and weights, or the name of a model in the hub's cache, is allowed"
+        ) from None
+
+
+#: Keys of the number of experts in configurations.
+EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")

@@ -15,10 +15,10 @@ from rlhpc.language.agents.registry import (
     outside_agent,
     world_of,
 )
-from rlhpc.language.config import GrpoConfig, LanguageConfig, TrainedLanguageConfig
-from rlhpc.language.policies import ENVIRONMENT
+from rlhpc.language.config.run import GrpoConfig, LanguageConfig, TrainedLanguageConfig
+from rlhpc.language.multi_policy import ENVIRONMENT
 from rlhpc.language.scoring.groups import AGENT, CRITIC, group_roles, scoring_groups
-from rlhpc.runs.hub import model_resource
+from rlhpc.runs.model_names import model_resource
 from rlhpc.runs.preflight import FILES, Check, Need, Resource, path_resource, strongest
 
 
@@ -41,12 +41,12 @@ def answer_checks(cfg: LanguageConfig, tokenizer: Callable[[], Any], resource: R
     Args:
         cfg: The configuration.
         tokenizer: Gives the model's, once it has been checked.
-        resource: Of the model.
+        resource: Resource of the model.
     """
     yield from _agent_checks(cfg, tokenizer, resource)
     yield from _reward_checks(cfg)
     if select(cfg, "runner.val_check_interval") > 0:
-        from rlhpc.language.evaluate import problems_of, suites_of
+        from rlhpc.language.evaluation.evaluate import problems_of, suites_of
 
         for name, section in suites_of(cfg).items():
 
@@ -73,7 +73,7 @@ def _agent_checks(cfg: LanguageConfig, tokenizer: Callable[[], Any], resource: R
 
 def _reward_checks(cfg: LanguageConfig) -> Iterator[Check]:
     from rlhpc.language.rewards.pool import build_inline, find_terms
-    from rlhpc.language.scoring.asking import Judging, own_terms
+    from rlhpc.language.scoring.reward_aggregator import Judging, own_terms
 
     sections = own_terms(cfg)
     terms = find_terms(cfg.reward, sections) if sections else []
@@ -84,11 +84,11 @@ def _reward_checks(cfg: LanguageConfig) -> Iterator[Check]:
 
 
 def group_checks(cfg: GrpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
-    """Yields the checks of the groups beside actor and rollout."""
+    """Yields the checks of the auxiliary groups, besides actor and rollout."""
     from rlhpc.language.scoring.checks import check_groups
 
-    known = scoring_groups(cfg)
+    group_configs = scoring_groups(cfg)
     names = [name for name in group_roles(cfg) if name in ranks and name != AGENT]
-    models = [cfg.critic.model if name == CRITIC else known[name].model for name in names]
+    models = [cfg.critic.model if name == CRITIC else group_configs[name].model for name in names]
     resource = strongest(actor_resource(cfg), *(model_resource(cfg, model.model_path) for model in models))
     yield Check("the groups' models", lambda: check_groups(cfg, ranks), resource)

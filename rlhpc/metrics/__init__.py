@@ -1,9 +1,9 @@
-"""Metric rows, progress, timers, provenance, and the report."""
+"""Metric rows, progress, phase times, provenance and the report's parts."""
 
 from rlhpc.metrics.logger import MetricLogger, read_metrics
+from rlhpc.metrics.phase_times import PhaseTimers
 from rlhpc.metrics.progress import ProgressBar
 from rlhpc.metrics.provenance import read_provenance, update_provenance, write_provenance
-from rlhpc.metrics.timers import PhaseTimers
 
 __all__ = [
     "MetricLogger",

@@ -1,4 +1,4 @@
-"""What a run cost: hours, idle share, memory and restarts of each role, from one `sacct` query on all of its jobs.
+"""Accounting of a run: hours, idle share, memory and restarts of each role, from one `sacct` query about all of its jobs.
 
 A worker group is a job step of the same name, and the driver is the batch step. Steps overlap, so two groups may use the
 same cores: the shares of the roles do not add up to the job, but those of the components do.
@@ -7,71 +7,274 @@ same cores: the shares of the roles do not add up to the job, but those of the c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from rlhpc.jobs.claim import read_json
 from rlhpc.jobs.paths import RunPaths, segment_name
-from rlhpc.metrics.joined_page import joined_account
+from rlhpc.jobs.segment import read_json_file
+from rlhpc.metrics.accounting_page import joined_account
 from rlhpc.metrics.provenance import PlacedStart, Placement, placed_starts, read_provenance
-from rlhpc.metrics.sacct import JobIds, NoAccounting, Row, query
-from rlhpc.runtime.durable import replace_durably
-from rlhpc.runtime.storage import unwritten
+from rlhpc.runtime.allocation import expand_hostlist
+from rlhpc.runtime.disk_errors import unwritten
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.files import replace_durably
+from rlhpc.runtime.slurm import TIMEOUT_S, ask
+
+#: JobName comes last because it may contain the separator.
+FIELDS = (
+    "JobID", "State", "ElapsedRaw", "Start", "End", "AllocCPUS", "AllocTRES", "TotalCPU", "MaxRSS", "NodeList",
+    "Partition", "JobName",
+)  # fmt: skip
+_TOTAL_S = 45.0
+_PAUSES_S = (0.5, 1.0, 2.0)
+_JOB = re.compile(r"^(\d+(?:_\d+)?)(?:\+(\d+))?(?:\.(\w+))?$")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+#: Messages of sacct after which a retry is pointless.
+_NO_ACCOUNTING = re.compile(
+    r"accounting storage is disabled|Slurm accounting.*(?:disabled|not running)|establish a configuration source",
+    re.IGNORECASE,
+)
+_LIVE = ("RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "STOPPED", "SIGNALING", "STAGE_OUT")
+
+
+class NoAccounting(RlhpcError):
+    """Error: sacct has no data; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class JobIds:
+    """Slurm jobs of a run.
+
+    Attributes:
+        ids: Job ids, in order of discovery.
+        since: Unix time before which none of them was submitted; earlier jobs may have had the same ids.
+        submitted: Jobs that rlhpc submitted, as opposed to allocations in which it was started.
+        drivers: Known number of driver starts.
+    """
+
+    ids: tuple[str, ...]
+    since: float | None = None
+    submitted: frozenset[str] = frozenset()
+    drivers: int = 0
+
+
+@dataclass
+class AccountingRow:
+    """Accounting of a step, or of one start of a job's component with its `steps`."""
+
+    job_id: str
+    component: int
+    step: str
+    state: str
+    elapsed: float
+    start: float | None
+    end: float | None
+    cpus: int
+    gpus: int | None
+    memory: int | None
+    cpu_time: float
+    max_rss: int | None
+    nodes: list[str]
+    partition: str
+    name: str
+    steps: list[AccountingRow] = field(default_factory=list)
+
+    @property
+    def live(self) -> bool:
+        return self.state in _LIVE
+
+    @property
+    def measured(self) -> bool:
+        """True if the processor time is known: Slurm knows a step's time only after its end, and at some sites never."""
+        return not self.live and (self.cpu_time > 0 or self.max_rss is not None)
+
+    @property
+    def span(self) -> tuple[float, float]:
+        start = self.start or 0.0
+        return start, start + self.elapsed
+
+
+def query(
+    jobs: JobIds, *, timeout_s: float = TIMEOUT_S, sleep: Callable[[float], None] = time.sleep
+) -> list[AccountingRow]:
+    """Queries sacct for everything about the jobs: one command, retried a few times if it fails.
+
+    Raises:
+        NoAccounting: sacct or its accounting is missing, or did not answer in time.
+    """
+    if not jobs.ids:
+        raise NoAccounting("the run had no Slurm jobs")
+    if shutil.which("sacct") is None:
+        raise NoAccounting("there is no sacct on this machine")
+    argv = ["sacct", "--duplicates", "--parsable2", "--noheader", "--noconvert", f"--jobs={','.join(jobs.ids)}"]
+    if jobs.since is not None:
+        argv.append(f"--starttime={time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(jobs.since))}")
+    argv.append(f"--format={','.join(FIELDS)}")
+    end, message = time.monotonic() + _TOTAL_S, ""
+    for pause in (0.0, *_PAUSES_S):
+        if pause:
+            sleep(pause)
+        remaining_s = end - time.monotonic()
+        if remaining_s <= 0:
+            break
+        answer = ask(*argv, timeout_s=min(timeout_s, remaining_s))
+        if answer.ok:
+            if rows := parse(answer.lines):
+                return rows
+            raise NoAccounting(f"sacct knows nothing of job {', '.join(jobs.ids)}")
+        message = answer.words
+        if answer.code == 127 or _NO_ACCOUNTING.search(" ".join(answer.lines)):
+            raise NoAccounting(message)
+    raise NoAccounting(message)
+
+
+def parse(lines: Iterable[str]) -> list[AccountingRow]:
+    """Returns the starts of the jobs' components with their steps, in sacct's order: steps follow their start."""
+    starts: list[AccountingRow] = []
+    for line in lines:
+        row = _row(line)
+        if row is None:
+            continue
+        if not row.step:
+            starts.append(row)
+            continue
+        owners = [s for s in starts[::-1] if (s.job_id, s.component) == (row.job_id, row.component)]
+        if owners:
+            owners[0].steps.append(row)
+    for start in starts:
+        _mend(start)
+    return starts
+
+
+def _mend(start: AccountingRow) -> None:
+    """Restores a start time from the steps: a job that was updated while being requeued has lost its start time."""
+    step_starts = [step.start for step in start.steps if step.start is not None]
+    if start.elapsed == 0 and start.start is None and step_starts:
+        ends = [step.span[1] for step in start.steps]
+        start.start = min(step_starts)
+        start.elapsed = max(0.0, (max(ends) if start.end is None else start.end) - start.start)
+
+
+def _row(line: str) -> AccountingRow | None:
+    words = line.rstrip("\n").split("|", len(FIELDS) - 1)
+    match = _JOB.match(words[0])
+    if match is None or len(words) < len(FIELDS):
+        return None
+    cell = dict(zip(FIELDS, words, strict=True))
+    tres = dict(part.split("=", 1) for part in cell["AllocTRES"].split(",") if "=" in part)
+    try:
+        nodes = expand_hostlist(cell["NodeList"]) if cell["NodeList"] not in ("", "None assigned") else []
+    except ConfigError:
+        nodes = []
+    return AccountingRow(
+        job_id=match[1],
+        component=int(match[2] or 0),
+        step=match[3] or "",
+        state=(cell["State"].split() or [""])[0],
+        elapsed=float(cell["ElapsedRaw"] or 0) if cell["ElapsedRaw"].isdigit() else 0.0,
+        start=_moment(cell["Start"]),
+        end=_moment(cell["End"]),
+        cpus=int(cell["AllocCPUS"]) if cell["AllocCPUS"].isdigit() else 0,
+        gpus=_gpus(tres),
+        memory=_bytes(tres.get("mem", "")),
+        cpu_time=_seconds(cell["TotalCPU"]),
+        max_rss=_bytes(cell["MaxRSS"]),
+        nodes=nodes,
+        partition=cell["Partition"],
+        name=cell["JobName"],
+    )
+
+
+def _moment(text: str) -> float | None:
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None  # Unknown, None
+
+
+def _seconds(text: str) -> float:
+    """Parses `[days-[hours:]]minutes:seconds[.fraction]` into seconds."""
+    days, _, clock = text.rpartition("-")
+    try:
+        total = float(days or 0) * 86400.0
+        for scale, part in zip((1.0, 60.0, 3600.0), reversed(clock.split(":")), strict=False):
+            total += scale * float(part)
+    except ValueError:
+        return 0.0
+    return total
+
+
+def _bytes(text: str) -> int | None:
+    match = re.match(r"^([\d.]+)([KMGT]?)[nc]?$", text.strip())
+    return round(float(match[1]) * _UNITS[match[2]]) if match else None
+
+
+def _gpus(tres: Mapping[str, str]) -> int | None:
+    """Returns the number of GPUs; None if the site does not count them, or without GPUs."""
+    if "gres/gpu" in tres:
+        return int(tres["gres/gpu"])
+    typed = [int(count) for name, count in tres.items() if name.startswith("gres/gpu:")]
+    return sum(typed) if typed else None
+
 
 DRIVER = "driver"
 _EARLIER_S = 3600.0
 
 
 def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> JobIds:
-    """The Slurm jobs of a run: those submitted, requeued or resubmitted, and allocations that it was started in."""
-    own: dict[str, None] = {}
+    """Returns the Slurm jobs of a run: those submitted, requeued or resubmitted, and allocations in which it was started."""
+    submitted: dict[str, None] = {}
     times: list[float] = []
     drivers = 0
     files = sorted(paths.submit.glob(f"{segment_name('*')}.json")) if paths.submit.is_dir() else []
-    records = {path.name: value for path in files if (value := read_json(path)) is not None}
+    records = {path.name: value for path in files if (value := read_json_file(path)) is not None}
     for name, value in records.items():
         if value.get("executor") != "slurm" or not str(value.get("job_id", "")).isdigit():
             continue
-        own[str(value["job_id"])] = None
+        submitted[str(value["job_id"])] = None
         times += [float(value[key]) for key in ("submitted", "started") if value.get(key)]
         attempts = records.get(name.removesuffix(".json") + ".attempts.json", {})
         if attempts.get("token") == value.get("token") and "attempt" in value:
             rows = [row for row in attempts.get("attempts") or () if isinstance(row, dict)]
-            own.update((str(row["job_id"]), None) for row in rows if str(row.get("job_id", "")).isdigit())
+            submitted.update((str(row["job_id"]), None) for row in rows if str(row.get("job_id", "")).isdigit())
             drivers += len(rows)
     provenance = read_provenance(paths) if provenance is None else provenance
-    ids = dict(own)
+    ids = dict(submitted)
     for start in [provenance, *(provenance.get("segments") or [])]:
         slurm = start.get("slurm") or {}
         job = str(slurm.get("JOB_ID") or "")
         if job.isdecimal():
             ids[job] = None
             if str(slurm.get("JOB_NAME", "")).startswith(f"rlhpc-{paths.root.name}-"):
-                own[job] = None
+                submitted[job] = None
             for key in ("created", "started"):
                 try:
                     times.append(datetime.fromisoformat(str(start[key])).timestamp())
                 except (KeyError, ValueError):
                     continue
-    return JobIds(tuple(ids), min(times) - _EARLIER_S if times else None, frozenset(own), drivers)
+    return JobIds(tuple(ids), min(times) - _EARLIER_S if times else None, frozenset(submitted), drivers)
 
 
 def account(
-    starts: Sequence[Row], placement: Placement, jobs: JobIds, of_starts: Sequence[PlacedStart] = ()
+    starts: Sequence[AccountingRow], placement: Placement, jobs: JobIds, of_starts: Sequence[PlacedStart] = ()
 ) -> dict[str, Any]:
     """Computes the content of accounting.json.
 
     Args:
         starts: The result of `query`.
-        placement: From provenance.json; says which accelerators each group has, as its step is given all of a node's.
+        placement: Placement from provenance.json, for the accelerators of each group: its Slurm step has all of a node's.
         jobs: The run's jobs.
-        of_starts: The placements of the run's starts, which may differ from the last one.
+        of_starts: Placements of the run's starts, which may differ from the last one.
     """
     placements = _Placements(placement, of_starts)
     started = [start for start in starts if start.elapsed > 0]
     ranks = {id(start): _node_ranks(start, started) for start in started}
-    roles: dict[str, list[tuple[Row, set[Any]]]] = {}
+    roles: dict[str, list[tuple[AccountingRow, set[Any]]]] = {}
     for start in started:
         for step in start.steps:
             placed = placements.of(step)
@@ -88,7 +291,7 @@ def account(
         "available": True,
         "made": datetime.now().astimezone().isoformat(timespec="seconds"),
         "jobs": list(jobs.ids),
-        "allocations": [job for job in jobs.ids if job not in jobs.own],
+        "allocations": [job for job in jobs.ids if job not in jobs.submitted],
         "complete": not any(row.live for start in started for row in (start, *start.steps)),
         "requeues": sum(s.component == first[s.job_id] for s in started) - len(first),
         "driver_starts": jobs.drivers,
@@ -98,31 +301,31 @@ def account(
 
 
 class _Placements:
-    """The placements of a run's starts, which may differ: those of its last start where a start has none of its own.
+    """Placements of a run's starts, which may differ; a start without a recorded placement uses the last one.
 
     Args:
-        last: That of the last start.
-        of_starts: Those of starts that have recorded one.
+        last: Placement of the last start.
+        of_starts: Placements of starts that have recorded one.
     """
 
     def __init__(self, last: Placement, of_starts: Sequence[PlacedStart]) -> None:
         self.last, self._of_starts = last, of_starts
 
-    def of(self, step: Row) -> Placement:
-        """Returns the placement of the start that a step belongs to: the last one in its job before it."""
+    def of(self, step: AccountingRow) -> Placement:
+        """Returns the placement of the start that a step belongs to: the last start in its job before the step."""
         in_job = [start for start in self._of_starts if start.job == step.job_id]
         before = [start for start in in_job if step.start is None or start.began <= step.start]
         return before[-1].placement if before else in_job[0].placement if in_job else self.last
 
     def every(self) -> Iterator[Placement]:
-        """Yields all of them."""
+        """Yields all placements."""
         yield self.last
         for start in self._of_starts:
             yield start.placement
 
 
-def _role(step: Row, placement: Mapping[str, Any]) -> str | None:
-    """The group that a step runs, or the driver; None for steps that are not rlhpc's."""
+def _role(step: AccountingRow, placement: Mapping[str, Any]) -> str | None:
+    """Returns the group that a step runs, or the driver; None for steps that are not rlhpc's."""
     if step.step == "batch":
         return DRIVER
     if not step.step.isdigit() or (placement and step.name not in placement):
@@ -130,25 +333,27 @@ def _role(step: Row, placement: Mapping[str, Any]) -> str | None:
     return step.name
 
 
-def _node_ranks(start: Row, starts: Sequence[Row]) -> list[int]:
-    """Ranks of a component's nodes in the run's cluster, where components follow one another."""
+def _node_ranks(start: AccountingRow, starts: Sequence[AccountingRow]) -> list[int]:
+    """Returns the ranks of a component's nodes in the run's cluster, where components follow one another."""
     sizes = {s.component: len(s.nodes) for s in starts if s.job_id == start.job_id}
     first = sum(size for component, size in sizes.items() if component < start.component)
     return list(range(first, first + len(start.nodes)))
 
 
-def _accelerators(step: Row, role: str, placement: Placement, ranks: Sequence[int]) -> set[Any]:
-    """The accelerators that the step held, under names that groups sharing them have in common; a driver holds none."""
+def _accelerators(step: AccountingRow, role: str, placement: Placement, ranks: Sequence[int]) -> set[Any]:
+    """Returns the accelerators that a step held, under names that are common to groups that share them;
+    a driver holds none.
+    """
     if role == DRIVER:
         return set()
     if role not in placement:
         return {("?", number) for number in range(step.gpus or 0)}
-    mine = [entry for entry in placement[role] if int(entry.get("node_rank", 0)) in ranks]
-    return {(int(e.get("node_rank", 0)), int(index)) for e in mine for index in e.get("accelerators") or ()}
+    entries = [entry for entry in placement[role] if int(entry.get("node_rank", 0)) in ranks]
+    return {(int(e.get("node_rank", 0)), int(index)) for e in entries for index in e.get("accelerators") or ()}
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
+    """Returns the length of the union of intervals."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -160,32 +365,34 @@ def _hours(seconds: float) -> float:
     return round(seconds / 3600.0, 6)
 
 
-def _idle(rows: Iterable[Row]) -> float | None:
+def _idle(rows: Iterable[AccountingRow]) -> float | None:
     measured = [row for row in rows if row.measured]
     granted = sum(row.elapsed * row.cpus for row in measured)
     return round(max(0.0, 1.0 - sum(row.cpu_time for row in measured) / granted), 4) if granted else None
 
 
-def _of_role(found: Sequence[tuple[Row, set[Any]]]) -> dict[str, Any]:
-    rows = [row for row, _ in found]
+def _of_role(steps: Sequence[tuple[AccountingRow, set[Any]]]) -> dict[str, Any]:
+    rows = [row for row, _ in steps]
     parts = {row.component for row in rows}
     by_part = [[row for row in rows if row.component == part] for part in parts]
     return {
         "components": sorted(parts),
         "elapsed_s": round(_length(row.span for row in rows), 3),
-        "gpu_hours": _hours(sum(row.elapsed * len(held) for row, held in found)),
+        "gpu_hours": _hours(sum(row.elapsed * len(held) for row, held in steps)),
         "cpu_hours": _hours(sum(row.elapsed * row.cpus for row in rows)),
         "cpu_hours_used": _hours(sum(row.cpu_time for row in rows if row.measured)),
         "idle_share": _idle(rows),
         "max_rss_bytes": max((row.max_rss for row in rows if row.max_rss is not None), default=None),
         # Another job is the next segment or a new submission, not a restart.
-        "restarts": max(len(mine) - len({row.job_id for row in mine}) for mine in by_part),
+        "restarts": max(
+            len(component_rows) - len({row.job_id for row in component_rows}) for component_rows in by_part
+        ),
     }
 
 
 def _of_component(
     index: int,
-    starts: Sequence[Row],
+    starts: Sequence[AccountingRow],
     keys: Mapping[int, set[Any]],
     placements: _Placements,
     ranks: Mapping[int, Sequence[int]],
@@ -219,11 +426,11 @@ def _of_component(
 
 
 def write_accounting(paths: RunPaths) -> dict[str, Any] | None:
-    """Asks sacct about the run's jobs and writes report/accounting.json; never fails because the scheduler does.
+    """Queries sacct about the run's jobs and writes report/accounting.json; a failure of the scheduler is not an error.
 
     Returns:
-        What was written; None if the run had no Slurm jobs. If sacct has no answer, `available` is False and `reason`
-        says why; numbers of an earlier report are kept, with `reason` added to them.
+        The written record; None if the run had no Slurm jobs. If sacct has no answer, `available` is False and `reason`
+        has the cause; numbers of an earlier report are retained, with `reason` added to them.
     """
     provenance = read_provenance(paths)
     jobs = job_ids(paths, provenance)
@@ -233,7 +440,7 @@ def write_accounting(paths: RunPaths) -> dict[str, Any] | None:
     try:
         record = account(query(jobs), provenance.get("placement") or {}, jobs, placed_starts(provenance))
     except NoAccounting as error:
-        before = read_json(file) or {}
+        before = read_json_file(file) or {}
         if before.get("available") and before.get("jobs") == list(jobs.ids):
             return {**before, "reason": str(error)}
         record = {"format": 1, "available": False, "reason": str(error), "jobs": list(jobs.ids)}

@@ -1,16 +1,19 @@
-"""The part of the report that says what a run cost."""
+"""Accounting section of the report."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from rlhpc.jobs.elastic.records import HelperRecord, stays
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.page import Cell, duration, missing, size, table
 
 
 def accounting_tables(record: Mapping[str, Any]) -> str:
-    """Two tables from accounting.json: one of the roles, one of the job's components."""
+    """Renders two tables from accounting.json: one of the roles, one of the job's components."""
     jobs = "job" + ("s " if len(record["jobs"]) > 1 else " ") + ", ".join(str(job) for job in record["jobs"])
     if not record.get("available"):
         return missing(f"Accounting is not available for {escape(jobs)}: {escape(str(record.get('reason', '')))}.")
@@ -78,3 +81,51 @@ def _share(value: float | None) -> str:
 
 def _size(value: int | None) -> str:
     return "–" if value is None else size(value)
+
+
+#: Maximum number of ranks with a row on the page; earlier ranks are only counted.
+_ROWS = 200
+
+
+def joined_account(paths: RunPaths) -> dict[str, Any] | None:
+    """Returns the entries of accounting.json about ranks that joined, from the driver's record; None if
+    no rank ever joined.
+    """
+    rank_stays, record, now = stays(paths), HelperRecord.read(paths), time.time()
+    if not rank_stays and not record.jobs:
+        return None
+    return {
+        "ranks": len(rank_stays),
+        "rank_hours": round(sum(stay.hours(now) for stay in rank_stays), 6),
+        "accelerator_hours": round(sum(stay.hours(now) * stay.accelerators for stay in rank_stays), 6),
+        "jobs": list(record.jobs),
+        "budget_hours": round(record.spent() + sum(job.hours(now) for job in record.live()), 6),
+    }
+
+
+def joined_section(paths: RunPaths) -> str:
+    """Renders a sentence, and a row for each rank that joined; "" if no rank ever joined."""
+    rank_stays, account = stays(paths), joined_account(paths)
+    if account is None:
+        return ""
+    rows: list[list[Cell]] = [
+        [
+            f"{stay.group}-{stay.rank}", stay.node, stay.job or "–", *map(_clock, (stay.joined, stay.works, stay.left_at)),
+            f"{stay.hours():.2f}", stay.why or "it was there to the end of this account",
+        ]
+        for stay in rank_stays[-_ROWS:]
+    ]  # fmt: skip
+    words = (
+        f"{account['ranks']} ranks joined, for {account['rank_hours']:.2f} hours in all. "
+        f"{len(account['jobs'])} jobs were submitted for them (cluster.elastic), which took {account['budget_hours']:.2f} "
+        "hours of their budget."
+    )
+    if len(rank_stays) > _ROWS:
+        words += f" The last {_ROWS} of them:"
+    head = ["rank", "node", "job", "joined", "took part", "left", "hours", "why"]
+    listed = f'<div class="scroll">{table(head, rows, text_columns={0, 1, 2, 3, 4, 5, 7})}</div>' if rows else ""
+    return f'<p class="legend">{escape(words)}</p>{listed}'
+
+
+def _clock(at: float | None) -> str:
+    return "–" if at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

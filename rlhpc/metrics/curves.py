@@ -1,4 +1,6 @@
-"""Curves of a run: each metric drawn once and in its quantity's colour, and all evaluations of a quantity in one chart."""
+"""Curves of a run: each metric is drawn once and in its quantity's colour, and all evaluations of a
+quantity in one chart.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhpc.metrics.charts import CHART, Line, Size, is_constant, line_chart, stated_chart
 from rlhpc.metrics.logger import series
-from rlhpc.metrics.results import Evaluated
-from rlhpc.metrics.svg import CHART, Line, Size, is_constant, line_chart, stated_chart
+from rlhpc.metrics.provenance import Evaluated
 
 Rows = Sequence[Mapping[str, Any]]
 #: Word of a metric's name → its colour, the same in training and in evaluation; metrics without one share `_OTHER`.
@@ -19,7 +21,7 @@ _OTHER = 5
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric that reports know.
+    """Metric of a report.
 
     Attributes:
         file: Name of its chart's file.
@@ -43,12 +45,13 @@ def color_of(name: str) -> int:
 def metric_charts(
     rows: Rows, metrics: Sequence[Metric], always: Container[str], x: tuple[str, str] = ("step", "global step")
 ) -> dict[str, str]:
-    """Returns the charts of metrics by file name. One that has the values of another, for all its steps, refers to that.
+    """Returns the charts of metrics by file name. A chart with the values of another one, for all its steps, refers to that
+    chart.
 
     Args:
         rows: The run's metrics.
-        metrics: In the order of the page.
-        always: Files of charts that are there whether something was logged or not.
+        metrics: Metrics in the order of the page.
+        always: Files of charts that always exist, even if nothing was logged.
         x: Metric of the x axis, and its label.
     """
     charts: dict[str, str] = {}
@@ -77,13 +80,13 @@ def _are_equal(one: tuple[list[float], list[float]], other: tuple[list[float], l
 def evaluation_chart(
     title: str, y_label: str, suites: Mapping[str, Sequence[Evaluated]], name: str, size: Size = CHART
 ) -> str:
-    """Draws a result of all evaluations over steps with 95 % intervals, a line a suite; hollow points are of training.
+    """Draws a result of all evaluations over steps with 95 % intervals, one line per suite; hollow points are from training.
 
     Args:
         title: Title of the chart.
         y_label: Label of the y axis.
         suites: Evaluations by suite.
-        name: Of the result, which says the first suite's colour.
+        name: Name of the result, which determines the first suite's colour.
         size: Size of the drawing.
     """
     lines = [
@@ -104,7 +107,7 @@ def evaluation_chart(
 
 
 def hollow_points(suites: Mapping[str, Sequence[Evaluated]]) -> str:
-    """Returns a sentence about the points of evaluations in training, as HTML; "" if there are none beside others."""
+    """Returns a sentence about the points of evaluations in training, as HTML; "" if all points are of one kind."""
     kinds = {one.in_training for evaluated in suites.values() for one in evaluated}
     if len(kinds) < 2:
         return ""

@@ -1,7 +1,7 @@
-"""Metric rows: metrics.jsonl (one row per step, the public format), and the loggers that get the same rows.
+"""Metric rows: metrics.jsonl (one row per step, the public format), and the loggers that receive the same rows.
 
-Everything in a row is a function of seeds and configuration, except the namespace `time/`: apart from that, a run that
-was killed and resumed writes the same rows as one that was never killed.
+All values of a row are a function of seeds and configuration, except the namespace `time/`: apart from that, a run that
+was killed and resumed writes the same rows as a run that was never killed.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.loggers import RunFacts
 from rlhpc.metrics.loggers.feed import Feed, Memory, end_all
 from rlhpc.metrics.loggers.registry import build_loggers
-from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.disk_errors import storage_error
 from rlhpc.runtime.errors import ConfigError, StorageError
-from rlhpc.runtime.plain import is_count, open_file, read_file, read_json
-from rlhpc.runtime.storage import storage_error
+from rlhpc.runtime.files import is_count, open_file, read_file, read_json, replace_durably
 
 #: Largest metrics.jsonl that is read.
-_MOST_BYTES = 2 << 30
+_MAX_BYTES = 2 << 30
 
-#: The loggers of a run by default.
+#: Default loggers of a run.
 BACKENDS = ("jsonl", "tensorboard")
 
 
 class MetricLogger:
-    """Appends metric rows; logging the same step twice merges both into one row.
+    """Logger of metric rows; logging the same step twice merges both into one row.
 
-    metrics.jsonl is written whatever the backends are, because resuming and the report depend on it. A backend that
-    fails is dropped with a warning; failing to write metrics.jsonl is an error.
+    metrics.jsonl is always written, because resuming and the report depend on it. A failing backend is dropped with a
+    warning; failing to write metrics.jsonl is an error.
     """
 
     def __init__(
@@ -47,15 +46,15 @@ class MetricLogger:
         """Opens the run's metric files.
 
         Args:
-            paths: The run.
+            paths: Files of the run.
             backends: Names of loggers, see `rlhpc.metrics.loggers`.
-            resume_step: Step the run continues from: rows of later steps are dropped. None: a fresh run; existing rows
-                are kept in `metrics.<n>.jsonl`.
+            resume_step: Step from which the run continues; rows of later steps are dropped. None for a fresh run; existing
+                rows are moved to `metrics.<n>.jsonl`.
             kwargs: Name of a logger → its keyword arguments.
             config: The run's configuration without secrets, for the loggers.
 
         Raises:
-            ConfigError: A backend does not exist, its package is missing, or it does not take its arguments.
+            ConfigError: A backend does not exist, its package is missing, or it does not accept its arguments.
         """
         loggers = build_loggers(backends, kwargs or {})
         self._path = paths.metrics
@@ -136,7 +135,7 @@ class MetricLogger:
         self._last_row = {**self._last_row, **values}
         line = _line(step, self._last_row)
         if self._last_offset < self._committed:
-            # The row is promised to be on disk already, so it must not be missing even for a moment.
+            # The committed row must stay on disk at every moment.
             head = self._path.read_bytes()[: self._last_offset]
             self._file.close()
             replace_durably(self._path, head + line)
@@ -148,17 +147,17 @@ class MetricLogger:
         self._file.flush()
 
     def _truncate(self, resume_step: int) -> list[tuple[int, dict[str, Any]]]:
-        """Keeps whole rows up to `resume_step`, and returns them; if a step occurs twice, the last row wins."""
+        """Keeps complete rows up to `resume_step`, and returns them; if a step occurs twice, the last row wins."""
         raw = self._path.read_bytes() if self._path.exists() else b""
         rows = {step: row for step, row in _parse(raw) if step <= resume_step}
-        kept = b"".join(_line(step, rows[step]) for step in sorted(rows))
-        if kept != raw:
-            replace_durably(self._path, kept)
+        content = b"".join(_line(step, rows[step]) for step in sorted(rows))
+        if content != raw:
+            replace_durably(self._path, content)
         if rows:
             self._last_step = max(rows)
             self._last_row = rows[self._last_step]
-            self._last_offset = len(kept) - len(_line(self._last_step, self._last_row))
-        self._committed = len(kept)
+            self._last_offset = len(content) - len(_line(self._last_step, self._last_row))
+        self._committed = len(content)
         return sorted(rows.items())
 
     def _failed(self, error: OSError) -> StorageError:
@@ -166,15 +165,15 @@ class MetricLogger:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl, by step; torn or foreign lines are left out. NaN and infinite values are None.
+    """Returns the rows of a metrics.jsonl, by step; torn or foreign lines are omitted. NaN and infinite values are None.
 
-    A file that does not exist has no rows.
+    A missing file has no rows.
 
     Raises:
-        ConfigError: It cannot be read, is no regular file, or is too large to be one of metrics.
+        ConfigError: It cannot be read, is not a regular file, or is too large for metrics.
     """
     try:
-        raw = read_file(Path(path), _MOST_BYTES)
+        raw = read_file(Path(path), _MAX_BYTES)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -183,11 +182,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_last_metrics(path: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
-    """Rows at the end of a metrics.jsonl, as `read_metrics` gives them; none from a file that cannot be read.
+    """Returns the rows at the end of a metrics.jsonl, in the form of `read_metrics`; none from an unreadable file.
 
     Args:
         path: The file.
-        size: How many bytes of it to read.
+        size: Number of bytes to read.
     """
     try:
         with open_file(Path(path)) as file:
@@ -211,14 +210,14 @@ _FORMER_NAMES = {
 
 
 def _renamed(row: dict[str, Any]) -> dict[str, Any]:
-    """A row under today's names."""
+    """Returns a row under the current names."""
     if not _FORMER_NAMES.keys() & row.keys():
         return row
     return {_FORMER_NAMES.get(name, name): value for name, value in row.items()}
 
 
 def series(rows: Sequence[Mapping[str, Any]], name: str, against: str = "step") -> tuple[list[float], list[float]]:
-    """Columns `against` and `name` as x and y, from the rows that have both."""
+    """Returns the columns `against` and `name` as x and y, from the rows that have both."""
     pairs = [(float(row[against]), float(row[name])) for row in rows if _has(row, name) and _has(row, against)]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
@@ -236,7 +235,7 @@ def _plain(value: SupportsFloat) -> int | float | None:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """A row for loggers: values that are not finite are NaN; anything but numbers in a foreign row is left out."""
+    """Returns a row for loggers: non-finite values are NaN; non-numbers in a foreign row are omitted."""
     numbers = {name: math.nan if value is None else value for name, value in values.items()}
     return {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
 

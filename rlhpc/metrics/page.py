@@ -1,4 +1,4 @@
-"""The frame of the report: style, cards, tables. It knows HTML, but nothing about runs."""
+"""HTML frame of the report: style, cards, tables. Independent of runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rlhpc.metrics.svg import CHART, STYLE, WIDE, Size, is_empty, statement
-from rlhpc.runtime.durable import replace_durably
-from rlhpc.runtime.storage import unwritten
+from rlhpc.metrics.charts import CHART, STYLE, WIDE, Size, is_empty, statement
+from rlhpc.runtime.disk_errors import unwritten
+from rlhpc.runtime.files import replace_durably
 
 Cell = str | int | float
 _CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
@@ -65,7 +65,7 @@ th,td{padding:6px 8px}}
 
 
 def page(title: str, subtitle: str, body: Sequence[str], css: str = "") -> str:
-    """Returns the whole document; `css` is added to the style."""
+    """Returns the complete document; `css` is added to the style."""
     html = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -75,16 +75,16 @@ def page(title: str, subtitle: str, body: Sequence[str], css: str = "") -> str:
         + "\n".join(body)
         + "\n</main></body></html>\n"
     )
-    # Text from logs and models may contain what a page must not: control characters become their pictures, and lone
-    # surrogates become question marks.
+    # Text from logs and models may contain characters that a page must not have: control characters become their pictures,
+    # and lone surrogates become question marks.
     return re.sub(r"\r\n?", "\n", html).translate(_CONTROL).encode("utf-8", "replace").decode()
 
 
 def write_page(html: str, output: Path) -> Path:
-    """Writes a page whole or not at all.
+    """Writes a page atomically.
 
     Raises:
-        RlhpcError: It cannot be written.
+        RlhpcError: The page cannot be written.
     """
     try:
         replace_durably(output, html.encode())
@@ -94,22 +94,22 @@ def write_page(html: str, output: Path) -> Path:
 
 
 def section(title: str, content: str) -> str:
-    """A titled part of the page; `content` is HTML."""
+    """Renders a titled part of the page; `content` is HTML."""
     return f"<section><h2>{escape(title)}</h2>{content}</section>"
 
 
 def card(title: str, value: str, note: str) -> str:
-    """One key figure."""
+    """Renders one key figure."""
     return f'<div class="card"><span>{escape(title)}</span><b>{escape(value)}</b><span>{escape(note)}</span></div>'
 
 
 def figures(charts: Sequence[str], main: Callable[[Size], str] | None = None) -> str:
-    """Charts beside each other; those that have nothing to show are left out, and numbers that never change are sentences.
+    """Renders charts in a grid; empty charts are omitted, and numbers that never change become sentences.
 
     Args:
         charts: The charts.
-        main: Draws one that comes first, in a size: as wide as two others on a wide page, as wide as one on a narrow page.
-            Its letters are as large as those of the others on both.
+        main: Draws the first chart in a size: the width of two others on a wide page, of one on a narrow page. Its letters
+            are as large as those of the others on both.
     """
     drawn, first = list(charts), ""
     if main is not None:
@@ -131,12 +131,12 @@ def _responsive(wide: str, narrow: str) -> str:
 
 
 def missing(html: str) -> str:
-    """A placeholder for a part that does not exist yet."""
+    """Renders a placeholder for a part that does not exist yet."""
     return f'<p class="missing">{html}</p>'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], text_columns: Collection[int] = ()) -> str:
-    """A table; numbers are right-aligned, the `text_columns` left-aligned."""
+    """Renders a table; numbers are right-aligned, the `text_columns` left-aligned."""
 
     def cells(tag: str, row: Sequence[Cell]) -> str:
         return "".join(
@@ -154,7 +154,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], text_columns: Col
 
 
 def facts(pairs: Mapping[str, Any]) -> str:
-    """Names and values, one per line; values that are None or empty are left out."""
+    """Renders names and values, one per line; values that are None or empty are omitted."""
     rows = "".join(
         f'<tr><td class="t">{escape(name)}</td><td class="t mono">{escape(str(value))}</td></tr>'
         for name, value in pairs.items()
@@ -164,23 +164,23 @@ def facts(pairs: Mapping[str, Any]) -> str:
 
 
 def decimals(value: float) -> str:
-    """Returns a number with one decimal, such as a return; with three if it is below 10, such as a reward or a loss."""
+    """Formats a number with one decimal, such as a return; with three if it is below 10, such as a reward or a loss."""
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
 
 
 def duration(seconds: float) -> str:
-    """42.5 s, 3 min 20 s, 5 h 07 min, 7 d 8 h."""
+    """Formats seconds: 42.5 s, 3 min 20 s, 5 h 07 min, 7 d 8 h."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder_s = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {remainder_s:02d} s"
     hours = minutes // 60
     return f"{hours} h {minutes % 60:02d} min" if hours < 72 else f"{hours // 24} d {hours % 24} h"
 
 
 def size(count: float) -> str:
-    """A number of bytes with a binary unit."""
+    """Formats a number of bytes with a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -189,7 +189,7 @@ def size(count: float) -> str:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """A unit suited to a duration, and its length in seconds."""
+    """Returns a unit suited to a duration, and its length in seconds."""
     if seconds >= 3 * 3600:
         return "h", 3600.0
     return ("min", 60.0) if seconds >= 300 else ("s", 1.0)

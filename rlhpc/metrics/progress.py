@@ -1,4 +1,4 @@
-"""Progress for the user: a bar on a terminal, a line now and then in a log file."""
+"""Progress display: a bar on a terminal, periodic lines in a log file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAR = "{desc} {percentage:3.0f}%|{bar}| {unit} {n_fmt}/{total_fmt} [{elapsed}, 
 
 @contextlib.contextmanager
 def quiet_terminal() -> Iterator[None]:
-    """Keeps the terminal from printing `^C` into its output while the block runs; does nothing without a terminal."""
+    """Prevents the terminal from printing `^C` into its output while the block runs; does nothing without a terminal."""
     import termios
 
     try:
@@ -41,12 +41,12 @@ def quiet_terminal() -> Iterator[None]:
                 termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
-#: What to show of a step, in this order.
+#: Displayed facts of a step, in this order.
 _ORDER = ("return", "eval", "reward", "accuracy", "loss", "failed", "tokens", "rate")
 
 
 class ProgressBar:
-    """Shows a training run's progress: step, return, env steps per second, time left.
+    """Progress display of a training run: step, return, env steps per second, time left.
 
     On a terminal it is a bar; elsewhere, one line about every `interval_s` seconds and one at the end.
     """
@@ -67,9 +67,9 @@ class ProgressBar:
         Args:
             total: Steps of the run.
             initial: Steps already done before a resume.
-            name: The label in front.
-            unit: What is counted.
-            stream: Where to print; stderr by default.
+            name: Label in front of the bar.
+            unit: Unit of the count.
+            stream: Output stream; stderr by default.
             interval_s: Seconds between lines if the stream is not a terminal.
             clock: Returns monotonic seconds; tests pass their own.
         """
@@ -100,8 +100,8 @@ class ProgressBar:
             step: Global step.
             metrics: The step's row; train/episode_return, time/env_steps_per_s and eval/return_mean are shown.
         """
-        known = self._facts | _facts(metrics or {})
-        self._facts = {name: known[name] for name in _ORDER if name in known}
+        facts = self._facts | _facts(metrics or {})
+        self._facts = {name: facts[name] for name in _ORDER if name in facts}
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(self._facts.values()), refresh=False)
             self._bar.update(step - self._step)
@@ -127,7 +127,7 @@ class ProgressBar:
             self._print()
 
     def eta_s(self) -> float | None:
-        """Seconds left at the average pace so far; None before the first step."""
+        """Returns the seconds left at the average pace so far; None before the first step."""
         done = self._step - self._initial
         return (self._clock() - self._start) / done * max(self._total - self._step, 0) if done > 0 else None
 
@@ -147,20 +147,20 @@ class ProgressBar:
 
 
 def _facts(metrics: Mapping[str, float]) -> dict[str, str]:
-    shown = {}
+    texts = {}
     if (value := metrics.get("train/episode_return")) is not None and value == value:
-        shown["return"] = f"return {value:.1f}"
+        texts["return"] = f"return {value:.1f}"
     if (value := metrics.get("eval/return_mean")) is not None and value == value:
-        shown["eval"] = f"eval {value:.1f}"
+        texts["eval"] = f"eval {value:.1f}"
     for name in ("reward", "accuracy", "loss"):
         # a language model's row has both reward and loss: the reward says more
-        if (value := metrics.get(f"train/{name}")) is not None and not (name == "loss" and "reward" in shown):
-            shown[name] = f"{name} {value:.3f}"
+        if (value := metrics.get(f"train/{name}")) is not None and not (name == "loss" and "reward" in texts):
+            texts[name] = f"{name} {value:.3f}"
     if failed := metrics.get("rollout/failed_rewards"):
-        shown["failed"] = f"{failed:.0f} of {metrics.get('rollout/step_samples', failed):.0f} not judged"
+        texts["failed"] = f"{failed:.0f} of {metrics.get('rollout/step_samples', failed):.0f} not judged"
     tokens = metrics.get("time/tokens_per_s", metrics.get("time/train_tokens_per_s"))
     if tokens is not None:
-        shown["tokens"] = f"{tokens:,.0f} tokens/s"
+        texts["tokens"] = f"{tokens:,.0f} tokens/s"
     if (value := metrics.get("time/env_steps_per_s")) is not None and value == value:
-        shown["rate"] = f"{value:,.0f} env steps/s"
-    return shown
+        texts["rate"] = f"{value:,.0f} env steps/s"
+    return texts

@@ -1,4 +1,4 @@
-"""Where a run's numbers come from: provenance.json.
+"""Provenance of a run's numbers: provenance.json and the results of evaluations.
 
 Facts about the first start are at the top; `segments` has one entry per start, so a resume on another node or from
 another commit is visible.
@@ -9,28 +9,34 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import platform
+import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import yaml
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.runtime.durable import replace_durably
-from rlhpc.runtime.environment_values import to_plain
+from rlhpc.jobs.segment import read_json_file
+from rlhpc.runtime.disk_errors import storage_error
+from rlhpc.runtime.env_references import to_plain
+from rlhpc.runtime.files import is_count, is_number, read_file, read_json, read_yaml, replace_durably
 from rlhpc.runtime.host import node_name
-from rlhpc.runtime.plain import is_count, read_file, read_json
 from rlhpc.runtime.repository import git_state
-from rlhpc.runtime.storage import storage_error
+from rlhpc.runtime.text import in_parentheses
 
-#: By group, what each rank has.
+#: Group → entries of its ranks.
 Placement = Mapping[str, Sequence[Mapping[str, Any]]]
-_MOST_SLOTS = 1024
-"""Most accelerators of a node that a placement may name."""
+_MAX_SLOTS = 1024
+"""Maximum number of accelerators of a node in a placement."""
 _PACKAGES = (
     "torch",
     "numpy",
@@ -55,12 +61,12 @@ _SLURM = (
 
 
 class PlacedStart(NamedTuple):
-    """A start of a run in a Slurm job.
+    """Start of a run in a Slurm job.
 
     Attributes:
         job: Id of the job.
-        began: Unix time.
-        placement: Of its ranks.
+        began: Unix time of the start.
+        placement: Placement of its ranks.
     """
 
     job: str
@@ -69,15 +75,15 @@ class PlacedStart(NamedTuple):
 
 
 def write_provenance(paths: RunPaths, cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
-    """Records this start of the run; a later start appends to `segments` and leaves the rest as it is.
+    """Adds this start to the record of the run; a later start appends to `segments` and leaves the remainder unchanged.
 
     Args:
         paths: The run.
-        cfg: Resolved configuration (DictConfig or dict); its checksum is recorded.
+        cfg: Resolved configuration (DictConfig or dict), of which the checksum is recorded.
         command: Command line, as argv or as typed.
 
     Returns:
-        The whole record.
+        The complete record.
     """
     now = _segment(cfg, command)
     record = read_provenance(paths)
@@ -95,11 +101,11 @@ def update_provenance(paths: RunPaths, **facts: Any) -> None:
 
 
 def record_placement(paths: RunPaths, placement: Placement) -> None:
-    """Records where the ranks of the start that was written last are: in its entry of `segments`, and at the top.
+    """Adds the placement of the ranks of the last written start: to its entry of `segments`, and at the top.
 
     Args:
         paths: The run.
-        placement: By group, what each rank has: `{"rank", "node_rank", "accelerators", …}`.
+        placement: Group → entries of its ranks: `{"rank", "node_rank", "accelerators", …}`.
     """
     starts = list(read_provenance(paths).get("segments") or ())
     if starts:
@@ -108,7 +114,7 @@ def record_placement(paths: RunPaths, placement: Placement) -> None:
 
 
 def placed_starts(record: Mapping[str, Any]) -> list[PlacedStart]:
-    """Returns the starts of a run in Slurm jobs that have recorded their placement, in their order."""
+    """Returns the starts of a run in Slurm jobs that have recorded their placement, in order."""
     starts = []
     for start in record.get("segments") or ():
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -118,7 +124,7 @@ def placed_starts(record: Mapping[str, Any]) -> list[PlacedStart]:
 
 
 def read_provenance(paths: RunPaths) -> dict[str, Any]:
-    """The record; empty if there is none or it cannot be read."""
+    """Returns the record; empty if it does not exist or cannot be read."""
     try:
         record = read_json(read_file(paths.provenance))
     except (OSError, ValueError):
@@ -127,7 +133,7 @@ def read_provenance(paths: RunPaths) -> dict[str, Any]:
 
 
 def _typed(record: dict[str, Any]) -> dict[str, Any]:
-    """A record without the parts of a wrong type: the file may be anybody's."""
+    """Returns a record without the parts of a wrong type, because the file may come from elsewhere."""
     mappings, lists = ("git", "versions", "slurm", "placement"), ("segments",)
     typed = {
         name: value for name, value in record.items()
@@ -141,11 +147,11 @@ def _typed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_group(ranks: Any) -> bool:
-    """Says whether these are the places of a group's ranks."""
+    """Returns whether the value is a placement of a group's ranks."""
     return isinstance(ranks, list) and all(
         isinstance(rank, dict) and is_count(rank.get("rank", 0)) and is_count(rank.get("node_rank", 0))
         and isinstance(rank.get("accelerators", []), list)
-        and all(is_count(slot) and slot < _MOST_SLOTS for slot in rank.get("accelerators", []))
+        and all(is_count(slot) and slot < _MAX_SLOTS for slot in rank.get("accelerators", []))
         for rank in ranks
     )  # fmt: skip
 
@@ -176,16 +182,16 @@ def _segment(cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that the numbers depend on; does not import them."""
+    """Returns the installed versions of the packages that the numbers depend on; does not import them."""
     from rlhpc import __version__
 
-    found = {"rlhpc": __version__, "python": platform.python_version()}
+    package_versions = {"rlhpc": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            package_versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return package_versions
 
 
 def _config_checksum(cfg: object) -> str | None:
@@ -195,5 +201,294 @@ def _config_checksum(cfg: object) -> str | None:
         from omegaconf import OmegaConf
 
         if OmegaConf.is_config(cfg):
-            cfg = to_plain(cfg)  # without secrets: whoever has the checksum could find them by trying
+            cfg = to_plain(cfg)  # without secrets, which could be guessed from the checksum
     return hashlib.sha256(json.dumps(cfg, sort_keys=True, default=str).encode()).hexdigest()
+
+
+Result = TypeVar("Result", bound=Mapping[str, Any])
+#: Placeholder for the metric of the largest available k, such as `pass_at_4`.
+PASS_AT_K = "pass_at_k"
+_PASS_AT = re.compile(r"pass_at_(\d+)")
+#: Names under which evaluations count their problems or episodes.
+_COUNTS = ("n", "problems", "episodes", "rows")
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Number of one evaluation.
+
+    Attributes:
+        step: Global step.
+        value: The number.
+        low, high: Ends of its 95 % interval; the number itself if the evaluation has no interval.
+        count: Number of episodes or problems; 0 if unknown.
+        in_training: True for an evaluation during training, rather than of a checkpoint.
+    """
+
+    step: int
+    value: float
+    low: float
+    high: float
+    count: int
+    in_training: bool
+
+
+#: Type check of each field of an evaluation's result; a field that is not listed may have any type.
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("global_step", "n", "episodes", "samples", "steps", "successes"), is_count),
+    **dict.fromkeys(
+        ("accuracy", "return_mean", "return_std", "return_ci95_low", "return_ci95_high", "success_once", "success_at_end",
+         "majority", "reward_mean", "truncated", "recall", "specificity"), is_number,
+    ),
+    **dict.fromkeys(("suite", "env_id", "unit", "backend", "video"), lambda value: isinstance(value, str)),
+    **dict.fromkeys(("response_tokens", "reward_terms"), lambda value: _is_mapping(value, is_number)),
+    "pass_at_k": lambda value: _is_mapping(value, is_number) and all(map(str.isdecimal, value)),
+    "pass_at_k_ci95": lambda value: _is_mapping(value, _is_interval),
+    "levels": lambda value: _is_mapping(value, lambda level: isinstance(level, dict)),
+}  # fmt: skip
+
+
+def _is_interval(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
+
+
+def _is_mapping(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(map(fits, value.values()))
+
+
+def typed_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns an evaluation's result without fields of a wrong type, and the names of those fields; null counts as a missing
+    field.
+    """
+    typed, wrong = dict[str, Any](), list[str]()
+    for name, value in result.items():
+        fits = _FIELDS.get(name) or (_is_interval if name.endswith("_ci95") else None)
+        if value is None:
+            continue
+        if fits is not None and not fits(value):
+            wrong.append(name)
+        elif name == "levels":
+            levels = {level: typed_result(scores) for level, scores in value.items()}
+            typed[name] = {level: scores for level, (scores, _) in levels.items()}
+            wrong += [f"{name}.{level}.{field}" for level, (_, fields) in levels.items() for field in fields]
+        else:
+            typed[name] = value
+    return typed, wrong
+
+
+def typed_results(paths: RunPaths, figure: str) -> list[dict[str, Any]]:
+    """Returns the results of evaluations that have `figure`, by suite and step; fields of a wrong type are omitted."""
+    results = []
+    for path in paths.eval_results():
+        result, _ = typed_result(read_json_file(path) or {})
+        if figure in result and "global_step" in result:
+            results.append({**result, "suite": result.get("suite", path.stem), figure: float(result[figure])})
+    return sorted(results, key=lambda result: (result["suite"], result["global_step"]))
+
+
+def left_out(paths: RunPaths) -> list[str]:
+    """Lists the fields of evaluations' results that have a wrong type: `global_step_2/default.json: n, accuracy`."""
+    wrong = [(path, typed_result(read_json_file(path) or {})[1]) for path in paths.eval_results()]
+    return [f"{path.parent.name}/{path.name}: {', '.join(names)}" for path, names in wrong if names]
+
+
+def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str, Any], str]:
+    """Returns the step of the best checkpoint or, for a run that tracks none, the step at which its last finished segment
+    ended; its evaluation; and that evaluation as text ("" without one).
+    """
+    done = [record for path in paths.segments.glob("*.json") if (record := read_json_file(path))]
+    steps = [record["global_step"] for record in done if is_count(record.get("global_step"))]
+    step = (paths.best_step() or max(steps)) if steps else 0
+    result, _ = typed_result(read_json_file(paths.eval_result(step, suite)) or {})
+    return step, result, describe_result(result)
+
+
+def read_results(paths: RunPaths, suite: str) -> list[dict[str, Any]]:
+    """Returns the readable results of a suite, by step."""
+    return of_suite(read_all_results(paths), suite)
+
+
+def read_all_results(paths: RunPaths) -> list[dict[str, Any]]:
+    """Returns the readable results of all suites, by step: the contents of `eval/global_step_<N>/<suite>.json`."""
+    results = []
+    for path in paths.eval_results():
+        result, _ = typed_result(read_json_file(path) or {})
+        if "global_step" in result:
+            results.append({**with_pass_at(result), "suite": result.get("suite", path.stem)})
+    return sorted(results, key=lambda result: int(result["global_step"]))
+
+
+def with_pass_at(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a result with its pass@k under the metrics' names: `pass_at_4`, `pass_at_4_ci95`."""
+    named = dict(result)
+    for key in (PASS_AT_K, f"{PASS_AT_K}_ci95"):
+        if isinstance(values := result.get(key), Mapping):
+            named |= {key.replace("_k", f"_{k}", 1): value for k, value in values.items()}
+    return named
+
+
+def largest_pass_at(names: Iterable[str]) -> str | None:
+    """Returns the name of the pass@k of the largest k above 1, such as `pass_at_8`; None without one."""
+    ks = [int(match[1]) for name in names if (match := _PASS_AT.fullmatch(name.rpartition("/")[2]))]
+    return f"pass_at_{max(ks)}" if max(ks, default=1) > 1 else None
+
+
+def metric_title(name: str) -> str:
+    """Returns the last part of a metric's name in written form: pass@4, success once."""
+    word = name.rpartition("/")[2]
+    return _PASS_AT.sub(r"pass@\1", word) if _PASS_AT.fullmatch(word) else word.replace("_", " ")
+
+
+def interval_of(result: Mapping[str, Any], name: str) -> tuple[float, float]:
+    """Returns the 95 % interval of a number in an evaluation: the recorded one, or one computed from the standard deviation
+    of the returns, or from a share and the number of episodes or problems; the number twice if none is available.
+    """
+    value = float(result[name])
+    short = name.removesuffix("_mean")
+    pair = result.get(f"{name}_ci95") or result.get(f"{short}_ci95")
+    pair = pair or (result.get(f"{short}_ci95_low"), result.get(f"{short}_ci95_high"))
+    if isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(end, int | float) for end in pair):
+        return float(pair[0]), float(pair[1])
+    count, std = _count(result), result.get("return_std")
+    if name == "return_mean" and isinstance(std, int | float) and count:
+        half = 1.96 * float(std) / math.sqrt(count)
+        return value - half, value + half
+    if count and is_share(name) and 0.0 <= value <= 1.0:
+        from rlhpc.metrics.statistics import wilson  # imports numpy
+
+        return wilson(value * count, count)
+    return value, value
+
+
+def is_share(name: str) -> bool:
+    """Returns whether a result is a share of episodes or problems, by its name."""
+    return name in ("accuracy", "majority", "truncated") or name.startswith(("success_", "pass_at_"))
+
+
+def evaluations_of(
+    rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], name: str, prefix: str = "eval"
+) -> list[Evaluated]:
+    """Returns a number of all evaluations of one suite, by step. A checkpoint's evaluation replaces that of its step in
+    training: both have the same weights, and the former has its interval.
+
+    Args:
+        rows: Metrics.
+        results: Evaluations of checkpoints on the suite.
+        name: Name of the number, such as `accuracy`.
+        prefix: Prefix of the suite's metrics in rows.
+    """
+    by_step: dict[int, Evaluated] = {}
+    for row in rows:
+        if _is_number(row.get(f"{prefix}/{name}")):
+            logged = {
+                key.removeprefix(f"{prefix}/"): value for key, value in row.items() if key.startswith(f"{prefix}/")
+            }
+            by_step[int(row["step"])] = _evaluated(logged, name, int(row["step"]), in_training=True)
+    for result in results:
+        if _is_number(result.get(name)):
+            step = int(result["global_step"])
+            by_step[step] = _evaluated(result, name, step, in_training=False)
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def evaluations_by_suite(
+    paths: RunPaths, rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], name: str
+) -> dict[str, list[Evaluated]]:
+    """Returns a number of all evaluations, during training and of checkpoints, by suite.
+
+    Args:
+        paths: Files of the run, whose configuration names the suite of the metrics `eval/<name>`.
+        rows: Metrics.
+        results: Evaluations of checkpoints.
+        name: Name of the number, such as `accuracy`.
+    """
+    logged = {key for row in rows for key in row if key.startswith("eval/") and key.endswith(f"/{name}")}
+    prefixes = {key.split("/")[1]: key.rpartition("/")[0] for key in sorted(logged) if key.count("/") > 1}
+    if f"eval/{name}" in logged:
+        prefixes = {_trained_suite(paths): "eval", **prefixes}
+    suites = dict.fromkeys([*(str(result["suite"]) for result in results), *prefixes])
+    by_suite = {s: evaluations_of(rows, of_suite(results, s), name, prefixes.get(s, f"eval/{s}")) for s in suites}
+    return {suite: evaluated for suite, evaluated in by_suite.items() if evaluated}
+
+
+def judged_results(
+    paths: RunPaths, rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], suite: str, name: str
+) -> list[dict[str, Any]]:
+    """Returns all results of a suite that have a number, by step: those of checkpoints, and those logged during training at
+    steps whose checkpoint was not evaluated.
+    """
+    checkpoints = {int(result["global_step"]): dict(result) for result in of_suite(results, suite) if name in result}
+    prefix = "eval/" if suite == _trained_suite(paths) else f"eval/{suite}/"
+    logged = {
+        int(row["step"]): {"suite": suite, "global_step": int(row["step"])}
+        | {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+        for row in rows
+        if _is_number(row.get(f"{prefix}{name}"))
+    }
+    by_step = logged | checkpoints
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _trained_suite(paths: RunPaths) -> str:
+    """Returns the suite that is evaluated in training as `eval/…`: the first of `data.eval`, or `default` for robots."""
+    try:
+        return str(read_yaml(read_file(paths.config))["data"]["eval"][0]["name"])
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, IndexError):
+        return "default"
+
+
+def _evaluated(result: Mapping[str, Any], name: str, step: int, *, in_training: bool) -> Evaluated:
+    low, high = interval_of(result, name)
+    return Evaluated(step, float(result[name]), low, high, _count(result), in_training)
+
+
+def _count(result: Mapping[str, Any]) -> int:
+    return next((int(result[key]) for key in _COUNTS if _is_number(result.get(key)) and result[key] > 0), 0)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def judging_suite(paths: RunPaths, results: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the suite by which a run is judged: the first of `workflow.eval_suites`, or the first of the results' suites if
+    they do not have it.
+    """
+    try:
+        first = str(read_yaml(read_file(paths.config))["workflow"]["eval_suites"][0])
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, IndexError):
+        first = "default"
+    suites = [str(result["suite"]) for result in results]
+    return suites[0] if suites and first not in suites else first
+
+
+def of_suite(results: Sequence[Result], suite: str) -> list[Result]:
+    """Returns the results of a suite."""
+    return [result for result in results if str(result["suite"]) == suite]
+
+
+def describe_result(result: dict[str, Any]) -> str:
+    """Formats an evaluation in a few words, with its interval."""
+    if "return_mean" in result:
+        text = f"mean return {result['return_mean']:.1f}" + in_parentheses(
+            result.get("return_ci95"), ".1f", "95 % interval "
+        )
+        if "success_once" in result:
+            text += f", success {result['success_once']:.0%}" + in_parentheses(result.get("success_once_ci95"), ".0%")
+        return f"{text} over {result.get('episodes', '?')} episodes of {result.get('env_id', '?')}"
+    if "accuracy" in result:
+        of = f"{result.get('n', '?')} {result.get('unit', 'problems')}"
+        between = in_parentheses(result.get("accuracy_ci95"), ".1%", "95 % interval ")
+        return f"accuracy {result['accuracy']:.1%}{between}{describe_samples(result)} on {of}"
+    return ""
+
+
+def describe_samples(result: Mapping[str, Any]) -> str:
+    """Formats the statistics over several samples of each problem, as `, pass@4 70.0%, majority 55.0%`;
+    "" for one sample.
+    """
+    name = largest_pass_at(named := with_pass_at(result))
+    if name is None:
+        return ""
+    majority = result.get("majority")
+    return f", {metric_title(name)} {named[name]:.1%}" + ("" if majority is None else f", majority {majority:.1%}")

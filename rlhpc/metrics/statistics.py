@@ -1,10 +1,11 @@
-"""Confidence intervals of measured values. tests/unit/metrics/test_coverage.py simulates how often each covers the truth."""
+"""Confidence intervals of measured values. tests/unit/metrics/test_coverage.py simulates the coverage of each of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,11 +27,11 @@ def student(degrees: int) -> float:
 
 
 def wilson(successes: float, n: float, z: float = _Z) -> Interval:
-    """Wilson's 95 % score interval of a proportion, without continuity correction (Newcombe 1998, method 3).
+    """Returns Wilson's 95 % score interval of a proportion, without continuity correction (Newcombe 1998, method 3).
 
     Args:
-        successes: How many of them.
-        n: Independent trials; a number of such that would tell as much need not be an integer.
+        successes: Number of successes.
+        n: Number of independent trials; an effective number need not be an integer.
         z: The quantile.
     """
     share, z2 = successes / n, z * z
@@ -41,15 +42,15 @@ def wilson(successes: float, n: float, z: float = _Z) -> Interval:
 
 
 def share_interval(values: Numbers, clusters: Sequence[Hashable] | None = None, influence: float = 1.0) -> Interval:
-    """95 % interval of the mean of numbers from 0 to 1: Wilson's, for the number of independent trials that tells as much.
+    """Returns the 95 % interval of the mean of numbers from 0 to 1: Wilson's, for the effective number of independent trials.
 
     Values of one cluster, such as pairs of one prompt, may depend on each other in any way. The variance is that of the
-    clusters' sums and of one more cluster of 0s and 1s, so that values that are all alike do not look certain.
+    clusters' sums and of one more cluster of 0s and 1s, so that equal values do not appear certain.
 
     Args:
-        values: One number each.
-        clusters: The cluster of each; None where all are independent.
-        influence: How much of the mean follows from one value: 2 for the mean of a statistic of pairs of values.
+        values: Numbers.
+        clusters: The cluster of each number; None if all are independent.
+        influence: Weight of one value in the mean: 2 for the mean of a statistic of pairs of values.
     """
     array = np.asarray(values, np.float64)
     mean = float(array.mean())
@@ -68,7 +69,7 @@ def share_interval(values: Numbers, clusters: Sequence[Hashable] | None = None, 
 
 
 def mean_interval(values: Numbers) -> Interval:
-    """95 % interval of the mean of independent numbers, by Student's t; of one number, itself."""
+    """Returns the 95 % interval of the mean of independent numbers, by Student's t; for one number, the number itself."""
     array = np.asarray(values, np.float64)
     mean, count = float(array.mean()), len(array)
     half = student(count - 1) * float(array.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
@@ -76,5 +77,57 @@ def mean_interval(values: Numbers) -> Interval:
 
 
 def interval(values: Numbers) -> Interval:
-    """95 % interval of the mean of independent numbers: as shares where all are from 0 to 1, otherwise Student's."""
+    """Returns the 95 % interval of the mean of independent numbers: as shares if all are from 0 to 1,
+    otherwise Student's.
+    """
     return share_interval(values) if all(0.0 <= value <= 1.0 for value in values) else mean_interval(values)
+
+
+#: Share of the runs that the interquartile mean omits at each end.
+_CUT = 0.25
+
+
+class Estimate(NamedTuple):
+    """Number over seeds, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def of_share(self) -> Estimate:
+        """Returns the estimate of a share, whose interval does not leave 0 to 1."""
+        return Estimate(self.value, max(0.0, self.low), min(1.0, self.high))
+
+
+def mean(scores: Sequence[float]) -> Estimate:
+    """Returns the mean over seeds."""
+    return Estimate(float(np.mean(scores)), *mean_interval(scores))
+
+
+def interquartile_mean(scores: Sequence[float]) -> Estimate:
+    """Returns the mean of the middle half of the seeds (IQM): it omits a quarter, rounded down, at each end, so that of fewer
+    than four seeds it is the mean. The interval is that of trimmed means (Tukey and McLaughlin 1963).
+    """
+    ordered = np.sort(np.asarray(scores, np.float64))
+    count = len(ordered)
+    cut = int(_CUT * count)
+    if not cut:
+        return mean(scores)
+    num_middle = count - 2 * cut
+    middle = float(ordered[cut : count - cut].mean())
+    winsorized = np.clip(ordered, ordered[cut], ordered[count - cut - 1])
+    half = (
+        student(num_middle - 1)
+        * float(winsorized.std(ddof=1))
+        * math.sqrt(count - 1)
+        / math.sqrt(num_middle * (num_middle - 1))
+    )
+    return Estimate(middle, middle - half, middle + half)
+
+
+def improvement(better: Sequence[float], other: Sequence[float]) -> float:
+    """Returns the probability that a run of one configuration has a higher score than a run of another: the share of pairs
+    with a higher score, with ties counted half (Mann-Whitney's U over the number of pairs).
+    """
+    difference = np.asarray(better, np.float64)[:, None] - np.asarray(other, np.float64)[None, :]
+    return float(((difference > 0) + 0.5 * (difference == 0)).mean())

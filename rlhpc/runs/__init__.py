@@ -1,1 +1,1 @@
-"""What all kinds of run have in common: the composition root, the loop, the run folder, the report."""
+"""Runs of any task type: composition root, training loop, run folder, report."""

@@ -1,4 +1,4 @@
-"""Checks beyond types, of what all kinds of run have in common: ranges, names, placement. Nothing here writes."""
+"""Configuration checks beyond types, common to all task types: ranges, names, placement. They write nothing."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from typing import Any, Protocol
 from omegaconf import DictConfig
 
 from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
-from rlhpc.config.ranges import LARGEST, RANGES, check_ranges
-from rlhpc.config.rules import Fail, check_choice
+from rlhpc.config.constraints import LARGEST, RANGES, Fail, check_choice, check_ranges
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import mapping, plain, select
-from rlhpc.jobs.elastic.plan import check_elastic
+from rlhpc.jobs.elastic.helper_plan import check_elastic
 from rlhpc.jobs.paths import RunPaths, SweepPaths
-from rlhpc.runs.best import check_best
-from rlhpc.runs.kinds import Cfg, Kind, kind_of
+from rlhpc.runs.best_checkpoint import check_best
 from rlhpc.runs.preflight import FILES_ALONE, Check, Need, run_checks
+from rlhpc.runs.task_type import Cfg, Kind, kind_of
 from rlhpc.runtime.cluster import read_key
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.lookup import Registry, meant
-from rlhpc.runtime.shown import shown
-from rlhpc.runtime.writable import unwritable
-from rlhpc.weights.strategy import DELTAS, STRATEGIES
+from rlhpc.runtime.files import expand_home, unwritable
+from rlhpc.runtime.plugins import Registry, meant
+from rlhpc.runtime.text import shown
+from rlhpc.weights.base import DELTAS, STRATEGIES
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "runner.on_nonfinite": ("stop", "skip"),
@@ -53,12 +51,12 @@ def validate(
 
     Args:
         cfg: The configuration.
-        source: Where it comes from, for messages.
-        sources: Key → the file or override that set it, where that is known.
-        training: Also check what only training needs: batches, placement, run folder.
+        source: Origin of the configuration, for messages.
+        sources: Key → the file or override that set it, where known.
+        training: Also check values that only training needs: batches, placement, run folder.
 
     Raises:
-        ConfigError: The first rule that is broken: key, value, what is allowed.
+        ConfigError: The first broken rule: key, value, allowed values.
     """
 
     def fail(key: str, rule: str) -> ConfigError:
@@ -97,22 +95,22 @@ def _loggers(cfg: RunConfig) -> None:
 
 
 def _numbers(cfg: Cfg, kind: Kind[Cfg], fail: Fail) -> None:
-    for key, found in _leaves(plain(cfg)):
-        if isinstance(found, float) and not math.isfinite(found):
+    for key, value in _leaves(plain(cfg)):
+        if isinstance(value, float) and not math.isfinite(value):
             raise fail(key, "it must be a finite number")
-        if isinstance(found, int) and abs(found) > LARGEST:
+        if isinstance(value, int) and abs(value) > LARGEST:
             raise fail(key, f"it must not be greater than {LARGEST}")
     check_ranges(cfg, {**RANGES, **kind.ranges}, fail)
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Scalars by dotted key; the elements of a list have the list's key."""
+    """Yields scalars by dotted key; the elements of a list have the list's key."""
     if isinstance(tree, dict):
-        for key, below in tree.items():
-            yield from _leaves(below, f"{prefix}.{key}" if prefix else str(key))
+        for key, value in tree.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
     elif isinstance(tree, list):
-        for below in tree:
-            yield from _leaves(below, prefix)
+        for value in tree:
+            yield from _leaves(value, prefix)
     else:
         yield prefix, tree
 
@@ -128,8 +126,8 @@ def _runner(cfg: RunConfig, fail: Fail) -> None:
         raise fail("runner.segments", f"there cannot be more segments than training steps ({steps})")
     resume = cfg.runner.resume_dir
     if resume not in (None, "auto") and not expand_home(resume).exists():
-        own = RunPaths(Path(cfg.runner.run_dir) / name).checkpoints / resume
-        if not own.exists():
+        checkpoint = RunPaths(Path(cfg.runner.run_dir) / name).checkpoints / resume
+        if not checkpoint.exists():
             raise fail(
                 "runner.resume_dir", "there is no such checkpoint; allowed: null, auto, or a global_step_<N> folder"
             )
@@ -140,29 +138,29 @@ def _runner(cfg: RunConfig, fail: Fail) -> None:
 
 
 def _writable(folder: Path, fail: Fail) -> None:
-    """Refuses a run folder that could not be made, or has no room; writes nothing."""
+    """Raises an error for a run folder that cannot be created or has no space; writes nothing."""
     if reason := unwritable(folder):
         raise fail("runner.run_dir", f"{reason}; choose another with runner.run_dir=…")
 
 
 def _node_groups(cfg: RunConfig, fail: Fail) -> None:
-    """Checks what goes into a job's directives: walltimes, and words that stay on one line; and what accelerators have."""
+    """Checks the values that enter a job's directives (walltimes, and words that stay on one line) and accelerator memory."""
     if (common := cfg.cluster.accelerator_memory) is not None and not re.fullmatch(_MEMORY[0], str(common)):
         raise fail("cluster.accelerator_memory", _MEMORY[1])
     for index, group in enumerate(cfg.cluster.node_groups):
-        if (own := group.accelerator_memory) is not None and not re.fullmatch(_MEMORY[0], str(own)):
+        if (group_memory := group.accelerator_memory) is not None and not re.fullmatch(_MEMORY[0], str(group_memory)):
             raise fail(f"cluster.node_groups[{index}].accelerator_memory", _MEMORY[1])
         _directives(mapping(group), f"cluster.node_groups[{index}]", fail)
 
 
-def _directives(section: DictConfig, at: str, fail: Fail) -> None:
+def _directives(section: DictConfig, path: str, fail: Fail) -> None:
     for name, rule in _DIRECTIVES.items():
         if section[name] is not None and not re.fullmatch(rule[0], str(section[name])):
-            raise fail(f"{at}.{name}", rule[1])
+            raise fail(f"{path}.{name}", rule[1])
 
 
 def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
-    """Checks all rules of placement, on the machines that the configuration asks for."""
+    """Checks all placement rules on the machines that the configuration requests."""
     from rlhpc.runtime.allocation import in_slurm_job
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import HybridComponentPlacement
@@ -178,33 +176,33 @@ def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
             placement = HybridComponentPlacement(cfg, cluster)
         except (ConfigError, PlacementError):
             raise error from None
-    wanted, known = list(kind.roles_of(cfg)), kind.components(cfg)
+    roles, components = list(kind.roles_of(cfg)), kind.components(cfg)
     for component in placement.components:
-        if component not in wanted:
+        if component not in roles:
             raise ConfigError(
-                f"cluster.component_placement.{component}: no such component; {meant(component, known)}"
-                f"components: {', '.join(known)}"
+                f"cluster.component_placement.{component}: no such component; {meant(component, components)}"
+                f"components: {', '.join(components)}"
             )
-    sizes = {name: placement.get_world_size(name) for name in wanted}
-    placed = {name: placement.get_strategy(name).place(cluster) for name in wanted}
-    engine = {name: placement.get_strategy(name).replica for name in wanted}
+    sizes = {name: placement.get_world_size(name) for name in roles}
+    placed = {name: placement.get_strategy(name).place(cluster) for name in roles}
+    engine = {name: placement.get_strategy(name).replica for name in roles}
     kind.check_placement(
         cfg, sizes, {name: len(ranks[0].accelerators) * engine[name] for name, ranks in placed.items()}
     )
 
 
 def check_planned(cfg: RunConfig, resources: Collection[Need] = FILES_ALONE) -> list[Check]:
-    """Makes the checks of a start (`Kind.checks`) for which there are resources; writes nothing.
+    """Runs the checks of a start (`Kind.checks`) whose resources are available; writes nothing.
 
     Args:
         cfg: The configuration.
-        resources: Those that may be used.
+        resources: Resources that may be used.
 
     Returns:
-        The checks that need others, which a start makes.
+        The checks that need other resources; a start runs them.
 
     Raises:
-        UserError: The first rule that is broken.
+        UserError: The first broken rule.
     """
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import HybridComponentPlacement
@@ -219,31 +217,31 @@ def check_planned(cfg: RunConfig, resources: Collection[Need] = FILES_ALONE) -> 
 
 
 class Estimating(Protocol):
-    """Section `algorithm` of a kind of run that estimates advantages."""
+    """Section `algorithm` of a task type that estimates advantages."""
 
     adv_type: str
     loss_type: str
 
 
 class EstimatingRun(Protocol):
-    """Its configuration."""
+    """Configuration of a task type that estimates advantages."""
 
     @property
     def algorithm(self) -> Estimating:
-        """Which estimators."""
+        """Section with the names of the estimators."""
 
 
 def check_estimators(cfg: EstimatingRun) -> None:
-    """`algorithm.adv_type` and `loss_type`: those that are built in pass without an import of torch.
+    """Checks `algorithm.adv_type` and `loss_type`; built-in names pass without an import of torch.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: No estimator has that name.
     """
     for registry, name in ((ADVANTAGES, cfg.algorithm.adv_type), (POLICY_LOSSES, cfg.algorithm.loss_type)):
         _find(registry, name)
 
 
 def _find(registry: Registry[Any], name: str) -> None:
-    """Refuses an unknown name. What is built in is not imported: it would bring torch."""
+    """Raises an error for an unknown name. Built-in names are not imported, because that would import torch."""
     if name.lower() not in registry.built_in:
         registry.find(name)

@@ -1,4 +1,4 @@
-"""One page about several runs: their curves with mean and spread over seeds, and a table of how they ended."""
+"""Comparison page of several runs: curves with mean and spread over seeds, and a table of final results."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.config.yaml_loader import UniqueKeys
+from rlhpc.config.yaml_files import UniqueKeys
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.metrics.charts import Line, line_chart
 from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.page import Cell, duration, figures, missing, page, section, table, time_unit, write_page
-from rlhpc.metrics.results import judging_suite, read_all_results, read_results
-from rlhpc.metrics.svg import Line, line_chart
-from rlhpc.runs.changes import training_changes
-from rlhpc.runs.headlines import NO_VALUE, Curve, Run, headline_columns, mean_text
-from rlhpc.runs.kinds import kind_of_run
-from rlhpc.runs.scores import Scored, goal_of, scores_at, scores_part
+from rlhpc.metrics.provenance import judging_suite, read_all_results, read_results
+from rlhpc.runs.config_changes import training_changes
+from rlhpc.runs.headlines import NO_VALUE, Curve, RunMetrics, headline_columns, mean_text
+from rlhpc.runs.seed_scores import ConfigScores, goal_of, scores_at, scores_part
+from rlhpc.runs.task_type import kind_of_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.plain import read_file, read_yaml
+from rlhpc.runtime.files import read_file, read_yaml
 
 #: Number of points to which the curves of several seeds are interpolated.
 _GRID = 120
@@ -30,19 +30,19 @@ _SEED = re.compile(r"[-_.]?(?:seed|s)?[-_.]?\d+$", re.IGNORECASE)
 
 
 def label_of(name: str) -> str:
-    """Returns a run's name without its seed: push-s3, push_seed3 and push3 are one."""
+    """Returns a run's name without its seed: push-s3, push_seed3 and push3 have one label."""
     return _SEED.sub("", name) or name
 
 
 def labels_of(named: Sequence[tuple[str | None, RunPaths]]) -> list[tuple[str, RunPaths]]:
-    """Returns the runs with their labels: their own names or, where several names differ in a number at the end alone and the
-    runs in their seeds alone, the name without it.
+    """Returns the runs with their labels: their own names or, where several names differ only in a number at the end and the
+    runs only in their seeds, the name without the number.
 
     Args:
-        named: Runs, with the label that the user has given, or None.
+        named: Runs, with the user's label, or None.
 
     Raises:
-        ConfigError: Runs that the user has given one label differ in more than their seeds.
+        ConfigError: Runs with the same user's label differ in more than their seeds.
     """
     members: dict[str, list[RunPaths]] = {}
     for label, paths in named:
@@ -62,7 +62,7 @@ def labels_of(named: Sequence[tuple[str | None, RunPaths]]) -> list[tuple[str, R
 
 
 def _difference(runs: Sequence[RunPaths]) -> str:
-    """Returns the first key but the seed in which runs differ; "" if there is none."""
+    """Returns the first key other than the seed in which runs differ; "" if they differ in no other key."""
     try:
         first, *later = [read_yaml(read_file(run.config), UniqueKeys) for run in runs]
     except (OSError, ValueError, RlhpcError):
@@ -71,28 +71,28 @@ def _difference(runs: Sequence[RunPaths]) -> str:
     return changes[0].key if changes else ""
 
 
-def read_runs(named: Sequence[tuple[str, RunPaths]], suite: str) -> dict[str, list[Run]]:
-    """The runs by label, in the order given.
+def read_runs(named: Sequence[tuple[str, RunPaths]], suite: str) -> dict[str, list[RunMetrics]]:
+    """Returns the runs by label, in the order of the argument.
 
     Raises:
         RlhpcError: A run has no metrics.
     """
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RunMetrics]] = {}
     for label, paths in named:
         rows = read_metrics(paths.metrics)
         if not rows:
             state = "cannot be read" if paths.metrics.is_file() and paths.metrics.stat().st_size else "has no row yet"
             raise RlhpcError(f"{paths.metrics} {state}; see rlhpc status {paths.root}")
         evaluations = read_results(paths, suite)
-        groups.setdefault(label, []).append(Run(paths, rows, evaluations))
+        groups.setdefault(label, []).append(RunMetrics(paths, rows, evaluations))
     return groups
 
 
 def spread(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Several seeds' curves as one.
+    """Combines the curves of several seeds into one.
 
     Returns:
-        x, mean, lowest, highest, over the range that all seeds have; values between points are interpolated.
+        x, mean, lowest, highest, over the range that all seeds cover; values between points are interpolated.
     """
     if len(curves) == 1:
         x, y = curves[0]
@@ -106,8 +106,10 @@ def spread(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[floa
     return grid.tolist(), values.mean(0).tolist(), values.min(0).tolist(), values.max(0).tolist()
 
 
-def _chart(groups: Mapping[str, list[Run]], title: str, y_label: str, x: tuple[str, str, float], get: Any) -> str:
-    """One metric of all groups against one axis; "" if no run has it."""
+def _chart(
+    groups: Mapping[str, list[RunMetrics]], title: str, y_label: str, x: tuple[str, str, float], get: Any
+) -> str:
+    """Draws one metric of all groups against one axis; returns "" if no run has it."""
     against, x_label, scale = x
     lines = []
     for color, (label, runs) in enumerate(groups.items()):
@@ -131,8 +133,8 @@ def _chart(groups: Mapping[str, list[Run]], title: str, y_label: str, x: tuple[s
     return line_chart(title, x_label, y_label, lines, key=len(groups) > 1) if lines else ""
 
 
-def charts(groups: Mapping[str, list[Run]]) -> list[str]:
-    """Everything that was logged, each against environment steps (or global steps) and against wall time."""
+def charts(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
+    """Draws every metric that was logged, each against environment steps (or global steps) and against wall time."""
     runs = [run for group in groups.values() for run in group]
     steps = all(series(run.rows, "rollout/env_steps")[0] for run in runs)
     unit, length = time_unit(max(max(series(run.rows, "time/wall_s")[1], default=0.0) for run in runs))
@@ -140,14 +142,16 @@ def charts(groups: Mapping[str, list[Run]]) -> list[str]:
         ("rollout/env_steps", "environment steps", 1.0) if steps else ("step", "global step", 1.0),
         ("time/wall_s", f"wall time ({unit})", length),
     ]
-    found = []
+    drawings = []
     for name, title, label in dict.fromkeys(one for run in runs for one in kind_of_run(run.paths).compared):
-        found += [_chart(groups, title, label, axis, lambda run, x, n=name: run.curve(n, x)) for axis in axes]
-    return [chart for chart in found if chart]
+        drawings += [_chart(groups, title, label, axis, lambda run, x, n=name: run.curve(n, x)) for axis in axes]
+    return [chart for chart in drawings if chart]
 
 
-def final_table(groups: Mapping[str, list[Run]]) -> str:
-    """Returns a table of how the runs of each label ended, over their seeds: wall time, and their kinds' headline numbers."""
+def final_table(groups: Mapping[str, list[RunMetrics]]) -> str:
+    """Returns a table of the final results of each label, over its seeds: wall time, and the headline numbers of their task
+    types.
+    """
     last = [[result for run in runs if (result := _last_result(run)) is not None] for runs in groups.values()]
     columns: dict[str, list[Cell]] = {
         "runs": list(groups),
@@ -164,12 +168,12 @@ def final_table(groups: Mapping[str, list[Run]]) -> str:
     return f'<div class="scroll">{table([*columns], body, text_columns={0})}</div>'
 
 
-def _last_result(run: Run) -> dict[str, Any] | None:
+def _last_result(run: RunMetrics) -> dict[str, Any] | None:
     best = run.paths.best_step()
     return max(run.evaluations, key=lambda result: (result["global_step"] == best, result["global_step"]), default=None)
 
 
-def _end(run: Run, name: str) -> float | None:
+def _end(run: RunMetrics, name: str) -> float | None:
     values = series(run.rows, name)[1]
     return values[-1] if values else None
 
@@ -178,9 +182,9 @@ def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite:
     """Writes the page.
 
     Args:
-        named: Label and run; runs of one label are seeds of one thing.
+        named: Label and run; runs of one label are seeds of one configuration.
         output: The HTML file.
-        suite: Evaluation suite that is compared; None for the one that judges all of the runs, or `default`.
+        suite: Evaluation suite that is compared; None for the suite that judges all of the runs, or `default`.
 
     Raises:
         RlhpcError: A run has nothing to show, or the page cannot be written.
@@ -207,32 +211,34 @@ def _common_suite(runs: Sequence[RunPaths]) -> str:
     return suites.pop() if len(suites) == 1 else "default"
 
 
-def _scores(groups: Mapping[str, list[Run]]) -> list[str]:
-    """What the seeds say together, by the metrics of evaluations that all runs have; nothing of single runs."""
+def _scores(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
+    """Returns sections with statistics over seeds, one for each evaluation metric that all runs have; none if each label has
+    a single run.
+    """
     runs = [run for group in groups.values() for run in group]
     names = dict.fromkeys(name for run in runs for name, _, _ in kind_of_run(run.paths).compared)
-    found = []
+    sections = []
     if len(runs) > len(groups):
         for metric in (name for name in names if name.startswith("eval/")):
             step, values = scores_at(runs, metric)
             if step is not None:
                 remaining = iter(values)
-                scored = [Scored(label, [next(remaining) for _ in of], len(of)) for label, of in groups.items()]
+                scored = [ConfigScores(label, [next(remaining) for _ in of], len(of)) for label, of in groups.items()]
                 title = f"{metric} at step {step}"
-                found.append(section(f"Over seeds: {title}", scores_part(scored, title, goal_of(metric), metric)))
-    return found
+                sections.append(section(f"Over seeds: {title}", scores_part(scored, title, goal_of(metric), metric)))
+    return sections
 
 
-def curves_part(groups: Mapping[str, list[Run]], of: int | None = None) -> str:
-    """The charts of some runs, as HTML.
+def curves_part(groups: Mapping[str, list[RunMetrics]], of: int | None = None) -> str:
+    """Draws the charts of some runs, as HTML.
 
     Args:
         groups: The runs by label.
-        of: How many labels there are in all, if these are the best of them.
+        of: Total number of labels, if these are the best of them.
     """
     drawn = charts(groups)
     if not drawn:
         return missing("No curve that these runs have in common.")
     some = f" The {len(groups)} best of {of} configurations." if of is not None and of > len(groups) else ""
-    told = f"<p>Lines are means over seeds, bands and error bars go from the lowest seed to the highest.{some}</p>"
-    return told + figures(drawn)
+    legend = f"<p>Lines are means over seeds, bands and error bars go from the lowest seed to the highest.{some}</p>"
+    return legend + figures(drawn)

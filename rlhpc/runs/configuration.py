@@ -1,4 +1,4 @@
-"""`load_config`: files and overrides, read as the kind of run that they are of, and checked."""
+"""Configuration loading: `load_config` reads files and overrides as a configuration of their task type, and checks it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.files import ConfigSource, source_name
 from rlhpc.config.load import read_layers, require
-from rlhpc.config.merge import Layers
+from rlhpc.config.merge import ConfigLayers
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import typed
 from rlhpc.runs.checks import validate
-from rlhpc.runs.kinds import find_kind, kind_of
+from rlhpc.runs.task_type import find_kind, kind_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.trust import Trust
 
@@ -24,7 +24,7 @@ def load_config(
     check: bool = True,
     training: bool = True,
     site: str | None = None,
-    theirs: Trust | None = None,
+    trust: Trust | None = None,
 ) -> RunConfig:
     """Reads a configuration.
 
@@ -33,20 +33,20 @@ def load_config(
             file's content, whose `defaults` are relative to the working directory.
         overrides: `key=value` in order, the value in YAML.
         site: Name or file of the cluster's site file, which fills what neither file nor overrides set under `cluster`, and
-            of the workflow's jobs; by default what `RLHPC_SITE` says.
+            of the workflow's jobs; by default the value of `RLHPC_SITE`.
         check: Also run `validate`.
         training: Also check what only training needs: batches, placement, run folder, the suites of later evaluations.
-        theirs: The file came with a checkpoint: what it, and the overrides, may name of code.
+        trust: Code that the file and the overrides may name, if the file came with a checkpoint.
 
     Returns:
-        A typed, read-only OmegaConf mapping with every key that its kind of run has: `typed(PpoConfig, …)` tells a type
-        checker which.
+        A typed, read-only OmegaConf mapping with every key of its task type: `typed(PpoConfig, …)` tells a type checker
+        which keys these are.
 
     Raises:
-        ConfigError: With file or override, key, what was found, what is allowed.
+        ConfigError: Names file or override, key, value, and the allowed values.
     """
     source = source_name(config)
-    layers = read_layers(config, overrides, find_kind, site=site, theirs=theirs)
+    layers = read_layers(config, overrides, find_kind, site=site, trust=trust)
     cfg = typed(RunConfig, layers.cfg)
     if check:
         validate(cfg, source, layers.sources, training=training)
@@ -56,16 +56,16 @@ def load_config(
     return cfg
 
 
-def _check_suites(layers: Layers, source: str) -> None:
-    """Checks what each suite changes, as its evaluation will read it: better now than after training."""
+def _check_suites(layers: ConfigLayers, source: str) -> None:
+    """Checks the changes of each suite as its evaluation will read them, so that mistakes appear before training."""
     for name, changes in typed(RunConfig, layers.cfg).workflow.suites.items():
-        own = layers.copy()
+        suite_layers = layers.copy()
         try:
             for text in changes:
-                own.override(text)
-            cfg = typed(RunConfig, own.cfg)
-            require(own, kind_of(cfg), source)
-            validate(cfg, source, own.sources, training=False)
+                suite_layers.override(text)
+            cfg = typed(RunConfig, suite_layers.cfg)
+            require(suite_layers, kind_of(cfg), source)
+            validate(cfg, source, suite_layers.sources, training=False)
         except ConfigError as error:
             raise ConfigError(
                 f"{layers.sources.get(f'workflow.suites.{name}', source)}: workflow.suites.{name}: {error}"

@@ -1,4 +1,4 @@
-"""Where a rank computes, with how many threads, and from which seeds."""
+"""Device, number of threads and seeds of a rank."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlhpc.runtime.device import torch_device
+from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.worker import Worker
 
-#: Below so many parameters a second thread costs more in synchronisation than it saves in arithmetic. On a machine
-#: whose cores are shared, waiting threads spin against the ones that work: a small MLP got 10 times slower.
+#: Number of parameters below which a second thread costs more in synchronisation than it saves in arithmetic. On a machine
+#: with shared cores, waiting threads spin against working threads: a small MLP became 10 times slower.
 _ONE_THREAD = 250_000
 
 
 def own_device(worker: Worker) -> torch.device:
-    """The rank's first accelerator, or the CPU if it was granted none.
+    """Returns the rank's first accelerator, or the CPU if the rank has none.
 
     Raises:
-        ConfigError: It was granted an accelerator that torch cannot use.
+        ConfigError: The rank has an accelerator that torch cannot use.
     """
     return torch.device(torch_device(worker.accelerators))
 
 
 def seed_process(seed: int, role: str, rank: int) -> None:
-    """Seeds the process's global generators, for environments and models from outside that use them."""
+    """Seeds the process's global generators, for external environments and models that use them."""
     words = np.random.SeedSequence([seed, zlib.crc32(role.encode()), rank]).generate_state(3)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))
@@ -42,16 +42,17 @@ def settle(module: nn.Module, device: torch.device) -> Any:
 
 
 def limit_threads(module: nn.Module, device: torch.device) -> None:
-    """Limits the process to the threads that a module of this size can use there."""
+    """Limits the process to the threads that a module of this size can use on the device."""
     if device.type == "cpu" and sum(p.numel() for p in module.parameters()) < _ONE_THREAD:
         torch.set_num_threads(1)
 
 
 def to_tensors(obs: Any, device: torch.device) -> Any:
-    """An array, or a tensor, as a tensor on the device, or a dict of those as a dict of tensors; memory is shared if
-    possible."""
+    """Returns an array or tensor as a tensor on the device, or a dict of those as a dict of tensors; shares memory if
+    possible.
+    """
     if isinstance(obs, dict):
-        return {key: to_tensors(part, device) for key, part in obs.items()}
+        return {key: to_tensors(value, device) for key, value in obs.items()}
     if isinstance(obs, torch.Tensor):
         return obs.to(device)
     return torch.from_numpy(np.ascontiguousarray(obs)).to(device)

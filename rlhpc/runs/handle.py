@@ -1,4 +1,4 @@
-"""Training from Python: a run in a process of its own, and the handle by which a script or a notebook follows it."""
+"""Training from Python: a run in a separate process, and its handle for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from rlhpc.config import total_steps
 from rlhpc.config.files import ConfigSource, source_name
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sweep import override
-from rlhpc.config.values import plain_value
-from rlhpc.jobs.claim import SegmentFiles
+from rlhpc.config.yaml_files import plain_value
 from rlhpc.jobs.driver_job import first_failure, size_of, start_driver
+from rlhpc.jobs.driver_lock import require_no_driver
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.segment import SegmentFiles
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS
-from rlhpc.jobs.sole import require_no_driver
 from rlhpc.jobs.submit import driver_command
 from rlhpc.jobs.waiter import DriverFailed, DriverRejected
 from rlhpc.metrics import ProgressBar, read_metrics
 from rlhpc.metrics.logger import read_last_metrics
 from rlhpc.runs.checks import check_planned
-from rlhpc.runs.conditions import warn_of_unused
+from rlhpc.runs.conditional_keys import warn_of_unused
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.folder import note, resolve_resume
 from rlhpc.runs.memory.plan import refuse_overfull
-from rlhpc.runs.same_run import write_config
+from rlhpc.runs.run_folder import note, resolve_resume
+from rlhpc.runs.run_identity import write_config
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, UserError
-from rlhpc.runtime.import_paths import python_path
+from rlhpc.runtime.imports import python_path
 
-#: Exit codes of a driver that was asked to end: before it could save anything, and after it has saved.
+#: Exit codes of a driver that was asked to end: before it could save, and after it has saved.
 _ASKED_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT, EXIT_REQUEUE)
 _POLL_S = 0.5
 _GRACE_S = 600.0
@@ -46,31 +46,31 @@ _living: list[TrainingRun] = []
 
 
 def load_for_training(config: ConfigSource, overrides: Sequence[str] = (), *, segment: int | None = None) -> RunConfig:
-    """Reads the configuration of a run that is to be trained here and now, and warns of keys that have no effect in it.
+    """Reads the configuration of a run that is to be trained here and now, and warns of keys that have no effect.
 
     Args:
         config, overrides: See `load_config`.
-        segment: Which of its segments; None for the whole run.
+        segment: Number of a segment; None for the complete run.
 
     Raises:
-        ConfigError: It is wrong, has no such segment, or needs more memory than there is.
+        ConfigError: It is wrong, has no such segment, or needs more memory than available.
     """
     cfg = load_config(config, overrides)
     if segment is not None and not 0 <= segment < cfg.runner.segments:
         raise ConfigError(f"--segment is {segment}; the run has segments 0 to {cfg.runner.segments - 1}")
     refuse_overfull(cfg, source_name(config), "local")
-    if MAX_RESTARTS not in os.environ:  # in a job, whoever submitted it has been told
+    if MAX_RESTARTS not in os.environ:  # in a job, the submission has already warned the user
         warn_of_unused(config, overrides)
     return cfg
 
 
 def train(config: ConfigSource, /, **overrides: Any) -> TrainingRun:
-    """Starts a run in a process of its own, as `rlhpc train` does, and returns its handle at once.
+    """Starts a run in a separate process, as `rlhpc train` does, and returns its handle at once.
 
     The run ends with the Python process that started it: it saves first, as after Ctrl-C.
 
     Args:
-        config: YAML file; or, in its place, a mapping of sections, or what `load_config` returned.
+        config: YAML file, a mapping of sections, or the result of `load_config`.
         overrides: Keys with their values: `**{"runner.max_steps": 10}`, or a section at a time, `runner={"max_steps": 10}`.
 
     Raises:
@@ -86,25 +86,25 @@ def train(config: ConfigSource, /, **overrides: Any) -> TrainingRun:
 
 
 class TrainingRun:
-    """A run that a process of its own trains.
+    """Run that a separate process trains.
 
-    Used as a context manager, it ends with the block, and saves first.
+    As a context manager it ends the run at the end of the block; the run saves first.
 
     Args:
-        cfg: Configuration, as `load_for_training` gives it.
-        source: What the configuration is called.
+        cfg: Configuration from `load_for_training`.
+        source: Name of the configuration.
     """
 
     def __init__(self, cfg: RunConfig, source: str) -> None:
         self.name, self.paths = cfg.runner.name, RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
         self._total = total_steps(cfg)
         self._files = SegmentFiles(self.paths, 0)
-        self._made = _make_folders(self._files.driver_err.parent)
+        self._created_folders = _make_folders(self._files.driver_err.parent)
         self._offset = size_of(self._files.driver_err)
         self._old_metrics = None if cfg.runner.resume_dir is not None else _identity(self.paths.metrics)
         self._config = self._files.driver_err.with_suffix(".yaml")
         self._process: Popen[bytes] | None = None
-        self._ended, self._cancelled, self._failure = threading.Event(), False, ""
+        self._finished, self._cancelled, self._failure = threading.Event(), False, ""
         try:
             write_config(self._config, cfg, f"As started from {source}")
             self._start(driver_command(self._config, segment=None))
@@ -114,14 +114,15 @@ class TrainingRun:
         _living.append(self)
 
     def _start(self, command: list[str]) -> None:
-        """Starts the driver from a thread that lives as long as it does: the kernel binds a process to the thread that
-        started it, and the caller's may end at any time."""
+        """Starts the driver from a thread that lives as long as the driver: the kernel binds a process to the thread that
+        started it, and the caller's thread may end at any time.
+        """
         environment = {MAX_RESTARTS: "0", "PYTHONPATH": python_path()}
         tried, errors = threading.Event(), list[BaseException]()
 
         def keep() -> None:
             try:
-                # A session of its own: an interrupt of this process, or of a notebook's cell, is not one of the run.
+                # A new session, so that an interrupt of this process, or of a notebook's cell, does not reach the run.
                 self._process = start_driver(command, self._files, environment, start_new_session=True)
             except BaseException as error:
                 errors.append(error)
@@ -133,7 +134,7 @@ class TrainingRun:
                 self._remove_traces()
             with contextlib.suppress(ValueError):
                 _living.remove(self)
-            self._ended.set()
+            self._finished.set()
 
         threading.Thread(target=keep, name=f"rlhpc {self.name}", daemon=True).start()
         tried.wait()
@@ -141,98 +142,100 @@ class TrainingRun:
             raise errors[0]
 
     def _remove_traces(self) -> None:
-        """Removes what was made for a driver that has started nothing; keeps its message."""
+        """Removes the files of a driver that has started nothing; keeps its message."""
         self._failure = first_failure(self._files.driver_err, self._offset)
-        if self.paths.config.exists():  # it has begun: a full disk is a user's error, too
+        if self.paths.config.exists():  # it has started: a full disk is a user's error, too
             return
         for path in (self._config, self._files.driver_out, self._files.driver_err):
-            if path.parent in self._made:
+            if path.parent in self._created_folders:
                 path.unlink(missing_ok=True)
-        for folder in reversed(self._made):
-            with contextlib.suppress(OSError):  # something else is in it
+        for folder in reversed(self._created_folders):
+            with contextlib.suppress(OSError):  # it has other files
                 folder.rmdir()
 
     def __repr__(self) -> str:
         return f"TrainingRun({str(self.folder)!r}, {self.state}, step {self.step} of {self._total})"
 
-    # -- what there is --------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
+        """Run folder."""
         return self.paths.root
 
     @property
     def state(self) -> str:
         """`running`, `finished`, `stopped` (asked to end before its last step) or `failed`."""
-        code = None if self._process is None or not self._ended.is_set() else self._process.returncode
+        code = None if self._process is None or not self._finished.is_set() else self._process.returncode
         if code is None:
             return "running"
         return "finished" if code == 0 else "stopped" if code in _ASKED_TO_END else "failed"
 
     @property
     def step(self) -> int:
-        """Steps done, by the metrics."""
+        """Completed steps, by the metrics."""
         row = self._last_row()
         return int(row["step"]) if row else 0
 
     @property
     def checkpoint(self) -> Path | None:
-        """The best checkpoint of a run that keeps one (`runner.keep_best`), else the newest complete one; None before the
-        first."""
+        """Best checkpoint of a run with `runner.keep_best`, else the newest complete one; None before the first."""
         step = self.paths.chosen_step()
         return None if step is None else self.paths.checkpoint(step)
 
     def done(self) -> bool:
-        """Returns whether the run has ended, in whatever state."""
-        return self._ended.is_set()
+        """Returns whether the run has ended, in any state."""
+        return self._finished.is_set()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Returns a row for each step so far, with its number as `step`; `pandas.DataFrame` takes them. Values that are not
-        finite are None."""
+        """Returns a row for each step so far, with its number as `step`; `pandas.DataFrame` accepts them. Non-finite values
+        are None.
+        """
         return [] if self._is_old() else read_metrics(self.paths.metrics)
 
     def _is_old(self) -> bool:
-        """Returns whether the metrics are still those of an earlier start that saved nothing."""
+        """Returns whether the metrics are those of an earlier start that saved nothing."""
         return self._old_metrics is not None and _identity(self.paths.metrics) == self._old_metrics
 
     def _last_row(self) -> dict[str, Any] | None:
-        """The newest row, read from the end of the file: it is asked for twice a second."""
+        """Returns the newest row, read from the end of the file because it is needed twice a second."""
         rows = [] if self._is_old() else read_last_metrics(self.paths.metrics)
         return rows[-1] if rows else None
 
     def report(self) -> Path:
-        """Writes the report of what there is so far, and returns its page.
+        """Writes the report of the run so far, and returns its page.
 
         Raises:
-            RlhpcError: There is nothing yet, or the page cannot be written.
+            RlhpcError: The run has written nothing yet, or the page cannot be written.
         """
         from rlhpc.runs.report import write_report
 
         return write_report(self.paths)
 
-    # -- its end --------------------------------------------------------------------------------------------------
+    # -- end ------------------------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float | None = None) -> TrainingRun:
         """Waits for the run's end, with its progress on stderr. Ctrl-C, or a notebook's interrupt, ends the run, which saves
         first; a second one ends it at once.
 
         Args:
-            timeout_s: How long at most; None for as long as it takes.
+            timeout_s: Maximum wait in seconds; None waits without a limit.
 
         Returns:
             The run.
 
         Raises:
-            DriverRejected: What was asked for cannot be done; nothing was trained.
-            DriverFailed: The run failed, with its first error; or somebody else ended it.
-            DeadlineExceeded: `timeout_s` is over; the run goes on.
+            DriverRejected: The request cannot be carried out; nothing was trained.
+            DriverFailed: The run failed, with its first error; or it was ended from elsewhere.
+            DeadlineExceeded: `timeout_s` has passed; the run continues.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             with contextlib.ExitStack() as stack:
                 bar = None
-                while not self._ended.wait(_POLL_S if end is None else max(0.0, min(_POLL_S, end - time.monotonic()))):
+                while not self._finished.wait(
+                    _POLL_S if end is None else max(0.0, min(_POLL_S, end - time.monotonic()))
+                ):
                     if end is not None and time.monotonic() >= end:
                         raise DeadlineExceeded(
                             f"run {self.folder} has not ended within {timeout_s:g} s; it goes on (step {self.step} of "
@@ -269,7 +272,7 @@ class TrainingRun:
         raise DriverFailed(f"run {self.folder} failed: {message}\n(log: {log})", exit_code=abs(code), log_path=str(log))
 
     def cancel(self, grace_s: float = _GRACE_S) -> None:
-        """Ends the run, which saves first; returns when it has ended. Does nothing to a run that has ended.
+        """Ends the run, which saves first; returns when it has ended. Has no effect on a run that has ended.
 
         Args:
             grace_s: Seconds after which it is killed.
@@ -277,7 +280,7 @@ class TrainingRun:
         self._cancelled = self._cancelled or not self.done()
         self._signal(signal.SIGTERM)
         try:
-            if not self._ended.wait(grace_s):
+            if not self._finished.wait(grace_s):
                 self._kill()
         except KeyboardInterrupt:
             self._kill()
@@ -286,7 +289,7 @@ class TrainingRun:
     def _kill(self) -> None:
         """Kills the driver; the kernel ends its ranks with it."""
         self._signal(signal.SIGKILL)
-        self._ended.wait()
+        self._finished.wait()
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and not self.done():
@@ -306,7 +309,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
-    """Returns values that change when a file is written anew; None where there is no file."""
+    """Returns values that change when a file is replaced; None if the file does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -315,10 +318,10 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 
 
 def _make_folders(folder: Path) -> list[Path]:
-    """Makes a folder and those above it; returns those that were not there, outermost first.
+    """Creates a folder and its parents; returns the created ones, outermost first.
 
     Raises:
-        ConfigError: It cannot be made.
+        ConfigError: It cannot be created.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
     try:
@@ -331,8 +334,8 @@ def _make_folders(folder: Path) -> list[Path]:
 
 
 def _end_all(owner: int = os.getpid()) -> None:
-    """Ends the runs of this process when it ends, and lets them save."""
-    if os.getpid() != owner:  # a fork of it
+    """Ends the runs of this process at its exit, and lets them save."""
+    if os.getpid() != owner:  # a forked process
         return
     for run in (living := list(_living)):
         note(f"{run.folder} saves and ends with the program that started it; wait() for it to train to its end")

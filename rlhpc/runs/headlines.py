@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.metrics.charts import number, running_mean
 from rlhpc.metrics.logger import read_last_metrics, series
 from rlhpc.metrics.page import decimals
-from rlhpc.metrics.results import (
+from rlhpc.metrics.provenance import (
     PASS_AT_K,
     Evaluated,
     evaluations_of,
@@ -21,22 +22,20 @@ from rlhpc.metrics.results import (
     read_all_results,
     read_results,
 )
-from rlhpc.metrics.svg import number, running_mean
-from rlhpc.runs.kind_parts import Headline
-from rlhpc.runs.kinds import kind_of_run
-from rlhpc.runtime.shown import in_parentheses
+from rlhpc.runs.task_type import Headline, kind_of_run
+from rlhpc.runtime.text import in_parentheses
 
 Curve = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run: its metrics and its evaluations.
+class RunMetrics:
+    """Metrics and evaluations of one run.
 
     Attributes:
-        paths: Its folder.
-        rows: Its metrics.
-        evaluations: Its evaluations on one suite.
+        paths: Files of the run.
+        rows: Metrics of the run, one row a step.
+        evaluations: Evaluations of the run on one suite.
     """
 
     paths: RunPaths
@@ -44,7 +43,7 @@ class Run:
     evaluations: list[dict[str, Any]]
 
     def curve(self, name: str, against: str) -> Curve:
-        """Returns a metric of training, smoothed as reports do, or a result of evaluations (`eval/`)."""
+        """Returns a training metric, smoothed as in reports, or a result of evaluations (`eval/`)."""
         if name.startswith("eval/"):
             at = dict(zip(*series(self.rows, against), strict=True))  # step → x
             pairs = [(at[one.step], one.value) for one in self.evaluated(name) if one.step in at]
@@ -53,12 +52,13 @@ class Run:
         return x, running_mean(y) if len(y) >= 60 else y
 
     def evaluated(self, name: str) -> list[Evaluated]:
-        """Returns a result of all evaluations, those in training and those of checkpoints."""
+        """Returns one result of all evaluations, during training and of checkpoints."""
         return evaluations_of(self.rows, self.evaluations, name.removeprefix("eval/"))
 
     def final(self, name: str) -> Evaluated | None:
-        """Returns the last value of a metric, and of an evaluation that of the best checkpoint, where the run keeps one; None
-        without a value."""
+        """Returns the last value of a metric; for an evaluation, that of the best checkpoint if the run tracks one. Returns
+        None without a value.
+        """
         if name.startswith("eval/"):
             evaluated = self.evaluated(name)
             best = self.paths.best_step()
@@ -67,12 +67,12 @@ class Run:
         return Evaluated(int(x[-1]), y[-1], y[-1], y[-1], 0, True) if x else None
 
 
-def read_run(paths: RunPaths) -> Run:
-    """Reads what the headline numbers of a run need: its last rows, and its evaluations on the suite that judges it."""
+def read_run(paths: RunPaths) -> RunMetrics:
+    """Reads the inputs of a run's headline numbers: its last rows, and its evaluations on the suite that judges it."""
     results = read_all_results(paths)
     suites = {str(result["suite"]) for result in results}
     suite = next(iter(suites)) if len(suites) == 1 else judging_suite(paths, results)
-    return Run(paths, read_last_metrics(paths.metrics), read_results(paths, suite))
+    return RunMetrics(paths, read_last_metrics(paths.metrics), read_results(paths, suite))
 
 
 def run_headlines(folders: Sequence[RunPaths]) -> dict[str, list[str]]:
@@ -80,13 +80,13 @@ def run_headlines(folders: Sequence[RunPaths]) -> dict[str, list[str]]:
     return headline_columns({str(number): [read_run(paths)] for number, paths in enumerate(folders)})
 
 
-def headline_columns(groups: Mapping[str, Sequence[Run]]) -> dict[str, list[str]]:
+def headline_columns(groups: Mapping[str, Sequence[RunMetrics]]) -> dict[str, list[str]]:
     """Returns the headline numbers of groups of runs as columns: title → a text for each group.
 
-    The columns are those of the runs' kinds; one that no run has a number for is left out.
+    The columns are those of the runs' task types; columns without any number are omitted.
 
     Args:
-        groups: Runs by label; those of one label are seeds of one configuration, whose numbers are means.
+        groups: Runs by label; runs of one label are seeds of one configuration, and their numbers are averaged.
     """
     runs = [run for group in groups.values() for run in group]
     headlines: dict[Headline, None] = {}
@@ -98,12 +98,12 @@ def headline_columns(groups: Mapping[str, Sequence[Run]]) -> dict[str, list[str]
     return {title: texts for title, texts in columns.items() if any(text != NO_VALUE for text in texts)}
 
 
-#: Stands in a table for a number that there is not.
+#: Placeholder in a table for a missing number.
 NO_VALUE = "–"
 
 
-def _with_k(headline: Headline, runs: Sequence[Run]) -> Headline | None:
-    """Returns a headline with its k, where it is of pass@k; None if no run has several samples of a problem."""
+def _with_k(headline: Headline, runs: Sequence[RunMetrics]) -> Headline | None:
+    """Returns a headline with its k, if it is pass@k; None if no run has several samples of a problem."""
     if headline.metric != f"eval/{PASS_AT_K}":
         return headline
     results = {name for run in runs for result in run.evaluations for name in result}
@@ -112,9 +112,10 @@ def _with_k(headline: Headline, runs: Sequence[Run]) -> Headline | None:
     return dataclasses.replace(headline, metric=f"eval/{name}", title=metric_title(name)) if name else None
 
 
-def _cell(headline: Headline, runs: Sequence[Run]) -> str:
-    """Returns the number of a group: of a share the mean with its 95 % interval, over seeds or, of one run, as its evaluation
-    says; of other numbers the mean with the lowest and the highest, where they differ."""
+def _cell(headline: Headline, runs: Sequence[RunMetrics]) -> str:
+    """Returns the number of a group. A share is the mean with its 95 % interval, over seeds or, for one run, from its
+    evaluation; another number is the mean with the lowest and the highest value, if they differ.
+    """
     finals = [final for run in runs if (final := run.final(headline.metric)) is not None]
     if not finals:
         return NO_VALUE
@@ -127,17 +128,17 @@ def _cell(headline: Headline, runs: Sequence[Run]) -> str:
 def _share_ends(finals: Sequence[Evaluated]) -> tuple[float, float]:
     if len(finals) == 1:
         return finals[0].low, finals[0].high
-    from rlhpc.metrics.seeds import mean  # imports numpy
+    from rlhpc.metrics.statistics import mean  # imports numpy
 
-    # As the table of scores has it; the episodes of one seed say the same thing again.
+    # As in the table of scores; the episodes of one seed are not independent.
     _, low, high = mean([final.value for final in finals]).of_share()
     return low, high
 
 
 def mean_text(values: Sequence[float | None], show: Callable[[float], str]) -> str:
     """Returns the mean of numbers as text, with the lowest and the highest if they differ."""
-    known = [value for value in values if value is not None]
-    if not known:
+    available = [value for value in values if value is not None]
+    if not available:
         return NO_VALUE
-    text, low, high = show(statistics.fmean(known)), show(min(known)), show(max(known))
+    text, low, high = show(statistics.fmean(available)), show(min(available)), show(max(available))
     return text if low == high else f"{text} ({low} … {high})"

@@ -1,6 +1,6 @@
-"""Preflight: the checks that a run has to pass before it starts, one list for each kind of run (`Kind.checks`).
+"""Preflight: checks that a run has to pass before it starts, one list for each task type (`Kind.checks`).
 
-`rlhpc train` makes all of them. `rlhpc plan` and `rlhpc submit` make those that need files alone.
+`rlhpc train` runs all of them. `rlhpc plan` and `rlhpc submit` run those that need only files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Need(enum.Enum):
-    """A resource that a check needs beyond the configuration; the value is its name in messages."""
+    """Resource that a check needs beyond the configuration; the value is its name in messages."""
 
     FILES = "files"
     LATER_FILES = "files that are there at the start"
@@ -27,19 +27,19 @@ class Need(enum.Enum):
     ROBOT = "the robot"
 
 
-#: Resources that the commands have that start nothing.
+#: Resources of the commands that start nothing.
 FILES_ALONE = frozenset({Need.FILES})
-#: Those of a start.
+#: Resources of a start.
 ALL = frozenset(Need)
 
 
 @dataclass(frozen=True)
 class Resource:
-    """A resource that a check needs, and the use of it.
+    """Resource that a check needs, and its use.
 
     Attributes:
         need: The resource.
-        use: For messages.
+        use: Use of the resource, for messages.
     """
 
     need: Need = Need.FILES
@@ -54,8 +54,8 @@ def path_resource(cfg: RunConfig, path: str, maker: str = "") -> Resource:
 
     Args:
         cfg: The configuration.
-        path: As the user wrote it; may be a pattern.
-        maker: What writes it before the start, if anything does.
+        path: Path as the user wrote it; may be a pattern.
+        maker: Writer of the path before the start; empty if it must exist.
     """
     place, scratch = expand_home(path).absolute(), cfg.cluster.scratch
     if place.exists() or any(Path(place.anchor).glob(str(place.relative_to(place.anchor)))):
@@ -68,18 +68,18 @@ def path_resource(cfg: RunConfig, path: str, maker: str = "") -> Resource:
 
 
 def strongest(*resources: Resource) -> Resource:
-    """Returns the first resource that is more than files; files where none is."""
+    """Returns the first resource that is more than files; files if all need only files."""
     return next((resource for resource in resources if resource.need is not Need.FILES), FILES)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check of a run.
+    """Check of a run before its start.
 
     Attributes:
-        name: The part of the configuration that it looks at, for messages.
-        run: Makes the check; raises a `UserError` that names the key.
-        resource: The resource that it needs.
+        name: Part of the configuration that is checked, for messages.
+        run: Runs the check; raises a `UserError` that names the key.
+        resource: Resource that the check needs.
     """
 
     name: str
@@ -91,8 +91,8 @@ class Check:
 
 
 def run_checks(checks: Iterable[Check], resources: Collection[Need] = ALL) -> list[Check]:
-    """Makes the checks for which there are resources, in their order; first those that need files alone, so that a plan and a
-    start find the same fault first.
+    """Runs the checks whose resources are available, in order, those that need only files first, so that a plan and a start
+    report the same fault first.
 
     Returns:
         The other checks.

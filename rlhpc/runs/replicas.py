@@ -1,40 +1,40 @@
-"""The ranks of a group that play or generate, while these come and go: who is there is asked here, before each step."""
+"""Replicas of a rollout or env group whose ranks join and leave: their presence is updated before each step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-from rlhpc.runs.folder import note
-from rlhpc.runtime.group import WorkerGroup
+from rlhpc.runs.run_folder import note
+from rlhpc.runtime.worker_group import WorkerGroup
 
 
 class Opening(Protocol):
-    """A rank that loads what it needs; a `Handle` is one."""
+    """Call in which ranks load their inputs; a `Handle` is one."""
 
     def done(self) -> bool:
-        """Whether it has all."""
+        """Returns whether everything is loaded."""
 
     def wait(self) -> object:
-        """Raises what went wrong."""
+        """Waits, and raises the error of a failed load."""
 
 
-class Nothing:
-    """A call that nobody had to be asked."""
+class CompletedCall:
+    """Handle of a call with no target ranks; it is complete at once."""
 
     def done(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """No answers."""
+        """Returns an empty list of results."""
         del timeout
         return []
 
 
 class Originals:
-    """The ranks of a group that its run started with: calls go to them alone, and not to ranks that have joined. All else is
-    the group's.
+    """Initial ranks of a group: calls go to the ranks that the run started with, not to ranks that have joined. Other
+    attributes are the group's.
 
     Args:
         group: The launched group.
@@ -47,7 +47,7 @@ class Originals:
         group = self._group
         if name[0] == "_" or hasattr(WorkerGroup, name) or name in vars(group):
             return getattr(group, name)
-        getattr(group, name)  # that there is such a method
+        getattr(group, name)  # raises if the method does not exist
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return getattr(group.execute_on(*range(group.world_size)), name)(*args, **kwargs)
@@ -56,20 +56,19 @@ class Originals:
 
 
 class Replicas:
-    """Who of a group takes part in a step.
+    """Replicas of a group that take part in a step.
 
-    A replica is a rank, or some neighbouring ranks that are one engine. One that is lost costs what it had under way, which
-    others take; it is started again beside the steps that follow, and takes part from the one on before which it had all that
-    it needs.
+    A replica is one rank, or several neighbouring ranks that form one engine. Other replicas take over the work of a lost one.
+    It is restarted during the following steps, and takes part again from the first step before which it has loaded everything.
 
     Args:
         group: The launched group.
-        opens: Has a replica's ranks load what they need, as at the start.
-        joins: Connects those that have, to take part from the next step on.
-        restarts: How often ranks may be started again.
-        cost: What the loss of a rank costs, for the user.
-        restart: Starts those again that have ended, where that takes more than the group's own.
-        size: Ranks of a replica. Whoever of them ends, the others end with it (`FailurePolicy.together`).
+        opens: Lets a replica's ranks load their inputs, as at the start.
+        joins: Connects ranks that have loaded, so that they take part from the next step on.
+        restarts: Returns how often ranks may be restarted.
+        cost: Cost of the loss of a rank, as a text for the user.
+        restart: Restarts ended ranks, if that takes more than the group's own restart.
+        size: Ranks of a replica. If one of them ends, the others end with it (`FailurePolicy.together`).
     """
 
     def __init__(
@@ -88,51 +87,51 @@ class Replicas:
         self._arrived: set[int] = set()
         self._opening: dict[tuple[int, ...], Opening] = {}
         self._restarted = 0
-        #: Ranks that are to be started again, and whose processes may not be gone yet.
+        #: Ranks to restart whose processes may still exist.
         self._awaiting_restart: set[int] = set()
         self.ranks: list[int] = []
 
     def begin(self) -> None:
-        """All ranks of the group take part."""
+        """Marks all complete replicas of the group as taking part."""
         self._opening.clear()
         self._arrived.clear()
-        self.ranks = self._whole(self._group.present)
+        self.ranks = self._complete_replicas(self._group.present)
 
     def present(self) -> list[int]:
-        """Those that take part and have not been lost since."""
-        there = self._group.present
-        return self._whole([rank for rank in self.ranks if rank in there])
+        """Returns the ranks that take part and have not been lost since."""
+        alive = self._group.present
+        return self._complete_replicas([rank for rank in self.ranks if rank in alive])
 
     def firsts(self) -> list[int]:
-        """The first ranks of the replicas that are present."""
+        """Returns the first ranks of the replicas that are present."""
         return self.present()[:: self._size]
 
     def _replica(self, rank: int) -> tuple[int, ...]:
         first = rank - rank % self._size
         return tuple(range(first, first + self._size))
 
-    def _whole(self, ranks: Collection[int]) -> list[int]:
-        """The ranks, in order, of whose replica all are among them."""
+    def _complete_replicas(self, ranks: Collection[int]) -> list[int]:
+        """Returns, in order, the ranks whose complete replica is among them."""
         return [rank for rank in sorted(ranks) if {*self._replica(rank)} <= {*ranks}]
 
     def of_step(self) -> WorkerGroup:
-        """The group, for a call of those that take part."""
+        """Returns the group restricted to the ranks that take part."""
         return self._group.execute_on(*self.present())
 
     def tend(self) -> None:
-        """Before a step: leaves out who is gone, has them started again, and takes in who is ready."""
-        there = self._group.present
-        self._opening = {ranks: handle for ranks, handle in self._opening.items() if {*ranks} <= {*there}}
-        self._arrived &= {*there}
-        if lost := sorted({*self.ranks} - {*self.present()}):
-            self.ranks = [rank for rank in self.ranks if rank not in lost]
-            note(f"{self._lost(lost)}; {self._cost}")
+        """Updates the replicas before a step: removes lost ranks, restarts them, and adds ranks that are ready."""
+        alive = self._group.present
+        self._opening = {ranks: handle for ranks, handle in self._opening.items() if {*ranks} <= {*alive}}
+        self._arrived &= {*alive}
+        if lost_ranks := sorted({*self.ranks} - {*self.present()}):
+            self.ranks = [rank for rank in self.ranks if rank not in lost_ranks]
+            note(f"{self._describe_lost(lost_ranks)}; {self._cost}")
             self._awaiting_restart |= {
-                rank for rank in lost if rank < self._group.world_size
-            }  # others came by themselves
+                rank for rank in lost_ranks if rank < self._group.world_size
+            }  # the others joined during the run
         self._restart_lost()
         self._arrived |= {*self._group.admit()}
-        for first in self._whole(self._arrived)[:: self._size]:
+        for first in self._complete_replicas(self._arrived)[:: self._size]:
             ranks = self._replica(first)
             self._arrived -= {*ranks}
             self._opening[ranks] = self._opens(*ranks)
@@ -145,7 +144,7 @@ class Replicas:
             note(f"{self._named(ranks)} takes part from the next step on")
 
     def _restart_lost(self) -> None:
-        """Has lost ranks started again whose processes are gone; the others are asked for before the next step."""
+        """Restarts lost ranks whose processes have ended; retries the others before the next step."""
         if not self._awaiting_restart or self._restarted >= self._restarts():
             return
         if again := self._restart():
@@ -153,12 +152,12 @@ class Replicas:
             self._awaiting_restart -= {*again}
             note(f"{self._named(again)} starts again")
 
-    def _lost(self, ranks: Collection[int]) -> str:
-        """Who ended, and who has left as told."""
+    def _describe_lost(self, ranks: Collection[int]) -> str:
+        """Formats which ranks ended, and which left on request."""
         reasons = {rank: self._group.why_left(rank) for rank in ranks}
-        ended = [rank for rank in ranks if not reasons[rank]]
+        ended_ranks = [rank for rank in ranks if not reasons[rank]]
         words = [f"{self._named([rank])} left ({why})" for rank, why in reasons.items() if why]
-        return ", ".join([*([f"{self._named(ended)} ended"] if ended else []), *words])
+        return ", ".join([*([f"{self._named(ended_ranks)} ended"] if ended_ranks else []), *words])
 
     def _named(self, ranks: Collection[int]) -> str:
         return ", ".join(f"{self._group.name}[{rank}]" for rank in ranks)

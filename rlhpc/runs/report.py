@@ -1,4 +1,4 @@
-"""report/index.html: one page about a run that needs nothing but itself (no script, no font, no network)."""
+"""Report of a run: report/index.html, a self-contained page without scripts, fonts or network access."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.manifest import read_manifest, verify
-from rlhpc.jobs.claim import read_json
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.segment import read_json_file
 from rlhpc.jobs.status import best_words
 from rlhpc.metrics.accounting import write_accounting
-from rlhpc.metrics.accounting_page import accounting_tables
-from rlhpc.metrics.joined_page import joined_section
+from rlhpc.metrics.accounting_page import accounting_tables, joined_section
+from rlhpc.metrics.charts import standalone
 from rlhpc.metrics.logger import read_metrics
 from rlhpc.metrics.page import (
     Cell,
@@ -30,29 +30,27 @@ from rlhpc.metrics.page import (
     time_unit,
     write_page,
 )
-from rlhpc.metrics.phases import phase_columns
-from rlhpc.metrics.placement import placement_grid
-from rlhpc.metrics.provenance import read_provenance
-from rlhpc.metrics.results import left_out
-from rlhpc.metrics.svg import standalone
-from rlhpc.runs.kinds import kind_of_run
+from rlhpc.metrics.phase_times import phase_columns
+from rlhpc.metrics.placement_grid import placement_grid
+from rlhpc.metrics.provenance import left_out, read_provenance
+from rlhpc.runs.task_type import kind_of_run
+from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.errors import CheckpointError, UserError
-from rlhpc.runtime.plain import read_file
-from rlhpc.runtime.storage import unwritten
+from rlhpc.runtime.files import read_file
 
-#: Files with values of a wrong type that the page names.
+#: Maximum number of files with values of a wrong type that the page lists.
 _NAMED = 20
 
 
 def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
-    """Write every curve of the run as a self-contained SVG file.
+    """Writes every curve of the run as a self-contained SVG file.
 
     Args:
-        paths: The run; a curve without data says so.
-        out_dir: Created if missing.
+        paths: Files of the run; a curve without data shows a note.
+        out_dir: Output folder; created if missing.
 
     Returns:
-        The files: always those of `Kind.curves`, others if something was logged.
+        The files: always those of `Kind.curves`, others if their metrics were logged.
     """
     charts = kind_of_run(paths).charts(paths, read_metrics(paths.metrics))
     written = []
@@ -67,19 +65,19 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
 
 
 def write_report(paths: RunPaths, output: Path | None = None) -> Path:
-    """Write the report of a run, finished or not; pieces that are not there yet say so.
+    """Writes the report of a run, finished or not; missing pieces are replaced by a note.
 
     A language model's report has a second page, samples.html, if evaluations have left samples.
 
     Args:
         paths: The run.
-        output: Write the page there, without what refers to other files (films, samples): for use in another place.
+        output: Write the page to this file, without references to other files (films, samples), for use in another folder.
 
     Returns:
         The HTML file.
 
     Raises:
-        UserError: There is no such run.
+        UserError: The run does not exist.
         RlhpcError: The page cannot be written.
     """
     if not paths.root.is_dir():
@@ -87,21 +85,21 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
     rows = read_metrics(paths.metrics)
     provenance = read_provenance(paths)
     accounting = write_accounting(paths)
-    own = kind_of_run(paths).parts(paths, rows, linked=output is None)
+    parts = kind_of_run(paths).parts(paths, rows, linked=output is None)
     page_file = output or paths.report
     html = page(
         title=paths.root.name,
-        subtitle=_subtitle(own.subject, rows, provenance),
+        subtitle=_subtitle(parts.subject, rows, provenance),
         body=[
-            own.cards,
+            parts.cards,
             _left_out(paths),
-            section("Evaluation", own.evaluation),
-            section("Learning curves", _learning(rows, own.curves)),
+            section("Evaluation", parts.evaluation),
+            section("Learning curves", _learning(rows, parts.curves)),
             section("Placement", placement_grid(provenance.get("placement"))),
-            section("Time", _time(rows, own.times)),
+            section("Time", _time(rows, parts.times)),
             section("Accounting", accounting_tables(accounting)) if accounting else "",
             section("Ranks that joined", joined) if (joined := joined_section(paths)) else "",
-            section("Checkpoints", _checkpoints(paths, rows, own.evaluated, *own.trained)),
+            section("Checkpoints", _checkpoints(paths, rows, parts.evaluated, *parts.trained)),
             section("Configuration", _configuration(paths)),
             section("Provenance", _provenance(provenance)),
         ],
@@ -110,7 +108,7 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
 
 
 def _left_out(paths: RunPaths) -> str:
-    """Names what is not shown, because it has a wrong type."""
+    """Lists values that are not displayed because they have a wrong type."""
     lines = left_out(paths)
     if len(lines) > _NAMED:
         lines = [*lines[:_NAMED], f"and {len(lines) - _NAMED} files more"]
@@ -152,12 +150,12 @@ def _time(rows: Sequence[Mapping[str, Any]], charts: list[str]) -> str:
 def _checkpoints(
     paths: RunPaths, rows: Sequence[Mapping[str, Any]], evaluated: Mapping[int, str], metric: str, label: str
 ) -> str:
-    found = paths.checkpoint_steps()
-    if not found:
+    checkpoints = paths.checkpoint_steps()
+    if not checkpoints:
         return missing("No checkpoint yet.")
     by_step = {row["step"]: row for row in rows}
     body: list[list[Cell]] = []
-    for step, path in found:
+    for step, path in checkpoints:
         faults = verify(path, checksums=False)
         count, total = _contents(path)
         trained = by_step.get(step, {}).get(metric)
@@ -173,7 +171,7 @@ def _checkpoints(
             ]
         )
     head = ["checkpoint", "state", "saved", "files", "size", label, "evaluation"]
-    best = best_words(read_json(paths.driver_state) or {})
+    best = best_words(read_json_file(paths.driver_state) or {})
     note = f'<p class="legend">Best: {escape(best)} (<code>runner.keep_best</code>).</p>' if best else ""
     return f'<div class="scroll">{table(head, body, text_columns={0, 1, 2})}</div>{note}'
 
@@ -203,7 +201,7 @@ def _provenance(record: Mapping[str, Any]) -> str:
     commit = f"{git.get('commit', '')}{' (dirty)' if git.get('dirty') else ''}, {git.get('branch', '')}" if git else ""
     versions = record.get("versions") or {}
     slurm = record.get("slurm") or {}
-    shown = {
+    rows = {
         "command": record.get("command"),
         "folder": record.get("folder"),
         "git": commit or "not in a git repository",
@@ -226,7 +224,7 @@ def _provenance(record: Mapping[str, Any]) -> str:
         for index, segment in enumerate(record.get("segments") or [], start=1)
     ]
     head = ["start", "time", "host", "job", "commit", "command"]
-    return facts(shown) + (
+    return facts(rows) + (
         f'<h3>Starts</h3><div class="scroll">{table(head, starts, text_columns={1, 2, 3, 4, 5})}</div>'
         if starts
         else ""

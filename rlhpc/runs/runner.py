@@ -1,5 +1,6 @@
-"""Runner: what all loops have in common: the loop itself, timers, checkpoint cadence, the decision to stop, and what happens
-after a failure; a subclass says what one step is."""
+"""Runner, the base class of all training loops: loop, timers, checkpoint intervals, stop conditions and recovery after a
+failure. A subclass defines one step.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ from rlhpc.config.typed import plain
 from rlhpc.jobs.paths import CONFIG
 from rlhpc.jobs.signals import StopRequest, end_of_job
 from rlhpc.metrics import MetricLogger, ProgressBar
-from rlhpc.metrics.loggers.public import public_config
+from rlhpc.metrics.loggers.base import public_config
 from rlhpc.metrics.provenance import update_provenance
-from rlhpc.runs.best import PATIENCE, BestCheckpoint
-from rlhpc.runs.folder import RunFolder, note, segment_end
-from rlhpc.runs.kinds import Cfg
-from rlhpc.runs.saving import Saves
+from rlhpc.runs.best_checkpoint import PATIENCE, BestCheckpoint
+from rlhpc.runs.checkpointing import Saves
+from rlhpc.runs.run_folder import RunFolder, note, segment_end
+from rlhpc.runs.task_type import Cfg
 from rlhpc.runtime.active_time import active_s
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, StepFailed, WorkerFailed
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.files import read_json
 from rlhpc.runtime.session import Session
 
 #: Number of recent steps and saves from which their durations are estimated.
@@ -39,21 +40,21 @@ def _p95(seconds: Collection[float]) -> float:
 
 
 class Runner(Generic[Cfg]):
-    """One start of a run.
+    """Training loop of one start of a run.
 
     Args:
         cfg: Configuration.
         groups: Launched groups by role. All are saved and restored, in this order.
-        run: The run's folder, open; by default what `runner.run_dir` and `runner.name` say.
-        stop: Asked between steps whether to end early.
+        run: The run's folder, open; by default the folder of `runner.run_dir` and `runner.name`.
+        stop: Checked between steps for a request to end early.
 
     Attributes:
         step: Steps done.
         elapsed: Seconds of training so far, over all starts.
-        max_recoveries: How often expendable groups are restarted without a new checkpoint in between.
-        recoveries: How often they have been restarted.
+        max_recoveries: Maximum number of restarts of expendable groups without a new checkpoint in between.
+        recoveries: Number of restarts so far.
         saw: Called with each step's row.
-        stateless: Groups that keep nothing from one step to the next (see `unharmed`).
+        stateless: Groups that carry no state from one step to the next (see `unharmed`).
     """
 
     stateless: frozenset[str] = frozenset()
@@ -76,59 +77,60 @@ class Runner(Generic[Cfg]):
         self.max_recoveries = 0
         self.recoveries = 0
         self.saw: Callable[[dict[str, float]], None] = lambda row: None
-        self._vain, self._recovered_from = 0, -1
+        self._num_futile, self._recovered_from = 0, -1
         self._before, self._started = 0.0, active_s()
 
-    # -- what a subclass says -------------------------------------------------------------------------------------
+    # -- hooks of a subclass --------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Builds models and whatever else the ranks need, and connects them."""
+        """Builds models and everything else that the ranks need, and connects the ranks."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Called before the first step of this start, and after a recovery."""
+        """Prepares the first step of this start, or the first step after a recovery."""
 
     def one_step(self) -> dict[str, float]:
         """Does step `self.step + 1` and counts it; returns its row of metrics, without `time/step_s` and `time/wall_s`."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """What the runner itself must remember over a restart, as JSON values."""
+        """Returns the runner's own state, which a checkpoint stores, as JSON values."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes back what `state` returned when the checkpoint was made."""
+        """Restores the state that `state` returned when the checkpoint was saved."""
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
-        """What `rlhpc status` shows besides the step."""
+        """Returns the entries of `rlhpc status` besides the step."""
         return {}
 
     def result(self) -> dict[str, Any]:
-        """What `run` returns besides the step."""
+        """Returns the entries of the result of `run` besides the step."""
         return {}
 
     def goal(self) -> str:
-        """The reason to stop if the run has reached its goal; otherwise ""."""
+        """Returns the reason to stop if the run has reached its goal; otherwise ""."""
         return ""
 
     def restored(self, answers: dict[str, list[Any]]) -> None:
         """Checks what the ranks' `load` returned, by role."""
 
-    def rebuild(self, gone: dict[str, list[int]]) -> None:
-        """After a failure: restarts the ranks that are gone, given by role, and connects them."""
+    def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
+        """Restarts the lost ranks of each role after a failure, and connects them."""
         raise NotImplementedError
 
-    def unharmed(self, gone: dict[str, list[int]]) -> bool:
-        """After `rebuild`: whether what was lost kept nothing, and the other ranks are as they were after `step`. Then the
-        run goes on from there, rather than from its newest checkpoint."""
-        del gone
+    def unharmed(self, lost_ranks: dict[str, list[int]]) -> bool:
+        """Returns, after `rebuild`, whether the lost ranks had no state and the other ranks are as they were after `step`.
+        Then the run continues from there, rather than from its newest checkpoint.
+        """
+        del lost_ranks
         return False
 
     def forget(self) -> None:
-        """Drops what is newer than the checkpoint that is about to be restored."""
+        """Drops state that is newer than the checkpoint that is about to be restored."""
 
     def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
-        """After a recovery: counts what was lost, from the number of dead ranks and `state` at the time."""
+        """Counts the losses after a recovery, from the number of dead ranks and the `state` at that time."""
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -145,11 +147,11 @@ class Runner(Generic[Cfg]):
         self.folder.mark("ready")
 
     def start_weights(self) -> str | None:
-        """Where a fresh run's first weights come from; None if they are new."""
+        """Returns the source of a fresh run's first weights; None for new weights."""
         return None
 
     def _start_from(self, path: str) -> None:
-        """`runner.init_from`: weights only; provenance.json says which."""
+        """Loads the weights of `runner.init_from` only, and adds their source to provenance.json."""
         from rlhpc.checkpoint.start import WEIGHTS, find_weights
 
         folder = find_weights(path)
@@ -169,7 +171,7 @@ class Runner(Generic[Cfg]):
             is_same_run = checkpoint.parent.resolve() == self.folder.paths.checkpoints.resolve()
             self.best.load_state(
                 state if is_same_run else {}
-            )  # the checkpoints of another run are not this one's to keep
+            )  # this run does not manage the checkpoints of another run
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{checkpoint / 'runner.json'}: cannot be read ({error!r})") from error
         self.best.link(self.folder.paths)
@@ -178,11 +180,11 @@ class Runner(Generic[Cfg]):
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Trains until the end of this start, or until somebody asks to stop.
+        """Trains until the end of this start, or until a stop is requested.
 
         Returns:
-            global_step, stop_reason, finished (whether this start reached its end), checkpoint, elapsed_s, and what the
-            kind of run adds.
+            global_step, stop_reason, finished (whether this start reached its end), checkpoint, elapsed_s, and the entries
+            of the task type.
         """
         if not self._ready:
             self.init_workers()
@@ -211,11 +213,11 @@ class Runner(Generic[Cfg]):
         }
 
     def _train(self, resumed: int | None) -> None:
-        """The loop, from the present step to the end of this start."""
+        """Runs the loop from the present step to the end of this start."""
         cfg, folder = self.cfg, self.folder
         public = public_config(plain(cfg, resolve=False), plain(cfg))
         self._started, self._before = active_s(), self.elapsed
-        # A goal that was reached stays reached; one that has since been raised does not.
+        # A goal that was reached stays reached, unless the goal was raised since.
         self.stop_reason = self._end() if self.stop_reason in ("stop_return", PATIENCE) else ""
         with (
             MetricLogger(
@@ -270,42 +272,42 @@ class Runner(Generic[Cfg]):
     # -- after a failure ------------------------------------------------------------------------------------------
 
     def _recover(self, error: RlhpcError) -> int:
-        """Restarts the expendable ranks and goes back to the newest checkpoint; the others stay alive.
+        """Restarts the expendable ranks and goes back to the newest checkpoint; the other ranks stay alive.
 
         Returns:
-            The step to go on from.
+            The step to continue from.
 
         Raises:
-            RlhpcError: `error`, where it cannot be recovered from: it was another group's, nothing is saved yet, or it
-                comes again and again.
+            RlhpcError: `error`, if no recovery is possible: it came from another group, nothing is saved yet, or it occurs
+                repeatedly.
         """
         session = Session.running()
         stateless = error.group in self.stateless
         if session is None or not session.failures.expendable or self.stop.requested:
             raise error
-        found = newest_valid(self.folder.paths, checksums=False)
+        newest_checkpoint = newest_valid(self.folder.paths, checksums=False)
         saving = self.saves.under_way
-        if found.path is None and not stateless and saving is None:
+        if newest_checkpoint.path is None and not stateless and saving is None:
             raise error
-        step = self.step if stateless else max(found.step, saving or 0)
-        self._vain = self._vain + 1 if step <= self._recovered_from else 1
+        step = self.step if stateless else max(newest_checkpoint.step, saving or 0)
+        self._num_futile = self._num_futile + 1 if step <= self._recovered_from else 1
         self._recovered_from = step
-        if self._vain > self.max_recoveries:
+        if self._num_futile > self.max_recoveries:
             raise error
-        gone = session.recover()
-        ranks = ", ".join(f"{role}[{rank}]" for role, lost in gone.items() for rank in lost)
+        lost_ranks = session.recover()
+        ranks = ", ".join(f"{role}[{rank}]" for role, role_ranks in lost_ranks.items() for rank in role_ranks)
         reason = str(error).splitlines()[0]
         session.interrupted = (
             self.stop.check
-        )  # whoever is asked to end here loses nothing that is not in the checkpoint
+        )  # a stop during the recovery loses only steps that are not in the checkpoint
         try:
-            self.rebuild(gone)
+            self.rebuild(lost_ranks)
             self._saved(self.saves.settle)
             newest = newest_valid(self.folder.paths, checksums=False).path
             if saving is not None and newest != self.folder.paths.checkpoint(saving):
                 self._saved_step = -1
             before = self.state()
-            if self.unharmed(gone):
+            if self.unharmed(lost_ranks):
                 note(f"{reason}; {ranks} start again, and step {self.step + 1} with them; nothing else is lost")
             elif newest is None:
                 raise error
@@ -315,18 +317,18 @@ class Runner(Generic[Cfg]):
                 self._restore(newest)
         finally:
             session.interrupted = lambda: None
-        self.count_lost(sum(map(len, gone.values())), before)
+        self.count_lost(sum(map(len, lost_ranks.values())), before)
         self.recoveries += 1
         return self.step
 
     # -- when to stop ---------------------------------------------------------------------------------------------
 
     def _end(self) -> str:
-        """The reason to stop after this step; "" if there is none."""
+        """Returns the reason to stop after this step; "" to continue."""
         return self.goal() or (PATIENCE if self.best.is_over() else "")
 
     def _check_walltime(self) -> None:
-        """Requests a stop while there is still time to save, if the scheduler says when the job ends."""
+        """Requests a stop while enough time is left to save, if the scheduler reports the end of the job."""
         reserve = max(self.cfg.runner.save_reserve_s, 2 * _p95(self._saves_s))
 
         def has_room(end: float | None) -> bool:
@@ -364,7 +366,7 @@ class Runner(Generic[Cfg]):
         self._still_s += active_s() - begin
 
     def _saved(self, end: Callable[[], float | None]) -> None:
-        """Counts a save that `end` has made a checkpoint, and drops older ones."""
+        """Counts a save that `end` has committed, and prunes older checkpoints."""
         begin = active_s()
         if (seconds := end()) is not None:
             self._saves_s.append(seconds)
@@ -373,7 +375,7 @@ class Runner(Generic[Cfg]):
             self._still_s += active_s() - begin
 
     def _protected(self) -> list[int]:
-        """The best step, and those at which segments ended: evaluation and conversion may still read them."""
+        """Returns the best step and the last steps of segments: evaluation and conversion may still read their checkpoints."""
         segments = self.cfg.runner.segments
         planned = [segment_end(self.folder.total, k, segments) for k in range(segments)] if segments > 1 else []
         return [*planned, *self.folder.finished_segments(), *self.best.protected(self.folder.paths)]

@@ -1,4 +1,4 @@
-"""The page of a sweep: which values are better, by how much and how surely; and how each run ended."""
+"""Sweep page: ranking of the values with statistics over seeds, and the state of each run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from typing import Any
 
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.jobs.state import RunState, states
+from rlhpc.metrics.charts import number
 from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.page import card, missing, page, section, write_page
-from rlhpc.metrics.results import read_results
-from rlhpc.metrics.seeds import interquartile_mean
-from rlhpc.metrics.svg import number
+from rlhpc.metrics.provenance import read_results
+from rlhpc.metrics.statistics import interquartile_mean
 from rlhpc.runs.compare import curves_part, final_table
-from rlhpc.runs.headlines import Run
-from rlhpc.runs.kinds import kind_of_run
-from rlhpc.runs.scores import (
-    MOST_DRAWN,
-    Scored,
+from rlhpc.runs.headlines import RunMetrics
+from rlhpc.runs.seed_scores import (
+    MAX_DRAWN,
+    ConfigScores,
     estimate_text,
     goal_of,
     metric_of,
@@ -30,34 +29,35 @@ from rlhpc.runs.scores import (
     scores_at,
     scores_part,
 )
-from rlhpc.runs.sweeps import read_sweep
+from rlhpc.runs.sweep import read_sweep
+from rlhpc.runs.task_type import kind_of_run
 
 _BAD = ("failed", "dead", "cancelled")
 
 
 @dataclass(frozen=True)
 class SweepRanking:
-    """A sweep's configurations by their scores.
+    """Configurations of a sweep, ranked by their scores.
 
     Attributes:
         record: Content of `sweep.json`.
-        states: Name of a run → what it does.
-        runs: Name of a run → what it has to show; None for one without a step.
-        metric: The metric that is compared; None if finished runs have none in common.
+        states: Name of a run → its state.
+        runs: Name of a run → its metrics; None for a run without a step.
+        metric: The metric that is compared; None if finished runs have no metric in common.
         goal: `maximize` or `minimize`.
         step: The step of the scores; None without any.
         scores: Name of a run → its score.
-        configurations: With the scores of their seeds, in the order of the record.
+        configurations: Configurations with the scores of their seeds, in the order of the record.
     """
 
     record: dict[str, Any]
     states: dict[str, RunState]
-    runs: dict[str, Run | None]
+    runs: dict[str, RunMetrics | None]
     metric: str | None
     goal: str
     step: int | None
     scores: dict[str, float]
-    configurations: list[Scored]
+    configurations: list[ConfigScores]
 
 
 def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None = None) -> SweepRanking:
@@ -66,7 +66,7 @@ def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None =
     Args:
         sweep: Its files.
         suite: Evaluation suite that is compared; None for that of the sweep.
-        metric: The metric that is compared; None for the sweep's, or the first of its kind of run.
+        metric: The metric that is compared; None for the sweep's, or the first of its task type.
 
     Raises:
         RlhpcError: `sweep.json` cannot be read.
@@ -74,8 +74,8 @@ def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None =
     record = read_sweep(sweep)
     named = record["runs"]
     suite = suite or str(record.get("suite") or "default")
-    found = [found for _, found in states([sweep.run(run["name"]) for run in named])]
-    state = {run["name"]: one for run, one in zip(named, found, strict=True)}
+    run_states = [run_states for _, run_states in states([sweep.run(run["name"]) for run in named])]
+    state = {run["name"]: one for run, one in zip(named, run_states, strict=True)}
     runs = {run["name"]: _read(sweep.run(run["name"]), suite) for run in named}
     compared = {name: run for name, run in runs.items() if state[name].state == "finished" and run is not None}
     metric = metric or record.get("metric") or _compared([*compared.values()])
@@ -83,7 +83,9 @@ def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None =
     step, values = scores_at([*compared.values()], metric) if metric else (None, [])
     scores: dict[str, float] = dict(zip(compared, values, strict=False))
     labels = list(dict.fromkeys(str(run["label"]) for run in named))
-    scored = [Scored(label, _of(label, named, scores), sum(run["label"] == label for run in named)) for label in labels]
+    scored = [
+        ConfigScores(label, _of(label, named, scores), sum(run["label"] == label for run in named)) for label in labels
+    ]
     return SweepRanking(record, state, runs, metric, goal, step, scores, scored)
 
 
@@ -103,13 +105,13 @@ def render_ranking(ranking: SweepRanking) -> list[str]:
 
 
 def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, metric: str | None = None) -> Path:
-    """Writes the page of the runs that a sweep names now, of those that have something to show.
+    """Writes the page of the runs that a sweep currently names and that have metrics.
 
     Args:
         sweep: Its files.
         output: The HTML file.
         suite: Evaluation suite that is compared; None for that of the sweep.
-        metric: What is compared; None for what the sweep says, or what its kind of run is compared by.
+        metric: Metric that is compared; None for that of the sweep or of its task type.
 
     Raises:
         RlhpcError: `sweep.json` cannot be read, or the page cannot be written.
@@ -119,15 +121,17 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
     metric, goal, scored, scores = ranking.metric, ranking.goal, ranking.configurations, ranking.scores
     labels = [one.label for one in scored]
     suite = suite or str(record.get("suite") or "default")
-    ended = [run for run in named if state[run["name"]].state == "finished" and runs[run["name"]] is not None]
+    finished_runs = [run for run in named if state[run["name"]].state == "finished" and runs[run["name"]] is not None]
     best = ranked(scored, goal)
-    shown = [one.label for one in best] + [label for label in labels if label not in {one.label for one in best}]
+    ordered_labels = [one.label for one in best] + [
+        label for label in labels if label not in {one.label for one in best}
+    ]
     groups = {
         label: [run for one in named if one["label"] == label and (run := runs[one["name"]]) is not None]
-        for label in shown
+        for label in ordered_labels
     }
     groups = {label: group for label, group in groups.items() if group}
-    drawn = dict(list(groups.items())[:MOST_DRAWN])
+    drawn = dict(list(groups.items())[:MAX_DRAWN])
     failed = [run["name"] for run in named if state[run["name"]].state in _BAD]
     finished = sum(one.state == "finished" for one in state.values())
     cards = [
@@ -142,14 +146,21 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
             )
         )  # fmt: skip
     title = f"{metric} at step {ranking.step}"
-    over = scores_part(sorted(scored, key=lambda one: shown.index(one.label)), title, goal, metric) if metric else ""
+    over = (
+        scores_part(sorted(scored, key=lambda one: ordered_labels.index(one.label)), title, goal, metric)
+        if metric
+        else ""
+    )
     subtitle = f"{len(named)} runs, evaluation suite {suite}, written {time.strftime('%Y-%m-%d %H:%M')}"
     html = page(
         title=f"Sweep {record.get('name', sweep.root.name)}",
         subtitle=subtitle,
         body=[
             f'<div class="cards sweep">{"".join(cards)}</div>',
-            section("Scores", over or missing(_nothing(metric, [run for run in runs.values() if run], len(ended)))),
+            section(
+                "Scores",
+                over or missing(_no_scores_text(metric, [run for run in runs.values() if run], len(finished_runs))),
+            ),
             section("Curves", curves_part(drawn, of=len(groups)) if groups else missing("No run has a step yet.")),
             section("How they ended", final_table(groups) if groups else missing("No run has a step yet.")),
             section("Runs", _runs_table(sweep, output, named, state, runs, scores, metric)),
@@ -159,12 +170,12 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
     return write_page(html, output)
 
 
-def _read(paths: RunPaths, suite: str) -> Run | None:
+def _read(paths: RunPaths, suite: str) -> RunMetrics | None:
     rows = read_metrics(paths.metrics)
-    return Run(paths, rows, read_results(paths, suite)) if rows else None
+    return RunMetrics(paths, rows, read_results(paths, suite)) if rows else None
 
 
-def _compared(runs: Sequence[Run]) -> str | None:
+def _compared(runs: Sequence[RunMetrics]) -> str | None:
     return metric_of(kind_of_run(runs[0].paths), runs) if runs else None
 
 
@@ -172,17 +183,17 @@ def _of(label: str, named: Sequence[Mapping[str, Any]], scores: Mapping[str, flo
     return [scores[run["name"]] for run in named if run["label"] == label and run["name"] in scores]
 
 
-def _nothing(metric: str | None, runs: Sequence[Run], ended: int) -> str:
-    if not ended:
+def _no_scores_text(metric: str | None, runs: Sequence[RunMetrics], num_finished: int) -> str:
+    if not num_finished:
         return "No run has finished yet."
     if metric is None:
         return "The runs have no metric in common by which they are compared; name one: sweep.metric."
-    there = sorted(
+    eval_metrics = sorted(
         {f"eval/{name}" for run in runs for e in run.evaluations for name, v in e.items() if isinstance(v, float)}
     )
     logged = sorted({name for run in runs for name in run.rows[-1] if "/" in name})
-    known = escape(", ".join([*there, *logged]) or "none")
-    return f"The runs that finished do not have {escape(metric)} at a step in common; there are: {known}."
+    available = escape(", ".join([*eval_metrics, *logged]) or "none")
+    return f"The runs that finished do not have {escape(metric)} at a step in common; there are: {available}."
 
 
 def _runs_table(
@@ -190,25 +201,25 @@ def _runs_table(
     output: Path,
     named: Sequence[Mapping[str, Any]],
     state: Mapping[str, Any],
-    runs: Mapping[str, Run | None],
+    runs: Mapping[str, RunMetrics | None],
     scores: Mapping[str, float],
     metric: str | None,
 ) -> str:
-    """Every run with its state; those that have a report lead to it."""
+    """Renders every run with its state, as a table; runs with a report link to it."""
     head = ["run", "state", "step", metric or "score", "note"]
     lines = []
     for run in named:
-        name, found, read = str(run["name"]), state[run["name"]], runs[run["name"]]
-        begun = sweep.run(name).root.is_dir()
+        name, run_state, read = str(run["name"]), state[run["name"]], runs[run["name"]]
+        has_started = sweep.run(name).root.is_dir()
         report, steps = sweep.run(name).report, series(read.rows, "step")[1] if read else []
         link = os.path.relpath(report, output.absolute().parent)
-        shown = f'<a href="{escape(link, quote=True)}">{escape(name)}</a>' if report.is_file() else escape(name)
+        run_cell = f'<a href="{escape(link, quote=True)}">{escape(name)}</a>' if report.is_file() else escape(name)
         score = scores.get(name)
-        words = found.state if begun else "not started"
+        words = run_state.state if has_started else "not started"
         lines.append(
-            f'<tr><td class="t">{shown}</td><td class="t{" bad" if words in _BAD else ""}">{escape(words)}</td>'
+            f'<tr><td class="t">{run_cell}</td><td class="t{" bad" if words in _BAD else ""}">{escape(words)}</td>'
             f"<td>{f'{steps[-1]:.0f}' if steps else '–'}</td><td>{'–' if score is None else number(score)}</td>"
-            f'<td class="t">{escape(found.why if begun else "")}</td></tr>'
+            f'<td class="t">{escape(run_state.why if has_started else "")}</td></tr>'
         )
     cells = "".join(f"<th{'' if i in (2, 3) else ' class=t'}>{escape(title)}</th>" for i, title in enumerate(head))
     return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'

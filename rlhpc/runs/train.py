@@ -1,4 +1,4 @@
-"""`rlhpc train`: the composition root. Checks everything first, then Cluster → placement → groups → runner."""
+"""Composition root of `rlhpc train`: checks everything first, then builds cluster, placement, groups and runner."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from rlhpc.jobs.granted import require_hosts, require_live_allocation
-from rlhpc.jobs.log_starts import mark_start
+from rlhpc.jobs.attempt_logs import mark_start
+from rlhpc.jobs.driver_lock import require_hosts, require_live_allocation, require_no_driver, sole_driver
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.signals import MAX_RESTARTS, StopRequest
-from rlhpc.jobs.sole import require_no_driver, sole_driver
-from rlhpc.runs.elastic import Elastic
-from rlhpc.runs.folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
-from rlhpc.runs.kinds import Cfg, Kind, kind_of
+from rlhpc.runs.config_changes import check_resume
+from rlhpc.runs.elastic_driver import Elastic
 from rlhpc.runs.preflight import run_checks
-from rlhpc.runs.resuming import check_resume
+from rlhpc.runs.run_folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
+from rlhpc.runs.run_identity import make_longer
 from rlhpc.runs.runner import Runner
-from rlhpc.runs.same_run import make_longer
+from rlhpc.runs.task_type import Cfg, Kind, kind_of
 from rlhpc.runtime.cluster import Cluster
-from rlhpc.runtime.device import torch_device
+from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import Stopped
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.lookup import load_attribute
 from rlhpc.runtime.placement import HybridComponentPlacement
+from rlhpc.runtime.plugins import load_attribute
 from rlhpc.runtime.session import Session
 
 
@@ -31,19 +30,19 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
     """Trains a run, or one segment of it, to its end.
 
     Args:
-        cfg: Configuration, as `load_config` gives it.
-        segment: Which of `runner.segments`; it starts from the newest checkpoint and leaves `segments/<k>.json`. A
-            segment that is finished is not trained again.
-        resume_with: A run that has begun is continued even where the configuration says now that something else is trained.
+        cfg: Configuration from `load_config`.
+        segment: Number of a segment, below `runner.segments`; it starts from the newest checkpoint and writes
+            `segments/<k>.json`. A finished segment is not trained again.
+        resume_with: Continue a started run even if its training configuration has changed.
 
     Returns:
-        What the runner's `run` returns, and exit_code: 0, or that of a signal that ended the run early.
+        The result of the runner's `run`, and exit_code: 0, or that of a signal that ended the run early.
 
     Raises:
-        ConfigError, PlacementError, CheckpointError: Before anything was written.
-        WorkerFailed: A rank failed; the first one that did.
+        ConfigError, PlacementError, CheckpointError: A check failed; nothing was written.
+        WorkerFailed: A rank failed; the error is that of the first failed rank.
     """
-    kind, given = kind_of(cfg), cfg
+    kind, user_cfg = kind_of(cfg), cfg
     require_live_allocation()
     require_no_driver(RunPaths.of(cfg.runner.run_dir, cfg.runner.name))
     run = RunFolder.plan(cfg, segment, resume_with=resume_with)
@@ -68,13 +67,13 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
         note(f"goes on from step {run.resume.step} ({run.resume.path})")
     run_checks(kind.checks(cfg, {role: len(ranks) for role, ranks in placements.items()}))
     with sole_driver(run.paths):
-        return _train(kind, cfg, given, run, cluster, strategies, placements)
+        return _train(kind, cfg, user_cfg, run, cluster, strategies, placements)
 
 
 def _train(
     kind: Kind[Cfg],
     cfg: Cfg,
-    given: Cfg,
+    user_cfg: Cfg,
     run: RunFolder,
     cluster: Cluster,
     strategies: dict[str, Any],
@@ -83,7 +82,7 @@ def _train(
     roles = kind.roles_of(cfg)
     classes = {role: load_attribute(name, f"role {role} of the kind {kind.name}") for role, name in roles.items()}
     make_runner = load_attribute(kind.runner, f"the runner of the kind {kind.name}")
-    run.open(given)
+    run.open(user_cfg)
     mark_start(run.paths.segment_logs(run.segment or 0))
     run.record_placement({role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
     runner: Runner[Cfg] | None = None
@@ -111,19 +110,19 @@ def _train(
             for group in groups.values():
                 group.wait_ready()
             run.mark("ranks")
-            runner = made = make_runner(cfg, **groups, run=run, stop=stop)
-            made.init_workers()
-            # A submitted run goes on by itself after a failure; one at a terminal says so and ends.
-            made.max_recoveries = int(os.environ.get(MAX_RESTARTS, "0"))
-            session.failures.expendable = kind.expendable_of(cfg) if made.max_recoveries else frozenset()
+            runner = active_runner = make_runner(cfg, **groups, run=run, stop=stop)
+            active_runner.init_workers()
+            # A submitted run recovers by itself after a failure; a run at a terminal reports the failure and ends.
+            active_runner.max_recoveries = int(os.environ.get(MAX_RESTARTS, "0"))
+            session.failures.expendable = kind.expendable_of(cfg) if active_runner.max_recoveries else frozenset()
             session.failures.independent = kind.independent_of(cfg)
             session.failures.elastic, session.failures.together = kind.elastic_of(cfg), kind.together_of(cfg)
             session.membership.why_fixed = kind.why_fixed(cfg)
             session.leases.patience = kind.patience_of(cfg)
             session.interrupted = lambda: None
-            made.saw = helpers.saw
+            active_runner.saw = helpers.saw
             helpers.start(session)
-            result = made.run()
+            result = active_runner.run()
             session.membership.is_open = False
             session.failures.expendable, session.failures.elastic = frozenset(), {}
             for group in groups.values():

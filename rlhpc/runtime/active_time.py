@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 #: How often the clock is looked at, and how much later than that a look must be for the process to have been stopped.
 _LOOK_S, _STOPPED_S = 1.0, 10.0
-#: Share of a gap in which a process that was not stopped computed: it kept all other threads from running.
+#: Share of a gap during which a running process computed and blocked all other threads.
 _BUSY_SHARE = 0.1
 
 

@@ -1,4 +1,4 @@
-"""What this process was granted: nodes, cores and accelerators, read from Slurm's variables or from the machine."""
+"""Allocation of this process: nodes, cores and accelerators, read from Slurm's variables or from the machine."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Node:
         name: Host name.
         cpus: Cores granted to the run there.
         accelerators: Indices 0..n-1 of the accelerators granted there; index i is the i-th visible one.
-        visible_devices: What `CUDA_VISIBLE_DEVICES` calls them, in the same order. On a node that is not local these
-            are the names used on this one: Slurm does not tell a job's other masks, so a job step there looks index i up
-            in the mask it finds itself with.
+        visible_devices: Their names in `CUDA_VISIBLE_DEVICES`, in the same order. On a node that is not local these
+            are the names used on this one: Slurm does not publish the masks of other nodes, so a job step there looks index i
+                up in its own mask.
         het_group: Component of a heterogeneous job, or None.
         is_local: Whether processes there can be started without the scheduler.
         address: Network address, where known.
@@ -45,25 +45,25 @@ class Node:
     address: str | None = None
 
 
-def expand_range(text: str, whole: str) -> list[str]:
-    """`3` → ["3"]; `08-11` → ["08", "09", "10", "11"]: the first number's width is kept.
+def expand_range(text: str, full_text: str) -> list[str]:
+    """Expands a range of numbers: `3` → ["3"]; `08-11` → ["08", "09", "10", "11"]. Keeps the first number's width.
 
     Raises:
-        ConfigError: Not a number or an ascending range; quotes `whole`, which it is part of.
+        ConfigError: Not a number or an ascending range; quotes `full_text`, the text that contains it.
     """
     match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text)
     if not match:
-        raise ConfigError(f"cannot read {text!r} in {whole!r}: write a number (3) or a range (0-3)")
+        raise ConfigError(f"cannot read {text!r} in {full_text!r}: write a number (3) or a range (0-3)")
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first or last - first >= _MOST_NODES:
         raise ConfigError(
-            f"cannot read {text!r} in {whole!r}: {'it runs backwards' if last < first else 'it is too long'}"
+            f"cannot read {text!r} in {full_text!r}: {'it runs backwards' if last < first else 'it is too long'}"
         )
     return [str(n).zfill(len(match[1])) for n in range(first, last + 1)]
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Slurm's compressed host list: `n[1-3,07]` → n1, n2, n3, n07; `a[1-2]b[3-4],c` → a1b3, a1b4, a2b3, a2b4, c.
+    """Expands Slurm's compressed host list: `n[1-3,07]` → n1, n2, n3, n07; `a[1-2]b[3-4],c` → a1b3, a1b4, a2b3, a2b4, c.
 
     Raises:
         ConfigError: The text is not a host list.
@@ -84,7 +84,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Slurm's repetition: `4(x2),8` → [4, 4, 8].
+    """Expands Slurm's repetition: `4(x2),8` → [4, 4, 8].
 
     Raises:
         ConfigError: The text is not a list of counts.
@@ -99,18 +99,21 @@ def expand_counts(text: str) -> list[int]:
 
 
 def gpus_in(text: str | None) -> int | None:
-    """Accelerators per node in Slurm's words: `gpu:a100:4`, `gpu:2,nvme:1`, `a100:4`, `4`; None if it names none."""
-    found = None
+    """Parses accelerators per node in Slurm's notation: `gpu:a100:4`, `gpu:2,nvme:1`, `a100:4`, `4`; returns None if it names
+    none.
+    """
+    total = None
     for part in (text or "").removeprefix("gres:").split(","):
         words = re.sub(r"\([^)]*\)", "", part.strip()).removeprefix("gres/").replace("=", ":").split(":")
         if words[0] == "gpu":
             count = words[-1] if len(words) > 1 else "1"
-            found = (found or 0) + (int(count) if count.isdigit() else 1)
-    return found
+            total = (total or 0) + (int(count) if count.isdigit() else 1)
+    return total
 
 
 def granted_cpus(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Cores this process may use: its affinity mask, lowered by the quota of its control group or of one above it.
+    """Returns the cores this process may use: its affinity mask, lowered by the quota of its control group or of a parent
+    group.
 
     Args:
         root: Where control groups are mounted.
@@ -122,12 +125,12 @@ def granted_cpus(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/
     except OSError:
         lines = []
     for line in ["0::/", *lines]:  # a container may mount its own group as the root and still show the host's path
-        _, controllers, own = [*line.split(":", 2), "", ""][:3]
+        _, controllers, cgroup_path = [*line.split(":", 2), "", ""][:3]
         if controllers and "cpu" not in controllers.split(","):
             continue
         mounts = [root / controllers, root / "cpu"] if controllers else [root]
         for mount in mounts:
-            folder = mount / own.lstrip("/")
+            folder = mount / cgroup_path.lstrip("/")
             for group in (folder, *folder.parents):
                 if (quota := _quota(group)) is not None:
                     cpus = min(cpus, quota)
@@ -149,31 +152,31 @@ def _quota(group: Path) -> int | None:
 
 
 def visible_accelerators(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
-    """The GPUs this process may use: by the mask if there is one, otherwise by device files; never through torch."""
+    """Returns the GPUs this process may use: by the mask if it is set, otherwise by device files; never through torch."""
     mask = environ.get("CUDA_VISIBLE_DEVICES")
     if mask is not None:
         # CUDA reads a mask up to the first entry that is no device
         return tuple(itertools.takewhile(lambda m: m not in ("", "-1", "NoDevFiles"), map(str.strip, mask.split(","))))
-    found = [m[1] for p in dev.glob("nvidia[0-9]*") if (m := re.fullmatch(r"nvidia([0-9]+)", p.name))]
-    return tuple(sorted(found, key=int))
+    indices = [m[1] for p in dev.glob("nvidia[0-9]*") if (m := re.fullmatch(r"nvidia([0-9]+)", p.name))]
+    return tuple(sorted(indices, key=int))
 
 
 def in_slurm_job(environ: Mapping[str, str]) -> bool:
-    """Whether these are the variables of a Slurm allocation."""
+    """Returns whether these are the variables of a Slurm allocation."""
     return bool(environ.get("SLURM_JOB_ID") and (environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_HET_SIZE")))
 
 
 def steps_possible() -> bool:
-    """Whether this process is in a Slurm job that lets it start job steps."""
+    """Returns whether this process is in a Slurm job and can start job steps."""
     return in_slurm_job(os.environ) and shutil.which("srun") is not None
 
 
 def slurm_nodes(environ: Mapping[str, str], *, ask: bool = False) -> list[Node]:
-    """The nodes of the Slurm job, component by component.
+    """Returns the nodes of the Slurm job, component by component.
 
     Args:
         environ: The job's variables.
-        ask: Ask Slurm for the GPUs if no variable tells and this host is not one of the job's nodes.
+        ask: Query Slurm for the GPUs if no variable has them and this host is not one of the job's nodes.
 
     Raises:
         ConfigError: A variable is missing or cannot be read.
@@ -214,7 +217,7 @@ def slurm_nodes(environ: Mapping[str, str], *, ask: bool = False) -> list[Node]:
 
 
 def gpus_of_job(job_id: str) -> dict[int, int]:
-    """GPUs per node of each component, asked of Slurm: in a shell of `salloc` on a login node no variable tells."""
+    """Queries Slurm for the GPUs per node of each component: in a shell of `salloc` on a login node no variable has them."""
     counts = {}
     for record in ask("scontrol", "--oneliner", "show", "job", job_id).records:
         count = gpus_per_node(record)
@@ -225,8 +228,9 @@ def gpus_of_job(job_id: str) -> dict[int, int]:
 
 
 def gpus_per_node(record: Mapping[str, str]) -> int | None:
-    """Returns the GPUs that each node of a job has, from its record (`scontrol show job`), whichever way they were asked for:
-    per node, per task or for the whole job; None if it has none, or not equally many on each node."""
+    """Returns the GPUs on each node of a job, from its record (`scontrol show job`), whether requested per node, per task or
+    for the whole job; None if it has none, or not the same number on each node.
+    """
     per_node = gpus_in(record.get("TresPerNode"))
     if per_node is not None:
         return per_node
@@ -251,7 +255,7 @@ def _variable(environ: Mapping[str, str], name: str, component: int | None) -> s
 
 
 def _slurm_mask(environ: Mapping[str, str], component: int | None) -> tuple[str, ...]:
-    """The devices of a component's nodes. Variables without a suffix describe component 0, where the driver runs."""
+    """Returns the devices of a component's nodes. Variables without a suffix describe component 0, where the driver runs."""
     first = component in (None, 0)
     if first and environ.get("CUDA_VISIBLE_DEVICES") is not None:
         return visible_accelerators(environ)

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
-from rlhpc.runtime.comm.devices import address
+from rlhpc.runtime.comm.device_memory import address
 from rlhpc.runtime.comm.payload import Packed
-from rlhpc.runtime.comm.queues import Item, Outlook, Refused, Taker
+from rlhpc.runtime.comm.queues import ChannelRefused, Item, PutEstimate, Taker
 from rlhpc.runtime.comm.serialization import owned
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES
-from rlhpc.runtime.comm.sockets import choose
+from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import ChannelError, RegistryError
 from rlhpc.runtime.host import process_key
@@ -39,12 +39,12 @@ class QueueEmpty(queue.Empty):
     """`get_nowait` on an empty channel."""
 
 
-class Taken(NamedTuple):
-    """An item that somebody has taken, and may fail to be done with.
+class LeasedItem(NamedTuple):
+    """An item that a consumer has leased and has not acknowledged yet.
 
     Attributes:
         item: The item.
-        number: What the channel's home knows it by.
+        number: Its number at the channel's home.
     """
 
     item: Any
@@ -80,10 +80,10 @@ class Channel:
                 calling process need no socket. Otherwise the calling process is the home of all keys.
             max_bytes: Bytes the channel may hold at each home before `put` blocks.
             home: The group whose ranks keep the keys; implies `distributed`.
-            ranks: Those of it that take turns at the keys; by default all that it was launched with.
+            ranks: Ranks of that group that share the keys; by default all ranks that it was launched with.
 
         Raises:
-            ChannelError: A process that is to keep it has ended.
+            ChannelError: A process that should be a home of the channel has ended.
         """
         context = here()
         if distributed or home:
@@ -95,20 +95,20 @@ class Channel:
             ]
         else:
             members = []
-        homes = [context.member(*who)["data"] for who in members] or [context.service.endpoint]
+        homes = [context.member(*member)["data"] for member in members] or [context.service.endpoint]
         if context.service.endpoint in homes:
             context.service.open_channel(name, maxsize, max_bytes)
-        for who, record in dict(zip(members, homes, strict=False)).items():
+        for member, record in dict(zip(members, homes, strict=False)).items():
             if record != context.service.endpoint:
                 body, peers = pickle.dumps((name, maxsize, max_bytes)), context.service.peers
                 request = peers.begin(choose(record), b"OPEN", [body], f"the home of channel {name!r}", _OPENS_S)
-                peers.reply_to(request, _OPENS_S, functools.partial(context.has_left, *who))
+                peers.reply_to(request, _OPENS_S, functools.partial(context.has_left, *member))
         context.registry.put("channels", name, {"homes": homes, "maxsize": maxsize})
         return cls(name, homes, maxsize)
 
     @classmethod
     def connect(cls, name: str, timeout: float = 60.0) -> Channel:
-        """Attaches to a channel that somebody creates.
+        """Attaches to a channel that another process creates.
 
         Raises:
             ChannelError: It did not exist after `timeout` seconds.
@@ -141,11 +141,11 @@ class Channel:
     ) -> AsyncWork | None:
         """Appends `item`; blocks while the channel is full.
 
-        With `async_op` the item is taken as it is now, and the `AsyncWork` returned tells when it has been admitted. `gone`
-        says whether the channel's home is known to have ended: the end of one on another host closes no connection.
+        With `async_op` the item is copied now, and the returned `AsyncWork` completes when the channel has admitted it. `gone`
+        returns whether the channel's home is known to have ended: the end of a process on another host closes no connection.
 
         Raises:
-            DeadlineExceeded: Nobody made room in the session's wait deadline.
+            DeadlineExceeded: The channel stayed full until the session's wait deadline.
             ChannelError: The channel's home has ended.
         """
         context, key = current(), str(key)
@@ -164,9 +164,10 @@ class Channel:
         return None
 
     def entrust(self, item: Any, key: str = DEFAULT_KEY) -> None:
-        """Appends `item`, all of which the channel's home has when this returns: it needs nothing of this process any more.
+        """Appends `item` and returns once the channel's home holds all of its data: the item no longer depends on this
+        process.
 
-        Slower for large items than `put`, which leaves their data where it is until the consumer comes for it.
+        For large items this is slower than `put`, which leaves their data in place until the consumer fetches it.
         """
         context = current()
         self._put(context, context.service.pack(item, inline=True), 0, str(key), True, confirm=True)
@@ -197,7 +198,7 @@ class Channel:
             if home["ipc"] == service.endpoint["ipc"]:
                 frames = owned(packed.frames())
 
-                outlook = Outlook("", "", False)
+                outlook = PutEstimate("", "", False)
 
                 def act(answer: Any) -> bool:
                     nonlocal outlook
@@ -225,15 +226,15 @@ class Channel:
                 return
             request = service.peers.begin(choose(home), b"PUT", [head, *packed.frames()], whom, context.wait_deadline)
             reply = service.peers.reply_to(request, context.wait_deadline, gone)
-            self._sent(context, packed, key, Outlook(*pickle.loads(reply[0])))
+            self._sent(context, packed, key, PutEstimate(*pickle.loads(reply[0])))
         except BaseException as error:
             packed.discard()
-            if isinstance(error, Refused):
+            if isinstance(error, ChannelRefused):
                 context.check()
                 raise QueueFull(whom) from None
             raise
 
-    def _sent(self, context: Context, packed: Packed, key: str, outlook: Outlook) -> None:
+    def _sent(self, context: Context, packed: Packed, key: str, outlook: PutEstimate) -> None:
         if outlook.host:
             self._takers[key] = outlook.taker
         packed.settle(outlook.waiting, context.check)
@@ -241,10 +242,10 @@ class Channel:
     # -- get ------------------------------------------------------------------------------------------------------
 
     def get(self, key: str = DEFAULT_KEY, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Removes and returns the oldest item; blocks while there is none.
+        """Removes and returns the oldest item; blocks while the channel is empty.
 
         Raises:
-            DeadlineExceeded: None came in `timeout` seconds (default: the session's wait deadline).
+            DeadlineExceeded: No item arrived within `timeout` seconds (default: the session's wait deadline).
         """
         context, key = current(), str(key)
         if async_op:
@@ -255,26 +256,28 @@ class Channel:
         """Removes and returns the oldest item.
 
         Raises:
-            QueueEmpty: There is none.
+            QueueEmpty: The channel is empty.
         """
         return self._get(current(), str(key), None, False, None)[0]
 
-    def take_nowait(self, key: str = DEFAULT_KEY) -> Taken:
-        """Removes the oldest item until this process says that it is `done` with it; if it ends before, the item goes back to
-        the front. Only from a channel that another process keeps; the driver's notices the end of ranks on any host.
+    def take_nowait(self, key: str = DEFAULT_KEY) -> LeasedItem:
+        """Leases the oldest item until this process acknowledges it with `done`; if the process ends first, the item returns
+        to the front.
+
+        Works only for a channel whose home is another process. The driver's channels notice the end of ranks on any host.
 
         Raises:
-            QueueEmpty: There is none.
+            QueueEmpty: The channel is empty.
         """
         context = current()
         taker, patience = Taker(context.host, address()), context.wait_deadline
         ((item, number),) = self._fetch(context, str(key), None, False, patience, taker, keep=True)
-        return Taken(item, number)
+        return LeasedItem(item, number)
 
-    def done(self, taken: Taken) -> None:
-        """What came of an item is safe: nobody else is to have it."""
+    def done(self, lease: LeasedItem) -> None:
+        """Acknowledges a leased item: its result is stored, so no other consumer may get it."""
         home = self._homes[0]
-        current().service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, [taken.number]))])
+        current().service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, [lease.number]))])
 
     def get_batch(self, target_weight: float, key: str = DEFAULT_KEY) -> list[Any]:
         """Takes items in order until their weights reach `target_weight` or the next would exceed it; blocks until then."""
@@ -296,7 +299,7 @@ class Channel:
             try:
                 items = service.wait_local(act, timeout, whom)
             except queue.Empty:
-                context.check()  # a loop that asks again and again waits for somebody, too
+                context.check()  # a polling loop waits for another process, too
                 raise QueueEmpty(whom) from None
             return [service.unpack(item.frames) for item in items]
         return [item for item, _ in self._fetch(context, key, target, wait, timeout, taker)]
@@ -311,13 +314,15 @@ class Channel:
         taker: Taker,
         keep: bool = False,
     ) -> list[tuple[Any, int]]:
-        """Items of a channel that another process keeps, with their numbers; with `keep` they are not acknowledged."""
+        """Returns items with their numbers from a channel whose home is another process; with `keep` they are not
+        acknowledged.
+        """
         service, home = context.service, self._home(key)
         whom = f"an item in channel {self.name!r}, key {key!r}"
         head = pickle.dumps((self.name, key, target, wait, tuple(taker), process_key(service.endpoint)))
         try:
             reply = service.peers.request(choose(home), b"GET", [head], timeout, whom)
-        except Refused:
+        except ChannelRefused:
             context.check()
             raise QueueEmpty(whom) from None
         results, at = list[tuple[Any, int]](), 1
@@ -347,7 +352,7 @@ class Channel:
         return result
 
     def qsize(self, key: str = DEFAULT_KEY) -> int:
-        """Number of items queued under `key`."""
+        """Returns the number of items queued under `key`."""
         return self._stat(str(key))[0]
 
     def empty(self, key: str = DEFAULT_KEY) -> bool:
@@ -360,4 +365,4 @@ class Channel:
         return f"Channel({self.name!r})"
 
 
-__all__ = ["AsyncWork", "Channel", "Item", "QueueEmpty", "QueueFull", "Taken"]
+__all__ = ["AsyncWork", "Channel", "Item", "LeasedItem", "QueueEmpty", "QueueFull"]

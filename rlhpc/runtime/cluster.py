@@ -17,8 +17,8 @@ from rlhpc.runtime.allocation import (
     slurm_nodes,
     visible_accelerators,
 )
-from rlhpc.runtime.cluster_config import Given, Key
-from rlhpc.runtime.device import VIRTUAL
+from rlhpc.runtime.cluster_config import Key, SectionSource
+from rlhpc.runtime.devices import VIRTUAL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.host import node_name
 
@@ -26,7 +26,7 @@ __all__ = ["Cluster", "Node", "NodeGroup", "expand_hostlist", "granted_cpus", "r
 
 #: Labels that always exist: all nodes counted by accelerator, and all nodes counted by node.
 RESERVED_LABELS = ("cluster", "node")
-#: Keys of a node group with which it asks for nodes of its own.
+#: Keys with which a node group requests separate nodes.
 OF_THE_JOB: tuple[Key, ...] = ("accelerators_per_node", "het_component", "partition", "constraint", "gres")
 #: Accelerator kinds that say the nodes' accelerators are not for this run.
 WITHOUT_ACCELERATORS = ("cpu", "none")
@@ -45,7 +45,7 @@ class NodeGroup:
 
 
 def read_key(source: Any, key: Key, default: Any = None) -> Any:
-    """A value of a mapping, a DictConfig or a dataclass; the default if it is absent, null, or required but unset."""
+    """Returns a value of a mapping, a DictConfig or a dataclass; the default if it is absent, null, or required but unset."""
     if source is None:
         return default
     if isinstance(source, Mapping) or hasattr(source, "keys"):
@@ -62,15 +62,15 @@ class Cluster:
 
     Args:
         config: The `cluster:` section of a configuration (mapping, DictConfig or dataclass), or a number of nodes.
-        num_nodes: How many nodes to use, from the first; more than there are is an error.
+        num_nodes: How many nodes to use, from the first; more than exist is an error.
         environ: Environment to read Slurm's variables from.
 
     Raises:
-        ConfigError: There are fewer nodes or accelerators than asked for, or a node group is wrong.
+        ConfigError: There are fewer nodes or accelerators than requested, or a node group is wrong.
 
     Attributes:
         nodes: In rank order.
-        node_groups: By label; the reserved labels are not among them.
+        node_groups: By label, without the reserved labels.
         source: `slurm` (an allocation), `machine` (this one) or `virtual`.
         interface: Network interface by which nodes reach one another; None is the one on the route between them.
         container: Words before every command of a job step.
@@ -78,14 +78,18 @@ class Cluster:
     """
 
     def __init__(
-        self, config: Given | int = None, *, num_nodes: int | None = None, environ: Mapping[str, str] | None = None
+        self,
+        config: SectionSource | int = None,
+        *,
+        num_nodes: int | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         env = os.environ if environ is None else environ
         if isinstance(config, int):
             config, num_nodes = None, config
-        asked = read_key(config, "num_nodes") if num_nodes is None else num_nodes
-        if asked is not None:
-            asked = _count(asked, "cluster.num_nodes", 1)
+        requested_nodes = read_key(config, "num_nodes") if num_nodes is None else num_nodes
+        if requested_nodes is not None:
+            requested_nodes = _count(requested_nodes, "cluster.num_nodes", 1)
         slurm = in_slurm_job(env)
         if slurm:
             nodes, where = slurm_nodes(env, ask=environ is None), f"the Slurm job {env['SLURM_JOB_ID']}"
@@ -93,13 +97,13 @@ class Cluster:
             visible = visible_accelerators(env)
             nodes = [Node(0, node_name(), granted_cpus(), tuple(range(len(visible))), visible)]
             where = "this machine (outside a Slurm job)"
-        if asked is not None and asked > len(nodes):
+        if requested_nodes is not None and requested_nodes > len(nodes):
             raise ConfigError(
-                f"cluster.num_nodes is {asked}, but {where} has {len(nodes)} "
+                f"cluster.num_nodes is {requested_nodes}, but {where} has {len(nodes)} "
                 f"({', '.join(n.name for n in nodes)}); set cluster.num_nodes={len(nodes)} or ask for more nodes"
             )
         self.source = "slurm" if slurm else "machine"
-        self.nodes: list[Node] = nodes if asked is None else nodes[:asked]
+        self.nodes: list[Node] = nodes if requested_nodes is None else nodes[:requested_nodes]
         groups = list(read_key(config, "node_groups", ()))
         self.node_groups: dict[str, NodeGroup] = _read_groups(groups, self.nodes)
         gres = gpus_in(read_key(config, "gres")) if slurm else None
@@ -120,27 +124,30 @@ class Cluster:
         cls,
         num_nodes: int = 1,
         accelerators_per_node: int = 0,
-        node_groups: Sequence[Given] = (),
+        node_groups: Sequence[SectionSource] = (),
         *,
         cpus: int | None = None,
     ) -> Cluster:
-        """Virtual nodes on this machine, for tests and for planning.
+        """Creates virtual nodes on this machine, for tests and for planning.
 
         Args:
             num_nodes: Nodes.
-            accelerators_per_node: For each node whose group does not say otherwise.
+            accelerators_per_node: Accelerators of each node whose group does not give another number.
             node_groups: As in the configuration. Groups with a `het_component` come in the order of the components, as
                 the nodes of a Slurm job do.
-            cpus: Cores of a node whose group does not say otherwise (default: those of this machine; 0: unknown).
+            cpus: Cores of each node whose group does not give another number (default: those of this machine; 0: unknown).
         """
         return cls._virtual(num_nodes, accelerators_per_node, None, 0, node_groups, cpus)
 
     @classmethod
-    def planned(cls, config: Given, environ: Mapping[str, str] | None = None, *, cpus: int | None = None) -> Cluster:
-        """The nodes that a `cluster:` section asks for, as virtual nodes, wherever this runs.
+    def planned(
+        cls, config: SectionSource, environ: Mapping[str, str] | None = None, *, cpus: int | None = None
+    ) -> Cluster:
+        """Creates the nodes that a `cluster:` section requests as virtual nodes, wherever this runs.
 
-        If the section gives no number of accelerators, nodes have what its `gres` says; without that, as many as are
-        visible here, unless their group asks Slurm for nodes of its own: these have what the group's `gres` says.
+        If the section gives no number of accelerators, nodes have as many as its `gres` requests. Without a `gres`, they have
+        as many as are visible here, except nodes whose group requests its own from Slurm: these have what the group's `gres`
+        requests.
         """
         visible = visible_accelerators(os.environ if environ is None else environ)
         if (common := read_key(config, "cpus_per_node")) is not None:
@@ -158,10 +165,17 @@ class Cluster:
 
     @classmethod
     def _virtual(
-        cls, num_nodes: int, per_node: Any, gres: int | None, found: int, node_groups: Sequence[Given], cpus: int | None
+        cls,
+        num_nodes: int,
+        per_node: Any,
+        gres: int | None,
+        visible: int,
+        node_groups: Sequence[SectionSource],
+        cpus: int | None,
     ) -> Cluster:
-        """Virtual nodes with `per_node` accelerators; if that is None, `gres`; without it, `found` on nodes that could be
-        this machine."""
+        """Creates virtual nodes with `per_node` accelerators; if that is None, with `gres`; without it, with `visible` on
+        nodes that could be this machine.
+        """
         cluster = cls.__new__(cls)
         cluster.source, cluster.interface, cluster.container, cluster.bind_cores = "virtual", None, (), False
         num_nodes = _count(num_nodes, "cluster.num_nodes", 1)
@@ -174,10 +188,10 @@ class Cluster:
         ]
         cluster.node_groups = _read_groups(groups, cluster.nodes)
         for raw in groups:
-            if (own := read_key(raw, "cpus_per_node")) is None:
+            if (group_cpus := read_key(raw, "cpus_per_node")) is None:
                 continue
             for rank in cluster.node_groups[str(read_key(raw, "label"))].node_ranks:
-                cluster.nodes[rank] = replace(cluster.nodes[rank], cpus=_count(own, "cpus_per_node", 1))
+                cluster.nodes[rank] = replace(cluster.nodes[rank], cpus=_count(group_cpus, "cpus_per_node", 1))
         cluster._grant(groups, per_node, gres, trust_gres=True)
         elsewhere = {
             rank
@@ -189,10 +203,10 @@ class Cluster:
         if per_node is None and gres is None:
             for node in list(cluster.nodes):
                 if node.rank not in elsewhere:
-                    cluster.nodes[node.rank] = _with_accelerators(node, found, "cluster.accelerators_per_node")
+                    cluster.nodes[node.rank] = _with_accelerators(node, visible, "cluster.accelerators_per_node")
         return cluster
 
-    def _grant(self, groups: Sequence[Given], per_node: Any, common: int | None, *, trust_gres: bool) -> None:
+    def _grant(self, groups: Sequence[SectionSource], per_node: Any, common: int | None, *, trust_gres: bool) -> None:
         """Settles each node's accelerators: the first known of the group's, the cluster's, those found, and `common`."""
         by_rank = {r: raw for raw in groups for r in self.node_groups[str(read_key(raw, "label"))].node_ranks}
         for node in list(self.nodes):
@@ -203,8 +217,8 @@ class Cluster:
             if raw is not None:
                 label = read_key(raw, "label")
                 gres = gpus_in(read_key(raw, "gres")) if trust_gres and not node.accelerators else None
-                if (own := read_key(raw, "accelerators_per_node")) is not None:
-                    key, count = f"cluster.node_groups[{label}].accelerators_per_node", own
+                if (group_count := read_key(raw, "accelerators_per_node")) is not None:
+                    key, count = f"cluster.node_groups[{label}].accelerators_per_node", group_count
                 elif str(read_key(raw, "accelerator_kind", "")).lower() in WITHOUT_ACCELERATORS:
                     count = 0
                 elif gres is not None:
@@ -213,7 +227,7 @@ class Cluster:
                 self.nodes[node.rank] = _with_accelerators(node, _count(count, key, 0), key)
 
     def node_group(self, label: str) -> NodeGroup:
-        """The group with this label; `cluster` and `node` are all nodes.
+        """Returns the group with this label; `cluster` and `node` are all nodes.
 
         Raises:
             ConfigError: No such label.
@@ -226,11 +240,13 @@ class Cluster:
         return self.node_groups[label]
 
     def accelerators_of(self, label: str = "cluster") -> list[tuple[int, int]]:
-        """(node rank, index on that node) of each of the group's accelerators; its position in the list is its number."""
+        """Returns (node rank, index on that node) of each of the group's accelerators; the position in the list is the
+        accelerator's number.
+        """
         return [(rank, i) for rank in self.node_group(label).node_ranks for i in self.nodes[rank].accelerators]
 
     def accelerator_rank(self, node_rank: int, index: int) -> int:
-        """Cluster-wide number of an accelerator of a node."""
+        """Returns the cluster-wide number of an accelerator of a node."""
         return sum(len(n.accelerators) for n in self.nodes[:node_rank]) + index
 
     @property
@@ -245,14 +261,14 @@ class Cluster:
         return f"Cluster({self.num_nodes} nodes, {self.num_accelerators} accelerators)"
 
 
-def _count(value: Any, key: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{key} is {value!r}; it must be a whole number, {least} or more")
+def _count(value: Any, key: str, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{key} is {value!r}; it must be a whole number, {minimum} or more")
     return value
 
 
 def _with_accelerators(node: Node, count: int, key: str) -> Node:
-    """The node with its first `count` accelerators; with invented ones if none are known."""
+    """Returns the node with its first `count` accelerators, or with virtual ones if none are known."""
     visible = node.visible_devices
     if visible and count > len(visible):
         raise ConfigError(
@@ -265,18 +281,18 @@ def _with_accelerators(node: Node, count: int, key: str) -> Node:
 # -- node groups ------------------------------------------------------------------------------------------------------
 
 
-def _read_groups(groups: Sequence[Given], nodes: Sequence[Node]) -> dict[str, NodeGroup]:
-    """The configuration's node groups on these nodes; a node is in at most one."""
-    found: dict[str, NodeGroup] = {}
+def _read_groups(groups: Sequence[SectionSource], nodes: Sequence[Node]) -> dict[str, NodeGroup]:
+    """Returns the configuration's node groups on these nodes; a node is in at most one."""
+    by_label: dict[str, NodeGroup] = {}
     owner: dict[int, str] = {}
     for index, raw in enumerate(groups):
         label = str(read_key(raw, "label", "")).strip()
         if not label:
             raise ConfigError(f"cluster.node_groups[{index}].label is missing")
-        if label in RESERVED_LABELS or label in found:
-            why = "is given twice" if label in found else f"is reserved ({', '.join(RESERVED_LABELS)} always exist)"
+        if label in RESERVED_LABELS or label in by_label:
+            why = "is given twice" if label in by_label else f"is reserved ({', '.join(RESERVED_LABELS)} always exist)"
             raise ConfigError(f"cluster.node_groups[{index}].label {label!r} {why}; choose another")
-        ranks = _group_ranks(raw, f"cluster.node_groups[{label}]", nodes, taken=set(owner))
+        ranks = _group_ranks(raw, f"cluster.node_groups[{label}]", nodes, assigned=set(owner))
         for rank in ranks:
             if rank in owner:
                 raise ConfigError(
@@ -284,7 +300,7 @@ def _read_groups(groups: Sequence[Given], nodes: Sequence[Node]) -> dict[str, No
                     f"a node belongs to one group"
                 )
             owner[rank] = label
-        found[label] = NodeGroup(
+        by_label[label] = NodeGroup(
             label=label,
             node_ranks=ranks,
             env_vars={str(k): str(v) for k, v in dict(read_key(raw, "env_vars", {})).items()},
@@ -292,10 +308,10 @@ def _read_groups(groups: Sequence[Given], nodes: Sequence[Node]) -> dict[str, No
             accelerator_kind=read_key(raw, "accelerator_kind"),
             het_component=read_key(raw, "het_component"),
         )
-    return found
+    return by_label
 
 
-def _group_ranks(raw: Given, at: str, nodes: Sequence[Node], taken: set[int]) -> tuple[int, ...]:
+def _group_ranks(raw: SectionSource, at: str, nodes: Sequence[Node], assigned: set[int]) -> tuple[int, ...]:
     component, size = read_key(raw, "het_component"), read_key(raw, "num_nodes")
     listed = read_key(raw, "node_ranks")
     members = [n.rank for n in nodes if component is None or (n.het_group or 0) == component]
@@ -309,7 +325,7 @@ def _group_ranks(raw: Given, at: str, nodes: Sequence[Node], taken: set[int]) ->
         if stray := sorted(set(ranks) - set(members)):
             raise ConfigError(f"{at}.node_ranks has node {stray[0]}, which is not of its het_component {component}")
     elif component is None and size is not None:
-        free = [r for r in members if r not in taken]
+        free = [r for r in members if r not in assigned]
         if _count(size, f"{at}.num_nodes", 1) > len(free):
             raise ConfigError(f"{at}.num_nodes is {size}, but {len(free)} of the {len(nodes)} node(s) are left for it")
         ranks = tuple(free[:size])
@@ -321,10 +337,11 @@ def _group_ranks(raw: Given, at: str, nodes: Sequence[Node], taken: set[int]) ->
 
 
 def parse_node_ranks(value: Any, at: str, num_nodes: int) -> tuple[int, ...]:
-    """Node ranks of a group in ascending order: an int, a list, or text such as `0-1,3` or `all`.
+    """Parses the node ranks of a group: an int, a list, or text such as `0-1,3` or `all`. Returns them in ascending order.
 
     Raises:
-        ConfigError: Not ranks, repeated, or beyond the cluster; `at` is the group's place in the configuration.
+        ConfigError: The value is not ranks, repeats one, or exceeds the cluster; `at` is the group's place in the
+            configuration.
     """
     text = str(value).strip()
     if text == "all":
@@ -347,11 +364,11 @@ def parse_node_ranks(value: Any, at: str, num_nodes: int) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _virtual_components(num_nodes: int, groups: Sequence[Given]) -> list[int | None]:
-    """Component of each virtual node where groups name components: their nodes follow one another in that order.
+def _virtual_components(num_nodes: int, groups: Sequence[SectionSource]) -> list[int | None]:
+    """Returns the component of each virtual node if groups name components: their nodes follow one another in that order.
 
-    A group's component has `num_nodes` nodes, or as many as its `node_ranks`; one group may omit both and takes the
-    rest. If no group has component 0, the other nodes form it.
+    A group's component has `num_nodes` nodes, or as many as its `node_ranks`; one group may omit both and gets the remaining
+    nodes. If no group has component 0, the other nodes form it.
     """
     sizes: dict[int, int | None] = {}
     for raw in groups:
@@ -367,14 +384,14 @@ def _virtual_components(num_nodes: int, groups: Sequence[Given]) -> list[int | N
     sizes.setdefault(0, None)
     if sorted(sizes) != list(range(len(sizes))):
         raise ConfigError(f"cluster.node_groups: het_component values are {sorted(sizes)}; they count 0, 1, 2, ...")
-    known = sum(size or 0 for size in sizes.values())
+    num_assigned = sum(size or 0 for size in sizes.values())
     open_ = [component for component in sorted(sizes) if sizes[component] is None]
-    if len(open_) > 1 or known + len(open_) > num_nodes or (not open_ and known != num_nodes):
+    if len(open_) > 1 or num_assigned + len(open_) > num_nodes or (not open_ and num_assigned != num_nodes):
         raise ConfigError(
             f"cluster.num_nodes is {num_nodes}, but the components of cluster.node_groups have "
             + " + ".join(str(sizes[c] or "?") for c in sorted(sizes))
             + " nodes: give each group its num_nodes, and cluster.num_nodes their sum"
         )
     for component in open_:
-        sizes[component] = num_nodes - known
+        sizes[component] = num_nodes - num_assigned
     return [component for component in sorted(sizes) for _ in range(sizes[component] or 0)]

@@ -11,7 +11,7 @@ from omegaconf import MISSING
 
 @dataclass
 class SlurmOptions:
-    """Slurm options that ask for the nodes of a job component."""
+    """Slurm options that request the nodes of a job component."""
 
     partition: str | None = None
     """Slurm partition."""
@@ -95,8 +95,9 @@ class ClusterConfig(SlurmOptions):
 
 @dataclass
 class ElasticConfig(SlurmOptions):
-    """Ranks that come and go with jobs of their own, wherever the cluster has room. Partition, account and `gres_name` are
-    taken from `cluster` where they are omitted here, and nothing else is."""
+    """Ranks that join and leave with their own Slurm jobs, wherever the cluster has capacity. Partition, account and
+    `gres_name` default to those of `cluster`; nothing else does.
+    """
 
     group: str = "rollout"
     """Group that the ranks are added to: `rollout` of language models; `env` of runs with simulators that play ahead of
@@ -126,7 +127,7 @@ class ElasticConfig(SlurmOptions):
 
 @dataclass
 class ElasticClusterConfig(ClusterConfig):
-    """The machines of a run whose ranks may come and go, and which component runs where."""
+    """The machines of a run whose ranks may join and leave, and the placement of its components."""
 
     elastic: list[ElasticConfig] = field(default_factory=list)
     """Ranks that join from jobs of their own, on whatever partition is named; at most one entry a group."""
@@ -143,4 +144,4 @@ Key = Literal[
     "start_within_s", "react_s", "look_s", "memory_check", "save_reserve_s",
 ]  # fmt: skip
 #: A section as such: of a configuration, a dataclass, or a mapping that has some of the keys.
-Given = SlurmOptions | Mapping[str, Any] | None
+SectionSource = SlurmOptions | Mapping[str, Any] | None

@@ -1,4 +1,4 @@
-"""What a process of a run knows about the run: its name, the registry, its service thread. One per process."""
+"""Context of a process of a run: its name, the registry, its service thread. Each process has one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,63 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.errors import RendezvousTimeout, RlhpcError, StaleGeneration
-from rlhpc.runtime.farewell import Farewell
 from rlhpc.runtime.host import host_id
-from rlhpc.runtime.registry import LEFT, MEMBERS, Registry
+from rlhpc.runtime.registry import DEPARTED, MEMBERS, GenerationFolder
 
 if TYPE_CHECKING:
     from rlhpc.runtime.comm.service import Service
+
+
+class Farewell:
+    """Graceful leave of a rank: the steps between the notice to leave and the rank's end.
+
+    The notice arrives on a thread, or in a signal handler, and must not wait for the main thread; so it takes no lock.
+
+    Attributes:
+        has_notice: Whether the rank has to leave.
+        wake: Called with the notice, to wake a main thread that waits for calls.
+        announce: Tells the driver that the rank has to leave.
+    """
+
+    def __init__(self) -> None:
+        self.has_notice = self._stays = False
+        self.wake: Callable[[], None] = lambda: None
+        self.announce: Callable[[], None] = lambda: None
+        self._first: Callable[[], None] | None = None
+        self._leaves = False
+
+    def first(self, act: Callable[[], None] | None) -> None:
+        """Sets the action to run before the rank ends; with None the rank may end at any moment."""
+        self._first, self._stays = act, False
+
+    def stay(self) -> None:
+        """Makes the rank tell the driver before it ends, and take calls until `first` changes this."""
+        self._first, self._stays = self.announce, True
+
+    @property
+    def over(self) -> bool:
+        """True if the rank has to leave and takes no further call."""
+        return self.has_notice and not self._stays
+
+    def tell(self) -> bool:
+        """Gives notice to leave. It may arrive more than once, as from Slurm and from the process that started this one.
+
+        Returns:
+            Whether the main thread has an action to run first, and ends the rank afterwards. Otherwise the rank may end at
+            once.
+        """
+        self.has_notice = True
+        self._leaves = self._leaves or self._first is not None
+        if self._leaves:
+            self.wake()
+        return self._leaves
+
+    def say(self) -> None:
+        """Runs the action before leaving; called on the main thread."""
+        act, self._first = self._first, None
+        if act is not None:
+            act()
+
 
 #: How often a process looks whether another one that it waits for has ended.
 _LOOK_S = 1.0
@@ -22,7 +73,7 @@ _LOOK_S = 1.0
 
 @dataclass
 class Context:
-    """This process's place in the run.
+    """Identity and connections of this process in the run.
 
     Attributes:
         name: `driver` or `<group>-<rank>`.
@@ -30,12 +81,12 @@ class Context:
         service: This process's data plane.
         check: Raises when the run has failed.
         wait_deadline: Seconds after which any wait gives up.
-        farewell: What this process does before it leaves the run.
-        tell_driver: Leaves the driver a note about a member: what, name, incarnation.
+        farewell: Graceful leave of this process.
+        tell_driver: Sends the driver a note about a member: event, name, incarnation.
     """
 
     name: str
-    registry: Registry
+    registry: GenerationFolder
     service: Service
     check: Callable[[], None] = lambda: None
     wait_deadline: float = float(os.environ.get("RLHPC_WAIT_DEADLINE_S", 1800))
@@ -46,38 +97,38 @@ class Context:
     _members: dict[tuple[str, int], tuple[int, dict[str, Any]]] = field(default_factory=dict)
 
     def group_names(self) -> list[str]:
-        """Names of the groups that have been launched."""
+        """Returns the names of the groups that have been launched."""
         return sorted(p.stem for p in (self.registry.root / "groups").glob("[!.]*.json"))
 
     def group_size(self, group: str, timeout: float = 60.0) -> int:
-        """World size of a group; waits until it has been launched."""
+        """Returns the world size of a group; waits until it has been launched."""
         record = self.registry.wait_for("groups", group, timeout, f"group {group!r} to be launched", self.check)
         return int(record["world_size"])
 
     def member(self, group: str, rank: int, timeout: float | None = None) -> dict[str, Any]:
-        """The record a member published: endpoints, node, pid, log files. Waits for the member to arrive.
+        """Returns the record that a member published: endpoints, node, pid, log files. Waits for the member to arrive.
 
         A record is read again once ranks have come or gone (`Service.epoch`), and then by opening its file: a network
-        filesystem may answer other questions about it from a cache, for a minute.
+        filesystem may answer other requests for it from a cache for up to a minute.
 
         Raises:
-            RendezvousTimeout: It did not arrive; names it.
+            RendezvousTimeout: The member did not arrive; the message names it.
         """
         name = f"{group}-{rank}"
         deadline = time.monotonic() + (300.0 if timeout is None else timeout)
         pause = 0.002
         while True:
-            epoch, known = self.service.epoch, self._members.get((group, rank))
-            if known and known[0] == epoch:
-                return known[1]
+            epoch, cached = self.service.epoch, self._members.get((group, rank))
+            if cached and cached[0] == epoch:
+                return cached[1]
             if record := self.registry.get(MEMBERS, name):
                 self._members[group, rank] = (epoch, record)
                 return record
             if not (self.registry.root / MEMBERS).is_dir():
-                self.registry.check_current()  # if all of it is gone, nobody will ever arrive
-                if known:
-                    return known[1]  # old generations' folders were removed, and this one's with them
-                raise StaleGeneration(self.registry.gone())
+                self.registry.check_current()  # if the whole registry is gone, no member will ever arrive
+                if cached:
+                    return cached[1]  # old generations' folders were removed, and this one's with them
+                raise StaleGeneration(self.registry.removal_message())
             self.check()
             if time.monotonic() > deadline:
                 raise RendezvousTimeout(f"{self.name} waited for {name}, which never arrived in {self.registry.root}")
@@ -85,22 +136,24 @@ class Context:
             pause = min(pause * 1.5, 0.25)
 
     def has_left(self, group: str, rank: int, patience_s: float = 0.0) -> bool:
-        """Whether a member's group goes on without it, as the driver says; waits at most so long for that."""
+        """Returns whether the driver has declared that a member's group continues without it; waits up to `patience_s` seconds
+        for that.
+        """
         name, deadline = f"{group}-{rank}", time.monotonic() + patience_s
         while True:
-            known = self._members.get((group, rank))
-            left = self.registry.get(LEFT, name)
-            if left is not None and known is not None and left["incarnation"] == known[1]["incarnation"]:
+            cached = self._members.get((group, rank))
+            departure = self.registry.get(DEPARTED, name)
+            if departure is not None and cached is not None and departure["incarnation"] == cached[1]["incarnation"]:
                 return True
-            if known is not None:
-                self._look_after(name, known[1])
+            if cached is not None:
+                self._look_after(name, cached[1])
             if time.monotonic() >= deadline:
                 return False
             self.check()
             time.sleep(0.02)
 
     def _look_after(self, name: str, record: dict[str, Any]) -> None:
-        """Tells the driver of a member of this host that has ended, if perhaps nobody else can."""
+        """Reports to the driver a member of this host that has ended, if no other process may be able to."""
         if time.monotonic() - self._looked.get(name, 0.0) < _LOOK_S:
             return
         self._looked[name] = time.monotonic()
@@ -118,20 +171,21 @@ def install(context: Context | None) -> None:
 
 
 def installed() -> Context | None:
-    """This process's context, or None before there is one."""
+    """Returns this process's context, or None if it has none yet."""
     return _current
 
 
 def check_run(reason: str = "") -> None:
-    """Raises if the run that this process belongs to has failed; does nothing where there is no run. For waits without a
-    deadline, of which `reason` says the cause."""
+    """Raises if the run that this process belongs to has failed; does nothing outside a run. For waits without a deadline;
+    `reason` is their cause.
+    """
     del reason
     if _current is not None:
         _current.check()
 
 
 def current() -> Context:
-    """This process's context.
+    """Returns this process's context.
 
     Raises:
         RlhpcError: This process belongs to no run yet.

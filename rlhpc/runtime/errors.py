@@ -1,4 +1,4 @@
-"""One error tree. Each error says what went wrong, where, and what to do next."""
+"""Exception tree of the package. Each error states the fault, its place, and the next step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class StorageError(UserError):
 
 
 class OwnershipError(UserError):
-    """A folder that must be private to this user is somebody else's, a link, or open to others. The message says which."""
+    """A folder that must be private to this user belongs to another user, is a link, or is open to others. The message says
+    which.
+    """
 
 
 class RegistryError(RlhpcError):
@@ -76,7 +78,7 @@ class RendezvousTimeout(RlhpcError):
 
 
 class Stopped(RlhpcError):
-    """Somebody asked the run to end while there was nothing to save.
+    """A run that was asked to end while there was nothing to save.
 
     Attributes:
         exit_code: The same as for a run that was asked to end later.
@@ -88,7 +90,7 @@ class Stopped(RlhpcError):
 
 
 class DeadlineExceeded(RlhpcError):
-    """A wait ran into its deadline; says for whom it waited."""
+    """A wait that ran into its deadline; the message names the awaited process."""
 
     restartable = True
 
@@ -123,7 +125,7 @@ class CallAborted(RlhpcError):
 
 
 class ChannelError(RlhpcError):
-    """A channel does not exist, or its home process is gone."""
+    """A channel that does not exist, or whose home process has ended."""
 
     restartable = True
 

@@ -1,4 +1,4 @@
-"""Exit codes of commands: 0, 2 for what the user got wrong, 1 for what went wrong; each error is one message.
+"""Exit codes of commands: 0 for success, 2 for user errors, 1 for other errors; each error is one message.
 
 `rlhpc`, the modules that are run as `python -m rlhpc.…`, and the scripts in `examples` end by `report_errors`. An exported
 `policy.py`, which knows nothing of rlhpc, has the same rule.
@@ -12,15 +12,15 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from rlhpc.runtime.environment_values import masked
+from rlhpc.runtime.disk_errors import explained
+from rlhpc.runtime.env_references import masked
 from rlhpc.runtime.errors import RlhpcError, UserError
-from rlhpc.runtime.shown import readable
-from rlhpc.runtime.storage import explained
-from rlhpc.runtime.streams import silence_output, tell
+from rlhpc.runtime.standard_streams import silence_output, tell
+from rlhpc.runtime.text import readable
 
 
 def report_errors(command: Callable[[], int]) -> int:
-    """Runs a command and returns its exit code; prints what it raises as a message."""
+    """Runs a command and returns its exit code; prints an exception as a message."""
     try:
         try:
             code = command()

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import json
+import math
 import os
+import re
+import secrets
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from rlhpc.runtime.errors import ConfigError
 
@@ -43,10 +50,11 @@ def check_encoding(text: str) -> None:
 
 
 def find_files(path: str | None, suffixes: Sequence[str], key: str) -> list[Path]:
-    """The files that `data.….path` means: one file, those in a folder with the right suffix, or those that match a pattern.
+    """Returns the files that `data.….path` refers to: one file, those in a folder with the right suffix, or those that match a
+    pattern.
 
     Raises:
-        ConfigError: There are none; names the nearest existing path.
+        ConfigError: No file matches; the message names the nearest existing path.
     """
     if not path:
         raise ConfigError(
@@ -70,8 +78,290 @@ def find_files(path: str | None, suffixes: Sequence[str], key: str) -> list[Path
 
 
 def _nearest(path: Path) -> str:
-    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, 1)
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, 1)
     if near:
         return f"; did you mean {str(path.with_name(near[0]))!r}?"
     return "" if path.is_absolute() else f" (from {Path.cwd()})"
+
+
+def fsync_folder(folder: Path) -> None:
+    """Makes the names inside `folder` durable (a rename is on disk only after this)."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_file(path: Path) -> None:
+    """Makes the bytes of `path` durable, whichever process wrote them."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Writes a new file and fsyncs it. Not atomic: for files inside a staging folder."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_durably(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = True, parents: bool = True) -> None:
+    """Replaces the content of `path` by `data`: readers see the old file or the new one, also after a power cut.
+
+    Args:
+        path: The file.
+        data: All of its content.
+        mode: Permissions of the new file, less the umask.
+        parents: Create a missing folder; False if a removed folder must not come back.
+        sync: False lets the system choose when it reaches the disk: for data of no value after a crash.
+
+    Raises:
+        OSError: The filesystem refused, or took only a part (full, quota, read-only); the old file is unchanged.
+    """
+    if parents:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    # O_EXCL: never writes into an existing file or a link
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(
+            fd, "wb"
+        ) as file:  # leaving the block closes the file: some filesystems say only then that they are full
+            file.write(data)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a failed write does not say which file it was
+        raise
+    if sync:
+        fsync_folder(path.parent)
+
+
+def follow_umask(folder: Path) -> None:
+    """Gives files below `folder` that only their owner can read the mode that follows from the umask.
+
+    Libraries that write to a temporary file and rename it (safetensors does) leave 0600 whatever the umask is.
+    """
+    intended_mode = 0o666 & ~_umask()
+    for path in folder.rglob("*"):
+        about = path.lstat()
+        if stat.S_ISREG(about.st_mode) and stat.S_IMODE(about.st_mode) == 0o600 != intended_mode:
+            path.chmod(intended_mode)
+
+
+def _umask() -> int:
+    """Returns the umask, read from /proc: setting it temporarily, as `os.umask` must, would race with other threads' files."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o077  # a kernel before 4.7: keep the present mode
+
+
+def create_exclusively(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
+    """Creates a file with all of its content at once; returns False if a file of that name exists already.
+
+    An error of `link` is not trusted: on NFS, a request that is sent again meets the link that the first request made. The
+    number of names of the new file decides.
+
+    Raises:
+        OSError: The filesystem refused; there is no new file.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)  # opening it asks the server
+            try:
+                return os.fstat(fd).st_nlink > 1
+            finally:
+                os.close(fd)
+        except OSError:  # no hard links here
+            return _create_in_place(path, data, mode)
+        return True
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _create_in_place(path: Path, data: bytes, mode: int) -> bool:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    except FileExistsError:
+        return False
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+    return True
+
+
+_MOST_BYTES = 256 << 20
+_DEEPEST = 100
+_MOST_DIGITS = 300
+_MOST_BRACKETS = 900
+"""Most brackets open at a time; those inside texts count, too."""
+_MOST_NODES = 200_000
+_MOST_CHARACTERS = 1 << 21
+"""Largest YAML text in characters; PyYAML reads about half a megabyte per second."""
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Opens a regular file for reading. A pipe would wait for a writer for ever, and a device may have no end.
+
+    Raises:
+        OSError: It is no regular file, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return open(descriptor, "rb")
+
+
+def read_file(path: Path, max_bytes: int = _MOST_BYTES) -> bytes:
+    """Returns the content of a regular file.
+
+    Raises:
+        OSError: It is no regular file, is larger than `max_bytes`, or cannot be read.
+    """
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes >> 20} MB", str(path))
+        return file.read()
+
+
+def read_json(text: str | bytes) -> Any:
+    """Parses a JSON text.
+
+    Raises:
+        ValueError: It is not JSON, is nested too deep, or has an integer that no float holds.
+    """
+    try:
+        return json.loads(text, parse_int=_integer)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value of a file is a finite number; true and false are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(value: Any) -> bool:
+    """Returns whether a value of a file is an integer from 0 to 2^63 - 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def read_yaml_file(path: Path, loader: Any = None) -> Any:
+    """Reads a YAML file, up to the maximum size of a configuration: the path may be a checkpoint, or a device.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError, yaml.YAMLError: As `read_yaml`.
+    """
+    with open_file(path) as file:
+        text = file.read(_MOST_CHARACTERS + 1)
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"it has more than {_MOST_CHARACTERS} characters; no configuration has so many")
+    return read_yaml(text, loader)
+
+
+def read_yaml(text: str | bytes, loader: Any = None) -> Any:
+    """Parses a YAML text into builtin values.
+
+    Args:
+        text: UTF-8.
+        loader: PyYAML's loader class; must be a SafeLoader, which is the default.
+
+    Raises:
+        ValueError: It is not text, too long, nested too deep, or expands too far: an alias stands for everything it names,
+            so a short file may hold billions of values.
+        yaml.YAMLError: It is not YAML.
+    """
+    import yaml
+
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"it has {len(text)} characters; a configuration has at most {_MOST_CHARACTERS}")
+    if _nesting(text if isinstance(text, bytes) else text.encode(errors="replace")) > _MOST_BRACKETS:
+        raise ValueError(
+            f"nested too deeply (more than {_DEEPEST} levels)"
+        )  # PyYAML would take quadratic time to find this out
+    if isinstance(text, bytes):
+        try:
+            text = text.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not UTF-8 ({error.reason} at byte {error.start})") from None
+    try:
+        content = yaml.load(text, Loader=loader or yaml.SafeLoader)
+        _count(content, 0, 0)
+    except RecursionError:
+        raise ValueError(f"nested too deeply (more than {_DEEPEST} levels)") from None
+    return content
+
+
+def _nesting(text: bytes) -> int:
+    """Returns the largest number of brackets that are open at a time."""
+    depth = deepest = 0
+    for sign in re.findall(rb"[\[\]{}]", text):
+        depth = depth + 1 if sign in b"[{" else max(0, depth - 1)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _count(value: Any, num_values: int, depth: int) -> int:
+    """Counts the values, each as often as it is named."""
+    num_values += 1
+    if num_values > _MOST_NODES:
+        raise ValueError(f"it has more than {_MOST_NODES} values, counted as often as aliases name them")
+    if depth > _DEEPEST:
+        raise RecursionError
+    if isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            num_values = _count(part, num_values, depth + 1)
+    return num_values
+
+
+_MIN_FREE_BYTES = 1 << 20
+
+
+def unwritable(folder: str | os.PathLike[str]) -> str:
+    """Returns why no file can be created in a folder, which need not exist yet; "" if one can."""
+    existing = os.path.abspath(folder)
+    try:
+        while not os.path.lexists(existing):
+            existing = os.path.dirname(existing)
+        if not stat.S_ISDIR(os.stat(existing).st_mode):
+            return f"{existing} is a file, not a folder"
+        statistics = os.statvfs(existing)
+        longest = max(map(len, os.fsencode(os.path.relpath(os.path.abspath(folder), existing)).split(b"/")))
+        if longest > statistics.f_namemax:
+            return f"a name in it has {longest} bytes; {existing} takes {statistics.f_namemax}"
+    except OSError as error:
+        return f"it cannot be looked at: {error.strerror}"
+    if statistics.f_flag & os.ST_RDONLY:
+        return f"{existing} is on a read-only filesystem"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing} is not writable for you"
+    no_inode = statistics.f_files > 0 and statistics.f_favail == 0
+    if no_inode or statistics.f_bavail * statistics.f_frsize < _MIN_FREE_BYTES:
+        return f"the filesystem of {existing} is full"
+    return ""

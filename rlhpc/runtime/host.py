@@ -1,4 +1,4 @@
-"""Who this machine is: the one place that asks, for whoever compares hosts or names one."""
+"""Identity of this machine: the only module that determines it, for comparing or naming hosts."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ SOCKET_ROOT, SHM_ROOT = Path("/tmp"), Path("/dev/shm")
 
 
 def node_name() -> str:
-    """What this machine calls itself, for messages and records."""
+    """Returns this machine's host name, for messages and records."""
     return os.uname().nodename
 
 
 def names_here(environ: Mapping[str, str]) -> frozenset[str]:
-    """All that Slurm may call this node: its own name, in full and short, and what `SLURMD_NODENAME` says."""
+    """Returns all names that Slurm may use for this node: its host name, in full and short, and `SLURMD_NODENAME`."""
     name = node_name()
     return frozenset({name, name.split(".")[0], environ.get("SLURMD_NODENAME", "")} - {""})
 
 
 def host_id() -> str:
-    """Identity of the machine whose shared memory and UNIX sockets this process can reach.
+    """Returns the identity of the machine whose shared memory and UNIX sockets this process can reach.
 
-    A machine with several /tmp or /dev/shm (private ones of jobs, containers) counts as several hosts: what one process
-    puts there another does not find. `RLHPC_HOST_ID` overrides it, so that a test can make two hosts out of one.
+    A machine with several /tmp or /dev/shm (private ones of jobs, containers) counts as several hosts: processes of one do not
+    see the files of another. `RLHPC_HOST_ID` overrides it, so that a test can make two hosts out of one.
     """
     return os.environ.get("RLHPC_HOST_ID") or _machine()
 
 
 @functools.cache
 def _machine() -> str:
-    """Asked once: each message of this process begins with a look at whether it goes to another host."""
+    """Returns the identity of the machine, computed once: each message of this process first checks whether it goes to another
+    host.
+    """
     return ":".join([node_name(), _boot_id(), *map(_folder_id, (SOCKET_ROOT, SHM_ROOT))])
 
 
@@ -52,13 +54,13 @@ def process_key(endpoint: Mapping[str, str]) -> str:
 
 
 def process_id() -> str:
-    """`pid.namespace` of this process, by which others that share its folders find out whether it runs."""
+    """Returns `pid.namespace` of this process, by which processes that share its folders determine whether it runs."""
     return f"{os.getpid()}.{pid_namespace()}"
 
 
 @functools.cache
 def pid_namespace() -> int:
-    """Inode of this process's PID namespace; 0 if it cannot be told."""
+    """Returns the inode of this process's PID namespace; 0 if it cannot be determined."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -72,7 +74,7 @@ def has_ended(process: str) -> bool:
 
 
 def _runs(pid: int) -> bool:
-    """Returns whether a process of this PID namespace runs: one that has ended and that nobody has waited for does not."""
+    """Returns whether a process of this PID namespace runs; a process that has ended but has not been reaped does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -87,7 +89,7 @@ def _runs(pid: int) -> bool:
 
 @functools.cache
 def process_space() -> str:
-    """`name/boot id/pid namespace`: where a pid means the same process."""
+    """Returns `name/boot id/pid namespace`: the scope in which a pid identifies a process."""
     try:
         namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -104,6 +106,7 @@ def _boot_id() -> str:
 
 
 def state_folder(name: str) -> Path:
-    """Returns a folder of this user's for what outlives runs: `$XDG_STATE_HOME/rlhpc/<name>`, by default below
-    `~/.local/state`. It may not exist."""
+    """Returns this user's folder for data that outlives runs: `$XDG_STATE_HOME/rlhpc/<name>`, by default below
+    `~/.local/state`. It may not exist.
+    """
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "rlhpc" / name

@@ -1,7 +1,7 @@
-"""A rank that joins a run which is under way, from any allocation that reaches it: the side of the one who comes.
+"""Joining of a rank to a running run, from any allocation that reaches it: the joining process's side.
 
-It reads the run's registry, asks the driver for a place in a group, starts the rank, and ends it when the driver is gone. If
-another driver takes the run up, such as after a requeue, it asks again.
+It reads the run's registry, asks the driver for a place in a group, starts the rank, and ends it when the driver has ended.
+If another driver continues the run, such as after a requeue, it asks again.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from typing import Any
 
 import zmq
 
-from rlhpc.runtime.code import fingerprint
 from rlhpc.runtime.comm.queues import TooEarly
-from rlhpc.runtime.comm.sockets import Peers, choose
+from rlhpc.runtime.comm.zmq_sockets import Peers, choose
 from rlhpc.runtime.errors import ChannelError, ConfigError, RlhpcError
 from rlhpc.runtime.host import host_id, node_name
-from rlhpc.runtime.import_paths import python_path, run_module
+from rlhpc.runtime.imports import fingerprint, python_path, run_module
 from rlhpc.runtime.ownership import owner
-from rlhpc.runtime.registry import CURRENT, LEFT, MEMBERS, Keys, Registry
-from rlhpc.runtime.shown import shown
-from rlhpc.runtime.spec import WorkerSpec
-from rlhpc.runtime.task import LEAVE, for_input
+from rlhpc.runtime.registry import CURRENT, DEPARTED, MEMBERS, CurveKeys, GenerationFolder
+from rlhpc.runtime.text import shown
+from rlhpc.runtime.worker_spec import LEAVE, WorkerSpec, for_input
 
 log = logging.getLogger(__name__)
 
-#: How long a process that was killed may take to be gone.
+#: Seconds until a killed process is gone.
 _KILLED_S = 10.0
 
 #: Fields of a driver's record by which it is reached.
@@ -47,15 +45,15 @@ _LOOK_AGAIN_S = 0.5
 _HANDING_S = 15.0
 
 
-class Refused(ConfigError):
-    """The driver takes no such rank; says why."""
+class JoinRefused(ConfigError):
+    """The driver's refusal of such a rank, with the reason."""
 
 
-class NotYet(Refused):
+class NotYet(JoinRefused):
     """The driver takes ranks, but not at this moment."""
 
 
-class Door:
+class JoinPoint:
     """The way to a run's driver.
 
     Args:
@@ -67,8 +65,8 @@ class Door:
 
     def __init__(self, registry_root: Path) -> None:
         try:
-            self.registry = Registry(registry_root / (registry_root / CURRENT).read_text())
-            self.keys: Keys = self.registry.load_keys()
+            self.registry = GenerationFolder(registry_root / (registry_root / CURRENT).read_text())
+            self.keys: CurveKeys = self.registry.load_keys()
             driver = self.registry.get(MEMBERS, "driver")
             if driver is not None:
                 driver = {"node": driver["node"], "data": {name: str(driver["data"][name]) for name in _ENDPOINTS}}
@@ -87,12 +85,12 @@ class Door:
         self._driver = driver
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers = Peers(self._context, self.keys, lambda: None)
-        #: Whether the driver has gone on without the rank that went through here, or could not be reached for a while.
-        self.left = self.silent = False
+        #: Whether the driver has continued without this rank, or could not be reached for a while.
+        self.has_departed = self.silent = False
 
     @property
     def is_current(self) -> bool:
-        """Whether this driver is still the run's, and has not ended it."""
+        """True if this driver still owns the run, and has not ended it."""
         try:
             return (self.registry.root.parent / CURRENT).read_text() == self.registry.generation and (
                 self.registry.load_keys() == self.keys
@@ -105,7 +103,7 @@ class Door:
         """True if the driver listens to processes of this host."""
         try:
             self._endpoint()
-        except Refused:
+        except JoinRefused:
             return False
         return True
 
@@ -113,7 +111,7 @@ class Door:
         try:
             endpoint = choose(self._driver["data"])
         except ChannelError as error:
-            raise Refused(
+            raise JoinRefused(
                 f"the driver is on {self._driver['node']} and listens to processes of that host only, and this is another"
             ) from error
         if self._driver["data"]["host"] == host_id():
@@ -125,33 +123,35 @@ class Door:
         """Refuses a driver on this host that is another user's: the run's files may have come from that user."""
         scheme, _, path = endpoint.partition("://")
         if scheme != "ipc":
-            raise Refused(f"the driver on this host is said to be at {shown(endpoint)}, which is no UNIX socket")
+            raise JoinRefused(f"the driver on this host is said to be at {shown(endpoint)}, which is no UNIX socket")
         try:
             status = os.lstat(path)
         except (OSError, ValueError):
             return  # nothing answers there
         if status.st_uid != os.geteuid():
-            raise Refused(f"{shown(path)} is {owner(status)}'s: a driver of another user gives no place in a run")
+            raise JoinRefused(f"{shown(path)} is {owner(status)}'s: a driver of another user gives no place in a run")
 
     def ask(self, wish: Mapping[str, Any]) -> WorkerSpec:
-        """Asks for a place. The answer is read as JSON: only the rank's own process runs what the run sends.
+        """Requests a place. The answer is read as JSON: only the rank's process executes what the run sends.
 
         Raises:
-            Refused: See its message; `NotYet` if it is worth asking again.
+            JoinRefused: The message has the reason; `NotYet` if a later request may succeed.
         """
         try:
             (answer,) = self._peers.request(
                 self._endpoint(), b"JOIN", [pickle.dumps(dict(wish))], _ANSWER_S, "the driver"
             )
         except ChannelError as error:
-            raise (NotYet if isinstance(error, TooEarly) else Refused)(str(error)) from error
+            raise (NotYet if isinstance(error, TooEarly) else JoinRefused)(str(error)) from error
         try:
             return WorkerSpec.from_json(answer)
         except ValueError as error:
-            raise Refused(f"what the driver answered is no place in a run: {error}") from None
+            raise JoinRefused(f"what the driver answered is no place in a run: {error}") from None
 
     def lives(self, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Whether the driver answers, or there is no time to wait for that: one whose host is gone never does."""
+        """Returns whether the driver answers, or there is no time to wait for that: a driver whose host is gone never
+        answers.
+        """
         try:
             pending = self._peers.begin(self._endpoint(), b"DOING", [], "the driver", _ANSWER_S)
             self._peers.reply_to(pending, _ANSWER_S, hurry)
@@ -160,18 +160,18 @@ class Door:
         return True
 
     def tell(self, note: dict[str, Any]) -> None:
-        """Leaves the driver a note; one that is gone needs none."""
+        """Sends the driver a note; does nothing if the driver has ended."""
         try:
             self._peers.request(self._endpoint(), b"NOTED", [pickle.dumps(note)], _ANSWER_S, "the driver")
         except RlhpcError as error:
             log.warning("the driver was not told: %s", error)
 
     def why_left(self, spec: WorkerSpec) -> str:
-        """Why the driver goes on without this rank; "" if it does not."""
+        """Returns why the driver continues without this rank; "" if it does not."""
         with contextlib.suppress(OSError, RlhpcError, ValueError):
-            found = self.registry.get(LEFT, spec.name) or {}
-            if found.get("incarnation") == spec.incarnation:
-                return str(found["why"])
+            departure = self.registry.get(DEPARTED, spec.name) or {}
+            if departure.get("incarnation") == spec.incarnation:
+                return str(departure["why"])
         return ""
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class Door:
 
 
 class Leaving(threading.Event):
-    """Set when a process is to leave.
+    """Event that is set when a process has to leave.
 
     Attributes:
         why: The reason.
@@ -209,7 +209,7 @@ class JoinedRank:
         # it asks for its parent's end itself: a function between fork and exec would run Python, and other threads' ends,
         # in a copy of this process, which may hold anything
         self.process = subprocess.Popen(
-            run_module("rlhpc.runtime.process", "joined", str(os.getpid())),
+            run_module("rlhpc.runtime.worker_process", "joined", str(os.getpid())),
             stdin=subprocess.PIPE, env=environment, start_new_session=True,
         )  # fmt: skip
         assert self.process.stdin is not None
@@ -224,11 +224,11 @@ class JoinedRank:
         return None if code is None else (-code if code < 0 else code << 8)
 
     def end(self, grace_s: float, handing_s: float = 0.0) -> int:
-        """Ends it, and waits; returns its wait status.
+        """Ends the rank and waits; returns its wait status.
 
         Args:
-            grace_s: How long it may take to end.
-            handing_s: How long, before that, it may take to hand back what it has under way.
+            grace_s: Seconds that it may take to end.
+            handing_s: Seconds, before that, that it may take to requeue its items.
         """
         assert self.process.stdin is not None
         if handing_s:
@@ -248,7 +248,7 @@ class JoinedRank:
 
 
 def wish_of(group: str, threads: int, accelerators: int) -> dict[str, Any]:
-    """What this process asks for: a place in a group, for one rank."""
+    """Returns this process's request: a place in a group, for one rank."""
     return {
         "group": group, "host": host_id(), "node": node_name(), "threads": threads, "accelerators": accelerators,
         "code": fingerprint(), "job": os.environ.get("SLURM_JOB_ID", ""),
@@ -259,30 +259,30 @@ def stay(
     registry_root: Path,
     wish: Mapping[str, Any],
     stopped: Leaving,
-    said: Callable[[str], None],
+    report: Callable[[str], None],
     over: Callable[[], bool],
     *,
     patience_s: float,
     grace_s: float = 5.0,
     await_driver: bool = False,
 ) -> int:
-    """Takes part in a run until it has ended or `stopped` is set; with every driver that takes it up anew.
+    """Takes part in a run until it has ended or `stopped` is set, under each driver that continues it.
 
     Args:
         registry_root: The run's registry folder.
         wish: See `wish_of`.
-        stopped: Set when this process is to leave, as before its walltime ends; `why` says the reason.
-        said: Told what happens.
-        over: Whether the run has come to its end, so that no driver will take it up again.
-        patience_s: How long it waits for another driver, when one is gone.
-        grace_s: How long a rank may take to end.
+        stopped: Set when this process has to leave, as before its walltime ends; `why` has the reason.
+        report: Called with messages on the progress.
+        over: Returns whether the run has ended, so that no driver will continue it.
+        patience_s: Seconds to wait for another driver after one has ended.
+        grace_s: Seconds that a rank may take to end.
         await_driver: Wait as long for the first driver, too.
 
     Returns:
         How often it took part.
 
     Raises:
-        ConfigError: There is no driver, or it takes no such rank, from the start.
+        ConfigError: There is no driver, or it refuses such a rank, from the start.
         RlhpcError: The rank has ended by itself.
     """
     times, before, silent = 0, "", False
@@ -295,13 +295,13 @@ def stay(
         before, silent = door.registry.generation, True
         try:
             try:
-                status = _take_part(door, _place(door, wish, stopped, patience_s), stopped, said, grace_s)
+                status = _take_part(door, _place(door, wish, stopped, patience_s), stopped, report, grace_s)
             except RlhpcError:
                 if not waits or door.lives():
                     raise
-                continue  # this driver is gone, too
+                continue  # this driver has ended, too
             times, silent = times + 1, door.silent
-            if door.left:
+            if door.has_departed:
                 return times
             if status and not stopped.is_set() and door.is_current and door.lives():
                 raise RlhpcError("the rank has ended by itself, while the run goes on: its log says why")
@@ -311,16 +311,20 @@ def stay(
             return times
 
 
-def _door(registry_root: Path, before: str, over: Callable[[], bool], patience_s: float, silent: bool) -> Door | None:
-    """The way to a driver; None if none comes in time. The one before it is as good, if it was only `silent` and answers."""
+def _door(
+    registry_root: Path, before: str, over: Callable[[], bool], patience_s: float, silent: bool
+) -> JoinPoint | None:
+    """Returns the connection to a driver; None if none arrives in time. The previous driver is accepted if it was only
+    `silent` and answers.
+    """
     deadline = time.monotonic() + patience_s
     while True:
         if not before and not patience_s:
-            return Door(registry_root)
+            return JoinPoint(registry_root)
         with contextlib.suppress(ConfigError, OSError):
             other = (registry_root / CURRENT).read_text() != before
             if other or silent:
-                door = Door(registry_root)
+                door = JoinPoint(registry_root)
                 if other or (door.lives(over) and not over()):
                     return door
                 door.close()
@@ -329,12 +333,12 @@ def _door(registry_root: Path, before: str, over: Callable[[], bool], patience_s
         time.sleep(_LOOK_AGAIN_S)
 
 
-def _place(door: Door, wish: Mapping[str, Any], stopped: Leaving, patience_s: float) -> WorkerSpec | None:
-    """A place, as soon as there are any; None if this process is to leave before.
+def _place(door: JoinPoint, wish: Mapping[str, Any], stopped: Leaving, patience_s: float) -> WorkerSpec | None:
+    """Returns a place, as soon as one is free; None if this process has to leave before.
 
     Raises:
-        Refused: There are none for it.
-        RlhpcError: The driver has gone.
+        JoinRefused: There is no place for it.
+        RlhpcError: The driver has ended.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -349,33 +353,37 @@ def _place(door: Door, wish: Mapping[str, Any], stopped: Leaving, patience_s: fl
             raise RlhpcError("the run's driver has ended before a rank could join")
 
 
-def _without(door: Door, spec: WorkerSpec) -> str:
-    """What to say where the driver goes on without the rank."""
+def _without(door: JoinPoint, spec: WorkerSpec) -> str:
+    """Returns a message if the driver continues without the rank, else ""."""
     why = door.why_left(spec)
-    door.left = bool(why)
+    door.has_departed = bool(why)
     return f"the run goes on without it: {why}" if why else ""
 
 
 def _take_part(
-    door: Door, spec: WorkerSpec | None, stopped: Leaving, said: Callable[[str], None], grace_s: float
+    door: JoinPoint, spec: WorkerSpec | None, stopped: Leaving, report: Callable[[str], None], grace_s: float
 ) -> int:
-    """With one driver, until it is gone, the rank has ended, or this process is to leave; the rank's wait status."""
+    """Takes part under one driver, until the driver or the rank has ended or this process has to leave; returns the rank's
+    wait status.
+    """
     if spec is None:
         return 0
     rank = JoinedRank(spec)
-    said(f"{spec.name} joins {door.registry.root.parent.parent.name} (pid {rank.process.pid}, log {spec.log_err})")
+    report(f"{spec.name} joins {door.registry.root.parent.parent.name} (pid {rank.process.pid}, log {spec.log_err})")
     looked = time.monotonic()
-    gone = ""
-    while rank.status is None and not gone:
+    leave_reason = ""
+    while rank.status is None and not leave_reason:
         if stopped.wait(0.1):
-            gone = stopped.why or "it was told to leave"
+            leave_reason = stopped.why or "it was told to leave"
         elif time.monotonic() - looked > _LOOK_S:
             door.silent = not (door.is_current and door.lives(stopped.is_set))
-            gone = "the run has ended, or its driver is gone" if door.silent else _without(door, spec)
+            leave_reason = "the run has ended, or its driver is gone" if door.silent else _without(door, spec)
             looked = time.monotonic()
-    gone = gone or _without(door, spec)
-    told = (gone or stopped.why) if stopped.is_set() else ""
-    status = rank.end(grace_s, _HANDING_S if told else 0.0) if rank.status is None else rank.status
-    door.tell({"note": "exit", "name": spec.name, "incarnation": spec.incarnation, "status": status, "why": told})
-    said(f"{spec.name} ended: {gone or f'wait status {status}'}")
+    leave_reason = leave_reason or _without(door, spec)
+    notice_reason = (leave_reason or stopped.why) if stopped.is_set() else ""
+    status = rank.end(grace_s, _HANDING_S if notice_reason else 0.0) if rank.status is None else rank.status
+    door.tell(
+        {"note": "exit", "name": spec.name, "incarnation": spec.incarnation, "status": status, "why": notice_reason}
+    )
+    report(f"{spec.name} ended: {leave_reason or f'wait status {status}'}")
     return status

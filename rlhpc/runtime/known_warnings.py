@@ -22,7 +22,7 @@ def quiet_known_warnings() -> None:
 
 
 class _Beginning(logging.Filter):
-    """Drops records whose message begins with a text."""
+    """Log filter for records whose message begins with a text."""
 
     def __init__(self, beginning: str) -> None:
         super().__init__()

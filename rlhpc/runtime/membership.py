@@ -1,10 +1,13 @@
-"""Who takes part in a run: which ranks have left a group that goes on without them, and which have come."""
+"""Membership of a run: the ranks that have left a group that continues without them, and the ranks that have joined."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import pickle
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,17 +15,218 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.code import fingerprint
+from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.comm.queues import TooEarly
-from rlhpc.runtime.errors import ChannelError, RlhpcError, StaleGeneration, WorkerFailed
-from rlhpc.runtime.failures import FailurePolicy
-from rlhpc.runtime.host import host_id
-from rlhpc.runtime.ranks import Ranks
-from rlhpc.runtime.registry import LEFT, Registry
+from rlhpc.runtime.comm.serialization import pickled
+from rlhpc.runtime.comm.service import Service
+from rlhpc.runtime.comm.zmq_sockets import choose
+from rlhpc.runtime.errors import ChannelError, RlhpcError, StaleGeneration, UserError, WorkerFailed
+from rlhpc.runtime.failure_detection import FailurePolicy
+from rlhpc.runtime.host import host_id, process_key
+from rlhpc.runtime.imports import fingerprint
+from rlhpc.runtime.launchers import JoinedStarter, Member, Starter
+from rlhpc.runtime.registry import DEPARTED, GenerationFolder
 from rlhpc.runtime.reporting import logged
 from rlhpc.runtime.rpc import RpcClient
-from rlhpc.runtime.starters import Member
-from rlhpc.runtime.starters.joined import JoinedStarter
+from rlhpc.runtime.text import last_lines, tail
+from rlhpc.runtime.worker_spec import WorkerSpec
+
+
+def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
+    """Returns a function that tells whether all ranks have reached `state`; it checks each rank only until then, however often
+    it is called.
+    """
+    pending = list(members)
+
+    def answer() -> bool:
+        while pending and pending[-1].state == state:
+            pending.pop()
+        return not pending
+
+    return answer
+
+
+def class_body(payload: tuple[type, tuple[Any, ...], dict[str, Any]]) -> bytes:
+    """Pickles (class, args, kwargs): by reference if the worker can import the class, otherwise by value."""
+    return pickled(payload)
+
+
+def said_before_its_log(member: Member) -> str:
+    """Returns the output of a rank that died before it opened its log, as the end of a message; saved in that log if
+    possible.
+    """
+    output, log_err = "", Path(member.spec.log_err)
+    with contextlib.suppress(OSError):
+        if not log_err.exists():
+            output = member.starter.early_output(member)
+            log_err.write_text(output + "\n")
+    return last_lines(output)
+
+
+def death(spec: WorkerSpec, status: int, output: str = "") -> WorkerFailed:
+    """Returns the failure for a rank's wait status; `output` ends the message if the rank's log is silent."""
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    how = f"was killed by signal {number} ({signal.Signals(number).name})" if number else (
+        f"exited with status {os.WEXITSTATUS(status)}")  # fmt: skip
+    if number == signal.SIGKILL:
+        how += "; if nobody killed it, look for the out-of-memory killer (dmesg, sacct)"
+    failure = WorkerFailed(
+        f"{spec.group}[{spec.rank}] on node {spec.node} {how} (log {spec.log_err}){output or tail(spec.log_err)}",
+        group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err, exit_signal=number,
+    )  # fmt: skip
+    if not number and os.WEXITSTATUS(status) == UserError.exit_code:  # its log says what the user can do about it
+        failure.exit_code, failure.__cause__ = UserError.exit_code, UserError(how)
+    return failure
+
+
+def by_starter(members: Sequence[Member]) -> dict[Starter, list[Member]]:
+    """Returns the members of each starter."""
+    members_by_starter: dict[Starter, list[Member]] = {}
+    for member in members:
+        members_by_starter.setdefault(member.starter, []).append(member)
+    return members_by_starter
+
+
+def records_by_group(members: Sequence[Member]) -> list[list[dict[str, Any]]]:
+    """Returns the members' records, grouped by worker group: a call goes to ranks of one group."""
+    records: dict[str, list[dict[str, Any]]] = {}
+    for member in members:
+        records.setdefault(member.spec.group, []).append(member.record)
+    return list(records.values())
+
+
+_ALIVE = ("starting", "ready")
+#: How long a rank may take to hear who takes part; one that takes longer hears of it with its next call.
+_TELL_S = 5.0
+
+
+class RankTable:
+    """Ranks that a session has started: the latest incarnation of each name.
+
+    Args:
+        on_change: Called when ranks are added, have arrived or have ended, before any other code learns of it, with the
+            processes (`host.process_key`) of the ended ranks.
+    """
+
+    def __init__(self, on_change: Callable[[Sequence[str]], None]) -> None:
+        self.members: dict[str, Member] = {}
+        #: Notified whenever a state changes.
+        self.changed = threading.Condition(threading.RLock())
+        self._on_change = on_change
+
+    def all(self) -> list[Member]:
+        return list(self.members.values())
+
+    def alive(self, group: str | None = None) -> list[Member]:
+        """Returns the ranks that have not ended, of one group or of all."""
+        return [m for m in self.all() if m.state != "ended" and group in (None, m.spec.group)]
+
+    def ended_of(self, group: str) -> list[Member]:
+        """Returns the ranks of a group that have ended."""
+        return [m for m in self.all() if m.state == "ended" and m.spec.group == group]
+
+    def add(self, members: Sequence[Member]) -> None:
+        """Adds ranks; each replaces an earlier one of the same name."""
+        with self.changed:
+            self._on_change(())
+            self.members.update({member.spec.name: member for member in members})
+
+    def forget_ended(self, group: str) -> None:
+        """Forgets the ranks that have ended, and those of the group."""
+        with self.changed:
+            self.members = {n: m for n, m in self.members.items() if m.state != "ended" and m.spec.group != group}
+
+    def find(self, name: str, incarnation: str) -> Member | None:
+        """Returns the rank of that name; None if a successor has replaced this incarnation."""
+        member = self.members.get(name)
+        return member if member is not None and member.spec.incarnation == incarnation else None
+
+    def started(self, member: Member, pid: int) -> None:
+        """Registers that a rank's process has started."""
+        with self.changed:
+            member.pid = pid
+            self.changed.notify_all()
+
+    def arrived(self, member: Member, pid: int, record: dict[str, Any]) -> None:
+        """Registers that a rank has built its object."""
+        with self.changed:
+            self._on_change(())
+            member.record, member.pid = record, pid
+            if member.state == "starting":
+                member.state = "ready"
+            self.changed.notify_all()
+
+    def processes_ended(self, members: Sequence[Member]) -> list[Member]:
+        """Registers that the processes of ranks have ended; returns those whose end is unexpected."""
+        with self.changed:
+            for member in members:
+                member.has_exited = True
+            return self.give_up(members)
+
+    def give_up(self, members: Sequence[Member]) -> list[Member]:
+        """Registers that ranks count as ended, whatever their processes do; returns those whose end is unexpected."""
+        with self.changed:
+            newly_ended = [m for m in members if self.members.get(m.spec.name) is m and m.state != "ended"]
+            unexpected = [m for m in newly_ended if m.state in _ALIVE]
+            if newly_ended:
+                self._on_change(_keys(newly_ended))
+            for member in newly_ended:
+                member.state = "ended"
+            self.changed.notify_all()
+        return unexpected
+
+    def await_exit(self, members: Sequence[Member], timeout: float) -> list[Member]:
+        """Waits at most `timeout` seconds for the processes of ranks to end; returns those that are still there."""
+        with self.changed:
+            self.changed.wait_for(lambda: all(m.has_exited for m in members), timeout)
+            return [m for m in members if not m.has_exited]
+
+    def announce(self, service: Service, ended_members: Sequence[Member] = ()) -> None:
+        """Tells the ranks that are ready, in the background, that ranks have come, or that these ranks have ended.
+
+        They free what they hold for ended ranks, and read the other ranks' records again.
+        """
+        records = [member.record for member in self.all() if member.state == "ready"]
+        note = pickle.dumps((service.epoch, _keys(ended_members)))
+
+        def tell() -> None:
+            pending = []
+            for record in records:
+                with contextlib.suppress(RlhpcError, OSError):  # one that has ended as well
+                    whom = f"{record['group']}-{record['rank']} to hear who takes part"
+                    pending.append(service.peers.begin(choose(record["data"]), b"MEMBERS", [note], whom, _TELL_S))
+            for request in pending:
+                with contextlib.suppress(RlhpcError, OSError):
+                    service.peers.reply_to(request, _TELL_S)
+
+        if records:
+            in_background("members", tell)
+
+    def stopping(self, members: Collection[Member]) -> None:
+        """Registers that ranks were asked to end: from now on their end is no failure."""
+        with self.changed:
+            for member in members:
+                if member.state != "ended":
+                    member.state = "stopping"
+            self.changed.notify_all()
+
+    def await_ended(self, members: Sequence[Member], timeout: float) -> bool:
+        """Waits at most `timeout` seconds for ranks to end; returns whether all have."""
+        with self.changed:
+            return self.changed.wait_for(all_in("ended", members), timeout)
+
+    def settle(self, arrival_s: float = 0.0) -> None:
+        """Waits for all ranks that are ending, for as long as that may take; at most so long, before, for those that are
+        starting."""
+        with self.changed:
+            self.changed.wait_for(lambda: all(m.state != "starting" for m in self.all()), arrival_s)
+        limit = max((m.starter.limit_s for m in self.all()), default=0.0)
+        self.await_ended([m for m in self.all() if m.state != "ready"], limit)
+
+
+def _keys(members: Sequence[Member]) -> list[str]:
+    return [process_key(member.record["data"]) for member in members if member.record]
+
 
 log = logging.getLogger(__name__)
 
@@ -41,24 +245,26 @@ class _Departure:
 
 
 class Membership:
-    """The driver's account of ranks that come and go.
+    """The driver's record of ranks that join and leave.
 
     Args:
         ranks: All ranks.
-        registry: Where other processes see who has left.
-        failures: Says which groups are elastic.
-        log_dir: Where the ranks' logs go.
+        registry: Registry that tells other processes which ranks have left.
+        failures: Failure policy, which knows the elastic groups.
+        log_dir: Folder of the ranks' logs.
         listens: Whether processes of other hosts reach this run.
 
     Attributes:
-        epoch: How often somebody has come or gone since the groups were launched.
-        is_open: Whether ranks may join at present; who asks earlier or later is told to ask again. Not at first.
-        heard: Called with what happens to ranks that have joined: `event` (joined, works, left), who, where and why.
-        faulty: Jobs of which a rank has raised something.
-        why_fixed: Why no group takes ranks, where something can be changed; for messages.
+        epoch: How often a rank has come or gone since the groups were launched.
+        is_open: Whether ranks may join at present; other requests are answered to ask again. Initially not.
+        heard: Called with events of joined ranks: `event` (joined, works, left), who, where and why.
+        faulty: Jobs of which a rank has raised an exception.
+        why_fixed: Reason why no group takes ranks, if the user can change that; for messages.
     """
 
-    def __init__(self, ranks: Ranks, registry: Registry, failures: FailurePolicy, log_dir: Path, listens: bool) -> None:
+    def __init__(
+        self, ranks: RankTable, registry: GenerationFolder, failures: FailurePolicy, log_dir: Path, listens: bool
+    ) -> None:
         self._ranks, self._registry, self._failures = ranks, registry, failures
         self._log_dir, self._listens = log_dir, listens
         self._joined, self._host = JoinedStarter(), host_id()
@@ -74,20 +280,22 @@ class Membership:
         self.why_fixed = ""
 
     def left(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
-        """A rank of a group that goes on without it has ended, or must be taken for lost. So are those that are one replica
-        with it: they may be waiting for it where nobody could tell them."""
-        self._left(member, failure, rpc)
+        """Registers that a rank of a group that continues without it has ended, or is considered lost.
+
+        The same applies to the ranks of its replica: they may be waiting for it at a point where no message reaches them.
+        """
+        self._record_departure(member, failure, rpc)
         spec = member.spec
         replica = self._failures.replica_of(spec.group, spec.rank)
         for mate in self._ranks.alive(spec.group):
             if mate.spec.rank in replica:
-                mate.told = mate.told or member.told
-                self._left(mate, RlhpcError(f"{spec.name} has ended, and both are one engine"), rpc)
+                mate.leave_reason = mate.leave_reason or member.leave_reason
+                self._record_departure(mate, RlhpcError(f"{spec.name} has ended, and both are one engine"), rpc)
 
-    def _left(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
+    def _record_departure(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
         spec = member.spec
-        if member.told:
-            log.info("%s leaves: %s", spec.name, member.told)
+        if member.leave_reason:
+            log.info("%s leaves: %s", spec.name, member.leave_reason)
         else:
             log.warning("%s goes on without rank %d: %s", spec.group, spec.rank, failure)
         self._ranks.give_up([member])
@@ -100,10 +308,11 @@ class Membership:
         self._departures.put(_Departure(member, str(failure).splitlines()[0]))
 
     def _conclude(self) -> None:
-        """Kills the processes of ranks that have left, and makes their departures known; on a thread of its own.
+        """Kills the processes of ranks that have left, and publishes their departures; on a separate thread.
 
-        Killing may ask the scheduler, and the record may wait for a filesystem that is full or stalls: no thread that hears of
-        other ranks may wait for either. A record that cannot be written is tried again, until the session ends.
+        Killing may query the scheduler, and the record may wait for a filesystem that is full or stalls: no thread that
+        receives reports of other ranks may wait for either. A record that cannot be written is tried again, until the session
+        ends.
         """
         unwritten: list[_Departure] = []
         while True:
@@ -116,7 +325,7 @@ class Membership:
             unwritten = [departure for departure in unwritten if not self._record(departure)]
 
     def close(self) -> None:
-        """Ends the thread: nobody is left who waits for a rank."""
+        """Ends the thread: no process waits for a rank any more."""
         self._departures.put(None)
 
     def _end_process(self, departure: _Departure) -> None:
@@ -126,16 +335,20 @@ class Membership:
                 member.starter.kill([member])
         if member.starter is self._joined:
             self._tell(
-                {"event": "left", "incarnation": member.spec.incarnation, "why": member.told or departure.reason}
+                {
+                    "event": "left",
+                    "incarnation": member.spec.incarnation,
+                    "why": member.leave_reason or departure.reason,
+                }
             )
 
     def _record(self, departure: _Departure) -> bool:
-        """Writes the departure for the ranks that wait for this one; returns False where that is to be tried again."""
+        """Writes the departure for the ranks that wait for this one; returns False if the write has to be repeated."""
         member, spec = departure.member, departure.member.spec
         if not member.record and member.starter is not self._joined:
             return True
         try:
-            self._registry.put(LEFT, spec.name, {"incarnation": spec.incarnation, "why": departure.reason})
+            self._registry.put(DEPARTED, spec.name, {"incarnation": spec.incarnation, "why": departure.reason})
         except StaleGeneration:
             return True  # another driver's run by now
         except (RlhpcError, OSError) as error:
@@ -151,24 +364,25 @@ class Membership:
             self.heard(event)
 
     def why_left(self, group: str, rank: int) -> str:
-        """Why a rank has left that was told to; "" for one that ended otherwise."""
-        return next((m.told for m in self._ranks.all() if (m.spec.group, m.spec.rank) == (group, rank)), "")
+        """Returns the reason of a rank that left after a notice; "" for a rank that ended otherwise."""
+        return next((m.leave_reason for m in self._ranks.all() if (m.spec.group, m.spec.rank) == (group, rank)), "")
 
     def leaving(self, group: str) -> list[int]:
-        """Ranks of a group that were told to leave, and wait to be let go (`Worker.stay_until_let_go`)."""
+        """Returns ranks of a group that got a notice to leave and wait for permission (`Worker.stay_until_let_go`)."""
         return [member.spec.rank for member in self._ranks.alive(group) if member.leaving]
 
     def by_job(self) -> dict[str, int]:
-        """Ranks that have joined and take part, by the id of their job; 0 for jobs whose ranks have all left again. Jobs of
-        which no rank has ever taken part are not in it."""
-        found = dict.fromkeys(list(self._at_work.values()), 0)
+        """Counts the ranks that have joined and take part, by the id of their job; 0 for jobs whose ranks have all left again.
+        Omits jobs of which no rank has ever taken part.
+        """
+        counts = dict.fromkeys(list(self._at_work.values()), 0)
         for incarnation, (job, member) in list(self._jobs.items()):
             if incarnation in self._at_work and member.state == "ready":
-                found[job] += 1
-        return found
+                counts[job] += 1
+        return counts
 
     def takes_part(self, group: str, rank: int) -> None:
-        """A rank that has come has all that it needs, and is at work from now on."""
+        """Registers that a joined or restarted rank has all it needs, and works from now on."""
         for member in self._ranks.alive(group):
             if member.spec.rank == rank and member.starter is self._joined:
                 if member.spec.incarnation in self._jobs:
@@ -176,18 +390,24 @@ class Membership:
                 self._tell({"event": "works", "incarnation": member.spec.incarnation})
 
     def of_job(self, job: str) -> list[Member]:
-        """Ranks that have joined from a job and not ended."""
-        return [member for own, member in list(self._jobs.values()) if own == job and member.state != "ended"]
+        """Returns ranks that have joined from a job and not ended."""
+        return [member for home, member in list(self._jobs.values()) if home == job and member.state != "ended"]
 
-    def newcomers(self, group: str, known: Collection[str]) -> list[dict[str, Any]]:
-        """The records of ranks of a group that are ready, and of none of the known incarnations."""
+    def newcomers(self, group: str, incarnations: Collection[str]) -> list[dict[str, Any]]:
+        """Returns the records of ranks of a group that are ready and have none of the known incarnations."""
         with self._ranks.changed:
-            found = [m for m in self._ranks.alive(group) if m.state == "ready" and m.record["incarnation"] not in known]
-        self.epoch += len(found)
-        return [m.record for m in found]
+            ready = [
+                m
+                for m in self._ranks.alive(group)
+                if m.state == "ready" and m.record["incarnation"] not in incarnations
+            ]
+        self.epoch += len(ready)
+        return [m.record for m in ready]
 
     def startable(self, group: str) -> list[Member]:
-        """Ranks of a group that have ended and whose place is still this run's. Their processes may still be there."""
+        """Returns ranks of a group that have ended and whose place still belongs to this run. Their processes may still
+        exist.
+        """
         return [
             m
             for m in self._ranks.all()
@@ -195,10 +415,10 @@ class Membership:
         ]
 
     def join(self, wish: Mapping[str, Any]) -> bytes:
-        """Gives a process a place in a group; its specification as JSON. Called on the service's thread.
+        """Assigns a process a place in a group; returns its specification as JSON. Called on the service's thread.
 
         Raises:
-            ChannelError: It may not join; says why. `TooEarly` if it may later.
+            ChannelError: It may not join; the message has the reason. `TooEarly` if it may join later.
         """
         group = wish["group"]
         self._allow(group, wish)
@@ -224,7 +444,9 @@ class Membership:
         return spec.to_json()
 
     def _place_in(self, group: str, members: Sequence[Member], wish: Mapping[str, Any]) -> int:
-        """The number of a rank that joins: beside others of its job, or of its node, whose replica is not whole yet."""
+        """Returns the number of a joining rank: next to ranks of its job, or of its node, whose replica is not complete
+        yet.
+        """
         last = 1 + max(m.spec.rank for m in members)
         if len(self._failures.replica_of(group, 0)) == 1:
             return last
@@ -232,10 +454,10 @@ class Membership:
         for mate in members:
             replica = self._failures.replica_of(group, mate.spec.rank)
             free = [rank for rank in replica if rank not in by_rank]
-            there = [by_rank[rank] for rank in replica if rank in by_rank]
-            jobs = {self._jobs.get(m.spec.incarnation, ("", m))[0] for m in there}
-            near = jobs == {wish["job"]} if wish["job"] else {m.spec.node for m in there} == {wish["node"]}
-            if free and near and all(m.state != "ended" for m in there):
+            replica_members = [by_rank[rank] for rank in replica if rank in by_rank]
+            jobs = {self._jobs.get(m.spec.incarnation, ("", m))[0] for m in replica_members}
+            near = jobs == {wish["job"]} if wish["job"] else {m.spec.node for m in replica_members} == {wish["node"]}
+            if free and near and all(m.state != "ended" for m in replica_members):
                 return free[0]
         return self._failures.replica_of(group, last - 1).stop
 
@@ -244,9 +466,9 @@ class Membership:
             raise TooEarly("the ranks that the run starts with are starting or ending")
         elastic = self._failures.elastic
         if group not in elastic:
-            known = f"groups that take some: {', '.join(elastic) or 'none'}"
+            elastic_text = f"groups that take some: {', '.join(elastic) or 'none'}"
             why = f"; {self.why_fixed}" if self.why_fixed else ""
-            raise ChannelError(f"no rank can join group {group!r} of this run; {known}{why}")
+            raise ChannelError(f"no rank can join group {group!r} of this run; {elastic_text}{why}")
         if wish["code"] != fingerprint():
             raise ChannelError(
                 "this is another rlhpc than the run's own: use the environment that the run was started with"

@@ -16,7 +16,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def address_of(interface: str) -> str:
-    """IPv4 address of a network interface of this host.
+    """Returns the IPv4 address of a network interface of this host.
 
     Raises:
         ConfigError: There is no such interface, or it has no address; names the existing ones.
@@ -25,34 +25,34 @@ def address_of(interface: str) -> str:
         try:
             answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError as error:
-            there = ", ".join(f"{name} ({found})" for name, found in interfaces().items()) or "none"
+            available = ", ".join(f"{name} ({address})" for name, address in interfaces().items()) or "none"
             raise ConfigError(
                 f"cluster.interface is {interface!r}, which has no address on {node_name()} "
-                f"({error.strerror}); there are: {there}"
+                f"({error.strerror}); there are: {available}"
             ) from None
     return socket.inet_ntoa(answer[20:24])
 
 
 def interfaces() -> dict[str, str]:
-    """The interfaces of this host that have an IPv4 address."""
-    found = {}
+    """Returns the interfaces of this host that have an IPv4 address."""
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+            addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
 
 
 def interface_of(address: str) -> str | None:
-    """The interface of this host that has the address."""
-    return next((name for name, found in interfaces().items() if found == address), None)
+    """Returns the interface of this host that has the address."""
+    return next((name for name, interface_address in interfaces().items() if interface_address == address), None)
 
 
 def address_towards(host: str) -> str:
-    """This host's address on the route to another host: the kernel's choice, not simply the first network card.
+    """Returns this host's address on the route to another host: the kernel's choice, not simply the first network card.
 
     Raises:
         ConfigError: There is no route, or the name is not known.
@@ -70,17 +70,16 @@ def address_towards(host: str) -> str:
 
 
 def node_addresses(names: list[str], timeout_s: float = TIMEOUT_S) -> dict[str, str]:
-    """Addresses of Slurm nodes according to Slurm's configuration, in one query; names without an address stand
-    for themselves."""
-    found = {name: name for name in names}
+    """Returns addresses of Slurm nodes from Slurm's configuration, in one query; a name without an address maps to itself."""
+    addresses = {name: name for name in names}
     for pairs in ask("scontrol", "--oneliner", "show", "node", ",".join(names), timeout_s=timeout_s).records:
-        if pairs.get("NodeName") in found and pairs.get("NodeAddr"):
-            found[pairs["NodeName"]] = pairs["NodeAddr"]
-    return found
+        if pairs.get("NodeName") in addresses and pairs.get("NodeAddr"):
+            addresses[pairs["NodeName"]] = pairs["NodeAddr"]
+    return addresses
 
 
 def address_for_partition(partition: str | None, interface: str | None) -> str:
-    """This host's address for jobs on a Slurm partition; of the default partition without one.
+    """Returns this host's address for jobs on a Slurm partition, or on the default partition if it is None.
 
     Raises:
         ConfigError: There is no route to its nodes, or Slurm does not say which they are.
@@ -88,21 +87,21 @@ def address_for_partition(partition: str | None, interface: str | None) -> str:
     if interface:
         return address_of(interface)
     where = [f"--partition={partition}"] if partition else []
-    found = ask("sinfo", "--noheader", "--Node", *where, "--format=%N")
+    output = ask("sinfo", "--noheader", "--Node", *where, "--format=%N")
     here = names_here(os.environ)
-    names = list(dict.fromkeys(found.text.split())) if found.ok else []
-    others = [name for name in names if name not in here] or names
-    if not others:
+    names = list(dict.fromkeys(output.text.split())) if output.ok else []
+    remote_nodes = [name for name in names if name not in here] or names
+    if not remote_nodes:
         of = f"partition {partition}" if partition else "the default partition"
         raise ConfigError(
-            f"Slurm names no node of {of} ({found.words}); name the interface to it (cluster.interface=…)"
+            f"Slurm names no node of {of} ({output.words}); name the interface to it (cluster.interface=…)"
         )
-    return address_towards(node_addresses(others[:1])[others[0]])
+    return address_towards(node_addresses(remote_nodes[:1])[remote_nodes[0]])
 
 
 def own_address(interface: str | None) -> str | None:
-    """This host's address for the other hosts of its Slurm job; None where there are none."""
-    others = [node.name for node in slurm_nodes(os.environ) if not node.is_local]
-    if not others:
+    """Returns this host's address for the other hosts of its Slurm job; None if there are no other hosts."""
+    remote_nodes = [node.name for node in slurm_nodes(os.environ) if not node.is_local]
+    if not remote_nodes:
         return None
-    return address_of(interface) if interface else address_towards(node_addresses(others[:1])[others[0]])
+    return address_of(interface) if interface else address_towards(node_addresses(remote_nodes[:1])[remote_nodes[0]])

@@ -1,4 +1,4 @@
-"""Who owns a folder: a run's secrets are in folders that belong to this user, are closed to others, and are not links."""
+"""Ownership of folders: a run's secrets are in folders that belong to this user, are closed to others, and are not links."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 
 from rlhpc.runtime.errors import OwnershipError
 
-_OTHERS = 0o077
+_OTHERS_ACCESS = 0o077
 _OTHERS_WRITE = 0o022
 
 
 def make_private(folder: Path, *, parents: bool = False) -> None:
-    """Makes a folder that is private to this user (0700), or accepts an existing one.
+    """Creates a folder that is private to this user (0700), or accepts an existing one.
 
     A folder that others may read is closed to them; one that others may write to is refused.
 
     Raises:
         OwnershipError: It is another user's, or a link, or others may write there.
-        OSError: The folder cannot be made.
+        OSError: The folder cannot be created.
     """
     if parents:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -31,81 +31,82 @@ def make_private(folder: Path, *, parents: bool = False) -> None:
 
 
 def require_private(folder: Path, *, tighten: bool = False) -> None:
-    """Refuses a folder unless it is this user's own, closed to others and not a link.
+    """Refuses a folder unless it belongs to this user, is closed to others and is not a link.
 
     Args:
         folder: The folder to check.
         tighten: Close a folder that others may read, instead of refusing it.
 
     Raises:
-        OwnershipError: Says what is wrong with it, and what to do.
+        OwnershipError: The message has the fault and a remedy.
         FileNotFoundError: There is no such folder.
     """
-    found = folder.lstat()
-    if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
-        kind = f"a link to {os.readlink(folder)}" if stat.S_ISLNK(found.st_mode) else "no folder"
+    status = folder.lstat()
+    if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
+        kind = f"a link to {os.readlink(folder)}" if stat.S_ISLNK(status.st_mode) else "no folder"
         raise OwnershipError(f"{folder} is {kind}; rlhpc makes it itself and uses no other: remove it")
-    if not _mine(folder, found):
-        raise OwnershipError(f"{folder} belongs to {owner(found)}, not to {you()}: it is not used. {_WAY_OUT}")
-    if found.st_mode & _OTHERS_WRITE:
+    if not _is_own(folder, status):
+        raise OwnershipError(f"{folder} belongs to {owner(status)}, not to {you()}: it is not used. {_WAY_OUT}")
+    if status.st_mode & _OTHERS_WRITE:
         raise OwnershipError(
-            f"{folder} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}), so what is in it cannot be "
+            f"{folder} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}), so what is in it cannot be "
             f"trusted: remove it, or, if nobody else was there, close it: chmod 700 {folder}"
         )
-    if found.st_mode & _OTHERS:
+    if status.st_mode & _OTHERS_ACCESS:
         if tighten:
             folder.chmod(0o700)
-            found = folder.lstat()
-        if found.st_mode & _OTHERS:
+            status = folder.lstat()
+        if status.st_mode & _OTHERS_ACCESS:
             raise OwnershipError(
-                f"{folder} is open to others (mode {stat.S_IMODE(found.st_mode):04o}) and must not be: chmod 700 {folder}; "
+                f"{folder} is open to others (mode {stat.S_IMODE(status.st_mode):04o}) and must not be: chmod 700 {folder}; "
                 f"where that changes nothing, the filesystem keeps no permissions. {_WAY_OUT}"
             )
 
 
 def require_own_run_folder(folder: Path) -> None:
-    """Refuses another user's run folder. Its parent may be anybody's, and a link of this user's own may lead to it.
+    """Refuses another user's run folder. Its parent may belong to any user, and a link of this user may lead to it.
 
     Raises:
-        OwnershipError: Says whose it is, and what to do.
+        OwnershipError: The message names the owner and a remedy.
         OSError: The folder cannot be examined.
     """
     try:
-        named, found = folder.lstat(), folder.stat()
+        named, status = folder.lstat(), folder.stat()
     except FileNotFoundError:
         if folder.is_symlink():
             raise OwnershipError(f"run folder {folder} is a link to nothing: remove it") from None
         return
     if stat.S_ISLNK(named.st_mode) and named.st_uid not in (os.geteuid(), 0):
         raise OwnershipError(f"run folder {folder} is a link that {owner(named)} made: it is not followed. {_WAY_OUT}")
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         raise OwnershipError(f"run folder {folder} is no folder: remove it, or choose another runner.name")
-    if not _mine(folder, found):
+    if not _is_own(folder, status):
         raise OwnershipError(
-            f"run folder {folder} belongs to {owner(found)}, not to {you()}, who could exchange what is in it. {_WAY_OUT}"
+            f"run folder {folder} belongs to {owner(status)}, not to {you()}, who could exchange what is in it. {_WAY_OUT}"
         )
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise OwnershipError(
-            f"run folder {folder} can be written by everybody (mode {stat.S_IMODE(found.st_mode):04o}): chmod o-w {folder}"
+            f"run folder {folder} can be written by everybody (mode {stat.S_IMODE(status.st_mode):04o}): chmod o-w {folder}"
         )
 
 
 _WAY_OUT = "Choose another runner.name or runner.run_dir"
 
 
-def _mine(folder: Path, found: os.stat_result) -> bool:
-    """Whether this user made it. Where the filesystem gives everything one owner (some network and container mounts), what
-    this user makes there belongs to that owner, too."""
-    if found.st_uid == os.geteuid():
+def _is_own(folder: Path, status: os.stat_result) -> bool:
+    """Returns whether this user created the folder. If the filesystem gives everything one owner (some network and container
+    mounts), files that this user creates there belong to that owner, too.
+    """
+    if status.st_uid == os.geteuid():
         return True
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as probe:
-        return os.fstat(probe.fileno()).st_uid == found.st_uid
+        return os.fstat(probe.fileno()).st_uid == status.st_uid
     return False
 
 
-def owner(found: os.stat_result) -> str:
-    """The owner's name, if it is known on this host, and user id."""
-    return _named(found.st_uid)
+def owner(status: os.stat_result) -> str:
+    """Returns the owner's name, if it is known on this host, and user id."""
+    return _named(status.st_uid)
 
 
 def you() -> str:

@@ -14,11 +14,12 @@ _NAMES = ("no_proxy", "NO_PROXY")
 
 
 def without_proxy(hosts: Iterable[str] = (), environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns `no_proxy` and `NO_PROXY`, which libraries read by either name: what both of them say already, and more hosts.
+    """Returns `no_proxy` and `NO_PROXY`, which libraries read by either name, each with the hosts of both variables and more
+    hosts.
 
     Args:
-        hosts: Names or addresses beside the loopback ones.
-        environ: What there is already.
+        hosts: Names or addresses in addition to the loopback ones.
+        environ: The present environment.
     """
     user = [entry.strip() for name in _NAMES for entry in environ.get(name, "").split(",")]
     value = "*" if "*" in user else ",".join(dict.fromkeys(filter(None, (*user, *LOOPBACK, *hosts))))

@@ -10,24 +10,24 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.durable import replace_durably
-from rlhpc.runtime.errors import OwnershipError, RegistryError, StaleGeneration
+from rlhpc.runtime.disk_errors import advice, is_full, storage_error
+from rlhpc.runtime.errors import OwnershipError, RegistryError, RlhpcError, StaleGeneration
+from rlhpc.runtime.files import read_file, read_json, replace_durably
 from rlhpc.runtime.ownership import make_private, owner, require_own_run_folder, require_private
-from rlhpc.runtime.plain import read_file, read_json
-from rlhpc.runtime.storage import advice, is_full, storage_error
 
 CURRENT = "current"
 
 #: Folder of the ranks' records.
 MEMBERS = "members"
-#: Members whose groups go on without them.
-LEFT = "left"
+#: Kind of the records of members whose groups continue without them.
+DEPARTED = "left"
 #: Where those who come from outside the cluster are met.
 ROBOTS = "robots"
 #: Where those who take in weights compute.
@@ -38,7 +38,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600, durable: bool = Tru
     """Writes `data` so that a reader, or a crash, sees the old file or the new one and nothing between.
 
     Raises:
-        StorageError: There is no room.
+        StorageError: The disk is full.
         RegistryError: The filesystem refused for another reason, or the folder is gone.
     """
     try:
@@ -50,7 +50,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600, durable: bool = Tru
 
 
 @dataclass(frozen=True)
-class Registry:
+class GenerationFolder:
     """One generation's folder."""
 
     root: Path
@@ -60,8 +60,8 @@ class Registry:
         return self.root.name
 
     @classmethod
-    def create(cls, parent: Path, generation: str) -> Registry:
-        """Makes the folder of a new generation and declares it the current one.
+    def create(cls, parent: Path, generation: str) -> GenerationFolder:
+        """Creates the folder of a new generation and declares it the current one.
 
         Raises:
             OwnershipError: A folder of that name is another user's, open to others, or a link.
@@ -71,7 +71,7 @@ class Registry:
         try:
             require_own_run_folder(parent.parent)
             make_private(parent, parents=True)
-            for folder in (root, *(root / kind for kind in (MEMBERS, LEFT, WEIGHTS, "channels", "groups"))):
+            for folder in (root, *(root / kind for kind in (MEMBERS, DEPARTED, WEIGHTS, "channels", "groups"))):
                 make_private(folder)
         except OSError as error:
             if is_full(error):
@@ -82,22 +82,24 @@ class Registry:
 
     @staticmethod
     def job_generation(parent: Path, job: str, restart: str) -> str:
-        """`<job>-<restart>`; `<job>-<restart>.<n>` for the n-th time that a driver starts within the same job."""
+        """Returns `<job>-<restart>`; `<job>-<restart>.<n>` for the n-th time that a driver starts within the same job."""
         name = f"{job}-{restart}"
-        taken = [p.name for p in parent.glob(f"{name}*")] if parent.is_dir() else []
+        folders = [p.name for p in parent.glob(f"{name}*")] if parent.is_dir() else []
         earlier = [
-            int(found[len(name) + 1 :] or 0) for found in taken if found[len(name) + 1 :].isdigit() or found == name
+            int(folder[len(name) + 1 :] or 0)
+            for folder in folders
+            if folder[len(name) + 1 :].isdigit() or folder == name
         ]
         return f"{name}.{max(earlier) + 1}" if earlier else name
 
     @staticmethod
     def next_local_generation(parent: Path) -> str:
-        """`local-<n>`: the generation's name when no scheduler gives a job id and a restart count."""
-        taken = [int(p.name[6:]) for p in parent.glob("local-*") if p.name[6:].isdigit()] if parent.is_dir() else []
-        return f"local-{max(taken, default=-1) + 1}"
+        """Returns `local-<n>`: the generation's name when no scheduler gives a job id and a restart count."""
+        numbers = [int(p.name[6:]) for p in parent.glob("local-*") if p.name[6:].isdigit()] if parent.is_dir() else []
+        return f"local-{max(numbers, default=-1) + 1}"
 
     def check_current(self) -> None:
-        """Refuses to go on in a generation that is no longer current (fencing).
+        """Checks that this generation is still current (fencing).
 
         Raises:
             StaleGeneration: Another generation has taken over.
@@ -105,33 +107,33 @@ class Registry:
         try:
             current = (self.root.parent / CURRENT).read_text()
         except FileNotFoundError:
-            raise StaleGeneration(self.gone()) from None
+            raise StaleGeneration(self.removal_message()) from None
         if current != self.generation:
             raise StaleGeneration(
                 f"generation {self.generation} was replaced by {current}: this process is from an earlier attempt and may "
                 f"not take part in the run any more"
             )
 
-    def gone(self) -> str:
-        """The message for a registry that has vanished: which of the run's folders somebody removed."""
+    def removal_message(self) -> str:
+        """Returns the message for a registry that has vanished; it names the removed folder of the run."""
         above = {"run folder": self.root.parent.parent, "registry": self.root.parent, "registry folder": self.root}
         name, folder = next((item for item in above.items() if not item[1].is_dir()), ("registry", self.root.parent))
         return f"the {name} {folder} was removed while the run went on: it ends, and its logs may be gone with it"
 
-    def require_whole(self, keys: Keys) -> None:
-        """For the driver, from time to time: checks that this generation is still current, with the keys it began with.
+    def require_whole(self, keys: CurveKeys) -> None:
+        """Checks that this generation is still current, with the keys it began with. The driver calls this from time to time.
 
-        A name can occur again after a registry was removed and made anew; keys cannot.
+        A name can occur again after a registry was removed and created anew; keys cannot.
 
         Raises:
             StaleGeneration: The registry was removed, or another driver has taken over.
         """
         self.check_current()
         try:
-            found = self.load_keys()
+            current_keys = self.load_keys()
         except FileNotFoundError:
-            raise StaleGeneration(self.gone()) from None
-        if found != keys:
+            raise StaleGeneration(self.removal_message()) from None
+        if current_keys != keys:
             raise StaleGeneration(
                 f"the registry {self.root} was removed and another driver has made it anew: this process is from an "
                 "earlier start and may not take part in the run any more"
@@ -144,7 +146,7 @@ class Registry:
         write_atomic(self.root / kind / f"{name}.json", data, durable=False)
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
-        """The record; None until somebody has published it."""
+        """Returns the record; None until it has been published."""
         try:
             record = read_json(read_file(self.root / kind / f"{name}.json"))
         except FileNotFoundError:
@@ -156,7 +158,7 @@ class Registry:
         return record
 
     def version(self, kind: str, name: str) -> int:
-        """A number that changes whenever the record is published again; 0 while there is none.
+        """Returns a number that changes whenever the record is published again; 0 before the first time.
 
         The file is opened for it: a network filesystem may answer `stat` from a cache that is a minute old.
         """
@@ -175,10 +177,10 @@ class Registry:
     def wait_for(
         self, kind: str, name: str, timeout: float, whom: str, check: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """Polls for a record, less and less often, and returns it.
+        """Waits for a record, polling with growing intervals, and returns it.
 
         Raises:
-            RegistryError: It did not appear within `timeout` seconds; the message says for whom it waited.
+            RegistryError: It did not appear within `timeout` seconds; the message names the awaited process.
         """
         deadline, pause = time.monotonic() + timeout, 0.002
         while (record := self.get(kind, name)) is None:
@@ -189,38 +191,80 @@ class Registry:
             pause = min(pause * 1.5, 0.5)
         return record
 
-    def save_keys(self, keys: Keys) -> None:
+    def save_keys(self, keys: CurveKeys) -> None:
         """Writes the generation's key pair, readable only by its owner."""
         write_atomic(self.root / "keys.json", json.dumps([keys.public.decode(), keys.secret.decode()]).encode())
 
-    def load_keys(self) -> Keys:
-        """The generation's key pair.
+    def load_keys(self) -> CurveKeys:
+        """Returns the generation's key pair.
 
         Raises:
-            OwnershipError: The file is not this user's, so whoever made it could join the run.
+            OwnershipError: The file is not this user's, so its creator could join the run.
         """
         require_private(self.root)
         path = self.root / "keys.json"
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_uid != self.root.lstat().st_uid or found.st_mode & 0o077 or not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if status.st_uid != self.root.lstat().st_uid or status.st_mode & 0o077 or not stat.S_ISREG(status.st_mode):
                 raise OwnershipError(
-                    f"{path} is {owner(found)}'s, mode {stat.S_IMODE(found.st_mode):04o}: keys that others can read or "
+                    f"{path} is {owner(status)}'s, mode {stat.S_IMODE(status.st_mode):04o}: keys that others can read or "
                     "write are not used. Start the run again under another runner.name"
                 )
             public, secret = read_json(file.read())
-        return Keys(public.encode(), secret.encode())
+        return CurveKeys(public.encode(), secret.encode())
 
 
 @dataclass(frozen=True)
-class Keys:
+class CurveKeys:
     """CURVE key pair of one generation: it authenticates and encrypts every socket, in both directions."""
 
     public: bytes
     secret: bytes
 
     @classmethod
-    def fresh(cls) -> Keys:
+    def fresh(cls) -> CurveKeys:
         import zmq
 
         return cls(*zmq.curve_keypair())
+
+
+#: How often two small files on the shared filesystem are read.
+LOOK_S = 5.0
+
+
+class RegistryWatch:
+    """A thread that checks whether the registry is still this driver's.
+
+    Args:
+        registry: The registry of the driver's generation.
+        keys: The keys that the driver began with.
+        fail: Called once with the error; then the watch ends.
+    """
+
+    def __init__(self, registry: GenerationFolder, keys: CurveKeys, fail: Callable[[RlhpcError], None]) -> None:
+        self._registry, self._keys, self._fail = registry, keys, fail
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, name="rlhpc-registry", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_S):
+            try:
+                self._registry.require_whole(self._keys)
+            except (StaleGeneration, OwnershipError) as error:
+                if not self._over.is_set():
+                    self._fail(error)
+                return
+            except (OSError, ValueError):
+                continue  # a filesystem that stalls or is being written to is no reason to end
+
+    def owns_registry(self) -> bool:
+        """Returns whether the registry is still this driver's; another driver's files must not be changed."""
+        try:
+            self._registry.require_whole(self._keys)
+        except (RlhpcError, OSError, ValueError):
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Ends the watch: from now on nothing is reported."""
+        self._over.set()

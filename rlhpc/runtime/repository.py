@@ -1,5 +1,7 @@
-"""The git repository around a folder. A repository's own configuration can name commands (`core.fsmonitor`, filters, hooks,
-diff drivers): whoever unpacked it has not read that, so git never does either."""
+"""Git repository around a folder, read safely. A repository's configuration can name commands (`core.fsmonitor`, filters,
+hooks,
+diff drivers), and the user who unpacked it may not have read it: git never reads it here.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.plain import read_file
+from rlhpc.runtime.files import read_file
 
 _LIMIT_S = 10.0
 #: Most bytes of a file that names a commit or another folder.
@@ -41,10 +43,10 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def run_git(folder: Path, command: str, *arguments: str) -> str:
-    """Returns what a git command that only reads says of the repository around a folder.
+    """Returns the output of a read-only git command on the repository around a folder.
 
-    It works by a git directory of its own, which has the repository's objects, references and index, but only those of its
-    settings that say how files are compared. Submodules are compared by their commit: they have a configuration, too.
+    It uses a separate git directory, which has the repository's objects, references and index, but only those of its settings
+    that control how files are compared. Submodules are compared by their commit: they have a configuration, too.
 
     Args:
         folder: Of the repository, or below it.

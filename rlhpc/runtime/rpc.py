@@ -1,7 +1,7 @@
-"""Calls on ranks, and the handles on what they return.
+"""Remote procedure calls on ranks, and the handles of their results.
 
-No thread stands between a call and its sockets: whoever waits for a result pumps them. The driver and any worker that
-attaches to another group use the same client.
+No thread stands between a call and its sockets: the thread that waits for a result pumps them. The driver and any worker
+that attaches to another group use the same client.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.runtime.comm.calls import CallLines
+from rlhpc.runtime.comm.call_transport import CallLines
 from rlhpc.runtime.errors import (
     DeadlineExceeded,
     NonFinite,
@@ -26,23 +26,86 @@ from rlhpc.runtime.errors import (
     WorkerFailed,
 )
 from rlhpc.runtime.host import process_key
-from rlhpc.runtime.whereabouts import busy
 
 if TYPE_CHECKING:
     from rlhpc.runtime.context import Context
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhpc.runtime.comm.zmq_sockets import choose
+from rlhpc.runtime.errors import RlhpcError
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.comm.service import Service
+
+
+#: Seconds for all ranks together to say where they are.
+PATIENCE_S = 1.0
+_COMM = str(Path(__file__).resolve().parent / "comm")
+#: A rank with one of these among its innermost frames waits for other ranks.
+_WAITS = (f"{_COMM}/", "/torch/distributed/")
+_INNERMOST = 12
+
+Frame = tuple[str, int, str]
+
+
+def main_stack() -> list[Frame]:
+    """Returns file, line and function of the main thread's innermost calls, the innermost last."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames: list[Frame] = []
+    while frame is not None and len(frames) < _INNERMOST:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds: float) -> list[str]:
+    """Returns a sentence for each rank that is in a call and not waiting for other ranks: its present position in the code.
+
+    Args:
+        service: The service of this process.
+        calls: Records of ranks, with the method that each is in.
+        seconds: How long the wait has lasted.
+    """
+    requests, until = [], time.monotonic() + PATIENCE_S
+    for record, method in {record["rpc"]["ipc"]: (record, method) for record, method in calls}.values():
+        try:
+            whom = f"{record['group']}-{record['rank']} to say where it is"
+            limit = max(0.01, until - time.monotonic())
+            requests.append((record, method, service.peers.begin(choose(record["data"]), b"DOING", [], whom, limit)))
+        except (RlhpcError, OSError):
+            continue  # it has ended, which others report
+    sentences = []
+    for record, method, pending in requests:
+        rank = f"{record['group']}[{record['rank']}] on node {record['node']}"
+        try:
+            stack = pickle.loads(service.peers.reply_to(pending, max(0.01, until - time.monotonic()))[0])
+        except (RlhpcError, OSError):
+            where = "it does not even say where it is"
+        else:
+            if not stack or any(wait in file for file, _, _ in stack for wait in _WAITS):
+                continue
+            file, line, function = stack[-1]
+            where = f"it is in {function} ({file}:{line})"
+        sentences.append(
+            f"{rank} has not come back from {method}() in {seconds:.1f} s: {where}; log {record['log_err']}"
+        )
+    return sentences
+
 
 _POLL_MS = 200
 
 
 def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> WorkerFailed:
-    """The driver-side exception for what a worker reported with `process.describe`."""
+    """Returns the driver-side exception for an error that a worker reported with `process.describe`."""
     cause = pickle.loads(error["pickled"]) if error["pickled"] else None
     where = f"raised in {doing} on node {record['node']} (pid {record['pid']}, log {record['log_err']})"
-    told = f"{error['text']}\n  {where}\n{error['traceback'].rstrip()}"
-    if isinstance(cause, (UserError, NonFinite, StaleGeneration, StrangerConnected)):  # its message says all that helps
-        told = f"{cause}\n  {where}"
+    message = f"{error['text']}\n  {where}\n{error['traceback'].rstrip()}"
+    if isinstance(cause, (UserError, NonFinite, StaleGeneration, StrangerConnected)):  # its message has all that helps
+        message = f"{cause}\n  {where}"
     failure = WorkerFailed(
-        told,
+        message,
         group=record["group"],
         rank=record["rank"],
         node=record["node"],
@@ -64,7 +127,7 @@ class Handle:
         self._failure: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether every rank has answered, or one has failed."""
+        """Returns whether every rank has answered, or one has failed."""
         if not self._complete():
             self._client.pump(0)
         return self._complete()
@@ -83,20 +146,22 @@ class Handle:
         limit = self._client.context.wait_deadline if timeout is None else timeout
         deadline = time.monotonic() + limit
         while not self._complete():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._client.late(self, limit)
-            self._client.pump(min(_POLL_MS, max(1, int(left * 1000))))
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise self._client.overdue_error(self, limit)
+            self._client.pump(min(_POLL_MS, max(1, int(remaining_s * 1000))))
         if self._failure is not None:
             raise self._failure
         return [self._results[rank] for rank in self.ranks]
 
     async def async_wait(self, timeout: float | None = None) -> list[Any]:
-        """`wait` for coroutines; other tasks of the event loop run meanwhile."""
+        """Waits as `wait` does, for coroutines: other tasks of the event loop run during the wait."""
         return await asyncio.to_thread(self.wait, timeout)
 
     def consume_durations(self, reduction: str = "max") -> dict[str, float]:
-        """Seconds that the call took on the ranks ("max", "min" or "mean" over them), by method name; waits, then clears."""
+        """Returns the seconds that the call took on the ranks ("max", "min" or "mean" over them), by method name; waits, then
+        clears.
+        """
         self.wait()
         seconds, self._seconds = list(self._seconds.values()), {}
         reduce: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "mean": statistics.fmean}
@@ -105,7 +170,7 @@ class Handle:
         return {self.method: reduce[reduction](seconds)} if seconds else {}
 
     def _leave(self, rank: int) -> None:
-        """The rank will not answer: its group goes on without it."""
+        """Removes a rank that will not answer: its group continues without it."""
         self.ranks.remove(rank)
 
     def _answer(self, rank: int, seconds: float, result: Any, failure: BaseException | None) -> None:
@@ -131,23 +196,25 @@ class RpcClient:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._pending: dict[bytes, tuple[Handle, int, dict[str, Any]]] = {}
-        self._left = set[tuple[str, int, str]]()
+        self._departed = set[tuple[str, int, str]]()
         #: Ranks that have left since the last `pump`, whose calls are still pending.
         self._leavers = collections.deque[tuple[str, int, str]]()
 
     def interrupt(self) -> None:
-        """Wakes a thread in `pump`: the run has failed, or somebody wants to send."""
+        """Wakes a thread in `pump`: the run has failed, or another thread has to send."""
         self._lines.interrupt()
 
     def leave(self, record: dict[str, Any]) -> None:
-        """A rank has left its group, which goes on: nobody waits for its answers, and it is called no more."""
-        self._left.add(_identity(record))
+        """Registers that a rank has left its group, which continues: its answers are not awaited, and it gets no further
+        call.
+        """
+        self._departed.add(_identity(record))
         self._leavers.append(_identity(record))
         self.interrupt()
 
     def has_left(self, record: dict[str, Any]) -> bool:
-        """Whether this rank has left its group."""
-        return bool(self._left) and _identity(record) in self._left
+        """Returns whether this rank has left its group."""
+        return bool(self._departed) and _identity(record) in self._departed
 
     def call(
         self, records: Sequence[dict[str, Any]], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -170,14 +237,14 @@ class RpcClient:
                     packed.discard(index, index + 1)
         return handle
 
-    def late(self, handle: Handle, seconds: float) -> DeadlineExceeded:
-        """The error for a call that took too long. First it names the rank that is busy, which may be one of another call."""
-        late = [rank for rank in handle.ranks if rank not in handle._results]
+    def overdue_error(self, handle: Handle, seconds: float) -> DeadlineExceeded:
+        """Returns the error for a call that took too long. It first names the rank that is busy, possibly in another call."""
+        missing_ranks = [rank for rank in handle.ranks if rank not in handle._results]
         with self._lock:
             calls = [(record, pending.method) for pending, _, record in self._pending.values()]
-        told = busy(self.context.service, calls, seconds)
-        waited = f"waited {seconds:.1f} s for {handle.group}.{handle.method}() on ranks {late}"
-        return DeadlineExceeded("\n  ".join([*told, waited]))
+        busy_ranks = busy(self.context.service, calls, seconds)
+        waited = f"waited {seconds:.1f} s for {handle.group}.{handle.method}() on ranks {missing_ranks}"
+        return DeadlineExceeded("\n  ".join([*busy_ranks, waited]))
 
     def pump(self, timeout_ms: int) -> None:
         """Waits up to `timeout_ms` for answers and hands them to their handles.
@@ -207,7 +274,7 @@ class RpcClient:
         self._check()
 
     def _drop_calls_of_leavers(self) -> None:
-        """Ends the pending calls of each rank that has left; what it had answered before has been taken in."""
+        """Ends the pending calls of each rank that has left; its earlier answers have been received."""
         leavers = set[tuple[str, int, str]]()
         while self._leavers:
             leavers.add(self._leavers.popleft())

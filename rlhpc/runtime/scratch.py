@@ -1,9 +1,9 @@
 """Node-local scratch of one session: a socket folder and a shared-memory folder, both mode 0700.
 
 Every process of the session holds a shared flock on `<sockets>/lock`, and on the other folders themselves: a job may have
-a /tmp of its own and share /dev/shm. When all of them are gone, however they died, the locks are free, and the next session
-of the same user that starts on this host removes what they left behind; so does `rlhpc clean`. Both touch real folders of
-this user's own alone: the names lie in folders that everybody may write to.
+a private /tmp and share /dev/shm. When all processes have ended, for whatever reason, the locks are free, and the next
+session of the same user that starts on this host removes the remaining folders; so does `rlhpc clean`. Both only touch
+real folders that belong to this user: any user may write to the parent folders.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhpc.runtime.disk_errors import advice
 from rlhpc.runtime.errors import ConfigError, RegistryError, StorageError
 from rlhpc.runtime.host import SHM_ROOT, SOCKET_ROOT, node_name
 from rlhpc.runtime.ownership import make_private, require_private
-from rlhpc.runtime.storage import advice
 
 log = logging.getLogger(__name__)
 
@@ -43,17 +43,17 @@ _held: dict[str, tuple[int, list[int]]] = {}
 
 
 def _scratch_root() -> Path | None:
-    """The site's `cluster.scratch`, where it is set."""
+    """Returns the site's `cluster.scratch`, if it is set."""
     root = os.environ.get("RLHPC_SCRATCH")
     return Path(root) if root else None
 
 
 def cache_folder() -> Path | None:
-    """A folder of this user's own on this host, below `cluster.scratch`, for what can be made anew but is worth keeping for
-    the next run; None without `cluster.scratch`.
+    """Returns a private folder of this user on this host, below `cluster.scratch`, for reproducible data worth keeping for the
+    next run; None without `cluster.scratch`.
 
     Raises:
-        OwnershipError: Somebody else has made it, so what is in it must not be used.
+        OwnershipError: Another user has created it, so its content must not be used.
         ConfigError: `cluster.scratch` cannot be used.
     """
     root = _scratch_root()
@@ -66,7 +66,7 @@ def cache_folder() -> Path | None:
 
 
 def _session() -> Scratch | None:
-    """Returns the newest session of this process whose folder is there."""
+    """Returns the newest session of this process whose folder exists."""
     held = [Scratch(token) for token, (pid, _) in _held.items() if pid == os.getpid()]
     return next((scratch for scratch in reversed(held) if scratch.sockets.is_dir()), None)
 
@@ -79,28 +79,28 @@ def session_folder() -> Path | None:
 
 
 def folder_for_sockets(name: str) -> Path:
-    """A new folder on this host for UNIX sockets, whose addresses must be short; nobody else may enter it.
+    """Creates a private folder on this host for UNIX sockets, whose addresses must be short.
 
-    In a process of a session it lies among the session's own.
+    In a process of a session it lies among the session's folders.
     """
     session = _session()
     return Path(tempfile.mkdtemp(prefix=f"rlhpc-{name}-", dir=session.sockets if session else _SOCKET_ROOT))
 
 
 def make_temporary_folder(name: str) -> Path:
-    """Makes a folder for files that this process needs while it runs; nobody else may enter it.
+    """Creates a private folder for files that this process needs while it runs.
 
-    In a process of a session it lies in the session's folder and goes with that, however the process ends.
+    In a process of a session it lies in the session's folder and is removed with that, however the process ends.
 
     Args:
-        name: What it is for.
+        name: Its purpose.
     """
     return Path(tempfile.mkdtemp(prefix=f"rlhpc-{name}-", dir=session_folder()))
 
 
 @contextlib.contextmanager
 def temporary_folder(name: str) -> Iterator[Path]:
-    """A folder as `make_temporary_folder` makes it, removed at the end of the block."""
+    """Creates a folder as `make_temporary_folder` does, and removes it at the end of the block."""
     folder = make_temporary_folder(name)
     try:
         yield folder
@@ -109,7 +109,7 @@ def temporary_folder(name: str) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder, however deep and with whatever permissions a program of an episode has left it. Never raises.
+    """Removes a folder of any depth and with any permissions that an episode's program has set. Never raises.
 
     `language.agents.shells` has a copy, for interpreters without rlhpc.
     """
@@ -138,9 +138,9 @@ class Scratch:
 
     @property
     def spill(self) -> Path:
-        """Where payloads go when the shared memory is full: ordinary files, slower but correct.
+        """Folder for payloads when the shared memory is full: ordinary files, slower but correct.
 
-        Below `RLHPC_SCRATCH` (the site's `cluster.scratch`) where that is set, else beside the sockets.
+        Below `RLHPC_SCRATCH` (the site's `cluster.scratch`) if that is set, else in the socket folder.
         """
         root = _scratch_root()
         return root / f"rlhpc-{os.getuid()}-{self.token}-spill" if root else self.sockets / "spill"
@@ -157,13 +157,14 @@ class Scratch:
 
     @property
     def _apart(self) -> tuple[Path, ...]:
-        """Those of its folders that do not lie in the one with the lock."""
+        """Folders that do not lie in the folder with the lock."""
         return tuple(folder for folder in self.folders[1:] if not folder.is_relative_to(self.sockets))
 
     def hold_caches(self) -> None:
-        """Makes this process and those that it starts keep torch's compile cache here, unless its place is given.
+        """Makes this process and its children keep torch's compile cache here, unless its folder is set already.
 
-        With its first optimizer torch makes that folder, whether it compiles or not; its own choice in /tmp stays.
+        Torch creates that folder with its first optimizer, whether it compiles or not; otherwise its default in /tmp would
+        remain.
         """
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self.sockets / "torchinductor"))
 
@@ -177,11 +178,11 @@ class Scratch:
 
     @classmethod
     def create(cls) -> Scratch:
-        """Makes fresh folders, after removing those of dead sessions. Returns the scratch with its lock held.
+        """Creates new folders, after removing those of dead sessions. Returns the scratch with its lock held.
 
         Raises:
             ConfigError: `cluster.scratch` cannot be used.
-            StorageError: There is no room, or no permission, in /tmp or /dev/shm.
+            StorageError: There is no capacity, or no permission, in /tmp or /dev/shm.
         """
         remove_stale()
         _check_scratch_root()
@@ -205,10 +206,10 @@ class Scratch:
         raise RegistryError(f"cannot make folders in {_SOCKET_ROOT} and {_SHM_ROOT}: others go on removing them")
 
     def ensure(self) -> None:
-        """Makes the folders on a host where the session's driver does not run, and takes the lock. Once is enough.
+        """Creates the folders on a host where the session's driver does not run, and takes the lock. One call is enough.
 
         Raises:
-            OwnershipError: Somebody else has made one of them.
+            OwnershipError: Another user has created one of them.
             ConfigError, StorageError: As of `create`.
         """
         _check_scratch_root()
@@ -229,7 +230,7 @@ class Scratch:
         raise RegistryError(f"cannot make {self.sockets}: others of this run go on removing it")
 
     def _is_whole(self) -> bool:
-        """Whether the folders are there and the lock that this process holds is the one in them."""
+        """Returns whether the folders exist and this process holds the lock in them."""
         _, fds = _held[self.token]
         try:
             for folder in self.folders:
@@ -242,7 +243,7 @@ class Scratch:
     def hold(self) -> None:
         """Takes the shared lock for the rest of this process's life (the descriptor is kept open on purpose)."""
         if self.token in _held and _held[self.token][0] == os.getpid():
-            return  # a second descriptor would keep the folders for ever: the first is what `leave` gives back
+            return  # a second descriptor would keep the folders forever: `leave` releases the first
         fds: list[int] = []
         try:
             fds.append(os.open(self.sockets / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
@@ -258,13 +259,13 @@ class Scratch:
         _held[self.token] = (os.getpid(), fds)
 
     def release(self) -> None:
-        """Gives this process's lock back; what is left of the folders is nobody's then."""
+        """Releases this process's lock; remaining folders then belong to no process."""
         _, fds = _held.pop(self.token)
         for fd in fds:
             os.close(fd)
 
     def leave(self) -> None:
-        """Gives the lock back; the last process of the session on this host removes the folders."""
+        """Releases the lock; the last process of the session on this host removes the folders."""
         if _held.get(self.token, (0,))[0] != os.getpid():
             return
         try:
@@ -282,7 +283,7 @@ class Scratch:
                 remove_folder(folder)
 
     def used_bytes(self) -> int:
-        """Bytes of shared memory that the session's payloads hold now."""
+        """Returns the bytes of shared memory that the session's payloads hold now."""
         total = 0
         with contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(self.shm):
@@ -295,7 +296,7 @@ def _check_scratch_root() -> None:
     """Refuses a `cluster.scratch` in which any user could exchange another's folders.
 
     Raises:
-        ConfigError: Says why.
+        ConfigError: The message has the reason.
     """
     root = _scratch_root()
     if root is None:
@@ -321,45 +322,47 @@ def _unusable(scratch: Scratch, error: OSError) -> ConfigError | StorageError:
     return StorageError(f"cannot make {where} on node {node_name()}: {error.strerror or error}. {advice(error, where)}")
 
 
-# -- what others left ---------------------------------------------------------------------------------------------------
+# -- remains of other sessions ------------------------------------------------------------------------------------------------
 
 
 def _own_folder(path: Path) -> bool:
-    """Whether it is a real folder of this user's own, closed to others: no other can be what a session made."""
+    """Returns whether it is a real folder that belongs to this user and is closed to others: a session creates no other
+    kind.
+    """
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def _found() -> dict[str, list[Path]]:
-    """The folders of this user's sessions on this host, by token. What is not this user's own, or a link, is none."""
+def _session_folders() -> dict[str, list[Path]]:
+    """Returns the folders of this user's sessions on this host, by token. Omits links and folders of other users."""
     prefix = f"rlhpc-{os.getuid()}-"
-    found: dict[str, list[Path]] = {}
+    folders_by_token: dict[str, list[Path]] = {}
     for root in {_SOCKET_ROOT, _SHM_ROOT, _scratch_root() or _SOCKET_ROOT}:
         with contextlib.suppress(OSError):
             for entry in os.scandir(root):
                 token, dash, kind = entry.name.removeprefix(prefix).partition("-")
                 if entry.name.startswith(prefix) and token and dash + kind in _KINDS and _own_folder(Path(entry.path)):
-                    found.setdefault(token, []).append(Path(entry.path))
+                    folders_by_token.setdefault(token, []).append(Path(entry.path))
     # last the one with the lock, which says that the rest may go
-    return {token: sorted(folders, key=_has_lock) for token, folders in found.items()}
+    return {token: sorted(folders, key=_has_lock) for token, folders in folders_by_token.items()}
 
 
 def _has_lock(folder: Path) -> bool:
-    """Whether it is the one of a session's folders that has the lock file in it."""
+    """Returns whether it is the one of a session's folders that contains the lock file."""
     return folder.name.count("-") == 2
 
 
 def _take(folder: Path) -> int | None:
-    """Descriptor of a folder's lock, taken for this process alone; None where a process of the session lives.
+    """Takes a folder's lock exclusively and returns its descriptor; None if a process of the session lives.
 
     Raises:
         OSError: There is no lock, or none that a session could have made.
     """
     if _has_lock(folder):
-        # not waited for: a pipe of this name would keep whoever opens it
+        # non-blocking: a pipe of this name would block the open
         fd = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     else:
         fd = os.open(folder, _FOLDER)
@@ -384,23 +387,23 @@ def _young(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _taken(folders: list[Path]) -> Iterator[bool]:
-    """Whether the session of these folders is over; while the block runs, no process of it can begin."""
+def _locked(folders: list[Path]) -> Iterator[bool]:
+    """Yields whether the session of these folders has ended; while the block runs, no process of it can start."""
     fds: list[int] = []
-    over, known = True, any(map(_has_lock, folders))
+    over, has_lock = True, any(map(_has_lock, folders))
     for folder in folders:
         try:
             fd = _take(folder)
         except OSError as error:
-            # without the lock file, a filesystem that has no locks leaves nobody to ask
-            over = over and not _young(folder) and (known or error.errno not in _NO_LOCKS)
+            # without the lock file, a filesystem without locks cannot tell
+            over = over and not _young(folder) and (has_lock or error.errno not in _NO_LOCKS)
             continue
         if fd is None:
             over = False
         else:
             fds.append(fd)
     # without the folder that has the lock in it the session is either dead or just being made
-    if not known:
+    if not has_lock:
         over = over and not any(map(_young, folders))
     try:
         yield over
@@ -410,13 +413,13 @@ def _taken(folders: list[Path]) -> Iterator[bool]:
 
 
 def remove_stale() -> list[Path]:
-    """Removes the folders of this user's sessions on this host that no process holds any more; returns those that went.
+    """Removes the folders of this user's sessions on this host that no process holds any more; returns the removed folders.
 
-    Never raises: what other users put there under such names is none of a session's business.
+    Never raises: folders of other users under such names are ignored.
     """
     removed = []
-    for _, folders in sorted(_found().items()):
-        with _taken(folders) as over:
+    for _, folders in sorted(_session_folders().items()):
+        with _locked(folders) as over:
             for folder in folders if over else ():
                 remove_folder(folder)
                 if folder.exists():
@@ -427,9 +430,9 @@ def remove_stale() -> list[Path]:
 
 
 def live() -> list[Path]:
-    """The folders of this user's sessions on this host that processes hold, or that are just being made."""
+    """Returns the folders of this user's sessions on this host that processes hold, or that are being created."""
     alive = []
-    for _, folders in sorted(_found().items()):
-        with _taken(folders) as over:
+    for _, folders in sorted(_session_folders().items()):
+        with _locked(folders) as over:
             alive += [] if over else folders
     return alive

@@ -17,23 +17,28 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.runtime import context as contexts
 from rlhpc.runtime.allocation import steps_possible
 from rlhpc.runtime.comm.service import Service
-from rlhpc.runtime.comm.sockets import choose
+from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError
-from rlhpc.runtime.failures import FailurePolicy, by_group
+from rlhpc.runtime.failure_detection import TICK_S, FailurePolicy, Leases, by_group
 from rlhpc.runtime.host import host_id, node_name
-from rlhpc.runtime.leases import TICK_S, Leases
-from rlhpc.runtime.members import all_in, by_starter, class_body, death, records_by_group, said_before_its_log
-from rlhpc.runtime.membership import Membership
+from rlhpc.runtime.launchers import Member, Starter
+from rlhpc.runtime.launchers.local import ForkedStarter, ForkServerProcess
+from rlhpc.runtime.launchers.srun import SteppedStarter
+from rlhpc.runtime.membership import (
+    Membership,
+    RankTable,
+    all_in,
+    by_starter,
+    class_body,
+    death,
+    records_by_group,
+    said_before_its_log,
+)
 from rlhpc.runtime.network import own_address
-from rlhpc.runtime.ranks import Ranks
-from rlhpc.runtime.registry import MEMBERS, Keys, Registry
+from rlhpc.runtime.registry import MEMBERS, CurveKeys, GenerationFolder, RegistryWatch
 from rlhpc.runtime.reporting import guarded, logged
 from rlhpc.runtime.rpc import RpcClient, worker_failed
-from rlhpc.runtime.spec import EXIT, IDLE, RESUME, spec_of
-from rlhpc.runtime.starters import Member, Starter
-from rlhpc.runtime.starters.forked import ForkedStarter, ForkServerProcess
-from rlhpc.runtime.starters.stepped import SteppedStarter
-from rlhpc.runtime.watch import RegistryWatch
+from rlhpc.runtime.worker_spec import EXIT, IDLE, RESUME, spec_of
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
@@ -42,23 +47,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SETTLE_S = 0.3
-#: How long ranks that were killed may take to be gone.
+#: Seconds until killed ranks are gone.
 _KILLED_S = 5.0
-#: A wait of the main thread looks so often whether this process was asked to end.
+#: Seconds between the main thread's checks whether this process was asked to end.
 _LOOK_S = 0.2
 
 
 class Session:
-    """One per driver process; made by `start` or, lazily, by the first launch.
+    """Session of a driver process; created by `start` or, lazily, by the first launch.
 
     Args:
         registry_root: The run's registry folder on the shared filesystem; None keeps it in the node's scratch, for scripts
             that have no run folder.
-        log_dir: Where the workers' stdout and stderr go.
+        log_dir: Folder for the workers' stdout and stderr.
         preload: Modules that the fork server imports besides torch, so that ranks start with them.
         wait_deadline: Seconds after which any wait of any process gives up.
-        tcp_address: This host's address, where processes on other hosts take part. By default, in a Slurm job of several
-            nodes, the one on the route to them; with None elsewhere no TCP port is opened at all.
+        tcp_address: This host's address, if processes on other hosts take part. By default, in a Slurm job of several nodes,
+            the address on the route to them; otherwise None opens no TCP port at all.
         interface: Network interface to take that address from instead, on every node.
     """
 
@@ -80,19 +85,21 @@ class Session:
         # where ranks are job steps the fork server only clears up behind a driver that was killed
         server = ForkServerProcess.take(None if steps else preload)
         self.scratch = server.scratch
-        #: Called by all waits of this process; raises where somebody has asked it to end and there is nothing to save.
+        #: Called by all waits of this process; raises if it was asked to end and there is nothing to save.
         self.interrupted: Callable[[], None] = lambda: None
         self._pid = os.getpid()
         root = registry_root or self.scratch.sockets / "registry"
         job = os.environ.get("SLURM_JOB_ID")
         restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-        generation = Registry.job_generation(root, job, restart) if job else Registry.next_local_generation(root)
-        self.registry = Registry.create(root, generation)
-        keys = Keys.fresh()
+        generation = (
+            GenerationFolder.job_generation(root, job, restart) if job else GenerationFolder.next_local_generation(root)
+        )
+        self.registry = GenerationFolder.create(root, generation)
+        keys = CurveKeys.fresh()
         self.registry.save_keys(keys)
         self.log_dir = log_dir or self.scratch.sockets / "logs"
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.ranks = Ranks(lambda ended: self.service.members_changed(self.service.epoch + 1, ended))
+        self.ranks = RankTable(lambda processes: self.service.members_changed(self.service.epoch + 1, processes))
         self.failures, self._recovery = FailurePolicy(), 0
         self.membership = Membership(self.ranks, self.registry, self.failures, self.log_dir, bool(tcp_address))
         self.leases = Leases(self.fail, lambda record: self.service.peers.knows_ended(record))
@@ -133,18 +140,18 @@ class Session:
 
     @classmethod
     def running(cls) -> Session | None:
-        """The session of this process, if it is a driver."""
+        """Returns the session of this process, or None if it is not a driver."""
         running = cls._running
         return running if running is not None and running._pid == os.getpid() else None
 
     @classmethod
     def current(cls) -> Session:
-        """The session of this process; starts one in a process that has none."""
+        """Returns the session of this process; starts one if the process has none."""
         return cls.running() or cls.start()
 
     @property
     def failure(self) -> RlhpcError | None:
-        """The first failure, while nobody has recovered from it."""
+        """The first failure; None if there is no failure or the session has recovered from it."""
         return self.failures.first
 
     @property
@@ -152,28 +159,28 @@ class Session:
         """The ranks by name."""
         return self.ranks.members
 
-    # -- what the starters report ---------------------------------------------------------------------------------
+    # -- reports of the starters ---------------------------------------------------------------------------------
 
     @guarded
     def started(self, member: Member, pid: int) -> None:
-        """It has a process."""
+        """Registers that a rank's process has started."""
         self.ranks.started(member, pid)
 
     @guarded
     def exited(self, member: Member, status: int) -> None:
-        """Its process has ended, with this wait status."""
-        if self.ranks.ended([member]):
+        """Registers that a rank's process has ended with this wait status."""
+        if self.ranks.processes_ended([member]):
             self.fail(death(member.spec, status, said_before_its_log(member)))
 
     def job_gone(self, job: str) -> None:
-        """A job from which ranks have joined has ended, and with it these ranks."""
+        """Records the end of a job from which ranks have joined, and the end of these ranks."""
         for member in self.membership.of_job(job):
-            member.told = f"its job {job} has ended"
+            member.leave_reason = f"its job {job} has ended"
             self.exited(member, 0)
 
     def all_ended(self, members: Sequence[Member]) -> list[Member]:
-        """None of them can live any more; returns those for whom that is unexpected."""
-        return self.ranks.ended(members)
+        """Registers that none of these ranks can be alive; returns those whose end is unexpected."""
+        return self.ranks.processes_ended(members)
 
     # -- notes from workers ---------------------------------------------------------------------------------------
 
@@ -182,11 +189,11 @@ class Session:
         member = self.ranks.find(note["name"], note["incarnation"])
         if member is None:
             return
-        self.leases.heard(member, note["note"])
+        self.leases.record_note(member, note["note"])
         if note["note"] == "ready":
             self.ranks.arrived(member, note["pid"], note["record"])
         elif note["note"] == "exit":
-            member.told = note.get("why", "")
+            member.leave_reason = note.get("why", "")
             self.exited(member, note["status"])
         elif note["note"] == "failed":
             record = {"group": member.spec.group, "rank": member.spec.rank, "node": member.spec.node,
@@ -211,7 +218,7 @@ class Session:
         for starter, members in by_starter(doomed).items():
             with logged(f"ranks of {members[0].spec.group} could not be asked to end"):
                 starter.end(members)
-            for delay in (starter.grace_s, 2 * starter.grace_s):  # again for those that had no process yet
+            for delay in (starter.grace_s, 2 * starter.grace_s):  # again for ranks that had no process yet
                 timer = threading.Timer(delay, self._kill, [starter, members])
                 timer.daemon = True
                 timer.start()
@@ -223,37 +230,38 @@ class Session:
                 starter.kill(members)
 
     def recover(self, patience_s: float = 20.0) -> dict[str, list[int]]:
-        """After the failure of an expendable group or of an independent rank: what failed has ended, the others are free.
+        """Recovers from the failure of an expendable group or of an independent rank: ends the failed ranks and frees the
+        others.
 
-        The other ranks give up the call that they are in as soon as they wait for somebody, and forget the messages that
-        they had not taken. Follow with `WorkerGroup.relaunch`.
+        The other ranks abandon their present call as soon as they wait for another rank, and drop the messages that they have
+        not received. Follow with `WorkerGroup.relaunch`.
 
         Returns:
             The ranks that have ended, by group.
 
         Raises:
-            RlhpcError: The failure itself, where it cannot be recovered from.
+            RlhpcError: The failure itself, if recovery is not possible.
         """
         failure = self.failure
         if failure is None or not self.failures.spared(failure, self.ranks.all()):
             raise failure or RlhpcError("nothing has failed")
-        time.sleep(_SETTLE_S)  # what died together is reported one by one
+        time.sleep(_SETTLE_S)  # ranks that died together are reported one by one
         self.ranks.settle(patience_s)  # one may be starting again, or joining
         with self.ranks.changed:
             if not self.failures.recoverable(self.ranks.all()):
                 raise failure
-            gone, survivors = ([m for m in self.ranks.all() if m.state == state] for state in ("ended", "ready"))
+            failed, survivors = ([m for m in self.ranks.all() if m.state == state] for state in ("ended", "ready"))
             self.failures.first = None
         self._recovery += 1
-        self.ranks.announce(self.service, gone)
+        self.ranks.announce(self.service, failed)
         for name in {m.spec.group for m in self.ranks.all()}:
             self.rpc.forget(name)
-        for member in gone:
+        for member in failed:
             self.registry.remove(MEMBERS, member.spec.name)
         try:
             for member in survivors:
                 self.service.peers.post(choose(member.record["data"]), b"ABORT", [b"%d" % self._recovery])
-            for command in (IDLE, RESUME):  # nobody sends any more once all have answered the first
+            for command in (IDLE, RESUME):  # no rank sends any more once all have answered the first
                 groups = records_by_group(survivors)
                 for handle in [self.rpc.call(records, command, (self._recovery,), {}) for records in groups]:
                     handle.wait(patience_s)
@@ -264,7 +272,7 @@ class Session:
                 self.fail(failure)
             self.check()
             raise failure from error
-        return by_group(gone)
+        return by_group(failed)
 
     def check(self) -> None:
         """Raises the first failure, once the groups have been stopped and their shared memory freed.
@@ -322,17 +330,16 @@ class Session:
         return started
 
     def relaunch(self, name: str, cluster: Cluster, patience_s: float = 0.0) -> list[Member]:
-        """Starts the ranks of a group that have ended once more, where they were. See `WorkerGroup.relaunch`.
+        """Restarts the ranks of a group that have ended, in the same place. See `WorkerGroup.relaunch`.
 
-        A rank whose earlier process is still there after `patience_s` seconds is not started: it would share the accelerator
-        with that process.
+        A rank whose earlier process still runs after `patience_s` seconds is not started: both would share the accelerator.
         """
-        ended = self.membership.startable(name)
-        still_there = self.ranks.await_exit(ended, patience_s)
+        former = self.membership.startable(name)
+        still_there = self.ranks.await_exit(former, patience_s)
         for starter, members in by_starter(still_there).items():
             starter.kill(members)
         incarnation = f"{time.time_ns():x}"
-        started = [Member(replace(m.spec, incarnation=incarnation), m.starter) for m in ended if m not in still_there]
+        started = [Member(replace(m.spec, incarnation=incarnation), m.starter) for m in former if m not in still_there]
         self.ranks.add(started)
         if started:
             started[0].starter.start(started, cluster)
@@ -342,10 +349,10 @@ class Session:
         """Waits for a group's ranks; returns their records in rank order. See `WorkerGroup.launch`."""
         all_ready, deadline = all_in("ready", started), time.monotonic() + timeout
         with self.ranks.changed:
-            while self.failure is None and not all_ready() and (left := deadline - time.monotonic()) > 0:
+            while self.failure is None and not all_ready() and (remaining_s := deadline - time.monotonic()) > 0:
                 if self.failures.past is not None and any(m.state == "ended" for m in started):
                     break  # they failed before another group was launched
-                self.ranks.changed.wait(min(left, _LOOK_S))
+                self.ranks.changed.wait(min(remaining_s, _LOOK_S))
                 self.interrupted()
         if self.failures.past is not None and self.failure is None and any(m.state == "ended" for m in started):
             self.fail(self.failures.past)
@@ -353,17 +360,19 @@ class Session:
         missing = [m for m in started if m.state != "ready"]
         if missing:
             lines = [f"  {m.spec.name} on {m.spec.node} (pid {m.pid or '?'}, log {m.spec.log_err})" for m in missing]
-            lines += [f"  {line}" for line in missing[0].starter.late(missing)]
-            late = f"{len(missing)} of {len(started)} ranks of {name!r} did not arrive in {timeout:.0f} s:"
-            self.fail(RendezvousTimeout("\n".join([late, *lines])))
+            lines += [f"  {line}" for line in missing[0].starter.arrival_report(missing)]
+            message = f"{len(missing)} of {len(started)} ranks of {name!r} did not arrive in {timeout:.0f} s:"
+            self.fail(RendezvousTimeout("\n".join([message, *lines])))
             self.check()
         return [m.record for m in started]
 
     def shutdown_group(self, name: str, started: Sequence[Member], grace: float) -> None:
-        """Ends ranks of a group: asks, waits `grace` seconds, kills; those that are still starting are not waited for."""
+        """Ends ranks of a group: asks them to stop, waits `grace` seconds, then kills them. Does not wait for ranks that are
+        still starting.
+        """
         with self.ranks.changed:
-            mine = set(started)
-            members = [m for m in self.ranks.alive(name) if m in mine]
+            group_members = set(started)
+            members = [m for m in self.ranks.alive(name) if m in group_members]
             alive = [m.record for m in members if m.state == "ready"]
             self.ranks.stopping(members)
         if alive and self.failure is None:
@@ -378,7 +387,7 @@ class Session:
                 grace = patience
             self.ranks.await_ended(members, grace)
         self.rpc.forget(name)
-        if self._registry_watch.mine():
+        if self._registry_watch.owns_registry():
             self.registry.remove("groups", name)
             for member in members:
                 self.registry.remove(MEMBERS, member.spec.name)
@@ -407,11 +416,11 @@ class Session:
         contexts.install(None)
         self.scratch.remove()
         self.scratch.release()
-        if self._registry_watch.mine():
+        if self._registry_watch.owns_registry():
             (self.registry.root / "keys.json").unlink(missing_ok=True)
         atexit.unregister(self.stop)
 
 
 def here() -> contexts.Context:
-    """This process's context; a process that belongs to no run yet becomes the driver of one."""
+    """Returns this process's context; a process that belongs to no run becomes the driver of a new one."""
     return contexts.installed() or Session.start().context

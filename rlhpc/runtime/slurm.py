@@ -1,4 +1,4 @@
-"""The one place that runs Slurm's commands and waits for what they say."""
+"""Execution of Slurm's commands: the only module that runs them and waits for their output."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 #: Seconds after which a command that has not ended counts as failed.
 TIMEOUT_S = 20.0
-#: What threads wait for: the process, and whether it is apart.
-_asked: dict[int, tuple[subprocess.Popen[str], bool]] = {}
+#: By thread, the command it waits for: the process, and whether it leads a session.
+_commands: dict[int, tuple[subprocess.Popen[str], bool]] = {}
 #: Variables by which a user's own queries have other columns, rows, orders or forms of time than their arguments say.
 _OF_QUERIES = re.compile(
     r"(SQUEUE|SINFO|SACCT|SACCTMGR|SCONTROL|SCANCEL|SSHARE|SPRIO|SDIAG|SSTAT|SREPORT)_|SLURM_(TIME_FORMAT|BITSTR_LEN|JSON|YAML)$"
@@ -24,8 +24,8 @@ _FIELD = re.compile(r"([A-Za-z][\w:/\[\]-]*)=(.*?)(?=\s+[A-Za-z][\w:/\[\]-]*=|\s
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a command printed; code 127 if there is no such command, 124 if it did not end in time."""
+class CommandOutput:
+    """Output of a command; code 127 if there is no such command, 124 if it did not end in time."""
 
     code: int
     text: str
@@ -53,11 +53,11 @@ class Answer:
 
 
 def query_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of every command that asks or tells Slurm something: its arguments alone decide what it shows
-    and which jobs it selects, times are ISO 8601, and messages are English.
+    """Returns the environment of every Slurm command: only its arguments decide what it shows and which jobs it selects, times
+    are ISO 8601, and messages are English.
 
-    `SLURM_CONF` and `SLURM_CLUSTERS`, which say where to ask, stay, and so do sbatch's own variables, which describe the jobs
-    that are submitted.
+    `SLURM_CONF` and `SLURM_CLUSTERS`, which select the cluster to ask, stay, and so do sbatch's own variables, which describe
+    the submitted jobs.
     """
     inherited = {name: value for name, value in environ.items() if not _OF_QUERIES.match(name)}
     return inherited | {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
@@ -69,16 +69,16 @@ def ask(
     timeout_s: float = TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
     apart: bool = False,
-) -> Answer:
+) -> CommandOutput:
     """Runs a command; never raises.
 
     Args:
         argv: The command.
         stdin: Its input.
         timeout_s: Seconds that it may take.
-        environment: Its environment, of which `query_environment` is taken; by default this process's.
-        apart: Signals to this process's session do not reach it, and what it has started ends with it where it takes too
-            long: a command that outlives its answer may yet do what nobody expects any more.
+        environment: Its environment, filtered by `query_environment`; by default this process's.
+        apart: Shield the command from signals to this process's session, and end its children with it if it takes too long: a
+            command that outlives its answer may still act unexpectedly.
     """
     try:
         process = subprocess.Popen(
@@ -86,32 +86,32 @@ def ask(
             env=query_environment(os.environ if environment is None else environment), start_new_session=apart,
         )  # fmt: skip
     except OSError as error:
-        return Answer(127, "", f"{argv[0]}: {error.strerror or error}")
-    _asked[threading.get_ident()] = process, apart
+        return CommandOutput(127, "", f"{argv[0]}: {error.strerror or error}")
+    _commands[threading.get_ident()] = process, apart
     with process:
         try:
             text, error_text = process.communicate(stdin, timeout_s)
         except subprocess.TimeoutExpired:
             _kill(process, apart)
-            return Answer(124, "", f"{argv[0]} did not answer within {timeout_s:.0f} s")
+            return CommandOutput(124, "", f"{argv[0]} did not answer within {timeout_s:.0f} s")
         except BaseException:
             _kill(process, apart)
             raise
         finally:
-            _asked.pop(threading.get_ident(), None)
-    return Answer(process.returncode, text, error_text)
+            _commands.pop(threading.get_ident(), None)
+    return CommandOutput(process.returncode, text, error_text)
 
 
 def give_up(thread: threading.Thread) -> None:
     """Ends the command whose answer a thread waits for, if it waits for one."""
-    if thread.ident is not None and (asked := _asked.get(thread.ident)) is not None:
-        _kill(*asked)
+    if thread.ident is not None and (command := _commands.get(thread.ident)) is not None:
+        _kill(*command)
 
 
 def _kill(process: subprocess.Popen[str], with_others: bool) -> None:
     if process.poll() is not None:
         return
-    if with_others:  # it leads a session; not yet waited for, its number is nobody else's
+    if with_others:  # it leads a session; it has not been reaped, so no other process has its number
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     else:

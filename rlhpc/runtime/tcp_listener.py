@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 
 import psutil
 
-from rlhpc.runtime.tcp_sockets import Connection, PeerOwners, libc
+from rlhpc.runtime.tcp_sockets import PeerOwners, TcpConnection, libc
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +69,11 @@ class TcpListener:
 
     def accept(self) -> list[socket.socket]:
         """Takes a batch of connections off the queue; returns those that may speak, without blocking."""
-        arrived: list[tuple[int, Connection]] = []
+        arrived: list[tuple[int, TcpConnection]] = []
         for _ in range(_BATCH):
             number = self._accept()
             if number >= 0:
-                arrived.append((number, Connection(self.sock.family, self._local, self._parsed())))
+                arrived.append((number, TcpConnection(self.sock.family, self._local, self._parsed())))
             elif ctypes.get_errno() in (errno.EMFILE, errno.ENFILE):
                 self._drop()
             elif ctypes.get_errno() not in _ITS_OWN:
@@ -89,11 +89,11 @@ class TcpListener:
         return admitted
 
     def serve(self, take: Callable[[socket.socket], None], name: str) -> Acceptor:
-        """Starts a thread that accepts, and gives each connection to `take`."""
+        """Starts a thread that accepts connections and calls `take` with each."""
         return Acceptor(self, take, name)
 
     def close(self) -> None:
-        """Stops listening; whoever is in the queue is reset."""
+        """Stops listening; connections in the queue are reset."""
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
@@ -135,7 +135,7 @@ class TcpListener:
 
 
 class Acceptor:
-    """Thread that accepts what comes to a listener, which it closes at its end.
+    """Thread that accepts the connections of a listener, which it closes at its end.
 
     Args:
         listener: The listener.
@@ -206,7 +206,7 @@ class ConnectionTable(Generic[T]):
         return max(map(len, self._by_owner.values()), default=0)
 
     def pop(self) -> T:
-        """Takes out the oldest connection of the owner that has most: whoever opens many keeps nobody else out."""
+        """Removes the oldest connection of the owner that has most: an owner of many connections does not block others."""
         connections = max(self._by_owner.values(), key=len)
         oldest = next(iter(connections))
         self.remove(oldest)
@@ -214,7 +214,7 @@ class ConnectionTable(Generic[T]):
 
 
 def host_of(sock: socket.socket) -> str:
-    """Returns the address of a connection's other end, "" if it has gone."""
+    """Returns the address of a connection's other end, "" if it is closed."""
     try:
         return str(sock.getpeername()[0])
     except OSError:
@@ -228,6 +228,6 @@ def _reset(number: int) -> None:
 
 
 def _address(host: bytes | str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An address; that of IPv4 where an IPv6 socket shows it in its own form."""
+    """Parses an address; returns the IPv4 address for an IPv6-mapped one."""
     address = ipaddress.ip_address(host)
     return getattr(address, "ipv4_mapped", None) or address

@@ -40,7 +40,7 @@ class TcpSocket:
 
 
 def tcp_sockets() -> Iterator[TcpSocket]:
-    """Yields the sockets of this network namespace, whoever they belong to."""
+    """Yields the sockets of this network namespace, of all users."""
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):  # a kernel without IPv6
             for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
@@ -48,7 +48,7 @@ def tcp_sockets() -> Iterator[TcpSocket]:
                 yield TcpSocket(_address(local), _address(peer), int(state, 16) == _LISTEN, int(uid), int(inode))
 
 
-class Connection(NamedTuple):
+class TcpConnection(NamedTuple):
     """Ends of a TCP connection that this process has accepted: addresses in 4 or 16 bytes, and ports."""
 
     family: int
@@ -69,17 +69,17 @@ class PeerOwners:
         with contextlib.suppress(OSError):  # a sandbox that forbids it
             self._netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG)
             self._netlink.connect((0, 0))
-            if self._ask(Connection(family, (bytes(len(local[0])), 0), local)) is None:  # a kernel without tcp_diag
+            if self._ask(TcpConnection(family, (bytes(len(local[0])), 0), local)) is None:  # a kernel without tcp_diag
                 self.close()
 
     def close(self) -> None:
-        """Asks by netlink no more."""
+        """Closes the netlink socket."""
         if self._netlink is not None:
             self._netlink.close()
             self._netlink = None
 
-    def uids(self, connections: Sequence[Connection]) -> list[int | None]:
-        """Returns the user whose process holds the other end of each connection; None where no process of this host does."""
+    def uids(self, connections: Sequence[TcpConnection]) -> list[int | None]:
+        """Returns the user whose process holds the other end of each connection; None if no process of this host does."""
         if self._netlink is not None:
             try:
                 answers = [self._ask(connection) for connection in connections]
@@ -93,11 +93,11 @@ class PeerOwners:
         owners = _owners({local for _, local in names})
         return [owners.get(ends) for ends in names]
 
-    def _ask(self, connection: Connection) -> tuple[int, int, int] | None:
-        """Returns state, user and inode of the socket at the other end; None where there is none.
+    def _ask(self, connection: TcpConnection) -> tuple[int, int, int] | None:
+        """Returns state, user and inode of the socket at the other end; None if there is no such socket.
 
         Raises:
-            OSError: It does not answer.
+            OSError: Netlink does not answer.
         """
         family, local, peer = connection
         (host, port), (near, near_port) = peer, local
@@ -124,14 +124,14 @@ class PeerOwners:
 
 
 def loopback_listeners(port: int) -> list[TcpSocket]:
-    """Returns the sockets that get a connection to a port of 127.0.0.1; none if nobody listens there."""
+    """Returns the sockets that get a connection to a port of 127.0.0.1; empty if there is no listener."""
     listening = [one for one in tcp_sockets() if one.is_listening and one.address[1] == port]
     tiers = ([one for one in listening if one.address[0] in hosts] for hosts in _TIERS)
     return next((tier for tier in tiers if tier), [])
 
 
 def socket_inodes(pids: Iterable[int]) -> set[int] | None:
-    """Returns the inodes of the sockets that some processes hold; None if one of these does not let itself be looked at."""
+    """Returns the inodes of the sockets that some processes hold; None if one of these cannot be inspected."""
     inodes = set[int]()
     for pid in pids:
         try:
@@ -160,7 +160,7 @@ def _host(packed: bytes) -> str:
 
 
 def _owners(peers: set[bytes]) -> dict[tuple[bytes, bytes], int]:
-    """Returns the users whose processes hold the sockets that are connected to certain names, by both ends' names."""
+    """Returns the users whose processes hold the sockets connected to certain names, by both ends' names."""
     uids: dict[tuple[bytes, bytes], int] = {}
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):  # a kernel without IPv6
@@ -173,6 +173,6 @@ def _owners(peers: set[bytes]) -> dict[tuple[bytes, bytes], int]:
 
 
 def _name(host: bytes, port: int) -> bytes:
-    """The end of an address of either family in these tables: the last four bytes of the host, and the port."""
+    """Returns the end of an address of either family in these tables: the last four bytes of the host, and the port."""
     (word,) = struct.unpack_from("=I", host, len(host) - 4)
     return b"%08X:%04X" % (word, port)

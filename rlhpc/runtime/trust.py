@@ -1,6 +1,7 @@
-"""Code that files name. A configuration is the user's own and may name any; what comes out of a checkpoint, an export or a
-data set may not: it is loaded with what is built in, registered or an installed package's entry point, until the user says
-that it is trusted."""
+"""Trust in code that files name. The user's own configuration may name any code; a checkpoint, an export or a data set may
+not:
+it is loaded with built-in or registered names and installed packages' entry points only, until the user declares it trusted.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import read_yaml
+from rlhpc.runtime.files import read_yaml
 
 FLAG = "--trust-checkpoint-code"
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_][\w./-]*")
@@ -38,11 +39,12 @@ _SECRET = "token_env"
 
 @dataclass(frozen=True)
 class Trust:
-    """What may be loaded on behalf of a file from elsewhere.
+    """Permissions for loading code on behalf of a file from elsewhere.
 
     Attributes:
-        everything: The user has said that anything may be loaded.
-        names: Import paths that the user's own configuration names, and what it switches on, such as `trust_remote_code`.
+        everything: Whether the user allows any code.
+        names: Import paths that the user's own configuration names, and the switches that it sets, such as
+            `trust_remote_code`.
     """
 
     everything: bool = False
@@ -50,11 +52,11 @@ class Trust:
 
     @classmethod
     def of(cls, content: Any, everything: bool = False) -> Trust:
-        """Trust in what the user's own configuration names.
+        """Returns trust in the names of the user's own configuration.
 
         Args:
             content: Mappings and lists, or a text such as an override.
-            everything: Whatever it names.
+            everything: Whether to allow any code.
         """
         named = (text for _, text in _texts(content, "") if _IMPORT_PATH.fullmatch(text) or _DOTTED.fullmatch(text))
         switched = (_switch(key) for key, _ in _switches(content, ""))
@@ -62,25 +64,25 @@ class Trust:
 
     @classmethod
     def of_words(cls, words: Sequence[str], everything: bool = False) -> Trust:
-        """Trust in what the user's own overrides (`key=value`) name."""
-        found: list[Any] = []
+        """Returns trust in the names of the user's own overrides (`key=value`)."""
+        values: list[Any] = []
         for word in words:
             value = word.partition("=")[2]
             try:
-                found.append(read_yaml(value))
-            except Exception:  # not YAML; whoever applies it will say so
-                found.append(value)
-        return cls.of(found, everything)
+                values.append(read_yaml(value))
+            except Exception:  # not YAML; the code that applies it reports this
+                values.append(value)
+        return cls.of(values, everything)
 
     def check(self, content: Any, origin: str) -> None:
-        """Refuses content that names code, or that would give away something only this user has.
+        """Refuses content that names code, or that would expose data that only this user has.
 
         Args:
-            content: What was read: mappings and lists.
-            origin: Where from; a file's name.
+            content: Parsed content: mappings and lists.
+            origin: Its source; a file's name.
 
         Raises:
-            ConfigError: Such content was found; says which key, what it names, and the flag that allows it.
+            ConfigError: The content names such code or data; the message has the key, the name, and the flag that allows it.
         """
         if self.everything:
             return
@@ -95,25 +97,25 @@ class Trust:
                 continue
             self.refuse(origin, key, repr(value), _SWITCHES[_switch(key)])
 
-    def refuse(self, origin: str, key: str, what: str, why: str) -> None:
+    def refuse(self, origin: str, key: str, value: str, why: str) -> None:
         """Raises the refusal.
 
         Raises:
             ConfigError: Always.
         """
         raise ConfigError(
-            f"{origin}: {key} is {what}, which {why}; a file that comes with weights may not. If you know where it is from, "
+            f"{origin}: {key} is {value}, which {why}; a file that comes with weights may not. If you know where it is from, "
             f"pass {FLAG} (in Python: trust_code=True), or name it in a configuration of your own with --config"
         )
 
 
 def without_variables(content: Any, trust: Trust, origin: str, key: str = "") -> Any:
-    """The content with `${oc.env:NAME}` and other resolvers as mere text: for files that somebody else made.
+    """Returns the content with `${oc.env:NAME}` and other resolvers as plain text: for files that another user made.
 
     Args:
         content: Mappings and lists, as they were written.
         trust: Refuses a resolver if a policy, its environment or its judge would get the value.
-        origin: Where from; a file's name.
+        origin: Source of the content; a file's name.
         key: Of `content`.
 
     Raises:
@@ -153,6 +155,6 @@ def _switches(content: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _switch(key: str) -> str:
-    """What a key, or an entry of the list there, is called in `_SWITCHES`."""
-    whole = ".".join(key.split("[")[0].split(".")[:2])
-    return whole if whole in _SWITCHES else key.rsplit(".", 1)[-1]
+    """Returns the name of a key, or of an entry of the list there, in `_SWITCHES`."""
+    section_key = ".".join(key.split("[")[0].split(".")[:2])
+    return section_key if section_key in _SWITCHES else key.rsplit(".", 1)[-1]

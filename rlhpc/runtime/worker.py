@@ -12,8 +12,8 @@ from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.collectives import Collectives
 from rlhpc.runtime.context import installed
-from rlhpc.runtime.group import WorkerGroup
-from rlhpc.runtime.spec import WorkerSpec
+from rlhpc.runtime.worker_group import WorkerGroup
+from rlhpc.runtime.worker_spec import WorkerSpec
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ _spec: WorkerSpec | None = None
 
 
 def bind_spec(spec: WorkerSpec) -> None:
-    """Tells the Worker class which rank this process is. Called once, before the object is built."""
+    """Sets the specification of this process's rank for the Worker class. Called once, before the object is built."""
     global _spec
     _spec = spec
 
@@ -67,10 +67,10 @@ class Worker:
 
     @classmethod
     def forks(cls, *args: Any, **kwargs: Any) -> bool:
-        """Whether ranks with these arguments may be forked from the fork server.
+        """Returns whether ranks with these arguments may be forked from the fork server.
 
-        False gives each rank a fresh interpreter, for engines that start processes or threads of their own at import, or that
-        check how they were started.
+        False gives each rank a fresh interpreter, for engines that start processes or threads at import, or that check how
+        they were started.
         """
         return True
 
@@ -78,28 +78,29 @@ class Worker:
 
     @staticmethod
     def before_leaving(act: Callable[[], None] | None) -> None:
-        """Says what this rank does first when it is told to leave; with None it may end at once, in the middle of a call.
+        """Registers an action that this rank runs before it leaves; with None it may end at once, in the middle of a call.
 
-        `act` is called on the main thread, between two calls. A call that takes long asks `told_to_leave` and returns early.
-        Only ranks that have joined a run (`rlhpc join`) are told; any rank may be killed.
+        `act` is called on the main thread, between two calls. A long call checks `told_to_leave` and returns early. Only ranks
+        that have joined a run (`rlhpc join`) get a notice to leave; any rank may be killed.
         """
         if (context := installed()) is not None:
             context.farewell.first(act)
 
     @staticmethod
     def stay_until_let_go() -> None:
-        """Has this rank, when it is told to leave, say so to the driver (`WorkerGroup.leaving`) and go on taking calls until
-        one of them calls `before_leaving(None)`: others cannot do without it at any moment. It is killed if that takes longer
-        than its job gives it.
+        """Keeps this rank in the run after a notice to leave, until a call runs `before_leaving(None)`.
+
+        The rank reports the notice to the driver (`WorkerGroup.leaving`) and takes further calls. This is for ranks that the
+        other ranks cannot do without at any moment. The rank is killed if this takes longer than its job allows.
         """
         if (context := installed()) is not None:
             context.farewell.stay()
 
     @property
     def told_to_leave(self) -> bool:
-        """Whether this rank is to leave the run, and may do something first (`before_leaving`)."""
+        """True if this rank has to leave the run and may finish work first (`before_leaving`)."""
         context = installed()
-        return context is not None and context.farewell.told
+        return context is not None and context.farewell.has_notice
 
     # -- channels -------------------------------------------------------------------------------------------------
 
@@ -118,8 +119,8 @@ class Worker:
     def send(self, obj: Any, dst_group_name: str, dst_rank: int, async_op: bool = False) -> AsyncWork | None:
         """Sends any picklable object to a rank of another (or this) group; messages between two ranks arrive in order.
 
-        Tensors keep their dtype; those of an accelerator arrive on the receiver's own, or on the CPU if it has none. Returns
-        once the receiver's process has it, which may be before its `recv`.
+        Tensors keep their dtype; those of an accelerator arrive on the receiver's accelerator, or on the CPU if it has none.
+        Returns once the receiver's process has the object, which may be before its `recv`.
 
         Raises:
             ValueError: A non-contiguous GPU tensor.
@@ -129,19 +130,19 @@ class Worker:
 
     @staticmethod
     def notify(obj: Any, dst_group_name: str, dst_rank: int, about: str) -> bool:
-        """Puts an object into the inbox of a rank, which asks for it with `notice(about)` when it likes.
+        """Puts an object into the inbox of a rank. The rank reads it with `notice(about)`.
 
         Returns:
-            Whether the rank takes part: a group may go on without some.
+            Whether the rank takes part: a group may continue without some of its ranks.
         """
         return p2p.post(obj, about, dst_group_name, dst_rank)
 
     @staticmethod
     def notice(about: str) -> Any:
-        """The next object that somebody put into this rank's inbox; does not wait.
+        """Returns the next object in this rank's inbox without waiting.
 
         Raises:
-            queue.Empty: There is none.
+            queue.Empty: The inbox is empty.
         """
         return p2p.poll(about)
 
@@ -197,10 +198,12 @@ class Worker:
         self._collectives.barrier()
 
     def init_process_group(self, ranks: range | None = None) -> Any:
-        """torch's default process group over this worker group (gloo on CPU, NCCL on GPU); None for a single rank.
+        """Creates torch's default process group over this worker group (gloo on CPU, NCCL on GPU); returns None for a single
+        rank.
 
         Args:
-            ranks: Only these neighbours, of which this rank is one; collectives of the worker are then theirs.
+            ranks: Neighbouring ranks, including this one, that form the group instead; the worker's collectives then run over
+                them.
         """
         if ranks is not None:
             number = ranks.index(self.rank)

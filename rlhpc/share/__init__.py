@@ -1,7 +1,7 @@
-"""What belongs to rlhpc beside its code: the workflow, the profiles, the configurations.
+"""Files of rlhpc outside its code: workflow, profiles, configurations.
 
 In a checkout these are its top-level folders. A wheel has them below this package, so that an installation without the
-repository has them, too.
+repository includes them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _CHECKOUT = _PACKAGED.parents[1]
 
 
 def root() -> Path:
-    """The folder that `workflow/`, `profiles/`, `configs/`, … are in."""
-    # Another project's folder of that name beside an installed package is not ours.
+    """Returns the folder that contains `workflow/`, `profiles/`, `configs/`, …."""
+    # Next to an installed package, a folder of that name belongs to another project.
     return _PACKAGED if (_PACKAGED / "workflow" / "Snakefile").is_file() else _CHECKOUT
 
 
 def path(*parts: str) -> Path:
-    """A file or folder of it, such as `path("workflow", "Snakefile")`."""
+    """Returns a file or folder in it, such as `path("workflow", "Snakefile")`."""
     return root().joinpath(*parts)
 
 
 def snakefile() -> str:
-    """The workflow's Snakefile, for `module: snakefile: snakefile()` in a workflow of one's own."""
+    """Returns the workflow's Snakefile, for `module: snakefile: snakefile()` in a user's workflow."""
     return str(path("workflow", "Snakefile"))

@@ -1,24 +1,24 @@
-"""Training backends: gradients, data parallelism, sharding and the optimizer, behind one contract.
+"""Training backends: gradients, data parallelism, sharding and the optimizer behind one interface.
 
-Names are loaded when they are first used: whoever asks which backends there are needs no torch.
+Names are loaded on first use, so a list of the backends needs no torch.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhpc.runtime.lazy import lazy_names
+from rlhpc.runtime.imports import lazy_names
 
 _HOMES = {
-    "rlhpc.training.contract": ["Blueprint", "TrainingBackend"],
+    "rlhpc.training.backend": ["Blueprint", "TrainingBackend"],
     "rlhpc.training.registry": ["make_backend"],
-    "rlhpc.training.replicated": ["ReplicatedBackend"],
+    "rlhpc.training.data_parallel": ["ReplicatedBackend"],
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)
 
 if TYPE_CHECKING:
-    from rlhpc.training.contract import Blueprint as Blueprint
-    from rlhpc.training.contract import TrainingBackend as TrainingBackend
+    from rlhpc.training.backend import Blueprint as Blueprint
+    from rlhpc.training.backend import TrainingBackend as TrainingBackend
+    from rlhpc.training.data_parallel import ReplicatedBackend as ReplicatedBackend
     from rlhpc.training.registry import make_backend as make_backend
-    from rlhpc.training.replicated import ReplicatedBackend as ReplicatedBackend

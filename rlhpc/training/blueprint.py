@@ -1,4 +1,4 @@
-"""What a wing hands over to a training backend: how its module is built, divided, and called in checkpoints."""
+"""Blueprint of a trained module, which a task package passes to a training backend: construction, sharding and names."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.training.mesh import Mesh
-    from rlhpc.training.slices import Slices
+    from rlhpc.training.safetensors_reader import Slices
 
-#: Returns the whole of a tensor of which a rank may hold a part; all ranks call it for the same tensors, in one order.
+#: Returns the full tensor from a shard; all ranks call it for the same tensors in the same order.
 Full = Callable[[torch.Tensor], torch.Tensor]
 Named = Iterator[tuple[str, torch.Tensor]]
 
 
 class Blueprint(abc.ABC):
-    """What a wing hands over: how its module is built, and what a backend must know about it.
+    """Description of a trained module: its construction, and the facts that a backend needs about it.
 
     Attributes:
         dtype: Dtype of the computation. Trained weights are kept in float32 (or in the dtype that `build` gives them).
-        identity_file: File in which a checkpoint records which backend made it.
-        keeps_weights: The wing writes and reads the weights itself, in full (`named_weights`, `replace_weights`), so a
+        identity_file: File in which a checkpoint records the backend that wrote it.
+        keeps_weights: The task package writes and reads the weights itself, in full (`named_weights`, `replace_weights`), so a
             backend that holds all of them need not.
         look: Each gradient norm is read before its update, even if that means waiting for the device.
         unmarked: Name of the backend whose checkpoints may lack that file, because they predate it.
-        knobs: What a user may lower or set if memory is exhausted.
-        key: What messages call the section it is trained by.
-        policies: Names of adapters that are trained beside each other, each by an optimizer of its own; none where there are
-            not several.
+        knobs: Settings that a user may lower or set if memory is exhausted.
+        key: Name of the configuration section in messages.
+        policies: Names of adapters that are trained concurrently, each by its own optimizer; empty for a single policy.
     """
 
     key: str = "actor"
@@ -58,7 +57,7 @@ class Blueprint(abc.ABC):
 
     @property
     def has_reference(self) -> bool:
-        """Whether a second, frozen model is needed."""
+        """True if a second, frozen model is needed."""
         return False
 
     def build_reference(self, *, empty: bool = False) -> nn.Module:
@@ -66,70 +65,75 @@ class Blueprint(abc.ABC):
         raise NotImplementedError("this wing has no reference")
 
     def layers(self, module: nn.Module) -> list[nn.Module]:
-        """The parts to gather one at a time if the weights are sharded; everything outside them is gathered together."""
+        """Returns the parts to gather one at a time if the weights are sharded; everything outside them is gathered as one
+        unit.
+        """
         return transformer_layers(module)
 
     def uncast(self, module: nn.Module) -> list[nn.Module]:
-        """Those of `layers` that are to get what they compute with as it is, not in the dtype of the computation."""
+        """Returns those of `layers` whose inputs keep their dtype instead of being cast to that of the computation."""
         return []
 
     def divide(self, module: nn.Module, mesh: Mesh) -> None:
-        """Cuts what ranks of a block, or experts, share: parameters become DTensors over `mesh.tensor` and `mesh.expert`.
+        """Shards the weights or experts that ranks of a block share: parameters become DTensors over `mesh.tensor` and
+        `mesh.expert`.
 
         Raises:
-            ConfigError: There is no plan for such a module, or the sizes do not suit it.
+            ConfigError: The module has no plan, or the sizes do not suit it.
         """
         if mesh.sizes.block > 1 or mesh.sizes.expert > 1:
             raise ConfigError(policy_undivided(self.key, mesh.sizes))
 
     def apart(self, module: nn.Module) -> list[nn.Module]:
-        """Parts whose parameters are shared out by experts."""
+        """Returns the parts whose parameters are sharded by experts."""
         return []
 
     def slices(self) -> Slices | None:
-        """The files with the weights of what `build` makes, so that each rank reads its part; None has rank 0 build all."""
+        """Returns the files with the weights of what `build` makes, so that each rank reads its shards; with None, rank 0
+        builds all.
+        """
         return None
 
     def exported(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint, by its name there, belongs to what acts and is exported."""
+        """Returns whether a checkpoint tensor belongs to the acting policy and is exported."""
         return True
 
-    def made(self, module: nn.Module) -> Named:
-        """Whole tensors of a module from `build` that are not in those files, by its own names, one at a time."""
+    def created_tensors(self, module: nn.Module) -> Named:
+        """Yields full tensors of a module from `build` that are not in those files, by the module's names, one at a time."""
         yield from ()
 
     def last(self, module: nn.Module) -> nn.Module | None:
-        """The one of `layers` that a backward pass begins with, if it is known: its weights may stay gathered until then."""
+        """Returns the one of `layers` that a backward pass starts with, if known: its weights may stay gathered until then."""
         return None
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a checkpoint to be accepted."""
+        """Returns the facts that must match for a checkpoint to be accepted."""
         return {}
 
     def about(self, module: nn.Module) -> dict[str, Any]:
-        """Returns further facts that a checkpoint records, for readers that do not have the run.
+        """Returns further facts that a checkpoint records, for readers without access to the run.
 
         Args:
             module: From `build`, as it is trained.
         """
         return {}
 
-    def write_beside(self, folder: Path, module: nn.Module) -> None:  # noqa: B027 (most have nothing there)
-        """Writes what belongs beside a checkpoint's weights; only rank 0 calls it."""
+    def write_beside(self, folder: Path, module: nn.Module) -> None:  # noqa: B027 (optional)
+        """Writes the files that accompany a checkpoint's weights; only rank 0 calls it."""
 
     @abc.abstractmethod
     def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
-        """All weights in full, under the names and in the dtype that acting workers and exports expect."""
+        """Yields all weights in full, under the names and in the dtype that acting workers and exports expect."""
 
     @abc.abstractmethod
     def frozen_names(self, module: nn.Module) -> frozenset[str]:
-        """Names of the weights that never change, as `named_weights` has them."""
+        """Returns the names of the weights that never change, as `named_weights` has them."""
 
 
 def transformer_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers of the transformers models in a module, by the class names that those models declare."""
+    """Returns the layers of the transformers models in a module, by the class names that those models declare."""
     package = sys.modules.get("transformers")
-    if package is None:  # then there is no such model
+    if package is None:  # not imported, so no such model exists
         return []
     models = [part for part in module.modules() if isinstance(part, package.PreTrainedModel)]
     kinds = {str(name) for model in models for name in model._no_split_modules or ()}

@@ -1,8 +1,8 @@
-"""`actor.training_backend: fsdp`: PyTorch's FSDP2 spreads parameters, gradients and optimizer over the ranks of a mesh.
+"""FSDP2 backend (`actor.training_backend: fsdp`): parameters, gradients and optimizer are sharded over the ranks of a mesh.
 
 Each transformer layer is gathered for its own forward and backward pass and freed afterwards, and so are a language model's
-embeddings and head; what is left forms the root. Within a block of ranks a plan divides layers further (`training.plans`). The
-optimizer works on the local shards, which are plain tensors.
+embeddings and head; the remaining parameters form the root. Within a block of ranks a plan divides layers further
+(`tensor_parallel`). The optimizer works on the local shards, which are plain tensors.
 """
 
 from __future__ import annotations
@@ -23,24 +23,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from rlhpc.algorithms.finite import bad_tensors
-from rlhpc.checkpoint.boxes import cut
-from rlhpc.runtime.device import collective_backends, empty_cache
-from rlhpc.runtime.durable import write_durably
+from rlhpc.algorithms.nonfinite import bad_tensors
+from rlhpc.checkpoint.tensor_slice import cut
+from rlhpc.runtime.devices import collective_backends, empty_cache
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.training.contract import Batch as Given
-from rlhpc.training.contract import Blueprint, Found, Named, Ranks
-from rlhpc.training.dcp import load_sharded, save_sharded
-from rlhpc.training.filling import fill, missing
+from rlhpc.runtime.files import write_durably
+from rlhpc.training.backend import Batch, Blueprint, Named, Outputs, TrainingRanks
+from rlhpc.training.distributed_checkpoint import load_sharded, save_sharded
 from rlhpc.training.mesh import Mesh, shared_by
-from rlhpc.training.parking import ParkingBackend, tensors_in, tensors_of
-from rlhpc.training.pieces import pieces
-from rlhpc.training.plans import make_buffers
-from rlhpc.training.regions import Region, boxes
-from rlhpc.training.slices import Slices
+from rlhpc.training.offload import ParkingBackend, tensors_in, tensors_of
+from rlhpc.training.safetensors_reader import Slices
+from rlhpc.training.safetensors_writer import fill, missing
+from rlhpc.training.shard_layout import Region, boxes, pieces
+from rlhpc.training.tensor_parallel import make_buffers
 
 if TYPE_CHECKING:
-    from rlhpc.training.contract import ActorSection
+    from rlhpc.training.backend import ActorSection
 
 log = logging.getLogger(__name__)
 
@@ -49,18 +47,18 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FsdpBackend(ParkingBackend):
-    """Trains with FSDP2. It averages gradients by default; here it sums them, as the losses are parts of a global one."""
+    """Training with FSDP2, with gradients summed instead of averaged, as the losses are parts of a global one."""
 
     name = "fsdp"
     divides = True
 
-    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> None:
+    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> None:
         super().__init__(blueprint, actor, worker)
-        # The results of a forward pass go into losses, which change nothing in place.
+        # The results of a forward pass go into losses, which change no tensor in place.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
         self.options = actor.fsdp
         self.mesh: Mesh = self._mesh()
-        #: Where a rank's shards are kept between uses.
+        #: Device of a rank's shards between uses.
         self.home = torch.device("cpu") if self.options.cpu_offload else self.device
         mixed = self.dtype != torch.float32
         precision = MixedPrecisionPolicy(self.dtype, torch.float32) if mixed else MixedPrecisionPolicy()
@@ -70,7 +68,7 @@ class FsdpBackend(ParkingBackend):
         self._moments = {
             name: {kind: torch.zeros_like(p.to_local()) for kind in _MOMENTS} for name, p in self._parameters()
         }
-        #: Steps that each parameter has taken: one without a gradient takes none.
+        #: Steps of each parameter; a parameter without a gradient is not stepped.
         self._steps = {name: 0 for name, _ in self._parameters()}
         self._bad: list[str] = []
         self._bind()
@@ -89,8 +87,9 @@ class FsdpBackend(ParkingBackend):
     def _sharded(
         self, build: Callable[..., nn.Module], precision: MixedPrecisionPolicy, reshard: bool, *, root: bool = False
     ) -> nn.Module:
-        """Each rank reads its boxes of the weights, where they are in files that can be read so. Otherwise rank 0 builds the
-        model, and the others get their parts tensor by tensor.
+        """Builds a sharded module. Each rank reads its boxes of the weights if the files allow it. Otherwise rank 0 builds the
+        model
+        and sends the other ranks their shards tensor by tensor.
 
         Args:
             build: `Blueprint.build` or `build_reference`.
@@ -119,8 +118,13 @@ class FsdpBackend(ParkingBackend):
         )
         if self.mesh.expert_fsdp is not None:
             for part in blueprint.apart(module):
-                fully_shard(part, mesh=self.mesh.expert_fsdp, mp_policy=precision, offload_policy=offload,
-                            reshard_after_forward=reshard)  # fmt: skip
+                fully_shard(
+                    part,
+                    mesh=self.mesh.expert_fsdp,
+                    mp_policy=precision,
+                    offload_policy=offload,
+                    reshard_after_forward=reshard,
+                )
         units = blueprint.layers(module)
         last, uncast = blueprint.last(module), blueprint.uncast(module)
         for part in [*units, module]:
@@ -141,19 +145,21 @@ class FsdpBackend(ParkingBackend):
         return module
 
     def _empty(self, build: Callable[..., nn.Module]) -> tuple[nn.Module | None, Slices | None]:
-        """A model without weights, and the files to read them from; nothing if it is to be read by rank 0."""
+        """Returns a model without weights and the files to read them from; None for both if rank 0 has to read them."""
         slices = self.blueprint.slices()
         everywhere = [slices is not None] if self.ranks == 1 else self.worker.all_gather_object(slices is not None)
         if slices is None or not all(everywhere):
             return None, None
         module = build(empty=True)
-        if lacking := missing(module, slices, (name for name, _ in self.blueprint.made(module))):
+        if lacking := missing(module, slices, (name for name, _ in self.blueprint.created_tensors(module))):
             log.info("rank 0 reads the weights and sends the others theirs: there is no %s in the files", lacking[0])
             return None, None
         return module, slices
 
     def _read(self, module: nn.Module, slices: Slices) -> None:
-        fill(module, self.mesh, slices, self.blueprint.made(module), f"{self.blueprint.key}.model.model_path")
+        fill(
+            module, self.mesh, slices, self.blueprint.created_tensors(module), f"{self.blueprint.key}.model.model_path"
+        )
         if unknown := make_buffers(module):
             raise ConfigError(
                 f"{self.blueprint.key}.training_backend=fsdp: {unknown[0]} of the model is in no file, and transformers does "
@@ -168,8 +174,10 @@ class FsdpBackend(ParkingBackend):
 
     @torch.no_grad()
     def _distribute(self, module: nn.Module, source: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
-        """Gives every rank its part of rank 0's parameters, and all of rank 0's buffers (a position table, for example,
-        is computed when a model is built, but not for an empty one)."""
+        """Sends every rank its shards of rank 0's parameters, and all of rank 0's buffers (a position table, for example, is
+        computed
+        when a model is built, but not for an empty one).
+        """
         if self.ranks > 1:
             for name, parameter in module.named_parameters():
                 _take(parameter, self._from_first(source.pop(name, None), parameter))
@@ -188,17 +196,17 @@ class FsdpBackend(ParkingBackend):
         return self._sharded(self.blueprint.build_reference, MixedPrecisionPolicy(), True, root=True)
 
     def _parameters(self) -> Iterator[tuple[str, DTensor]]:
-        """Trainable parameters, in the model's order."""
+        """Yields trainable parameters, in the model's order."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 assert isinstance(parameter, DTensor)
                 yield name, parameter
 
     def _bind(self) -> None:
-        """Builds the optimizer over the local shards where they are now. A rank may hold no row of a small tensor."""
+        """Builds the optimizer over the local shards on their current device. A rank may hold no row of a small tensor."""
         held = {name: p for name, p in self._parameters() if p.to_local().numel()}
         self._local = {name: nn.Parameter(p.to_local().detach()) for name, p in held.items()}
-        # A rank without a single row still steps, over a tensor of its own.
+        # A rank without a single row still steps, over a dummy tensor.
         parameters = list(self._local.values()) or [nn.Parameter(torch.zeros(1, device=self.home))]
         self.optimizer = self.optim.torch_optimizer(parameters)
         for name, local in self._local.items():
@@ -212,11 +220,11 @@ class FsdpBackend(ParkingBackend):
         """Number of trainable parameters, over all ranks."""
         return self._trained
 
-    def evaluate(self, forward: Callable[[nn.Module, Given], Found], batch: Given) -> Found:
+    def evaluate(self, forward: Callable[[nn.Module, Batch], Outputs], batch: Batch) -> Outputs:
         """Runs the module without gradients (`TrainingBackend.evaluate`)."""
-        found = super().evaluate(forward, batch)
+        outputs = super().evaluate(forward, batch)
         self._reshard()  # weights that stay gathered would be stale after the next update
-        return found
+        return outputs
 
     def _reshard(self) -> None:
         for part in _parts(self.module):
@@ -233,7 +241,7 @@ class FsdpBackend(ParkingBackend):
         self._bad = []
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """See `TrainingBackend.optimizer_step`: clips by the norm over all ranks, and clears the gradients."""
+        """Takes a step (`TrainingBackend.optimizer_step`): clips by the norm over all ranks, and clears the gradients."""
         self._reshard()
         stepped = [name for name, parameter in self._parameters() if parameter.grad is not None]
         for name, parameter in self._parameters():
@@ -258,45 +266,48 @@ class FsdpBackend(ParkingBackend):
         return norm
 
     def _squares(self) -> torch.Tensor:
-        """This rank's part of the squared norm. Of a shard that several ranks hold, each has an equal part: parameters are on
-        meshes of different dimensions, over which torch forms no norm."""
-        found = torch.zeros((), device=self.home)
+        """Returns this rank's part of the squared norm. A shard that several ranks hold counts equally on each: parameters are
+        on
+        meshes of different dimensions, over which torch computes no norm.
+        """
+        total = torch.zeros((), device=self.home)
         for copies in sorted(set(self._copies.values())):
             parts = [p.grad for name, p in self._local.items() if p.grad is not None and self._copies[name] == copies]
             if parts:
-                found = found + get_total_norm(parts).square() / copies
-        return found
+                total = total + get_total_norm(parts).square() / copies
+        return total
 
     def bad_gradients(self) -> list[str]:
-        """Parameters whose gradients were not finite (`TrainingBackend.bad_gradients`)."""
+        """Returns the parameters whose gradients were not finite (`TrainingBackend.bad_gradients`)."""
         return sorted(set().union(*self.worker.all_gather_object(self._bad)))
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gathers the whole of a weight (`TrainingBackend.full`)."""
+        """Gathers a full weight (`TrainingBackend.full`)."""
         if not isinstance(tensor, DTensor):
             return tensor
         # The accelerator does the gathering even if the shards are on the host.
         moved: Any = tensor.to(self.device) if tensor.device.type != self.device.type else tensor
-        whole: torch.Tensor = moved.full_tensor()
-        return whole
+        gathered: torch.Tensor = moved.full_tensor()
+        return gathered
 
     @torch.no_grad()
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Replaces the module's weights (`TrainingBackend.replace_weights`); each rank takes its rows."""
+        """Replaces the module's weights (`TrainingBackend.replace_weights`); each rank keeps its rows."""
         with self.awake():
             self._reshard()
-            own = self.module.state_dict(keep_vars=True)
-            if own.keys() != tensors.keys():
-                raise RuntimeError(f"the names differ: {sorted(own.keys() ^ tensors.keys())[:3]}")
-            for name, tensor in own.items():
+            current = self.module.state_dict(keep_vars=True)
+            if current.keys() != tensors.keys():
+                raise RuntimeError(f"the names differ: {sorted(current.keys() ^ tensors.keys())[:3]}")
+            for name, tensor in current.items():
                 if tensor.shape != tensors[name].shape:
                     raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {list(tensor.shape)} here")
                 _take(tensor, tensors[name])
 
     def pieces(self, *, rows: bool = False) -> Iterator[tuple[Region, torch.Tensor]]:
-        """See `TrainingBackend.pieces`."""
+        """Yields this rank's boxes (`TrainingBackend.pieces`)."""
         with self.awake():
-            for region, values in pieces(self.module, self.mesh, self.full, rows=rows, wanted=self.blueprint.exported):
+            included = self.blueprint.exported
+            for region, values in pieces(self.module, self.mesh, self.full, rows=rows, is_included=included):
                 value = values()
                 yield region, value.to(self.dtype) if value.is_floating_point() else value
 
@@ -311,31 +322,31 @@ class FsdpBackend(ParkingBackend):
         )
 
     def held_tensors(self) -> Named:
-        """This rank's shards."""
+        """Yields this rank's shards."""
         with self.awake():
             for name, parameter in self.module.named_parameters():
                 yield name, parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """Everything a checkpoint holds, as sharded tensors that share the memory of the live ones."""
+        """Returns everything a checkpoint holds, as sharded tensors that share the memory of the live ones."""
         self._reshard()
         state: dict[str, torch.Tensor] = {}
         for name, parameter in self._parameters():
             state[f"model.{name}"] = parameter.detach()
             for kind, local in self._moments[name].items():
-                # `from_local` would copy a shard on the host to the mesh's device, and what is loaded into it would be lost.
+                # `from_local` would copy a shard on the host to the mesh's device, and loaded values would be lost.
                 spec = parameter._spec
                 state[f"{kind}.{name}"] = DTensor(local, spec, requires_grad=False)
         return state
 
     def save(self, folder: Path) -> None:
-        """Each rank writes its shards as safetensors, in the layout of PyTorch's distributed checkpoints."""
+        """Writes each rank's shards as safetensors, in the layout of PyTorch's distributed checkpoints."""
         folder = Path(folder)
         with self.awake():
             save_sharded(folder / SHARDS, self._state(), self.worker)
         if self.rank == 0:
-            most = max(self._steps.values(), default=0)
-            state = {"name": self.optim.name, "steps": most, "parameters": self._steps}
+            max_steps = max(self._steps.values(), default=0)
+            state = {"name": self.optim.name, "steps": max_steps, "parameters": self._steps}
             write_durably(folder / OPTIMIZER, json.dumps(state).encode() + b"\n")
             self.write_identity(folder)
         empty_cache()  # an engine may be about to take all free memory
@@ -365,24 +376,24 @@ class FsdpBackend(ParkingBackend):
             super().offload()
 
     def park(self) -> int:
-        """See `ParkingBackend.park`; weights that are gathered are freed."""
+        """Empties the tensors of this rank (`ParkingBackend.park`); gathered weights are freed."""
         for module in (self.module, self._reference):
             for part in () if module is None else _parts(module):
                 part.reshard()
         return super().park()
 
     def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        """See `ParkingBackend.belongings`. Gradients are there only between the two halves of a step."""
+        """Returns the tensors to keep (`ParkingBackend.belongings`). Gradients exist only between the two halves of a step."""
         held = (t.to_local() if isinstance(t, DTensor) else t for t in tensors_of(self.module, self._reference))
         return (*held, *tensors_in(self._moments)), ()
 
 
 @torch.no_grad()
-def _take(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Gives a tensor, of which this rank may hold a part, its values."""
+def _take(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Copies values into a tensor of which this rank may hold a shard."""
     local = target.to_local() if isinstance(target, DTensor) else target
     for box, here in boxes(target):
-        cut(local.detach(), here).copy_(cut(whole, box))
+        cut(local.detach(), here).copy_(cut(full, box))
 
 
 def _parts(module: nn.Module) -> list[FSDPModule]:

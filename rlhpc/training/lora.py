@@ -1,4 +1,4 @@
-"""peft's low-rank adapters on any module: attach, switch off, merge on the fly."""
+"""LoRA adapters of peft on any module: attach, switch off, merge on the fly."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Collection, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,19 +17,117 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from rlhpc.config.sections import AdapterConfig, LoraConfig
-from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import required
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.plugins import required
 from rlhpc.training.blueprint import Full
-from rlhpc.training.merging import merged
 from rlhpc.training.targets import is_all_linear, is_target
 
-#: The adapter's name where there is one, also within peft's tensor names; peft's files leave it out.
+#: Start of a part of a weight, by dimension.
+Part = tuple[int, ...]
+
+#: Number of evenly spread elements in a sample. As many again are the elements closest to zero among `_AMONG` elements. In
+#: half precision a small update changes only those.
+_SAMPLE, _AMONG = 4096, 1 << 18
+#: Relative tolerance of the product, of the sum of its terms' magnitudes: some kernels round factors to ten bits.
+_ROUNDED = 2.0**-9
+
+
+class _Sample(NamedTuple):
+    """Positions in a flattened weight, and their original elements."""
+
+    at: torch.Tensor
+    held: torch.Tensor
+
+
+#: Samples by layer, for the lifetime of the layer, and by the part of its weights.
+_BASES: weakref.WeakKeyDictionary[nn.Module, dict[Part, _Sample]] = weakref.WeakKeyDictionary()
+
+
+def merged(
+    layer: Any, name: str, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, part: Part = ()
+) -> torch.Tensor:
+    """Returns a layer's weights with its adapters merged, in their dtype; the layer is not changed.
+
+    Args:
+        layer: peft's layer, with the adapters of one name.
+        name: Name of the weights, for messages.
+        base: The layer's own weights, [out, in], or transposed if the layer has `fan_in_fan_out`; full, or a part.
+        a: The first adapter, [rank, in], limited to the part.
+        b: The second, [out, rank], likewise.
+        scale: Factor of their product.
+        part: Start of the part.
+
+    Raises:
+        RlhpcError: The layer's own weights have changed, or the result is not their sum with the product.
+    """
+    if not base.numel():
+        return base
+    sample = _sample_of(layer, part, base)
+    if layer.merged or not torch.equal(_bytes(base, sample.at), _bytes(sample.held)):
+        raise RlhpcError(
+            f"{name} has changed, though only its adapters are trained: they would be merged twice. If code of yours calls "
+            "merge_adapter(), or writes to the model's weights, let it do so to a copy"
+        )
+    result = _sum(base, a, b, scale, layer.fan_in_fan_out)
+    if not _is_sum(sample, result, a, b, scale, layer.fan_in_fan_out):
+        raise RlhpcError(
+            f"{name} as it is to be sent is not the model's weight and its adapters' product, once each: nothing is sent"
+        )
+    return result
+
+
+def _sum(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, transposed: bool) -> torch.Tensor:
+    delta = (b.float() @ a.float()).mul_(scale)
+    return (base.float() + (delta.T if transposed else delta)).to(base.dtype)
+
+
+def _sample_of(layer: nn.Module, part: Part, base: torch.Tensor) -> _Sample:
+    """Returns the sample of a part of a layer, taken at the first call."""
+    samples = _BASES.setdefault(layer, {})
+    if part not in samples:
+        flat, spread, among = base.flatten(), _every(base, _SAMPLE), _every(base, _AMONG)
+        closest = flat[among].abs().float().topk(min(_SAMPLE, len(among)), largest=False).indices.cpu()
+        at = torch.cat([spread, among[closest]]).cpu()
+        samples[part] = _Sample(at, flat[at].cpu())
+    return samples[part]
+
+
+def _every(base: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns the positions of at most `count` elements, evenly spread."""
+    return torch.arange(0, base.numel(), max(1, -(-base.numel() // count)))
+
+
+def _bytes(tensor: torch.Tensor, at: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns elements as bytes, for which NaN equals itself, on the host."""
+    return (tensor if at is None else tensor.flatten()[at]).cpu().contiguous().view(torch.uint8)
+
+
+def _is_sum(
+    sample: _Sample, result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, transposed: bool
+) -> bool:
+    """Returns whether each sampled element is its original plus the product, rounded once.
+
+    The product is computed element by element, unlike in `_sum`, so that no kernel rounds it to ten bits.
+    """
+    row, column = sample.at // result.shape[1], sample.at % result.shape[1]
+    outs, ins = (column, row) if transposed else (row, column)
+    terms = b[outs].float() * a.T[ins].float() * scale
+    delta, size = terms.sum(1).cpu().double(), terms.abs().sum(1).cpu().double()
+    expected, single = sample.held.double() + delta, torch.finfo(torch.float32)
+    off = expected.abs() * single.eps + size * _ROUNDED + single.tiny
+    lower, upper = (expected - off).to(result.dtype), (expected + off).to(result.dtype)
+    held = result.flatten()[sample.at].cpu()
+    # Non-finite values are reported elsewhere, in more detail.
+    return bool(((lower <= held) & (held <= upper) | ~expected.isfinite()).all())
+
+
+#: Name of a single adapter, also within peft's tensor names; peft's files omit it.
 ADAPTER = "default"
 _PREFIX = "base_model.model."
 
 
 def peft() -> Any:
-    """The peft package.
+    """Returns the peft package.
 
     Raises:
         ConfigError: It is not installed.
@@ -42,26 +141,26 @@ def attach_lora(
     *,
     seed: int,
     head: str | None = None,
-    beside: bool = False,
+    has_lm_head: bool = False,
     names: Sequence[str] = (),
 ) -> nn.Module:
-    """Freezes the model and gives it adapters in float32, whose initial values depend on the seed alone.
+    """Freezes the model and adds adapters in float32, whose initial values depend on the seed alone.
 
     Args:
         model: From `load_causal_lm`; if it is on the meta device, the adapters are too.
         lora: `actor.lora`: rank, alpha, dropout, target_modules.
         seed: Seed of the adapters' initial values.
-        head: Name of a layer that is trained as it is, beside the adapters, and gets none: a classifier's.
-        beside: That layer is beside a causal model's own head, and none that peft's files are to name.
-        names: Of several adapters for each layer, of which one at a time computes (`choose`): the first to begin with.
+        head: Name of a layer that is trained without adapters: a classifier's.
+        has_lm_head: True if the model also has its causal LM head, so that peft's files do not name that layer.
+        names: Names of several adapters for each layer, of which one at a time computes (`choose`): the first initially.
 
     Raises:
-        ConfigError: `target_modules` names nothing in this model, layers that are not linear, or one whose weight is another
-            module's, too.
+        ConfigError: `target_modules` names no layer of this model, layers that are not linear, or one whose weight is shared
+            with another module.
     """
-    # Without a task peft passes on what it is called with, and gives back what the model does.
+    # Without a task peft forwards its arguments, and returns the model's outputs.
     without = {"exclude_modules": [head]} if head else {}
-    task = {} if head and not beside else {"task_type": "CAUSAL_LM"}
+    task = {} if head and not has_lm_head else {"task_type": "CAUSAL_LM"}
     allowed = linear_layers(model, head)
     config = _config(model, lora, lora.dropout, allowed, **without, **task)
     on_meta = next(model.parameters()).is_meta
@@ -74,13 +173,13 @@ def attach_lora(
             # peft detects by itself that GPT-2's weights are transposed, and warns that it did.
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
             torch.manual_seed(seed)
-            first, *others = names or (ADAPTER,)
+            first, *other_names = names or (ADAPTER,)
             adapted: Any = peft().get_peft_model(model, config, adapter_name=first)
-            for name in others:
+            for name in other_names:
                 adapted.add_adapter(name, copy.copy(config))
     except ValueError as error:
         raise _no_targets(lora, allowed, error) from error
-    if others:
+    if other_names:
         for name, parameter in adapted.named_parameters():
             parameter.requires_grad = ".lora_" in name
         choose(adapted, first)
@@ -88,11 +187,11 @@ def attach_lora(
         for parameter in model.get_submodule(head).parameters():
             parameter.requires_grad = True
         config.exclude_modules = None
-    if head and not beside:  # what peft's files say, so that it finds the head in them
+    if head and not has_lm_head:  # written to peft's files, so that it finds the head in them
         config.task_type, config.modules_to_save = "SEQ_CLS", [head]
     _finish(adapted, lora, allowed)
-    found: nn.Module = adapted
-    return found
+    module: nn.Module = adapted
+    return module
 
 
 def inject_lora(model: nn.Module, lora: AdapterConfig) -> None:
@@ -118,8 +217,10 @@ def inject_lora(model: nn.Module, lora: AdapterConfig) -> None:
 
 
 def _config(model: nn.Module, lora: AdapterConfig, dropout: float, linear: list[str], **more: Any) -> Any:
-    """Returns peft's configuration. A text in `target_modules` becomes the full names that it stands for, because of some
-    mixtures peft would take the last part of each; one that names nothing is left to peft, which says so."""
+    """Returns peft's configuration. A string in `target_modules` is replaced by the full names that it matches, because for
+    some
+    mixtures peft would take the last part of each; a string without a match is passed to peft, which reports it.
+    """
     targets = lora.target_modules
     named = [str(name) for name in targets] if not isinstance(targets, str) else linear
     if isinstance(targets, str) and not is_all_linear(targets):
@@ -130,11 +231,11 @@ def _config(model: nn.Module, lora: AdapterConfig, dropout: float, linear: list[
 
 
 def linear_layers(model: nn.Module, head: str | None = None) -> list[str]:
-    """Returns the names of the layers that `all-linear` gives adapters.
+    """Returns the names of the layers that get adapters with `all-linear`.
 
-    Those are all linear layers but the head for tokens and `head`. Experts that are one tensor are no layers. In such mixtures
-    peft reads the names of their former matrices, such as `gate_proj`, as those tensors, also where a layer that is no mixture
-    has that name: such layers are left out, too.
+    Those are all linear layers except the LM head and `head`. Experts stored as one tensor are not layers. In such mixtures
+    peft reads the names of their former matrices, such as `gate_proj`, as those tensors, even if a dense layer has that name:
+    such layers are left out, too.
     """
     embeddings: Any = getattr(model, "get_output_embeddings", None)  # a model of transformers has one
     output = None if embeddings is None else embeddings()
@@ -152,7 +253,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _reads_as_module(model: nn.Module, name: str) -> bool:
-    """Tells whether peft takes a name in `target_modules` for that of a module."""
+    """Returns whether peft reads a name in `target_modules` as that of a module."""
     if not hasattr(getattr(model, "config", None), "model_type"):
         return True
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -171,7 +272,15 @@ def _no_targets(lora: AdapterConfig, allowed: Collection[str], reason: object) -
 
 
 def _finish(adapted: nn.Module, lora: AdapterConfig, allowed: Collection[str]) -> None:
-    """Refuses adapters whose product cannot be added to a weight; makes the others float32.
+    """Checks that the adapters' products can be added to the weights; converts the adapters to float32.
+
+    Args:
+        adapted: The model with adapters.
+        lora: The requested adapters.
+        allowed: Names of the layers that may have adapters, for messages.
+
+    Raises:
+        ConfigError: A layer is not linear, or its weight is shared with another module.
 
     Args:
         adapted: The model with adapters.
@@ -200,31 +309,33 @@ def _finish(adapted: nn.Module, lora: AdapterConfig, allowed: Collection[str]) -
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether `attach_lora` made the module."""
+    """Returns whether `attach_lora` made the module."""
     return hasattr(module, "peft_config")
 
 
 def choose(module: nn.Module, name: str) -> None:
-    """Which of several adapters computes, is merged and is sent from now on. All of them stay trainable: peft's own way would
-    freeze the others."""
+    """Selects which of several adapters computes, is merged and is sent from now on. All of them stay trainable: peft's own
+    function
+    would freeze the others.
+    """
     for _, layer in _layers(module):
         layer._active_adapter = name
 
 
 def is_of(name: str, adapter: str) -> bool:
-    """Whether a module's parameter is an adapter's of that name."""
+    """Returns whether a module's parameter belongs to the adapter of that name."""
     return ".lora_" in name and name.rpartition(".lora_")[2].split(".")[1:2] == [adapter]
 
 
 def chosen(layer: Any) -> str:
-    """The adapter of a layer that computes."""
+    """Returns the name of a layer's active adapter."""
     name: str = layer.active_adapters[0]
     return name
 
 
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Switches the adapters off while the block runs: what is left is the base model, for the reference policy.
+    """Switches the adapters off while the block runs, which leaves the base model, for the reference policy.
 
     peft's own context manager also flips `requires_grad`, which FSDP and ZeRO read once when they first gather.
     """
@@ -239,48 +350,50 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 def linear_base(layer: nn.Module) -> nn.Linear | None:
-    """A linear layer itself, or the one that an adapter is around; None of any other."""
+    """Returns a linear layer itself, or the one that an adapter wraps; None for any other layer."""
     base: Any = layer.base_layer if _is_adapted(layer) else layer
     kind: type = type(base)
-    if isinstance(base, FSDPModule):  # a layer that is gathered by itself is of a class made of these and its own
+    if isinstance(base, FSDPModule):  # a separately gathered layer has a class derived from FSDPModule and its own
         kind = kind.__mro__[2]
     return base if kind is nn.Linear else None
 
 
 def products(layer: nn.Module, x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What a layer with a `linear_base` multiplies: it gives the sum of y Wᵀ over these pairs (y, W), and its bias."""
+    """Returns the pairs (y, W) of a layer with a `linear_base`: its output is the sum of y Wᵀ over the pairs, plus its
+    bias.
+    """
     base = linear_base(layer)
     assert base is not None
-    found: list[tuple[torch.Tensor, torch.Tensor]] = [(x, base.weight)]
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = [(x, base.weight)]
     adapted: Any = layer
     if _is_adapted(layer) and not adapted.disable_adapters:
         name = chosen(layer)
         a, b = adapted.lora_A[name], adapted.lora_B[name]
         inner = a(adapted.lora_dropout[name](x.to(a.weight.dtype)))
-        found.append((inner * adapted.scaling[name], b.weight))
-    return found
+        pairs.append((inner * adapted.scaling[name], b.weight))
+    return pairs
 
 
 @torch.no_grad()
 def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """All weights and persistent buffers under their Hugging Face names, with adapters merged into what is yielded;
-    tied weights come once. The module stays as it is.
+    """Yields all weights and persistent buffers under their Hugging Face names, with adapters merged; tied weights come once.
+    The module stays as it is.
 
     Args:
         module: A Hugging Face model, or what `attach_lora` made of one.
-        full: Returns the whole of a tensor of which this rank may hold a part; all ranks call it in the same order.
+        full: Gathers the full tensor from a shard; all ranks call it in the same order.
         without: Names to leave out.
 
     Raises:
-        RlhpcError: Adapters are merged into the module's own weights, too, or what is merged is not their sum (`merged`).
+        RlhpcError: Adapters are merged into the module's own weights, too, or the merged weights are not their sum (`merged`).
     """
     adapted = {id(layer.base_layer.weight): layer for _, layer in _layers(module)}
-    seen: set[int] = set()
+    ids: set[int] = set()
     for inner, tensor in module.state_dict(keep_vars=True).items():
         name = _plain(inner)
-        if id(tensor) in seen or ".lora_" in inner or name in without:
+        if id(tensor) in ids or ".lora_" in inner or name in without:
             continue
-        seen.add(id(tensor))
+        ids.add(id(tensor))
         value = full(tensor).detach()
         layer = adapted.get(id(tensor))
         if layer is not None:
@@ -290,7 +403,7 @@ def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) ->
 
 
 def frozen_names(module: nn.Module) -> frozenset[str]:
-    """Names, as in `full_weights`, of the parameters that are not trained and have nothing merged into them."""
+    """Returns the names, as in `full_weights`, of the parameters that are not trained and have no adapter merged into them."""
     adapted = {id(layer.base_layer.weight) for _, layer in _layers(module)}
     return frozenset(
         _plain(name)
@@ -300,20 +413,22 @@ def frozen_names(module: nn.Module) -> frozenset[str]:
 
 
 def _plain(name: str) -> str:
-    """The Hugging Face name of a tensor of an adapted model."""
+    """Returns the Hugging Face name of a tensor of an adapted model."""
     return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
 
 
 @torch.no_grad()
 def adapter_weights(module: nn.Module, full: Full) -> dict[str, torch.Tensor]:
-    """The weights of the chosen adapters, and those of a head that peft's files name, under the names they have there."""
+    """Returns the weights of the chosen adapters, and those of a head that peft's files name, under their names in these
+    files.
+    """
     named = module.state_dict(keep_vars=True).items()
     adapter = chosen(_layers(module)[0][1])
     config: Any = module.peft_config[adapter]  # type: ignore[index]
     heads = tuple(f"{_PREFIX}{head}." for head in config.modules_to_save or ())
-    own = [(name, tensor) for name, tensor in named if is_of(name, adapter) or name.startswith(heads)]
+    adapter_tensors = [(name, tensor) for name, tensor in named if is_of(name, adapter) or name.startswith(heads)]
     infix = re.compile(rf"(?<=\.lora_[AB])\.{re.escape(adapter)}(?=\.weight$)")
-    return {infix.sub("", name): full(tensor).detach().cpu() for name, tensor in own}
+    return {infix.sub("", name): full(tensor).detach().cpu() for name, tensor in adapter_tensors}
 
 
 def _is_adapted(layer: nn.Module) -> bool:
@@ -326,13 +441,18 @@ def _layers(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def adapted_layers(module: nn.Module) -> list[tuple[str, Any]]:
-    """Layers with adapters, by name, in any module."""
+    """Returns the layers with adapters, by name, in any module."""
     return [(name, layer) for name, layer in module.named_modules() if _is_adapted(layer)]
 
 
 def initial_adapters(module: nn.Module, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The values that `attach_lora` gives the adapters of a model that is not empty, one tensor at a time, by the module's own
+    """Yields the initial adapter values of `attach_lora` for a model that is not empty, one tensor at a time, by the module's
+    own
     names.
+
+    Args:
+        module: From `attach_lora`, with any memory.
+        seed: Seed given to `attach_lora`.
 
     Args:
         module: From `attach_lora`, of whatever memory.
@@ -350,19 +470,19 @@ def initial_adapters(module: nn.Module, seed: int) -> Iterator[tuple[str, torch.
             )
             nn.init.kaiming_uniform_(first.weight, a=math.sqrt(5))
             nn.init.zeros_(second.weight)
-            drawn = torch.random.get_rng_state()  # whoever gets a tensor may draw, too
+            drawn = torch.random.get_rng_state()  # the consumer of a tensor may draw, too
             for half, linear in (("lora_A", first), ("lora_B", second)):
                 yield f"{name}.{half}.{ADAPTER}.weight", linear.weight.detach().to(dtype).float()
 
 
 class Factors(NamedTuple):
-    """What adapters add to a layer.
+    """Adapters of a layer.
 
     Attributes:
-        layer: peft's.
+        layer: peft's layer.
         a: The first, [rank, in].
         b: The second, [out, rank].
-        scale: What their product is multiplied by.
+        scale: Factor of their product.
     """
 
     layer: Any
@@ -372,12 +492,12 @@ class Factors(NamedTuple):
 
 
 def factors_of(layer: Any, full: Full) -> Factors:
-    """Those of one layer."""
+    """Returns the adapters of one layer."""
     name = chosen(layer)
     a, b = (full(half[name].weight).detach() for half in (layer.lora_A, layer.lora_B))
     return Factors(layer, a, b, float(layer.scaling[name]))
 
 
 def layers_by_weight(module: nn.Module) -> dict[int, Any]:
-    """Layers with adapters, by the identity of their own weight."""
+    """Returns the layers with adapters, by the identity of their own weight."""
     return {id(layer.base_layer.weight): layer for _, layer in _layers(module)}

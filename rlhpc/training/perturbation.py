@@ -1,4 +1,4 @@
-"""Exactly reversible change of a model's trained weights, to see whether another process takes in each of them."""
+"""Exactly reversible perturbation of a model's trained weights, to test whether another process receives each of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _FILL = 2.0**-6
 
 
 class Perturbation:
-    """Flips one mantissa bit of each number: an operation that is its own inverse and needs no memory.
+    """Flip of one mantissa bit of each number: an operation that is its own inverse and needs no memory.
 
-    The second bit of the mantissa moves a number by 12.5 to 25 %, up or down as its bits happen to be: enough that one stale
-    tensor shows, and not so much that a deep model amplifies rounding. Zeros would hardly move: a tensor that holds nothing
-    else (a new LoRA adapter's second factor) is filled with a constant, and later with zeros.
+    The second bit of the mantissa moves a number by 12.5 to 25 %, in a direction that depends on its bits. This is enough to
+    reveal one stale tensor, and too little for a deep model to amplify rounding. Zeros would hardly move: a tensor that
+    contains only zeros (a new LoRA adapter's second factor) is filled with a constant, and later with zeros.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Perturbation:
         """Changes the tensors in place.
 
         Raises:
-            ValueError: A tensor is not of floating-point numbers of 16, 32 or 64 bits.
+            ValueError: A tensor has another dtype than floating-point numbers of 16, 32 or 64 bits.
         """
         self._zeros = []
         for tensor in tensors:

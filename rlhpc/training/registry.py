@@ -1,36 +1,36 @@
-"""Chooses a training backend by name."""
+"""Registry of training backends."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.plugins import Registry
 
 if TYPE_CHECKING:
-    from rlhpc.training.contract import ActorSection, Blueprint, Ranks, TrainingBackend
+    from rlhpc.training.backend import ActorSection, Blueprint, TrainingBackend, TrainingRanks
 
 #: Registry of classes `(blueprint, actor, worker) -> TrainingBackend`.
 BACKENDS: Registry[Any] = Registry(
     "training backend", "actor.training_backend", "rlhpc.training_backends",
     {
-        "local": "rlhpc.training.replicated:ReplicatedBackend",
+        "local": "rlhpc.training.data_parallel:ReplicatedBackend",
         "fsdp": "rlhpc.training.fsdp:FsdpBackend",
-        "deepspeed": "rlhpc.training.zero:DeepSpeedBackend",
+        "deepspeed": "rlhpc.training.deepspeed:DeepSpeedBackend",
     },
 )  # fmt: skip
 
 
-def make_backend(blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> TrainingBackend:
+def make_backend(blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> TrainingBackend:
     """Builds the backend that `actor.training_backend` names: `local`, `fsdp`, `deepspeed`, or `module:Class`, a
     `TrainingBackend`. All ranks of the worker's group call it.
 
     Args:
-        blueprint: What is trained.
+        blueprint: Description of the trained module.
         actor: Section `actor` of the configuration.
         worker: The worker of this rank.
 
     Raises:
-        ConfigError: There is no such backend, or its package is not installed.
+        ConfigError: The backend does not exist, or its package is not installed.
     """
     backend: TrainingBackend = BACKENDS.find(actor.training_backend)(blueprint, actor, worker)
     return backend

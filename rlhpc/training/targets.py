@@ -1,21 +1,25 @@
-"""Modules that `lora.target_modules` names, by peft's rules. Needs neither torch nor peft, so that a plan asks here, too."""
+"""Module names that `lora.target_modules` selects, by peft's rules. It needs neither torch nor peft, so plans use it too."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
 
-#: In place of names: every linear layer but the head.
+#: Value that stands for every linear layer except the head.
 ALL_LINEAR = "all-linear"
 
 
 def is_all_linear(targets: str | Collection[str]) -> bool:
-    """Tells whether `target_modules` asks for every linear layer but the head."""
+    """Returns whether `target_modules` selects every linear layer except the head."""
     return isinstance(targets, str) and targets.lower() == ALL_LINEAR
 
 
 def is_target(name: str, targets: str | Collection[str]) -> bool:
-    """Tells whether `target_modules` names a module.
+    """Returns whether `target_modules` names a module.
+
+    Args:
+        name: The module's name in the model.
+        targets: A string is a regular expression that must match the full name. A list contains names, or their last parts.
 
     Args:
         name: The module's name in the model.

@@ -1,5 +1,5 @@
-"""Weight synchronisation: gets new weights from the actor to the workers that act. Nothing here imports torch."""
+"""Weight sync: new weights from the actor to the workers that act. It imports no torch."""
 
-from rlhpc.weights.strategy import Update, WeightSync, frozen_names, make_sync, register_sync, sends_shards
+from rlhpc.weights.base import Update, WeightSync, frozen_names, make_sync, register_sync, sends_shards
 
 __all__ = ["Update", "WeightSync", "frozen_names", "make_sync", "register_sync", "sends_shards"]

@@ -1,13 +1,13 @@
-"""Weights through shared memory: written once per host, straight from the sender's tensors; all receivers map them."""
+"""Weight sync through shared memory: one copy per host, written from the sender's tensors and mapped by all receivers."""
 
 from __future__ import annotations
 
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
-from rlhpc.weights import roads
-from rlhpc.weights.publish import PART_BYTES
-from rlhpc.weights.strategy import NamedTensors, Update
+from rlhpc.weights import transport_select
+from rlhpc.weights.base import NamedTensors, Update
+from rlhpc.weights.sender import PART_BYTES
 from rlhpc.weights.transport import WeightReceiver, WeightSender
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ class BroadcastSync:
         whole: Make every update complete, with tensors only.
 
     Attributes:
-        road: One of `roads`, or what that chooses.
+        road: Transport, one of those of `transport_select`.
         part_bytes: Size of a part.
     """
 
-    road = roads.AUTO
+    road = transport_select.AUTO
     part_bytes = PART_BYTES
 
     def __init__(
@@ -64,22 +64,22 @@ class BroadcastSync:
 class HostSync(BroadcastSync):
     """Through shared memory and TCP alone."""
 
-    road = roads.HOST
+    road = transport_select.HOST
 
 
 class IpcSync(BroadcastSync):
     """Between processes that compute on one accelerator."""
 
-    road = roads.IPC
+    road = transport_select.IPC
 
 
 class NcclSync(BroadcastSync):
     """Between accelerators, by NCCL."""
 
-    road = roads.NCCL
+    road = transport_select.NCCL
 
 
 class GlooSync(BroadcastSync):
     """As `NcclSync`, through the host's memory."""
 
-    road = roads.GLOO
+    road = transport_select.GLOO

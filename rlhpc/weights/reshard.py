@@ -1,17 +1,17 @@
-"""Weights from shards to shards: each trainer rank sends the boxes that it holds to the engine ranks that want them.
+"""Reshard: each trainer rank sends the tensor slices that it holds to the engine ranks that request them, without a gather.
 
-Nobody gathers. Trainers say which parts of which tensors they hold, engines which they want; the routes follow from both
-(`routes`), once for as long as the same ranks take part. On its way a part is a tensor of its own, and travels as tensors do
-(`transport`): from the sender's own shared memory on one host, over TCP between hosts, where a host passes on to others what
-it has got; with versions, digests, deltas, and windows. A receiver puts a tensor's parts together as they come, gives it to
+Trainer ranks publish the slices that they hold, and engine ranks those that they request. The routes follow from both
+(`transfer_plan`), once for as long as the same ranks take part. During the transfer a slice is a separate tensor and travels
+like any other (`transport`): through the sender's shared memory on one host, over TCP between hosts, where a host forwards to
+others, with versions, digests, deltas and windows. A receiver assembles a tensor from its slices as they arrive, passes it to
 the engine's loader and drops it.
 
-Receivers that want the same (ranks of several engines with the same place in theirs) are served by one stream of each
-trainer rank, all streams at the same time. All parts come in one order, and everybody waits for the first that it lacks
-alone: so nobody waits for somebody who waits for him.
+Receivers that request the same slices (ranks of several engines with the same position in theirs) are served by one stream
+of each trainer rank, all streams at the same time. All parts arrive in one order, and every receiver waits for its first
+missing part only. So no two ranks wait for each other.
 
-Where each computes on an accelerator of its own, what is not kept for those who come later goes over a process group of them
-all (`together`); the streams carry what is, each first version, and whatever the group could not.
+If each end computes on its own accelerator, parts that are not kept for later receivers go over a process group of all ends
+(`reshard_collective`). The streams carry kept parts, each first version, and whatever the group could not deliver.
 """
 
 from __future__ import annotations
@@ -27,21 +27,19 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from rlhpc.checkpoint.boxes import Box, cut
+from rlhpc.checkpoint.tensor_slice import Box, cut
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.weights.group import Who
-from rlhpc.weights.proof import Proof
-from rlhpc.weights.publish import PART_BYTES
-from rlhpc.weights.roads import AUTO, GLOO, HOST, NCCL, SEVERAL, End, Receiving, choose, said
-from rlhpc.weights.rounds import Line
-from rlhpc.weights.routes import Held, Piece, Routes
-from rlhpc.weights.strategy import NamedTensors, NamedUpdates, Update
-from rlhpc.weights.tables import Header, Tables, Wanted
-from rlhpc.weights.together import Together, give, take
+from rlhpc.weights.base import NamedTensors, NamedUpdates, Update
+from rlhpc.weights.process_group import RankAddress
+from rlhpc.weights.reshard_collective import CollectiveReshard, Header, RequestedSlices, Tables, give, take
+from rlhpc.weights.sender import PART_BYTES
+from rlhpc.weights.transfer_plan import Held, Piece, Routes, SliceReaders
 from rlhpc.weights.transport import WeightReceiver, WeightSender
+from rlhpc.weights.transport_select import AUTO, GLOO, HOST, NCCL, SEVERAL, End, Receiving, choose, find_end
+from rlhpc.weights.verification import Proof
 
 if TYPE_CHECKING:
     from rlhpc.runtime.worker import Worker
@@ -49,21 +47,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WANTS = "wants"
-#: The smallest part that a stream is cut into.
+#: Minimum bytes of a stream's part.
 _LEAST_PART = 8 << 20
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a tensor that this rank of a trainer holds.
+    """Slice of a tensor that this trainer rank holds.
 
     Attributes:
         name: The tensor's name in the model's files.
-        shape: Of all of it.
-        dtype: As it is sent.
-        box: The part.
-        values: Gives the part, of the box's shape, in whatever dtype it is kept.
-        frozen: Whether it never changes.
+        shape: Shape of the full tensor.
+        dtype: Dtype as it is sent.
+        box: Ranges of the slice.
+        values: Returns the slice, of the box's shape, in whatever dtype it is stored.
+        frozen: True if it never changes.
     """
 
     name: str
@@ -75,42 +73,45 @@ class Shard:
 
     @property
     def entry(self) -> Held:
-        """What others need to know of it."""
-
+        """Description of the slice for other ranks."""
         dtype = str(self.dtype).removeprefix("torch.")
         return Held(self.name, self.shape, self.dtype.itemsize, self.box, self.frozen, dtype)
 
 
 @runtime_checkable
 class SendsShards(Protocol):
-    """A `WeightSync` to which every rank of the trainer sends what it holds."""
+    """A `WeightSync` in which every trainer rank sends the slices that it holds."""
 
     def send_shards(self, version: int, shards: Sequence[Shard]) -> None:
-        """Sends one version; all ranks of the trainer call it.
+        """Sends one version; all trainer ranks call it.
+
+        Args:
+            version: Version of the weights.
+            shards: Slices of this rank; the same ones in every version.
 
         Args:
             version: Version of the weights.
             shards: What this rank holds; the same parts in every version.
         """
 
-    def want(self, wanted: Wanted) -> None:
-        """Says what this rank of an engine wants, once, before the first version comes."""
+    def want(self, requested: RequestedSlices) -> None:
+        """Requests the slices that this engine rank needs, once, before the first version arrives."""
 
 
 @dataclass
-class _Stream:
-    """What this rank of a trainer sends to those who want the same.
+class _SliceStream:
+    """Slices that this trainer rank sends to receivers that request the same.
 
     Attributes:
-        sender: Sends it.
-        pieces: All that goes to them.
-        kept: What of that is kept for those who come later.
-        still: Labels of what never changes and has been sent.
+        sender: Sends them.
+        pieces: All pieces sent to these receivers.
+        kept_pieces: Pieces that are kept for receivers that join later.
+        still: Labels of pieces that never change and have been sent.
     """
 
     sender: WeightSender
     pieces: list[Piece]
-    kept: list[Piece]
+    kept_pieces: list[Piece]
     still: set[str] = field(default_factory=set)
 
 
@@ -122,11 +123,11 @@ class ShardSync:
         src: Group and rank of the trainer's first rank.
         receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`.
-        whole: Not needed: a version always comes complete.
+        whole: Unused: a version is always complete.
 
     Attributes:
-        road: What `roads.choose` is asked for.
-        sent: Bytes of weights that this rank sent, or passed on over a group, in the last version.
+        road: Transport that is requested from `transport_select.choose`.
+        sent: Bytes of weights that this rank sent, or forwarded over a group, in the last version.
     """
 
     road = AUTO
@@ -142,32 +143,32 @@ class ShardSync:
         self._worker, self._src, self._delta = worker, (src[0], src[1]), delta
         self._me, self._receivers = (worker.group_name, worker.rank), receivers
         self._tables: Tables | None = None
-        self._together: Together | None = None
+        self._collective: CollectiveReshard | None = None
         self.sent = 0
-        # of a trainer's rank
-        self._streams: list[_Stream] = []
+        # state of a trainer rank
+        self._streams: list[_SliceStream] = []
         self._holding: dict[str, int] = {}
-        self._lines: list[Line] = []
-        # of an engine's rank
+        self._lines: list[SliceReaders] = []
+        # state of an engine rank
         self._sources: dict[int, WeightReceiver] = {}
         self._order: list[Piece] = []
-        self._kept: list[Piece] = []
+        self._kept_pieces: list[Piece] = []
         self._moving: list[Piece] = []
         self._routes = Routes((), {})
-        self._told = False
-        self._wanted: Wanted = None
+        self._has_requested = False
+        self._requested: RequestedSlices = None
 
     # -- the trainer's ranks --------------------------------------------------------------------------------------------
 
     def send_shards(self, version: int, shards: Sequence[Shard]) -> None:
-        """See `SendsShards.send_shards`."""
+        """Sends one version (`SendsShards.send_shards`)."""
         if new := self._tables is None:
             self._tables = self._agreed(shards)
         if self._me == self._src:
             p2p.begin_broadcast(Header(version, self._tables if new else None), *self._src, self._receivers)()
         self.sent = 0
         went = not new and self._goes_over_group(version, shards)
-        streams = [(stream, stream.kept if went else stream.pieces) for stream in self._streams]
+        streams = [(stream, stream.kept_pieces if went else stream.pieces) for stream in self._streams]
         self.sent += sum(p.nbytes for stream, pieces in streams for p in pieces if p.label not in stream.still)
         works = [
             in_background(f"shards-{number}", functools.partial(self._send, *stream, version, shards))
@@ -178,89 +179,94 @@ class ShardSync:
         for work in works:
             try:
                 work.wait()
-            except BaseException as error:  # the others end by themselves, and the first failure is the one to be seen
+            except BaseException as error:  # the other streams end by themselves; the first failure is raised
                 failed = failed or error
         if failed is not None:
             raise failed
 
     def _goes_over_group(self, version: int, shards: Sequence[Shard]) -> bool:
-        """Sends what is not kept over a group; says whether all have got it."""
-        if self._together is None:
+        """Sends pieces that are not kept over a group; returns whether all ranks have received them."""
+        if self._collective is None:
             return False
         me, values = self._worker.rank, functools.partial(self._value, shards)
-        for _ in self._together.run(version, lambda group: give(group, self._lines, me, values, version)):
+        for _ in self._collective.run(version, lambda group: give(group, self._lines, me, values, version)):
             pass
-        mine = (piece for line in self._lines for load in line.loads for piece, _ in load.of(me))
-        self.sent += sum(piece.nbytes for piece in mine) if self._together.went else 0
-        return self._together.went
+        sent_pieces = (piece for line in self._lines for load in line.loads for piece, _ in load.of(me))
+        self.sent += sum(piece.nbytes for piece in sent_pieces) if self._collective.went else 0
+        return self._collective.went
 
-    def _send(self, stream: _Stream, pieces: list[Piece], version: int, shards: Sequence[Shard]) -> None:
-        """Sends a stream's part of a version."""
+    def _send(self, stream: _SliceStream, pieces: list[Piece], version: int, shards: Sequence[Shard]) -> None:
+        """Sends a stream's pieces of a version."""
         frozen = {piece.label for piece in pieces if shards[self._holding[piece.label]].frozen}
-        left = (piece for piece in pieces if piece.label not in stream.still)
-        stream.sender.send(version, ((piece.label, self._value(shards, piece)) for piece in left), frozen=frozen)
+        pieces_to_send = (piece for piece in pieces if piece.label not in stream.still)
+        stream.sender.send(
+            version, ((piece.label, self._value(shards, piece)) for piece in pieces_to_send), frozen=frozen
+        )
         if self._delta != "off":
             stream.still |= frozen
 
     def _value(self, shards: Sequence[Shard], piece: Piece) -> torch.Tensor:
-        """A piece, as it is sent."""
+        """Returns the values of a piece, as they are sent."""
         shard = shards[self._holding[piece.label]]
         values = cut(shard.values(), piece.box.within(shard.box)).detach()
         return values.to(shard.dtype) if values.is_floating_point() else values
 
     def _agreed(self, shards: Sequence[Shard]) -> Tables:
-        """Has the trainer's ranks agree on who sends what; only the first hears what is wanted."""
+        """Agrees on the routes with the other trainer ranks; only the first rank receives the requests."""
         worker, first = self._worker, self._src[1]
-        said = worker.all_gather_object(([shard.entry for shard in shards], End.of(current(), self._me)))
-        made = self._heard(*zip(*said, strict=True)) if worker.rank == first else None
+        reports = worker.all_gather_object(([shard.entry for shard in shards], End.of(current(), self._me)))
+        new_tables = self._collect_requests(*zip(*reports, strict=True)) if worker.rank == first else None
         ranks = [(worker.group_name, list(range(worker.world_size)))]
-        tables: Tables = worker.broadcast(made, ranks, (self._src[0], first))
+        tables: Tables = worker.broadcast(new_tables, ranks, (self._src[0], first))
         part, to = max(_LEAST_PART, PART_BYTES // worker.world_size), len(tables.wanted)
         self._streams, self._holding, routes = [], {}, tables.routes()
         for number in range(to):
-            mine = [piece for piece in routes[number].pieces if piece.source == worker.rank]
-            self._holding |= {piece.label: _holding(shards, piece) for piece in mine}
-            receivers = _by_group([who for who, of in tables.of.items() if of == number])
+            local_pieces = [piece for piece in routes[number].pieces if piece.source == worker.rank]
+            self._holding |= {piece.label: _holding(shards, piece) for piece in local_pieces}
+            receivers = _by_group([receiver for receiver, of in tables.of.items() if of == number])
             sender = WeightSender(worker, receivers, self._delta, part, SEVERAL)
-            self._streams.append(_Stream(sender, mine, [p for p in mine if tables.keeps(routes[number], p)]))
-        self._together = tables.together(self._src[0], self._me)
-        self._lines = [tables.line(number, routes[number], _load()) for number in range(to if self._together else 0)]
+            self._streams.append(
+                _SliceStream(sender, local_pieces, [p for p in local_pieces if tables.keeps(routes[number], p)])
+            )
+        self._collective = tables.open_collective(self._src[0], self._me)
+        self._lines = [tables.line(number, routes[number], _load()) for number in range(to if self._collective else 0)]
         return tables
 
-    def _heard(self, held: Sequence[list[Held]], ends: Sequence[End]) -> Tables:
-        """What receivers have said that they want, and which of them are served together."""
+    def _collect_requests(self, held: Sequence[list[Held]], ends: Sequence[End]) -> Tables:
+        """Receives the slices that receivers request, and groups receivers that request the same."""
         context = current()
-        known: dict[Who, tuple[str, Wanted]] = _known(self._worker)
-        wanted, of = list[Wanted](), dict[Who, int]()
+        requests: dict[RankAddress, tuple[str, RequestedSlices]] = _received_requests(self._worker)
+        requested, of = list[RequestedSlices](), dict[RankAddress, int]()
         for group, ranks in self._receivers:
             for rank in ranks:
                 record = context.member(group, rank)
-                while known.get((group, rank), ("", None))[0] != record["incarnation"]:
-                    known[group, rank] = p2p.recv(group, rank, tag=_WANTS)
-                table = known[group, rank][1]
-                if table not in wanted:
-                    wanted.append(table)
-                of[group, rank] = wanted.index(table)
-        road, why = choose(ends[0], [*ends[1:], *(said(context, who) for who in of)], self.road)
-        if road not in (NCCL, GLOO) or self._delta == "elements":  # of which all is kept
+                while requests.get((group, rank), ("", None))[0] != record["incarnation"]:
+                    requests[group, rank] = p2p.recv(group, rank, tag=_WANTS)
+                table = requests[group, rank][1]
+                if table not in requested:
+                    requested.append(table)
+                of[group, rank] = requested.index(table)
+        road, why = choose(ends[0], [*ends[1:], *(find_end(context, receiver) for receiver in of)], self.road)
+        if road not in (NCCL, GLOO) or self._delta == "elements":  # with delta "elements" every part is kept
             road = HOST
         log.info("shards take the road %s: %s", road, why)
-        return Tables([*held], wanted, of, self._delta, road, uuid.uuid4().hex)
+        return Tables([*held], requested, of, self._delta, road, uuid.uuid4().hex)
 
     # -- an engine's ranks ----------------------------------------------------------------------------------------------
 
-    def want(self, wanted: Wanted) -> None:
-        """See `SendsShards.want`."""
+    def want(self, requested: RequestedSlices) -> None:
+        """Requests slices (`SendsShards.want`)."""
         me = current().member(self._worker.group_name, self._worker.rank)
-        self._told, self._wanted = True, wanted
-        table = None if wanted is None else {name: tuple(boxes) for name, boxes in wanted.items()}
+        self._has_requested, self._requested = True, requested
+        table = None if requested is None else {name: tuple(boxes) for name, boxes in requested.items()}
         group, rank = self._src
         Receiving(self._me, self.road).tell()
         p2p.send((me["incarnation"], table), self._worker.group_name, self._worker.rank, group, rank, tag=_WANTS)
 
     def receive(self) -> Update:
-        """Waits for the next version (`WeightSync.receive`). Each tensor comes in full shape, and only what this rank wants of
-        it has been written."""
+        """Waits for the next version (`WeightSync.receive`). Each tensor has its full shape, and only the requested slices are
+        written.
+        """
         header: Header = p2p.follow_broadcast(self._src, lambda: None)
         if header.tables is not None:
             self._route(header.tables)
@@ -270,41 +276,41 @@ class ShardSync:
         number = tables.of[self._me]
         self._routes = routes = tables.routes()[number]
         self._order = tables.in_order(routes)
-        self._kept = [piece for piece in self._order if tables.keeps(routes, piece)]
-        self._moving = self._order[: len(self._order) - len(self._kept)]
+        self._kept_pieces = [piece for piece in self._order if tables.keeps(routes, piece)]
+        self._moving = self._order[: len(self._order) - len(self._kept_pieces)]
         for rank in {piece.source for piece in self._order}:
             if rank not in self._sources:
                 self._sources[rank] = WeightReceiver(self._worker, (self._src[0], rank), whole=True, road=SEVERAL)
-        if self._together is not None:
-            self._together.end()
-        self._together = tables.together(self._src[0], self._me)
-        self._lines = [tables.line(number, routes, _load())] if self._together else []
+        if self._collective is not None:
+            self._collective.end()
+        self._collective = tables.open_collective(self._src[0], self._me)
+        self._lines = [tables.line(number, routes, _load())] if self._collective else []
 
     def _arriving(self, version: int, new: bool) -> NamedUpdates:
-        """Whole tensors, each as soon as it has all its parts."""
-        given = set[str]()
-        if together := None if new else self._together:
+        """Yields full tensors, each as soon as all its slices have arrived."""
+        yielded = set[str]()
+        if collective := None if new else self._collective:
             line, dtypes = self._lines[0], self._routes.dtypes
-            rounds = functools.partial(take, line=line, me=together.rank, dtypes=dtypes, version=version)
-            for name, tensor in self._put_together(self._moving, together.run(version, rounds)):
-                given.add(name)
+            rounds = functools.partial(take, line=line, me=collective.rank, dtypes=dtypes, version=version)
+            for name, tensor in self._put_together(self._moving, collective.run(version, rounds)):
+                yielded.add(name)
                 yield name, tensor
-        went = together is not None and together.went
-        last = together is None or self._lines[0].ranks[-1] == together.rank
+        went = collective is not None and collective.went
+        last = collective is None or self._lines[0].ranks[-1] == collective.rank
         self.sent = sum(piece.nbytes for piece in self._moving) if went and not last else 0
-        order = self._kept if went else self._order
+        order = self._kept_pieces if went else self._order
         for name, tensor in self._put_together(order, self._streamed(version, order)):
-            if name not in given:
+            if name not in yielded:
                 yield name, tensor
 
     def _streamed(self, version: int, order: Sequence[Piece]) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Pieces, from the streams of those who hold them."""
+        """Yields pieces from the streams of the ranks that hold them."""
         updates = {rank: self._sources[rank].receive() for rank in sorted({piece.source for piece in order})}
         other = {update.version for update in updates.values()} - {version}
         if other:
             raise RlhpcError(f"parts of version {version} of the weights came with parts of {sorted(other)}")
         proofs = {rank: Proof(update, f"{self._src[0]}-{rank}") for rank, update in updates.items()}
-        streams = {rank: proof.whole() for rank, proof in proofs.items()}
+        streams = {rank: proof.complete_tensors() for rank, proof in proofs.items()}
         early = {rank: dict(itertools.islice(stream, 1)) for rank, stream in streams.items()}
         for piece in order:
             yield piece, _next(streams[piece.source], early[piece.source], piece)
@@ -317,58 +323,58 @@ class ShardSync:
     def _put_together(
         self, order: Sequence[Piece], pieces: Iterator[tuple[Piece, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors, each as soon as it has all its pieces."""
+        """Yields full tensors, each as soon as it has all its pieces."""
         missing, shapes = collections.Counter(piece.name for piece in order), self._routes.shapes
-        whole = dict[str, torch.Tensor]()
+        tensors = dict[str, torch.Tensor]()
         for (name, box, *_), values in pieces:
             missing[name] -= 1
             if box.sizes == shapes[name]:
                 yield name, values
                 continue
-            if name not in whole:
-                # Pages of it that are not written to are not there.
-                whole[name] = torch.empty(shapes[name], dtype=values.dtype, device=values.device)
-            cut(whole[name], box).copy_(values)
+            if name not in tensors:
+                # Pages that are not written to use no memory.
+                tensors[name] = torch.empty(shapes[name], dtype=values.dtype, device=values.device)
+            cut(tensors[name], box).copy_(values)
             del values
             if not missing[name]:
-                yield name, whole.pop(name)
+                yield name, tensors.pop(name)
 
     # -- both -----------------------------------------------------------------------------------------------------------
 
     def send(self, version: int, tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
-        """Refuses: whole tensors are sent by other strategies."""
+        """Rejects full tensors: this strategy sends shards (`send_shards`)."""
         raise RlhpcError("the strategy shards sends what each rank holds (send_shards)")
 
     def forget(self) -> None:
-        """Makes the next version a complete one (`WeightSync.forget`), by new routes: receivers may be others."""
+        """Makes the next version a complete one (`WeightSync.forget`), by new routes, since receivers may have changed."""
         self._tables = None
-        if self._together is not None:
-            self._together.end()
+        if self._collective is not None:
+            self._collective.end()
         for stream in self._streams:
             stream.sender.forget()
         for receiver in self._sources.values():
             receiver.forget()
-        if self._told:
-            self.want(self._wanted)  # it may have been lost on its way
+        if self._has_requested:
+            self.want(self._requested)  # the request may have been lost
 
 
 def _next(stream: Iterator[tuple[str, torch.Tensor]], early: dict[str, torch.Tensor], piece: Piece) -> torch.Tensor:
-    """A piece from its stream. Only what is kept for those who come later, and stays mapped, may come before it is due."""
+    """Returns a piece from its stream. Only kept pieces, which stay mapped, may arrive before their turn."""
     while piece.label not in early:
-        found = next(stream, None)
-        if found is None:
+        entry = next(stream, None)
+        if entry is None:
             raise RlhpcError(f"{piece.label} of the weights did not come from rank {piece.source} of the trainer")
-        early[found[0]] = found[1]
+        early[entry[0]] = entry[1]
     return early.pop(piece.label)
 
 
 def _load() -> int:
-    """Bytes that go at a time over a group to those who want the same, from all ranks of the trainer."""
+    """Returns the bytes of one transfer over a group to receivers of the same slices, from all trainer ranks."""
     return max(_LEAST_PART, PART_BYTES // 4)
 
 
 def _holding(shards: Sequence[Shard], piece: Piece) -> int:
-    """Which shard a piece lies in."""
+    """Returns the index of the shard that contains a piece."""
     return next(
         number
         for number, shard in enumerate(shards)
@@ -376,14 +382,14 @@ def _holding(shards: Sequence[Shard], piece: Piece) -> int:
     )
 
 
-def _by_group(receivers: Sequence[Who]) -> list[tuple[str, list[int]]]:
-    found = dict[str, list[int]]()
+def _by_group(receivers: Sequence[RankAddress]) -> list[tuple[str, list[int]]]:
+    ranks_by_group = dict[str, list[int]]()
     for group, rank in receivers:
-        found.setdefault(group, []).append(rank)
-    return list(found.items())
+        ranks_by_group.setdefault(group, []).append(rank)
+    return list(ranks_by_group.items())
 
 
-def _known(worker: Worker) -> dict[Who, tuple[str, Wanted]]:
-    """What receivers have said to this rank, whatever it was that sent to them."""
-    found: dict[Who, tuple[str, Wanted]] = worker.__dict__.setdefault("_rlhpc_wanted", {})
-    return found
+def _received_requests(worker: Worker) -> dict[RankAddress, tuple[str, RequestedSlices]]:
+    """Returns the requests that receivers have sent to this rank, by whichever strategy object received them."""
+    requests: dict[RankAddress, tuple[str, RequestedSlices]] = worker.__dict__.setdefault("_rlhpc_wanted", {})
+    return requests

@@ -1,4 +1,7 @@
-"""Updates between worker groups: announcements go to every receiver's inbox; parts are mapped, or fetched remotely."""
+"""Transport of weight updates between worker groups.
+
+Announcements go to every receiver's inbox. Receivers map the parts, or fetch them from the sender's host.
+"""
 
 from __future__ import annotations
 
@@ -10,40 +13,99 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rlhpc.runtime.comm import p2p
-from rlhpc.runtime.comm.device_pool import DevicePool
-from rlhpc.runtime.comm.fetching import Above
-from rlhpc.runtime.comm.payload import Origin
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.segments import HEADER, SegmentGone, discard, map_private
-from rlhpc.runtime.comm.share import Share
+from rlhpc.runtime.comm.device_memory import DevicePool
+from rlhpc.runtime.comm.payload import Origin, Share
+from rlhpc.runtime.comm.remote_fetch import Above
+from rlhpc.runtime.comm.shared_memory import HEADER, SegmentGone, SegmentPool, discard, map_private
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.registry import MEMBERS
-from rlhpc.weights.ahead import Ahead
-from rlhpc.weights.group import GroupLost
-from rlhpc.weights.publish import PART_BYTES, Announcement, Part, Publisher
-from rlhpc.weights.roads import AUTO, Bucket, Receiving, Sending
-from rlhpc.weights.strategy import NamedTensors, Update
-from rlhpc.weights.subscribe import Piece, Subscriber, entries_of
-from rlhpc.weights.window import PARTS, Window
+from rlhpc.weights.base import NamedTensors, Update
+from rlhpc.weights.process_group import GroupLost
+from rlhpc.weights.receiver import Piece, Subscriber, entries_of
+from rlhpc.weights.sender import PART_BYTES, PARTS, Announcement, ChunkWindow, Publisher, WeightChunk
+from rlhpc.weights.transport_select import AUTO, Bucket, Receiving, Sending
 
 if TYPE_CHECKING:
     from rlhpc.runtime.worker import Worker
+import queue
+import threading
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-#: To how many hosts a host passes a part on.
+class ConsumerClosed(Exception):
+    """Signal that the consumer stopped iterating."""
+
+
+class Prefetcher:
+    """Prefetching iterator: runs an iterator in a thread, a bounded number of items ahead. One iterator at a time.
+
+    Args:
+        depth: Number of items that are built in advance, besides the one in use.
+        after: Called in the thread when it ends.
+    """
+
+    def __init__(self, depth: int = 1, after: Callable[[], None] = lambda: None) -> None:
+        self._depth, self._after = depth, after
+        self._stopping = threading.Event()
+
+    def check(self) -> None:
+        """Raises if the consumer has stopped; an iterator that waits calls it.
+
+        Raises:
+            GivenUp: The consumer has stopped, and waits for the thread.
+        """
+        if self._stopping.is_set():
+            raise ConsumerClosed
+
+    def __call__(self, items: Iterator[T]) -> Iterator[T]:
+        """Yields the items, or raises the error of the next one. Closing it ends the thread after its current item."""
+        self._stopping.clear()
+        slots, results = threading.Semaphore(self._depth + 1), queue.SimpleQueue[tuple[Any, BaseException | None]]()
+
+        def run() -> None:
+            try:
+                while slots.acquire():
+                    self.check()
+                    results.put((next(items), None))
+            except BaseException as error:
+                results.put((None, error))
+            finally:
+                self._after()
+
+        thread = threading.Thread(target=run, name="rlhpc-ahead", daemon=True)
+        thread.start()
+        try:
+            while True:
+                item, error = results.get()
+                if isinstance(error, StopIteration):
+                    return
+                if error is not None:
+                    raise error
+                yield item
+                del item  # its memory may be needed for the next item but one
+                slots.release()
+        finally:
+            self._stopping.set()
+            slots.release()
+            thread.join()
+
+
+#: Number of hosts that a host forwards a part to.
 _BRANCHES = 2
 
 
-class Place(NamedTuple):
-    """A receiver's place among the readers of a part.
+class ReaderSlot(NamedTuple):
+    """A receiver's position among the readers of a part.
 
     Attributes:
         reader: Number of the receiver among all readers.
-        number, of: On a host other than the sender's, its number among the receivers there, and how many there are: the
-            first of them fetches for all.
-        above: Where the first receiver of another host passes on what it has fetched; empty if the sender is asked.
-        below: To how many other hosts this one passes on what it has fetched.
+        number, of: On a host other than the sender's, its number among the receivers there, and their count: the first of
+            them fetches for all.
+        above: Address from which the first receiver of another host fetches; empty for the sender.
+        below: Number of other hosts to which this one forwards the data.
     """
 
     reader: int
@@ -54,17 +116,17 @@ class Place(NamedTuple):
 
 
 class WeightSender:
-    """Sends versions; every receiver takes each version with a `WeightReceiver`.
+    """Sender of versions; every receiver reads each version with a `WeightReceiver`.
 
     Args:
         worker: The sending worker.
         receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`.
         part_bytes: Size of a part.
-        road: One of `roads`, or what that chooses.
+        road: Transport, one of those of `transport_select`.
 
     Attributes:
-        roads: What it sends by.
+        roads: The sender's side of the transport.
     """
 
     def __init__(
@@ -102,7 +164,7 @@ class WeightSender:
             )
         places, depth = _places(context, names)
         window = _window(context, [*places], PARTS + depth)
-        self.roads.open([*places], window.begun)
+        self.roads.open([*places], window.all_started)
         reach_all: Callable[[], None] | None = None  # waits until every receiver has the last announcement
         loose: str | None = None  # a part that is written but not announced yet
         try:
@@ -131,57 +193,58 @@ class WeightSender:
             raise
 
     def _with_lost(self, announcements: Iterator[Announcement]) -> Iterator[Announcement]:
-        """Announcements, and once more that of a bucket which was lost on its way to some, before any that follow it."""
+        """Yields the announcements, and repeats that of a bucket that some receivers did not get, before any later one."""
         sent: Announcement | None = None
         for announcement in itertools.chain(announcements, [None]):
             self.roads.settle()
-            if sent is not None and self.roads.lost is not None and self._publisher is not None:
-                (bucket, flat), self.roads.lost = self.roads.lost, None
+            if sent is not None and self.roads.lost_bucket is not None and self._publisher is not None:
+                (bucket, flat), self.roads.lost_bucket = self.roads.lost_bucket, None
                 yield self._publisher.again(sent, bucket.tensors(flat))
             if announcement is not None:
                 sent = announcement
                 yield announcement
 
 
-def _places(context: Context, names: list[tuple[str, int]]) -> tuple[dict[tuple[str, int], Place], int]:
-    """The receivers' places, and how many hosts a part passes through at most before it reaches one.
+def _places(context: Context, names: list[tuple[str, int]]) -> tuple[dict[tuple[str, int], ReaderSlot], int]:
+    """Returns the receivers' positions, and the maximum number of hosts that a part passes before it reaches one.
 
-    The sender's data goes to two other hosts, and each passes it on to two: however many hosts there are, nobody sends more.
+    The sender's data goes to two other hosts, and each forwards it to two more. So no host sends more, however many there are.
     """
     readers = p2p.readers_of(context, names)
-    hosts = [together for together in readers if context.member(*together[0])["host"] != context.host]
-    places: dict[tuple[str, int], Place] = {}
-    for index, together in enumerate(readers):
+    hosts = [host_readers for host_readers in readers if context.member(*host_readers[0])["host"] != context.host]
+    places: dict[tuple[str, int], ReaderSlot] = {}
+    for index, host_readers in enumerate(readers):
         above, below = "", 0
         if index < len(hosts):
             above = context.member(*hosts[index // 2 - 1][0])["data"]["bulk"] if index >= _BRANCHES else ""
             below = len(range(2 * index + 2, min(2 * index + 4, len(hosts))))
-        for number, who in enumerate(together):
-            places[who] = Place(len(places), number, len(together), above, below)
+        for number, receiver in enumerate(host_readers):
+            places[receiver] = ReaderSlot(len(places), number, len(host_readers), above, below)
     return places, max(len(hosts) + 1, 2).bit_length() - 2
 
 
-class _Held(NamedTuple):
-    """Where parts are: in shared memory, or on an accelerator."""
+class _ChunkStore(NamedTuple):
+    """Stores of parts: shared memory, or memory of an accelerator."""
 
     host: SegmentPool
     card: DevicePool
 
     def awaited(self, path: str) -> list[bool]:
-        """See `window.Holds`."""
+        """Returns which readers have not read a part (`ChunkLocation.awaited`)."""
         return self.host.awaited(path) or self.card.awaited(path)
 
 
-def _window(context: Context, names: list[tuple[str, int]], parts: int) -> Window:
-    """For receivers by their numbers. One that is started again is no longer waited for: it has nothing of the version."""
-    shown = [f"{group}-{rank}" for group, rank in names]
-    known = [context.registry.version(MEMBERS, name) for name in shown]
-    return Window(
-        _Held(context.service.pool, context.service.lane.pool),
-        shown,
+def _window(context: Context, names: list[tuple[str, int]], parts: int) -> ChunkWindow:
+    """Builds the flow control for receivers. It does not wait for a restarted receiver, which has no part of the version."""
+    reader_names = [f"{group}-{rank}" for group, rank in names]
+    versions = [context.registry.version(MEMBERS, name) for name in reader_names]
+    return ChunkWindow(
+        _ChunkStore(context.service.pool, context.service.lane.pool),
+        reader_names,
         check=context.check,
-        there=lambda reader: (
-            context.registry.version(MEMBERS, shown[reader]) == known[reader] and not context.has_left(*names[reader])
+        is_present=lambda reader: (
+            context.registry.version(MEMBERS, reader_names[reader]) == versions[reader]
+            and not context.has_left(*names[reader])
         ),
         deadline=context.wait_deadline,
         parts=parts,
@@ -189,25 +252,25 @@ def _window(context: Context, names: list[tuple[str, int]], parts: int) -> Windo
 
 
 def _never() -> None:
-    """Gives nothing up."""
+    """Does not stop the wait."""
 
 
 class WeightReceiver:
-    """Receives versions from a `WeightSender`.
+    """Receiver of versions from a `WeightSender`.
 
     Args:
         worker: The receiving worker.
         src: Group and rank of the sender.
         whole: See `Subscriber`.
-        road: One of `roads`, or what that chooses.
+        road: Transport, one of those of `transport_select`.
     """
 
     def __init__(self, worker: Worker, src: tuple[str, int], *, whole: bool = False, road: str = AUTO) -> None:
         self._me, self._src = (worker.group_name, worker.rank), src
         self._subscriber = Subscriber(whole)
-        self._place, self._origin = Place(0, 0, 1), Origin("", "")
+        self._place, self._origin = ReaderSlot(0, 0, 1), Origin("", "")
         self._above = Above("")
-        self._ahead = Ahead(after=lambda: current().service.peers.close())
+        self._ahead = Prefetcher(after=lambda: current().service.peers.close())
         self._giving_up: Callable[[], None] = _never
         self._roads = Receiving(self._me, road)
 
@@ -217,13 +280,13 @@ class WeightReceiver:
         self._subscriber.forget()
 
     def receive(self) -> Update:
-        """Waits for the next version, and takes it in while its tensors are iterated."""
+        """Waits for the next version, which is read while its tensors are iterated."""
         self._giving_up = _never
         self._roads.tell()
         return self._subscriber.receive(self._following, self._read, self._prefetched, self._skip)
 
     def _prefetched(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """Has the next part fetched while one is in use; where the sender is on this host, there is nothing to fetch."""
+        """Prefetches the next part while one is in use; a sender on this host needs no fetch."""
         if self._origin.host == current().service.endpoint["host"]:
             return pieces
         self._giving_up = self._ahead.check
@@ -238,22 +301,22 @@ class WeightReceiver:
             self._above = Above(self._place.above)
         return announcement
 
-    def _skip(self, part: Part) -> None:
+    def _skip(self, part: WeightChunk) -> None:
         if part.cargo is not None and isinstance(part.cargo[0], Bucket):
             self._roads.refuse(part.cargo[0])
         else:
             self._read(part, False)
 
-    def _again(self, part: Part) -> list[Any]:
-        """The tensors of a part that was lost on its way, as its sender announces it again."""
-        found = self._following().part
-        if found is None or found.serial != part.serial:
+    def _again(self, part: WeightChunk) -> list[Any]:
+        """Returns the tensors of a part that was lost in transit, from its second announcement."""
+        repeated = self._following().part
+        if repeated is None or repeated.serial != part.serial:
             raise RlhpcError("a part of the weights that was lost on its way was not sent again")
-        memory = memoryview(self._read(found, False))
-        return [what for _, what in entries_of(memory, found.table)]
+        memory = memoryview(self._read(repeated, False))
+        return [tensor for _, tensor in entries_of(memory, repeated.table)]
 
-    def _read(self, part: Part, late: bool) -> Any:
-        """The memory of a part; `late` if the other receivers on this host have it already."""
+    def _read(self, part: WeightChunk, is_late: bool) -> Any:
+        """Returns the memory of a part; `is_late` if the other receivers on this host have it already."""
         service, place = current().service, self._place
         if part.cargo is not None:
             try:
@@ -261,19 +324,28 @@ class WeightReceiver:
             except GroupLost:
                 return self._again(part)
         if self._origin.host != service.endpoint["host"]:
-            together = place.of > 1 and not late
-            share = Share(f"{part.name}-{place.reader - place.number}", place.number, place.of) if together else None
-            # Each receiver reports its own arrival, so that nothing is dropped from the log that one of them still needs.
-            # What is kept is asked for at any time: only the sender gives it to who comes late.
-            passes = not (part.kept and late)
+            shares_fetch = place.of > 1 and not is_late
+            share = (
+                Share(f"{part.name}-{place.reader - place.number}", place.number, place.of) if shares_fetch else None
+            )
+            # Each receiver reports its own arrival, so that the log keeps every part that one of them still needs.
+            # Kept parts are fetched at any time: a receiver that joins later gets them from the sender only.
+            passes = not (part.kept and is_late)
             above = (self._above, part.name) if passes and place.above else None
             memory = service.fetch(
-                self._origin, part.path, part.size, place.reader, share, own=not part.kept, later=[], above=above,
+                self._origin,
+                part.path,
+                part.size,
+                place.reader,
+                share,
+                own=not part.kept,
+                later=[],
+                above=above,
                 lock=not part.kept,
-            )  # fmt: skip
+            )
             if passes and place.below and not place.number:
                 data = memory[HEADER : HEADER + part.size]
-                # What is kept, and is trained, changes where it has landed: others get it as it came.
+                # A kept part of trained tensors changes in place after its arrival, so a copy is forwarded.
                 data = np.frombuffer(data, np.uint8).copy().data if part.kept and not part.fixed else data
                 service.offers.put(part.name, data, place.below)
             service.peers.release(self._origin.bulk, part.path, place.reader)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cli import build_parser
-from rlhpc.config.ranges import RANGES
-from rlhpc.runs.kinds import Kind, all_kinds, find_kind
+from rlhpc.config.constraints import RANGES
+from rlhpc.runs.task_type import Kind, all_kinds, find_kind
 from tests.attack.bad_inputs import HERE, QUICKSTART, ROOT, Case, plan_words, train_words
 
 INCLUDE = f"defaults: [{QUICKSTART}]\n"

@@ -25,13 +25,13 @@ import numpy as np
 from rlhpc.checkpoint import CheckpointWriter, verify
 from rlhpc.checkpoint.state import dump_tensors
 from rlhpc.cli import main as cli
-from rlhpc.embodied.data.lerobot import read_lerobot, video_name
-from rlhpc.embodied.data.replay_files import StoredReplay
+from rlhpc.embodied.data.lerobot_reader import read_lerobot, video_name
+from rlhpc.embodied.data.replay_buffer import StoredReplay
 from rlhpc.embodied.data.trajectories import read_maniskill
-from rlhpc.embodied.evaluate import evaluate_checkpoint
+from rlhpc.embodied.evaluation.evaluate import evaluate_checkpoint
 from rlhpc.embodied.export import export_checkpoint, load_exported
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language.data.tables import Hdf5File, JsonLines
+from rlhpc.language.data.table_sources import Hdf5File, JsonLines
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import CheckpointError, ConfigError, RlhpcError
 

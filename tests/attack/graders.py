@@ -552,8 +552,8 @@ def faults(reward: Callable[[Sample], float], samples: Iterator[Graded]) -> tupl
 
 def main() -> int:
     """Draws both, and prints what was judged wrongly."""
-    from rlhpc.language.rewards.mathematics import MathReward
-    from rlhpc.language.rewards.programs import CodeReward
+    from rlhpc.language.rewards.code_reward import CodeReward
+    from rlhpc.language.rewards.math_verifier import MathReward
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=None)

@@ -21,9 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhpc.language.rewards import Sample, ipc
-from rlhpc.language.rewards.programs import CodeReward
-from rlhpc.language.rewards.sandbox import Sandbox
+from rlhpc.language.rewards import Sample
+from rlhpc.language.rewards.code_reward import CodeReward
+from rlhpc.language.sandbox import python as ipc
+from rlhpc.language.sandbox.python import Sandbox
 
 MODES = {"namespaces": ("namespaces", "landlock", "seccomp"), "landlock+seccomp": ("landlock", "seccomp")}
 
@@ -130,7 +131,7 @@ _CALL = "import ctypes, os, sys\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 
 def _call(name: str, *arguments: str) -> str:
     """A raw call, which got through where it does not fail."""
-    from rlhpc.language.rewards import seccomp
+    from rlhpc.language.sandbox import python as seccomp
 
     number = seccomp.numbers(os.uname().machine)[name]
     return f"{_CALL}if libc.syscall({', '.join([str(number), *arguments])}) >= 0: print('through')"
@@ -248,7 +249,7 @@ def targets() -> Iterator[dict[str, Any]]:
         victim = subprocess.Popen(["sleep", "1000"])
         stack.callback(victim.wait)
         stack.callback(victim.kill)
-        reached = stack.enter_context(ipc.objects())
+        reached = stack.enter_context(ipc.ipc_objects())
         semaphore = libc.semget(0, 1, 0o600)
         stack.callback(libc.semctl, semaphore, 0, 0, 0)
         yield {

@@ -139,7 +139,7 @@ FORMS = {
 
 @functools.cache
 def judge() -> Any:
-    from rlhpc.language.rewards.programs import CodeReward
+    from rlhpc.language.rewards.code_reward import CodeReward
 
     return CodeReward(partial=True, timeout_s=10.0, sandbox={"memory_mb": 512})
 
@@ -498,19 +498,19 @@ class _Bomb:
 def answer_a_join(answer: Callable[[str], bytes]) -> str:
     """A driver of somebody else answers one that joins."""
     from rlhpc.runtime.errors import RlhpcError
-    from rlhpc.runtime.joining import Door
-    from rlhpc.runtime.registry import Keys, Registry
+    from rlhpc.runtime.joining import JoinPoint
+    from rlhpc.runtime.registry import CurveKeys, GenerationFolder
 
     with tempfile.TemporaryDirectory(prefix="rlhpc-t-") as name:
         top, mark = Path(name), f"{name}/went-off"
-        registry = Registry.create(top / "run/registry", "local-0")
-        registry.save_keys(Keys.fresh())
+        registry = GenerationFolder.create(top / "run/registry", "local-0")
+        registry.save_keys(CurveKeys.fresh())
         registry.put(
             "members",
             "driver",
             {"node": "n", "data": {"host": "h", "ipc": "ipc:///nowhere", "tcp": "tcp://h:1", "bulk": ""}},
         )
-        door: Any = Door(top / "run/registry")
+        door: Any = JoinPoint(top / "run/registry")
         door._peers.request = lambda *_: [answer(mark)]
         try:
             door.ask({"group": "rollout"})
@@ -542,9 +542,9 @@ _VIDEO = """
 import json, resource, sys
 from pathlib import Path
 import numpy as np
-from rlhpc.embodied.data.lerobot import read_lerobot
+from rlhpc.embodied.data.lerobot_reader import read_lerobot
 from rlhpc.embodied.data.lerobot_writer import LeRobotWriter
-from rlhpc.embodied.video import write_video
+from rlhpc.embodied.data.video import write_video
 from rlhpc.runtime.errors import RlhpcError
 folder, kind = Path(sys.argv[1]) / "set", sys.argv[2]
 length, size = 20, 16

@@ -80,8 +80,8 @@ server.serve_forever()
 
 def take_over(ready: str, thief: str, address: str, slow: float, by_argument: bool = True) -> str:
     """Another user is at the service's port before the service is; then an agent asks the service."""
-    from rlhpc.language.agent_config import ServiceConfig
     from rlhpc.language.agents.services import Services
+    from rlhpc.language.config.agents import ServiceConfig
     from rlhpc.runtime.errors import RlhpcError
 
     if os.getuid():
@@ -164,9 +164,9 @@ VISITORS = ("many addresses", "the robot's address", "long frames", "deep greeti
 
 
 def keep_the_robot_out(what: str) -> str:
-    from rlhpc.embodied.robots.keys import places
+    from rlhpc.embodied.robots.joining import places
     from tests.eventually import wait_until
-    from tests.unit.embodied.robots.test_distant_robot import Inside, Outside, Rail
+    from tests.unit.embodied.robots.test_remote_env import Inside, Outside, Rail
 
     if os.getuid():
         raise CannotRunError("needs root, to be two users")

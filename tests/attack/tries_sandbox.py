@@ -56,7 +56,7 @@ def ticket(number: int, path: str, question: str, timeout_s: float) -> dict[str,
 
 @contextlib.contextmanager
 def episodes(script: Path, sandbox: str | None, **options: Any) -> Iterator[tuple[Any, queue.SimpleQueue[Any]]]:
-    from rlhpc.language.agents.harnesses import Harnesses, Program
+    from rlhpc.language.agents.agent_processes import Harnesses, Program
 
     if sandbox == "bubblewrap" and not shutil.which("bwrap"):
         raise CannotRunError("no bwrap here")

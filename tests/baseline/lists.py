@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rlhpc.runtime.former_names import current_module
 from tests.baseline.archive import DATA
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,7 +129,22 @@ def _named_paths(text: str) -> Iterator[str]:
 
 
 def resolves(path: str) -> bool:
-    """Returns whether a module, or a name in one, exists; nothing is imported. Of members of a class, the class has to."""
+    """Returns whether a module, or a name in one, exists, under this path or where `former_names` leads from it; nothing is
+    imported. Of members of a class, the class has to."""
+    return _is_there(path) or _is_there(_current(path))
+
+
+def _current(path: str) -> str:
+    """Returns a path that begins with a former module as it is today."""
+    dotted, mark, attribute = path.partition(":")
+    names = dotted.split(".")
+    for size in range(len(names), 0, -1):
+        if module := current_module(".".join(names[:size])):
+            return ".".join([module, *names[size:]]) + mark + attribute
+    return path
+
+
+def _is_there(path: str) -> bool:
     dotted, _, attribute = path.partition(":")
     names = [*dotted.split("."), *([attribute] if attribute else [])]
     depth = next((n for n in range(len(names), 0, -1) if _file(".".join(names[:n]))), 0)
@@ -191,7 +207,7 @@ def _error_classes() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 bases.setdefault(node.name, set()).update(ast.unparse(base).rpartition(".")[2] for base in node.bases)
-    errors, size = {"RlhpcError"}, 0
+    errors, size = {"RlhpcError", "RequestError"}, 0
     while len(errors) > size:
         size = len(errors)
         errors |= {name for name, parents in bases.items() if parents & errors}

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from rlhpc.config.sections import DeepspeedConfig, OptimConfig, ParallelConfig
-from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.comm.serialization import dumps, loads
-from rlhpc.runtime.device import SideCopies, accelerator, host_memory, moved, torch_device
+from rlhpc.runtime.comm.shared_memory import SegmentPool
+from rlhpc.runtime.devices import SideCopies, accelerator, host_memory, moved, torch_device
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.scratch import Scratch
-from rlhpc.training.contract import Blueprint
-from rlhpc.training.replicated import ReplicatedBackend
-from rlhpc.weights.publish import Publisher
+from rlhpc.training.backend import Blueprint
+from rlhpc.training.data_parallel import ReplicatedBackend
+from rlhpc.weights.sender import Publisher
 from tests.extras import need_extra
 from tests.unit.weights.test_weights import Receiver, send
 
@@ -150,7 +150,7 @@ def test_what_has_two_names_stays_one() -> None:
 
 def test_deepspeed_computes_where_the_rank_does() -> None:
     need_extra("deepspeed")
-    from rlhpc.training.zero import DeepSpeedBackend
+    from rlhpc.training.deepspeed import DeepSpeedBackend
 
     with pytest.raises(
         ConfigError, match=r"DeepSpeed would compute on 'cpu' .* computes on 'card'.*training_backend fsdp"

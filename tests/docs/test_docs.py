@@ -17,12 +17,12 @@ import pytest
 import rlhpc
 from rlhpc import reference
 from rlhpc.cli import build_parser
-from rlhpc.config.keys import Schema
-from rlhpc.jobs.claim import SegmentFiles
+from rlhpc.config.schema import Schema
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.segment import SegmentFiles
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import all_kinds
-from rlhpc.runs.sweeps import load_sweep
+from rlhpc.runs.sweep import load_sweep
+from rlhpc.runs.task_type import all_kinds
 from rlhpc.runtime.errors import ConfigError
 from tests import warm
 from tests.extras import need_extra

@@ -14,9 +14,9 @@ from rlhpc.config import config_to_yaml
 from rlhpc.embodied.export import export_checkpoint, load_exported
 from rlhpc.embodied.models.registry import MODELS
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.folder import RunFolder
+from rlhpc.runs.run_folder import RunFolder
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import read_yaml
+from rlhpc.runtime.files import read_yaml
 from rlhpc.runtime.trust import Trust
 from tests.attack.files import FILES, RUN, Place, attacked, changed
 from tests.drawn import drawn

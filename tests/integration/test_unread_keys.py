@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rlhpc import load_config
-from rlhpc.config.conditions import defaults_of
-from rlhpc.runs.conditions import find_unused
-from rlhpc.runs.kinds import Kind, kind_of
+from rlhpc.config.conditional_keys import defaults_of
+from rlhpc.runs.conditional_keys import find_unused
+from rlhpc.runs.task_type import Kind, kind_of
 from rlhpc.runtime.errors import ConfigError
 from tests.combinations.options import KINDS, Value
 from tests.combinations.trial import compared, train

@@ -1,9 +1,10 @@
 """Moves, merges and splits modules of rlhpc as a table says, with everything that names them.
 
-    python tests/refactor/move.py tests/refactor/moves.txt [PART …]      (of a clean work tree; without parts: all)
+    python tests/refactor/move.py tests/refactor/moves.txt [PREFIX …]      (in a clean work tree)
 
-The table has a line for each step: `A moves to B`, `A is folded into B`, `from A to B: names`. Import statements are rewritten
-by the syntax tree; module and file paths in other text by one pass over all tracked files. What needs a person is printed.
+With prefixes only steps of files whose paths begin with one are taken. The table has a line for each step: `A moves to B`,
+`A is folded into B`, `from A to B: names`. Import statements are rewritten by the syntax tree; module and file paths in other
+text by one pass over all tracked files. What needs a person is printed.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ class Table:
     splits: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
 
     @classmethod
-    def read(cls, path: Path, parts: set[str]) -> Table:
-        table, part = cls(), ""
+    def read(cls, path: Path, prefixes: tuple[str, ...]) -> Table:
+        table = cls()
         for line in path.read_text().splitlines():
             line = line.strip()
-            if found := re.match(r"PART (\d+):", line):
-                part = found[1]
-            elif parts and part not in parts:
+            if line.startswith("PART"):
                 continue
-            elif found := re.match(r"(\S+) moves to (\S+)$", line):
+            origin = line.removeprefix("from ").partition(" ")[0]
+            if prefixes and not origin.startswith(prefixes):
+                continue
+            if found := re.match(r"(\S+) moves to (\S+)$", line):
                 table.moves[found[1]] = found[2]
             elif found := re.match(r"(\S+) is folded into (\S+)$", line):
                 table.folds[found[1]] = found[2]
@@ -250,7 +252,7 @@ def renamed(source: str, names: dict[str, str]) -> str:
 
 
 def main() -> int:
-    table = Table.read(Path(sys.argv[1]), set(sys.argv[2:]))
+    table = Table.read(Path(sys.argv[1]), tuple(sys.argv[2:]))
     listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
     files = {path for path in listed if not path.startswith(SKIPPED)}
     missing = [old for old in {*table.moves, *table.folds, *table.splits} if old not in files]

@@ -332,7 +332,7 @@ def test_helpers_that_wait_in_the_queue_go_with_their_driver(slurm: SlurmCluster
 #: `rlhpc join` as somebody else, or with code of another day. Modules come first: others may not read where they are.
 STRANGER = """
 import os, sys
-import rlhpc.cli, rlhpc.cli.join, rlhpc.jobs.ending, rlhpc.runtime.allocation, rlhpc.runtime.joining as joining
+import rlhpc.cli, rlhpc.cli.join, rlhpc.jobs.state, rlhpc.runtime.allocation, rlhpc.runtime.joining as joining
 kind, uid = sys.argv[1], int(sys.argv[2])
 if kind == "code":
     joining.fingerprint = lambda: "of another day"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rlhpc.jobs.doctor.slurm import SlurmFacts
+from rlhpc.jobs.doctor.slurm_facts import SlurmFacts
 from rlhpc.jobs.probes import SlurmProbe
 from rlhpc.jobs.signals import end_of_job
 from rlhpc.jobs.slurm import end_of, jobs_named, scancel, would_start
-from rlhpc.metrics.sacct import JobIds, query
+from rlhpc.metrics.accounting import JobIds, query
 
 from .cluster import SlurmCluster
 from .jobs import end_jobs, wait_gone

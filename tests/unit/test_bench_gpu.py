@@ -82,10 +82,10 @@ def test_parts_stand_beside_those_of_the_same_code_and_cards(tmp_path: Path) -> 
         return {"command": part, "machine": {"commit": commit}, "cards": [card], "parts": {part: {"seconds": 1.0}}}
 
     path = tmp_path / "gpu.json"
-    assert bench.beside(content("lane"), path) == content("lane")
+    assert bench.merge_parts(content("lane"), path) == content("lane")
     path.write_text(json.dumps(content("lane")))
-    both = bench.beside(content("engine"), path)
+    both = bench.merge_parts(content("engine"), path)
     assert both["parts"].keys() == {"lane", "engine"} and both["command"] == "lane; engine"
-    assert bench.beside(content("lane"), path) == content("lane")
+    assert bench.merge_parts(content("lane"), path) == content("lane")
     for other in (content("engine", commit="decade"), content("engine", card="H100")):
-        assert bench.beside(other, path) == other
+        assert bench.merge_parts(other, path) == other

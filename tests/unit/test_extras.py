@@ -148,7 +148,7 @@ import contextlib, gc, importlib, pkgutil
 import tests.without_extras
 import rlhpc
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry, import_attribute
+from rlhpc.runtime.plugins import Registry, import_attribute
 
 for module in pkgutil.walk_packages(rlhpc.__path__, "rlhpc."):
     with contextlib.suppress(ImportError):  # those that need an extra hold no registry of what does without

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.runtime.parents import adopt_orphans
+from rlhpc.runtime.os_resources import adopt_orphans
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,7 +186,7 @@ def test_a_runs_fork_server_is_warm_whatever_it_sets_for_its_ranks() -> None:
     """It is in most tests, and imports for two seconds otherwise."""
     source = (
         "from pathlib import Path\n"
-        "from rlhpc.runtime.starters.forked import ForkServerProcess\n"
+        "from rlhpc.runtime.launchers.local import ForkServerProcess\n"
         "server = ForkServerProcess(None)\n"  # imports nothing itself
         "print('libtorch_cpu' in Path(f'/proc/{server.process.pid}/maps').read_text())\n"
         "server.control.close()\n"

@@ -45,7 +45,7 @@ LEFT_ALONE = (
     signal.SIGTSTP,
 )
 #: Programs that start no Pythons. Any other has a server of its own, which is forked with it.
-ALONE = {"rlhpc.runtime.forkserver"}
+ALONE = {"rlhpc.runtime.launchers.fork_server"}
 _libc = ctypes.PyDLL(None, use_errno=True)
 _kept: list[Any] = []
 _standard: list[str] = []

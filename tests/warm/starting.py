@@ -45,11 +45,12 @@ PRELOAD = (
     "torch._dynamo",  # which the first step of an optimizer imports
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "safetensors.torch", "gymnasium", "PIL.Image", "submitit", "tensorboard.summary.writer.record_writer", "rlhpc.cli",
-    "rlhpc.runs.train", "rlhpc.embodied.roles", "rlhpc.embodied.runners", "rlhpc.embodied.envs.gymnasium_env",
-    "rlhpc.embodied.models.mlp", "rlhpc.runtime.process", "rlhpc.runtime.worker", "rlhpc.metrics.loggers",
-    "rlhpc.embodied.roles.ppo", "rlhpc.embodied.roles.rollout", "rlhpc.embodied.roles.env", "rlhpc.embodied.runners.ppo",
-    "rlhpc.training.fsdp", "rlhpc.runtime.comm.meshes", "rlhpc.metrics.provenance", "rlhpc.runs.report",
-    "rlhpc.embodied.evaluate", "rlhpc.embodied.export",
+    "rlhpc.runs.train", "rlhpc.embodied.workers", "rlhpc.embodied.runners", "rlhpc.embodied.envs.gymnasium_env",
+    "rlhpc.embodied.models.mlp", "rlhpc.runtime.worker_process", "rlhpc.runtime.worker", "rlhpc.metrics.loggers",
+    "rlhpc.embodied.workers.ppo_actor", "rlhpc.embodied.workers.rollout", "rlhpc.embodied.workers.env",
+    "rlhpc.embodied.runners.rollout_runner",
+    "rlhpc.training.fsdp", "rlhpc.runtime.comm.gloo_auth", "rlhpc.metrics.provenance", "rlhpc.runs.report",
+    "rlhpc.embodied.evaluation.evaluate", "rlhpc.embodied.export",
 )  # fmt: skip
 #: Others' besides: a language model's takes 8 s, 20 with vLLM. Where this process has imported the first itself.
 PRELOAD_WITH = {
@@ -60,21 +61,21 @@ PRELOAD_WITH = {
         "peft",
         "datasets",
         "pyarrow.parquet",
-        "rlhpc.language.kinds",
-        "rlhpc.language.roles.grpo",
-        "rlhpc.language.roles.rollout",
-        "rlhpc.language.roles.critic",
-        "rlhpc.language.roles.reward_model",
-        "rlhpc.language.roles.sft",
-        "rlhpc.language.roles.dpo",
-        "rlhpc.language.roles.scoring",
-        "rlhpc.language.roles.reference",
+        "rlhpc.language.task_types",
+        "rlhpc.language.workers.grpo_actor",
+        "rlhpc.language.workers.rollout",
+        "rlhpc.language.workers.critic",
+        "rlhpc.language.workers.supervised_actors",
+        "rlhpc.language.workers.supervised_actors",
+        "rlhpc.language.workers.supervised_actors",
+        "rlhpc.language.workers.scoring",
+        "rlhpc.language.workers.scoring",
         "rlhpc.language.runners.grpo",
-        "rlhpc.language.runners.sft",
-        "rlhpc.language.runners.dpo",
-        "rlhpc.language.runners.reward_model",
+        "rlhpc.language.runners.supervised",
+        "rlhpc.language.runners.supervised",
+        "rlhpc.language.runners.supervised",
         "rlhpc.language.engines.hf",
-        "rlhpc.language.evaluate",
+        "rlhpc.language.evaluation.evaluate",
         "rlhpc.language.export",
         "rlhpc.weights.broadcast",
     ),
@@ -104,7 +105,7 @@ TESTING = ("pytest", "xdist.remote", "hypothesis", "scipy.stats")
 #: Of kinds of runs whose keys a server reads, with what they need.
 CONFIGS = {
     "rlhpc.cli": ("quickstart", "base/sac"),
-    "rlhpc.language.kinds": ("reasoning/demo", "reasoning/demo_sft", "reasoning/reward_model", "reasoning/dpo"),
+    "rlhpc.language.task_types": ("reasoning/demo", "reasoning/demo_sft", "reasoning/reward_model", "reasoning/dpo"),
 }
 #: Python ignores these itself, and restores them (`restore_signals`) for what it starts.
 PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)

@@ -2,16 +2,16 @@
 from rlhpc.config import segment_ends
 from rlhpc.config.files import read_content
 from rlhpc.config.merge import parse_override
-from rlhpc.config.yaml_loader import WrittenScalars
-from rlhpc.runs.changes import evaluation_fingerprint, training_fingerprint
+from rlhpc.config.yaml_files import WrittenScalars
+from rlhpc.runs.config_changes import evaluation_fingerprint, training_fingerprint
 from rlhpc.runs.configuration import load_config
-from rlhpc.metrics.results import last_result
-from rlhpc.runs.kinds import kind_of
-from rlhpc.runs.sweeps import check_begun, load_sweep, override, sft_export
+from rlhpc.metrics.provenance import last_result
+from rlhpc.runs.task_type import kind_of
+from rlhpc.runs.sweep import check_begun, load_sweep, override, sft_export
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.files import expand_home
 from rlhpc.jobs.plan import job_options
-from rlhpc.jobs.walltime import minutes_of
+from rlhpc.jobs.slurm import minutes_of
 from rlhpc.jobs.paths import COMPLETE, MODEL, RunPaths, refuse_braces, segment_name
 
 

@@ -2,7 +2,7 @@
 #
 # A run depends on none of the others, so one that fails stops none (`keep-going` in the profiles). What several need
 # first, the same SFT run or the same demonstrations, the first of them makes.
-from rlhpc.runs.sweeps import recording_key, rule_prefixes
+from rlhpc.runs.sweep import recording_key, rule_prefixes
 
 SWEEP_ROOT = near(SWEEP.paths.root)
 LOGS = f"{near(SWEEP.paths.logs)}/workflow"

@@ -1,6 +1,6 @@
-"""Configurations of other projects, read and translated."""
+"""Translation of other projects' configurations."""
 
+from rlhpc.cli.foreign.output import report, written
 from rlhpc.cli.foreign.rlinf import translate
-from rlhpc.cli.foreign.written import report, written
 
 __all__ = ["report", "translate", "written"]

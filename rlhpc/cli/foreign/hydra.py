@@ -1,8 +1,8 @@
-"""A configuration in Hydra's format: the files of its `defaults:` list, put together and with their references resolved.
+"""Hydra configurations: merges the files of a `defaults:` list and resolves their references.
 
-Only what a training configuration uses of it: groups with a package (`env/cube@env.train`), `_self_`, relative references, and
-the arithmetic that RLinf adds. Environment variables are never read: a reference to one stays as it is written, which is how
-rlhpc's own configurations name them, too. (The search path is the exception, because it only says where files lie.)
+It supports only features of training configurations: groups with a package (`env/cube@env.train`), `_self_`, relative
+references, and the arithmetic that RLinf adds. It never reads environment variables: a reference to one stays as written, in
+the form of rlhpc's own configurations. (The search path is the exception, because it only locates files.)
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc.config.files import read_content
-from rlhpc.config.yaml_loader import Scalar, WrittenScalars, scalar_values
+from rlhpc.config.yaml_files import Scalar, WrittenScalars, scalar_values
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.shown import cut, shown
+from rlhpc.runtime.text import cut, shown
 
 _DEEPEST = 10
-#: OmegaConf 2.4 gives the old name to the new way, and warns of the other one.
+#: OmegaConf 2.4 uses the old name for the new function, and warns about the other name.
 _REGISTER = (
     "register_resolver" if "replace" in signature(OmegaConf.register_resolver).parameters else "register_new_resolver"
 )
@@ -40,14 +40,14 @@ _RESOLVERS: Mapping[str, Callable[..., Any]] = {
 
 @dataclass
 class Composed:
-    """One configuration of several files.
+    """Configuration composed of several files.
 
     Attributes:
         leaves: Dotted key → value; a list is one value.
-        files: What was read, in the order of precedence, the last one winning.
-        unresolved: Keys whose references could not be followed, with the reason; their values are as written.
-        skipped: Entries of `defaults:` that concern Hydra alone.
-        texts: Dotted key → how its number or boolean is written.
+        files: Files in order of precedence; the last one wins.
+        unresolved: Keys whose references could not be resolved, with the reason; their values are as written.
+        skipped: Entries of `defaults:` that concern only Hydra.
+        texts: Dotted key → text of its number or boolean.
     """
 
     leaves: dict[str, Any] = field(default_factory=dict)
@@ -58,22 +58,22 @@ class Composed:
 
 
 def compose(path: Path) -> Composed:
-    """Reads a configuration and all that its `defaults:` name.
+    """Reads a configuration and all files that its `defaults:` name.
 
     Raises:
-        ConfigError: A file is missing, is not YAML or no mapping, or they include each other.
+        ConfigError: A file is missing, is not YAML or not a mapping, or files include each other.
     """
-    found = Composed()
-    tree = _read(path, found, (), [])
-    _resolve(tree, found)
-    return found
+    composed = Composed()
+    tree = _read(path, composed, (), [])
+    _resolve(tree, composed)
+    return composed
 
 
 def _number(value: Any) -> Any:
     return value if isinstance(value, (int, float)) else float(value) if "." in str(value) else int(str(value))
 
 
-def _read(path: Path, found: Composed, chain: tuple[Path, ...], search: list[Path]) -> dict[str, Any]:
+def _read(path: Path, composed: Composed, chain: tuple[Path, ...], search: list[Path]) -> dict[str, Any]:
     if path in chain or len(chain) > _DEEPEST:
         raise ConfigError(f"{path}: `defaults` go round in a circle: {' → '.join(p.name for p in (*chain, path))}")
     content = _content(path)
@@ -83,20 +83,20 @@ def _read(path: Path, found: Composed, chain: tuple[Path, ...], search: list[Pat
     if not isinstance(entries, list):
         raise ConfigError(f"{path}: defaults is {shown(entries)}; Hydra has a list there")
     merged: dict[str, Any] = {}
-    own = False
+    has_self_entry = False
     for entry in entries:
         if entry == "_self_":
-            own = True
+            has_self_entry = True
             merged = _merge(merged, content)
             continue
-        for group, package in _groups(entry, path, found):
+        for group, package in _groups(entry, path, composed):
             file = _find(group, path, search)
-            part = _read(file, found, (*chain, path), search)
+            subtree = _read(file, composed, (*chain, path), search)
             for name in reversed(package):
-                part = {name: part}
-            merged = _merge(merged, part)
-    found.files.append(path)
-    return merged if own else _merge(merged, content)
+                subtree = {name: subtree}
+            merged = _merge(merged, subtree)
+    composed.files.append(path)
+    return merged if has_self_entry else _merge(merged, content)
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _search_path(content: Mapping[str, Any]) -> list[Path]:
-    """Folders that `hydra.searchpath` names, as far as they are on this machine."""
+    """Returns the folders of `hydra.searchpath` that exist on this machine."""
     section = content.get("hydra")
     listed = section.get("searchpath") if isinstance(section, dict) else None
     folders = []
@@ -118,12 +118,12 @@ def _search_path(content: Mapping[str, Any]) -> list[Path]:
     return folders
 
 
-def _groups(entry: Any, path: Path, found: Composed) -> list[tuple[str, list[str]]]:
-    """(file without suffix, package) of an entry of `defaults:`."""
+def _groups(entry: Any, path: Path, composed: Composed) -> list[tuple[str, list[str]]]:
+    """Returns pairs of file without suffix and package, for an entry of `defaults:`."""
     if isinstance(entry, dict) and len(entry) == 1:
         key, option = next(iter(entry.items()))
         if str(key).startswith(("override ", "hydra/")) or option is None:
-            found.skipped.append(f"{key}: {option}")
+            composed.skipped.append(f"{key}: {option}")
             return []
         group, _, package = str(key).removeprefix("optional ").partition("@")
         options = option if isinstance(option, list) else [option]
@@ -141,7 +141,7 @@ def _package(package: str, group: str) -> list[str]:
 
 
 def _find(name: str, path: Path, search: list[Path]) -> Path:
-    """The file of a group: beside the one that names it, in a folder above that, or on the search path."""
+    """Returns the file of a group: next to the file that names it, in a folder above that, or on the search path."""
     folders = [path.parent, *search, *list(path.parent.parents)[:2]]
     for folder in folders:
         if (file := (folder / f"{name.removesuffix('.yaml')}.yaml").resolve()).is_file():
@@ -160,10 +160,10 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _resolve(tree: dict[str, Any], found: Composed) -> None:
-    hydra = tree.pop("hydra", None)  # its references are Hydra's own
+def _resolve(tree: dict[str, Any], composed: Composed) -> None:
+    hydra = tree.pop("hydra", None)  # its references are resolved by Hydra only
     texts: list[str] = []
-    found.texts = {".".join(map(str, names)): raw.text for names, raw in _paths(tree) if isinstance(raw, Scalar)}
+    composed.texts = {".".join(map(str, names)): raw.text for names, raw in _paths(tree) if isinstance(raw, Scalar)}
     tree, hydra = scalar_values(tree), scalar_values(hydra)
     cfg = OmegaConf.create(_hidden(tree, texts))
     ours = [name for name in _RESOLVERS if not OmegaConf.has_resolver(name)]
@@ -179,14 +179,14 @@ def _resolve(tree: dict[str, Any], found: Composed) -> None:
                     value = value[name]
                 value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             except (OmegaConfBaseException, ValueError, TypeError, ZeroDivisionError) as error:
-                found.unresolved[key] = cut(f"{error}".splitlines()[0], 100) if f"{error}" else type(error).__name__
+                composed.unresolved[key] = cut(f"{error}".splitlines()[0], 100) if f"{error}" else type(error).__name__
                 value = raw
-            found.leaves[key] = _shown(value, texts)
+            composed.leaves[key] = _restore_texts(value, texts)
     finally:
         for name in ours:
             OmegaConf.clear_resolver(name)
     for names, raw in _paths(hydra if isinstance(hydra, dict) else {}):
-        found.leaves[".".join(("hydra", *map(str, names)))] = raw
+        composed.leaves[".".join(("hydra", *map(str, names)))] = raw
 
 
 def _paths(tree: Mapping[Any, Any], parents: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -198,7 +198,7 @@ def _paths(tree: Mapping[Any, Any], parents: tuple[Any, ...] = ()) -> Iterator[t
 
 
 def _hidden(value: Any, texts: list[str]) -> Any:
-    """The content, with a mark in place of each text that names an environment variable."""
+    """Returns the content with a placeholder for each text that names an environment variable."""
     if isinstance(value, dict):
         return {key: _hidden(below, texts) for key, below in value.items()}
     if isinstance(value, list):
@@ -209,9 +209,9 @@ def _hidden(value: Any, texts: list[str]) -> Any:
     return f"<variable {len(texts) - 1}>"
 
 
-def _shown(value: Any, texts: Sequence[str]) -> Any:
+def _restore_texts(value: Any, texts: Sequence[str]) -> Any:
     if isinstance(value, dict):
-        return {key: _shown(below, texts) for key, below in value.items()}
+        return {key: _restore_texts(below, texts) for key, below in value.items()}
     if isinstance(value, list):
-        return [_shown(below, texts) for below in value]
+        return [_restore_texts(below, texts) for below in value]
     return re.sub(r"<variable (\d+)>", lambda mark: texts[int(mark[1])], value) if isinstance(value, str) else value

@@ -1,7 +1,7 @@
-"""RLinf's configurations of embodied PPO, GRPO and SAC, and of language models, as rlhpc's.
+"""Translation of RLinf's configurations of embodied PPO, GRPO and SAC, and of language models, into rlhpc's.
 
-One row for each key: ours ← theirs; `rlinf_left` has those without a counterpart, and why. What RLinf's keys mean was read in
-its code, where some do less than their names suggest: the reason says so.
+The tables have one row for each key of rlhpc; `rlinf_unsupported` lists RLinf's keys without a counterpart, with the reasons.
+The meaning of RLinf's keys was read in its code; where a key does less than its name suggests, the reason says so.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ import math
 import re
 from typing import Any
 
-from rlhpc.cli.foreign import rlinf_defaults as defaults
+from rlhpc.cli.foreign import rlinf_defaults, rlinf_language
 from rlhpc.cli.foreign import rlinf_embodied as embodied
-from rlhpc.cli.foreign import rlinf_language as language
 from rlhpc.cli.foreign.hydra import Composed
-from rlhpc.cli.foreign.rlinf_left import CRITIC, EMBODIED, EVERYWHERE, LANGUAGE
-from rlhpc.cli.foreign.rlinf_names import LOSSES
-from rlhpc.cli.foreign.rules import NOTHING, Reading, Rows, Translation, translated
+from rlhpc.cli.foreign.rlinf_embodied import LOSSES
+from rlhpc.cli.foreign.rlinf_unsupported import CRITIC, EMBODIED, EVERYWHERE, LANGUAGE
+from rlhpc.cli.foreign.rules import UNSET, Reading, Rows, Translation, translated
 from rlhpc.runtime.errors import ConfigError
 
 
-def translate(found: Composed, source: str) -> Translation:
+def translate(composed: Composed, source: str) -> Translation:
     """Translates a composed configuration.
 
     Raises:
-        ConfigError: It is none of RLinf's, or of a kind of run that rlhpc does not have.
+        ConfigError: It is not an RLinf configuration, or its task type has no counterpart in rlhpc.
     """
-    leaves = found.leaves
+    leaves = composed.leaves
     task, loss = str(leaves.get("runner.task_type")), str(leaves.get("algorithm.loss_type"))
     if "runner.task_type" not in leaves or not any(key.startswith(("algorithm.", "rollout.")) for key in leaves):
         raise ConfigError(
@@ -37,26 +36,30 @@ def translate(found: Composed, source: str) -> Translation:
     if task == "embodied" and loss in LOSSES:
         kind = f"embodied ({leaves.get('algorithm.adv_type')}, {loss})"
         rows, unmatched = [*RUN, *embodied.PLAYED, *embodied.PPO, *embodied.POLICY, *embodied.SEEING], EMBODIED
-        absent = defaults.EMBODIED
+        absent = rlinf_defaults.EMBODIED
     elif task == "embodied" and loss == "embodied_sac":
         kind = "off_policy (SAC)"
         rows, unmatched = [*RUN, *embodied.PLAYED, *embodied.SAC, *embodied.POLICY], EMBODIED
-        absent = defaults.SAC
+        absent = rlinf_defaults.SAC
     elif task == "reasoning":
-        kind, rows, unmatched = f"reasoning ({leaves.get('algorithm.adv_type')})", [*RUN, *language.ROWS], LANGUAGE
-        if defaults.has_critic(leaves):
-            rows, unmatched = [*rows, *language.CRITIC], [*unmatched, *CRITIC]
-        absent = defaults.language_defaults(leaves)
+        kind, rows, unmatched = (
+            f"reasoning ({leaves.get('algorithm.adv_type')})",
+            [*RUN, *rlinf_language.ROWS],
+            LANGUAGE,
+        )
+        if rlinf_defaults.has_critic(leaves):
+            rows, unmatched = [*rows, *rlinf_language.CRITIC], [*unmatched, *CRITIC]
+        absent = rlinf_defaults.language_defaults(leaves)
     else:
         raise ConfigError(
             f"{source}: runner.task_type {task} with algorithm.loss_type {loss} has no counterpart in rlhpc; imported are "
             f"task_type embodied with loss_type {', '.join(LOSSES)} or embodied_sac, and task_type reasoning"
         )
-    rest = {key: value for key, value in leaves.items() if key not in found.unresolved}
-    translation = translated(kind, rest, rows, [*unmatched, *EVERYWHERE], absent)
-    translation.theirs = dict(leaves)
-    translation.left |= {
-        key: (f"its reference cannot be followed: {why}", True) for key, why in found.unresolved.items()
+    resolved = {key: value for key, value in leaves.items() if key not in composed.unresolved}
+    translation = translated(kind, resolved, rows, [*unmatched, *EVERYWHERE], absent)
+    translation.foreign = dict(leaves)
+    translation.omitted |= {
+        key: (f"its reference cannot be followed: {why}", True) for key, why in composed.unresolved.items()
     }
     return translation
 
@@ -74,7 +77,7 @@ def _loggers(read: Reading) -> Any:
 def _logger_options(read: Reading) -> Any:
     project = read("runner.logger.project_name")
     tracked = [n for n in read.leaves.get("runner.logger.logger_backends") or () if n in ("wandb", "swanlab")]
-    return {name: {"project": str(project)} for name in tracked} if project and tracked else NOTHING
+    return {name: {"project": str(project)} for name in tracked} if project and tracked else UNSET
 
 
 def _steps(read: Reading) -> Any:
@@ -82,28 +85,30 @@ def _steps(read: Reading) -> Any:
     if read.leaves["runner.task_type"] == "embodied":  # an epoch is one step there
         return epochs if steps < 0 else min(steps, epochs)
     read.leave("runner.max_epochs", "it counts passes over the data, rlhpc counts steps: set runner.max_steps yourself")
-    return steps if steps >= 0 else NOTHING
+    return steps if steps >= 0 else UNSET
 
 
 def _resume(read: Reading) -> Any:
     where = read("runner.resume_dir")
     if where in (None, "auto"):
-        return where if where else NOTHING
+        return where if where else UNSET
     return read.leave("runner.resume_dir", "rlhpc does not read RLinf's checkpoints")
 
 
 def _placement(read: Reading) -> Any:
-    """Components by the names that the kind of run has here."""
+    """Returns the components by rlhpc's names."""
     if read.leaves["runner.task_type"] == "reasoning":
-        known = ("actor", "rollout", "critic") if defaults.has_critic(read.leaves) else ("actor", "rollout")
+        components_of_run = (
+            ("actor", "rollout", "critic") if rlinf_defaults.has_critic(read.leaves) else ("actor", "rollout")
+        )
     else:
-        known = ("actor", "rollout", "env")
+        components_of_run = ("actor", "rollout", "env")
     placement: dict[str, Any] = {}
     for names, place in read.below("cluster.component_placement").items():
         components, _, part = names.partition(".")
-        placed = [name.strip() for name in components.split(",") if name.strip() in known]
+        placed = [name.strip() for name in components.split(",") if name.strip() in components_of_run]
         for name in components.split(","):
-            if name.strip() not in known:
+            if name.strip() not in components_of_run:
                 key = f"cluster.component_placement.{names}"
                 elsewhere = _ELSEWHERE.get(name.strip())
                 read.leave(key, elsewhere or f"rlhpc has no component {name.strip()} in such a run", elsewhere is None)
@@ -111,7 +116,7 @@ def _placement(read: Reading) -> Any:
             placement.setdefault(",".join(placed), {})[part] = place
         elif placed:
             placement[",".join(placed)] = place
-    return placement or NOTHING
+    return placement or UNSET
 
 
 _ELSEWHERE = {
@@ -121,12 +126,12 @@ _ELSEWHERE = {
 
 
 def _accelerators(read: Reading) -> Any:
-    """How many accelerators a node has, if the placement counts them."""
+    """Returns the number of accelerators of a node, if the placement counts them."""
     ranks: list[int] = []
     for place in read.below("cluster.component_placement").values():
         for part in str(place).split(","):
             ranks += [int(n) for n in re.findall(r"\d+", part.partition(":")[0])]
-    return math.ceil((max(ranks) + 1) / int(read("cluster.num_nodes", 1))) if ranks else NOTHING
+    return math.ceil((max(ranks) + 1) / int(read("cluster.num_nodes", 1))) if ranks else UNSET
 
 
 RUN: Rows = [

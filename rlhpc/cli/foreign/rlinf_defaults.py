@@ -1,6 +1,6 @@
-"""Values that RLinf computes with where a configuration leaves a key out.
+"""Defaults of RLinf for keys that a configuration omits.
 
-Read in RLinf's code at commit `REVISION`; the comments name the files. Keys that RLinf cannot do without have no entry.
+Read in RLinf's code at commit `REVISION`; the comments name the files. Keys that RLinf requires have no entry.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 REVISION = "a3816b596478dcd8a5c69a6ec1468c9519f77b5b"
 
-#: Of all kinds of runs.
+#: Defaults of all task types.
 _EVERY: dict[str, Any] = {
     "actor.optim.adam_eps": 1e-8,  # hybrid_engines/fsdp/fsdp_model_manager.py, build_optimizer and build_optimizers
 }
@@ -40,7 +40,7 @@ SAC: dict[str, Any] = {
     "algorithm.entropy_tuning.alpha_type": "softplus",
     "algorithm.entropy_tuning.initial_alpha": 0.01,
 }
-#: Of the groups of a language model's run that train.
+#: Defaults of the trained groups of a language model's run.
 _TRAINED: dict[str, Any] = {
     "optim.adam_eps": 1e-8,
     "optim.weight_decay": 0.01,  # fsdp_model_manager.py, build_optimizer; config.py, validate_megatron_cfg
@@ -48,7 +48,7 @@ _TRAINED: dict[str, Any] = {
     "fsdp_config.reshard_after_forward": True,
     "enable_dp_load_balance": False,  # workers/actor/fsdp_actor_worker.py, ma_megatron_actor_worker.py
 }
-#: Their keys about the course of the learning rate: Megatron's trainer reads the first, FSDP's the second.
+#: Defaults of their learning rate schedules: Megatron's trainer reads the first keys, FSDP's the second.
 _MEGATRON = {"lr_sched.lr_decay_style": "constant", "lr_sched.lr_warmup_iters": 0}  # config.py, validate_megatron_cfg
 _FSDP = {"optim.lr_scheduler": "constant", "optim.lr_warmup_steps": -1}  # fsdp_model_manager.py, build_lr_scheduler
 _LANGUAGE: dict[str, Any] = {
@@ -68,17 +68,17 @@ _LANGUAGE: dict[str, Any] = {
 
 
 def language_defaults(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the defaults of a language model's run; some depend on the trainer, and there is a critic or none."""
+    """Returns the defaults of a language model's run, which depend on the trainer and on the critic."""
     defaults = dict(_LANGUAGE)
     for group in ("actor", "critic") if has_critic(leaves) else ("actor",):
         megatron = leaves.get(f"{group}.training_backend") == "megatron"
         trained = _TRAINED | (_MEGATRON if megatron else _FSDP)
         defaults |= {f"{group}.{key}": value for key, value in trained.items()}
-    if leaves.get("actor.training_backend") != "megatron":  # which cannot do without the key
+    if leaves.get("actor.training_backend") != "megatron":  # Megatron requires the key
         defaults["algorithm.clip_ratio_c"] = 3.0  # workers/actor/fsdp_actor_worker.py
     return defaults
 
 
 def has_critic(leaves: Mapping[str, Any]) -> bool:
-    """Returns true where a language model's run has a value model (workers/critic/megatron_critic_worker.py)."""
+    """Returns whether a language model's run has a value model (workers/critic/megatron_critic_worker.py)."""
     return bool(leaves.get("critic.use_critic_model", False))

@@ -1,16 +1,55 @@
-"""RLinf's configurations of embodied runs: what is played, PPO and GRPO, SAC, policies."""
+"""Translation tables of RLinf's embodied runs: environments, PPO and GRPO, SAC, policies."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from rlhpc.cli.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, adapter_rows, choice, optimizer_rows
-from rlhpc.cli.foreign.rules import NOTHING, Reading, Rows, Rule
+from rlhpc.cli.foreign.rules import UNSET, Reading, Rows, Rule
+
+LOSSES = {"actor_critic": "ppo", "actor": "ppo", "decoupled_actor_critic": "decoupled_ppo"}
+ADVANTAGES = {"gae": "gae", "grpo": "grpo", "raw": "raw", "reinpp": "reinforce++"}
+DTYPES = {"32": "float32", "fp32": "float32", "bf16": "bfloat16", "16": "float16", "fp16": "float16"}
+
+
+def optimizer_rows(group: str) -> Rows:
+    """Returns the settings of a group's optimizer that have the same name in both projects."""
+    names = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+    return [(key, key) for key in (f"{group}.optim.{name}" for name in names)]
+
+
+def adapter_rows() -> Rows:
+    """Returns the rows of adapters: RLinf's `lora_alpha` equals their rank (models/__init__.py), so
+    that they are not scaled.
+    """
+
+    def rank(read: Reading) -> Any:
+        return int(read("actor.model.lora_rank", 32)) if read("actor.model.is_lora", False) else UNSET
+
+    return [("actor.lora.rank", rank), ("actor.lora.alpha", rank)]
+
+
+def choice(key: str, values_by_name: Mapping[str, Any], why: str = "") -> Rule:
+    """Returns a rule that translates a value by its name; an unknown value stays unchanged, for a component registered under
+    that name.
+    """
+
+    def rule(read: Reading) -> Any:
+        value = read(key)
+        if value is None:
+            return UNSET
+        if str(value).lower() not in values_by_name:
+            read.leave(key, why or f"rlhpc has no {value}; register one of that name, or choose another")
+            return value
+        return values_by_name[str(value).lower()]
+
+    return rule
+
 
 #: Policies that start from random weights.
 _FROM_NOTHING = ("mlp_policy", "cnn_policy", "flow_policy")
 _MODELS = {"mlp_policy": "mlp", "cnn_policy": "resnet"}
-#: How OpenVLA and OFT predict their actions in RLinf.
+#: Action heads of OpenVLA and OFT in RLinf.
 _OPENVLA = {"openvla": "tokens", "openvla_oft": "parallel"}
 #: The control mode of RLinf's ManiSkill robots, by `policy_setup`.
 _CONTROL_MODES = {
@@ -25,11 +64,11 @@ def _is_grpo(read: Reading) -> bool:
     return read.leaves.get("algorithm.adv_type") in ("grpo", "raw", "reinpp")
 
 
-# What is played: environments and rollouts.
+# Environments and rollouts.
 
 
 def _decisions(read: Reading) -> int:
-    """Decisions that a slot makes in one of RLinf's rollouts."""
+    """Returns the decisions that a slot makes in one of RLinf's rollouts."""
     chunk = int(read("actor.model.num_action_chunks", 1))
     longest = int(read("env.train.max_steps_per_rollout_epoch", 0) or read("env.train.max_episode_steps", 1))
     return max(1, longest // chunk)
@@ -40,13 +79,14 @@ def _rounds(read: Reading) -> int:
 
 
 def _in_parts(read: Reading) -> bool:
-    """Whether the rounds of a rollout are `algorithm.rollout_parts`."""
+    """Returns whether the rounds of a rollout are `algorithm.rollout_parts`."""
     return bool(read("env.train.auto_reset", False)) or read("algorithm.loss_type") in ("actor", "actor_critic")
 
 
 def _slots(read: Reading) -> int:
-    """Number of slots. Where each rollout plays one episode in every slot and has no parts, further rounds become further
-    slots."""
+    """Returns the number of slots. If each rollout plays one episode in every slot and has no parts, further rounds become
+    further slots.
+    """
     slots, rounds = int(read("env.train.total_num_envs", 8)), 1
     if not _in_parts(read) and (rounds := _rounds(read)) > 1:
         read.leave(
@@ -66,7 +106,7 @@ def _env_id(side: str) -> Rule:
         for key in ("init_params.id", "task_suite_name", "task_config.task_name", "task_name", "init_params.task_name"):
             if (value := read(f"env.{side}.{key}")) is not None:
                 return str(value)
-        return str(read("env.train.env_type")) if side == "train" else NOTHING
+        return str(read("env.train.env_type")) if side == "train" else UNSET
 
     return rule
 
@@ -90,9 +130,9 @@ def _env_arguments(side: str) -> Rule:
                 "height": read(f"{at}.init_params.camera_heights"),
                 "width": read(f"{at}.init_params.camera_widths"),
             }
-            return {name: size for name, size in sizes.items() if size is not None} or NOTHING
+            return {name: size for name, size in sizes.items() if size is not None} or UNSET
         if kind != "maniskill":
-            return NOTHING
+            return UNSET
         kwargs: dict[str, Any] = {}
         for name, value in read.below(f"{at}.init_params").items():
             first, _, second = name.partition(".")
@@ -108,7 +148,7 @@ def _env_arguments(side: str) -> Rule:
             kwargs["reward_mode"] = "sparse"
         elif mode != "raw":
             read.leave(f"{at}.reward_mode", _SHAPED)
-        return kwargs or NOTHING
+        return kwargs or UNSET
 
     return rule
 
@@ -120,7 +160,7 @@ _ARGUMENTS_LEFT = ("id", "num_envs", "max_episode_steps", "render_mode", "sim_ba
 def _fixed(side: str) -> Rule:
     def rule(read: Reading) -> Any:
         if not read(f"env.{side}.use_fixed_reset_state_ids", False):
-            return NOTHING
+            return UNSET
         if read(f"env.{side}.auto_reset", False):
             return True
         return read.leave(
@@ -135,14 +175,14 @@ def _fixed(side: str) -> Rule:
 def _episodes(read: Reading) -> Any:
     slots, rounds = int(read("env.eval.total_num_envs", 0)), int(read("env.eval.rollout_epoch", 1))
     steps, longest = read("env.eval.max_steps_per_rollout_epoch", 1), read("env.eval.max_episode_steps", 1)
-    return slots * rounds * max(1, int(steps) // int(longest)) if slots else NOTHING
+    return slots * rounds * max(1, int(steps) // int(longest)) if slots else UNSET
 
 
 def _films(read: Reading) -> Any:
     if read("env.eval.video_cfg.save_video", False):
         read.leave("env.eval.video_cfg.save_video", "RLinf films all slots; env.eval.video_episodes is set to 4", False)
         return 4
-    return NOTHING
+    return UNSET
 
 
 def _ends(read: Reading) -> Any:
@@ -198,7 +238,7 @@ def _embodied_normalization(read: Reading) -> str:
 def _decoupled(key: str) -> Rule:
     def rule(read: Reading) -> Any:
         if read.leaves.get("algorithm.loss_type") != "decoupled_actor_critic":
-            return NOTHING
+            return UNSET
         return int(read(key, 0))
 
     return rule
@@ -206,11 +246,11 @@ def _decoupled(key: str) -> Rule:
 
 def _value_clip(read: Reading) -> Any:
     clip = read("algorithm.value_clip")
-    return NOTHING if _is_grpo(read) or clip is None else clip
+    return UNSET if _is_grpo(read) or clip is None else clip
 
 
 def _without_use(read: Reading) -> Any:
-    """Leaves out keys that have no effect in this configuration, though they would in another."""
+    """Omits keys that have no effect in this configuration, though they would in another."""
     if read.leaves.get("actor.optim.value_lr") == read.leaves.get("actor.optim.lr"):
         read.leave("actor.optim.value_lr", "policy and critic share one learning rate", False)
     if _is_grpo(read):
@@ -219,18 +259,18 @@ def _without_use(read: Reading) -> Any:
     if not read.leaves.get("algorithm.filter_rewards"):
         for key in ("algorithm.rewards_lower_bound", "algorithm.rewards_upper_bound"):
             read.leave(key, "nothing is filtered", False)
-    return NOTHING
+    return UNSET
 
 
 def _micro(read: Reading) -> Any:
-    return read("actor.micro_batch_size", NOTHING)
+    return read("actor.micro_batch_size", UNSET)
 
 
 PPO: Rows = [
     ("", _without_use),
     ("algorithm.adv_type", choice("algorithm.adv_type", ADVANTAGES)),
     ("algorithm.loss_type", choice("algorithm.loss_type", LOSSES)),
-    ("algorithm.gae_lambda", lambda read: NOTHING if _is_grpo(read) else read("algorithm.gae_lambda")),
+    ("algorithm.gae_lambda", lambda read: UNSET if _is_grpo(read) else read("algorithm.gae_lambda")),
     ("algorithm.normalize_advantages", _embodied_normalization),
     ("algorithm.clip_ratio_low", "algorithm.clip_ratio_low"),
     ("algorithm.clip_ratio_high", "algorithm.clip_ratio_high"),
@@ -241,7 +281,7 @@ PPO: Rows = [
     ("algorithm.logprob_type", "algorithm.logprob_type"),
     ("algorithm.reward_type", "algorithm.reward_type"),
     ("algorithm.max_staleness", _decoupled("algorithm.staleness_threshold")),
-    ("algorithm.rollout_parts", lambda read: _rounds(read) if _in_parts(read) else NOTHING),
+    ("algorithm.rollout_parts", lambda read: _rounds(read) if _in_parts(read) else UNSET),
     ("env.train.group_size", lambda read: int(read("env.train.group_size", 0) or read("algorithm.group_size", 1))),
     ("actor.micro_batch_size", _micro),
     ("actor.optim.name", lambda read: "adamw" if read("actor.optim.weight_decay") else "adam"),
@@ -254,7 +294,7 @@ PPO: Rows = [
 
 
 def _ratio(read: Reading) -> float:
-    """Updates per transition; RLinf counts them per step of the runner."""
+    """Returns the updates per transition; RLinf counts them per step of the runner."""
     transitions = int(read("env.train.total_num_envs", 8)) * _decisions(read) * _rounds(read)
     return int(read("algorithm.update_epoch")) / transitions
 
@@ -300,12 +340,12 @@ def _is_mlp(read: Reading) -> bool:
 
 
 def _seeing(rule: str | Rule) -> Rule:
-    """The rule, applied to vision-language-action models only."""
+    """Returns the rule restricted to vision-language-action models."""
 
     def seeing(read: Reading) -> Any:
         if read.leaves.get("actor.model.model_type", "mlp_policy") in _FROM_NOTHING:
-            return NOTHING
-        return read(rule, NOTHING) if isinstance(rule, str) else rule(read)
+            return UNSET
+        return read(rule, UNSET) if isinstance(rule, str) else rule(read)
 
     return seeing
 
@@ -323,12 +363,12 @@ def _policy_options(read: Reading) -> Any:
     if name in _OPENVLA:
         return _openvla_options(read, _OPENVLA[name])
     if name != "openpi":
-        return NOTHING
+        return UNSET
     options = {
         "num_steps": read("actor.model.num_steps") or read("actor.model.openpi.num_steps"),
         "noise_level": read("actor.model.openpi.noise_level"),
     }
-    return {name: value for name, value in options.items() if value is not None} or NOTHING
+    return {name: value for name, value in options.items() if value is not None} or UNSET
 
 
 def _openvla_options(read: Reading, head: str) -> dict[str, Any]:
@@ -350,21 +390,21 @@ def _openvla_options(read: Reading, head: str) -> dict[str, Any]:
 
 
 def _attention(read: Reading) -> Any:
-    found = read("actor.model.attn_implementation", NOTHING)
-    return "sdpa" if read.leaves.get("actor.model.model_type") == "openvla_oft" else found
+    implementation = read("actor.model.attn_implementation", UNSET)
+    return "sdpa" if read.leaves.get("actor.model.model_type") == "openvla_oft" else implementation
 
 
 POLICY: Rows = [
     ("actor.model.model_type", _model_type),
-    ("actor.model.hidden_sizes", lambda read: [256, 256, 256] if _is_mlp(read) else NOTHING),
+    ("actor.model.hidden_sizes", lambda read: [256, 256, 256] if _is_mlp(read) else UNSET),
     ("actor.model.num_action_chunks", "actor.model.num_action_chunks"),
     ("actor.model.kwargs", _policy_options),
 ]
 #: Further keys of PPO and GRPO: in SAC, episodes always follow one another, and policies take no text and learn their spread.
 SEEING: Rows = [
-    ("actor.model.log_std_init", lambda read: -0.5 if _is_mlp(read) else NOTHING),
+    ("actor.model.log_std_init", lambda read: -0.5 if _is_mlp(read) else UNSET),
     ("env.train.auto_reset", lambda read: bool(read("env.train.auto_reset", False))),
-    ("actor.training_backend", lambda read: "local" if read("actor.training_backend") else NOTHING),
+    ("actor.training_backend", lambda read: "local" if read("actor.training_backend") else UNSET),
     (
         "actor.model.value_per_action",
         lambda read: (
@@ -372,7 +412,7 @@ SEEING: Rows = [
             if not _is_grpo(read)
             and read.leaves.get("algorithm.reward_type") == "action_level"
             and int(read.leaves.get("actor.model.num_action_chunks") or 1) > 1
-            else NOTHING
+            else UNSET
         ),
     ),
     ("actor.model.add_value_head", _seeing("actor.model.add_value_head")),

@@ -1,12 +1,12 @@
-"""RLinf's configurations of language models."""
+"""Translation tables of RLinf's language models."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, adapter_rows, choice, optimizer_rows
-from rlhpc.cli.foreign.rules import NOTHING, Reading, Rows, Rule
+from rlhpc.cli.foreign.rlinf_embodied import ADVANTAGES, DTYPES, LOSSES, adapter_rows, choice, optimizer_rows
+from rlhpc.cli.foreign.rules import UNSET, Reading, Rows, Rule
 
 
 def _backend(read: Reading) -> str:
@@ -27,14 +27,14 @@ def _trainer(group: str) -> Rule:
 
 def _clip(side: str) -> Rule:
     def rule(read: Reading) -> Any:
-        own = read(f"algorithm.clip_ratio_{side}")
-        return read("algorithm.ratio_clip_eps", NOTHING) if own is None else own
+        side_clip = read(f"algorithm.clip_ratio_{side}")
+        return read("algorithm.ratio_clip_eps", UNSET) if side_clip is None else side_clip
 
     return rule
 
 
 def _dtype(key: str, fallback: str) -> Rule:
-    """A precision; `fallback` takes the place of float16, which trains with a loss scale that rlhpc does not have."""
+    """Returns a rule for a precision; `fallback` replaces float16, which needs a loss scale that rlhpc does not have."""
 
     def rule(read: Reading) -> Any:
         name = DTYPES.get(str(read(key, "bf16")).lower().removesuffix("-mixed"), "bfloat16")
@@ -47,23 +47,23 @@ def _dtype(key: str, fallback: str) -> Rule:
 
 
 def _engine_dtype(read: Reading) -> Any:
-    """The engine's precision, if it is not the actor's."""
-    same = read("rollout.model.precision") in (None, read.leaves.get("actor.model.precision"))
-    return NOTHING if same else _dtype("rollout.model.precision", "float16")(read)
+    """Returns the engine's precision, if it differs from the actor's."""
+    is_actor_dtype = read("rollout.model.precision") in (None, read.leaves.get("actor.model.precision"))
+    return UNSET if is_actor_dtype else _dtype("rollout.model.precision", "float16")(read)
 
 
 def _new_tokens(read: Reading) -> Any:
-    most = read("algorithm.sampling_params.max_new_tokens")
-    if most is None and read("runner.seq_length") and read("data.max_prompt_length"):
-        most = int(read("runner.seq_length")) - int(read("data.max_prompt_length"))
-    return NOTHING if most is None else int(most)
+    max_tokens = read("algorithm.sampling_params.max_new_tokens")
+    if max_tokens is None and read("runner.seq_length") and read("data.max_prompt_length"):
+        max_tokens = int(read("runner.seq_length")) - int(read("data.max_prompt_length"))
+    return UNSET if max_tokens is None else int(max_tokens)
 
 
 def _pass_tokens(read: Reading) -> Any:
     if read("runner.enable_dynamic_batch_size", False):
-        return read("runner.max_tokens_per_mbs", NOTHING)
+        return read("runner.max_tokens_per_mbs", UNSET)
     length = read("runner.seq_length")
-    return int(length) * int(read("algorithm.training_batch_size_per_gpu")) if length else NOTHING
+    return int(length) * int(read("algorithm.training_batch_size_per_gpu")) if length else UNSET
 
 
 def _responses(read: Reading) -> int:
@@ -89,7 +89,7 @@ def _template(read: Reading) -> bool:
 
 def _suites(read: Reading) -> Any:
     if (path := _file(read, "data.val_data_paths")) is None:
-        return NOTHING
+        return UNSET
     suite = {
         "name": "validation",
         "source": _source(path),
@@ -129,7 +129,7 @@ def _language_normalization(read: Reading) -> str:
 
 
 def _by_trainer(group: str, megatron: str, fsdp: str) -> Rule:
-    """The key that the group's trainer in RLinf reads."""
+    """Returns a rule for the key that the group's trainer in RLinf reads."""
     megatron, fsdp = f"{group}.{megatron}", f"{group}.{fsdp}"
 
     def rule(read: Reading) -> Any:
@@ -164,11 +164,11 @@ def _warmup(group: str) -> Rule:
 
 
 def _offloaded(read: Reading) -> Any:
-    together = any(
+    is_colocated = any(
         {"actor", "rollout"} <= set(map(str.strip, k.split(","))) for k in read.below("cluster.component_placement")
     )
     return (
-        True if together and (read("actor.enable_offload", False) or read("actor.offload_weight", False)) else NOTHING
+        True if is_colocated and (read("actor.enable_offload", False) or read("actor.offload_weight", False)) else UNSET
     )
 
 
@@ -186,7 +186,7 @@ def _optimizer(group: str) -> Rule:
 
 
 def _trained(group: str) -> Rows:
-    """Rows of a group that trains."""
+    """Returns the rows of a trained group."""
     return [
         (f"{group}.training_backend", _trainer(group)),
         (f"{group}.max_tokens_per_micro_batch", _pass_tokens),
@@ -221,7 +221,7 @@ ROWS: Rows = [
             {"low_var_kl": "k3", "kl": "k1", "mse": "k2", "k1": "k1", "k2": "k2", "k3": "k3", "abs": "abs"},
         ),
     ),
-    ("algorithm.kl_in", lambda read: "reward" if read("algorithm.reinpp_kl_beta") else NOTHING),
+    ("algorithm.kl_in", lambda read: "reward" if read("algorithm.reinpp_kl_beta") else UNSET),
     ("algorithm.update_epochs", lambda read: 1),
     (
         "algorithm.recompute_logprobs",
@@ -230,20 +230,20 @@ ROWS: Rows = [
     (
         "algorithm.tis_cap",
         lambda r: (
-            float(r("algorithm.importance_sampling_clip", 2.0)) if r("algorithm.importance_sampling_fix") else NOTHING
+            float(r("algorithm.importance_sampling_clip", 2.0)) if r("algorithm.importance_sampling_fix") else UNSET
         ),
     ),
     ("data.max_prompt_tokens", "data.max_prompt_length"),
     ("data.overlong_prompts", lambda read: "drop" if read("data.filter_prompt_by_length") else "error"),
     ("data.prompts_per_step", "data.rollout_batch_size"),
-    ("data.train.source", lambda read: _source(path) if (path := _file(read, "data.train_data_paths")) else NOTHING),
-    ("data.train.path", lambda read: _file(read, "data.train_data_paths") or NOTHING),
+    ("data.train.source", lambda read: _source(path) if (path := _file(read, "data.train_data_paths")) else UNSET),
+    ("data.train.path", lambda read: _file(read, "data.train_data_paths") or UNSET),
     ("data.train.prompt_key", "data.prompt_key"),
     ("data.train.answer_key", "data.answer_key"),
     ("data.train.chat_template", _template),
     ("data.train.system_prompt", "data.system_prompt"),
     ("data.eval", _suites),
-    ("workflow.eval_suites", lambda read: ["validation"] if read("data.val_data_paths") else NOTHING),
+    ("workflow.eval_suites", lambda read: ["validation"] if read("data.val_data_paths") else UNSET),
     ("reward.terms", _terms),
     ("rollout.rollout_backend", _backend),
     ("rollout.temperature", lambda read: float(read("algorithm.sampling_params.temperature", 1.0))),
@@ -256,13 +256,13 @@ ROWS: Rows = [
     ("rollout.dtype", _engine_dtype),
     (
         "rollout.engine_kwargs",
-        lambda read: {"enforce_eager": True} if read("rollout.enforce_eager", False) else NOTHING,
+        lambda read: {"enforce_eager": True} if read("rollout.enforce_eager", False) else UNSET,
     ),
     ("actor.global_batch_size", _responses),
     ("actor.offload_in_rollout", _offloaded),
     (
         "actor.model.model_path",
-        lambda read: read("actor.model.model_path") or read("rollout.model.model_path", NOTHING),
+        lambda read: read("actor.model.model_path") or read("rollout.model.model_path", UNSET),
     ),
     *adapter_rows(),
     *_trained("actor"),

@@ -1,4 +1,4 @@
-"""How a foreign configuration is translated: rules that read its keys, and a record of what became of each."""
+"""Translation rules of a foreign configuration: they read its keys, and record the outcome for each."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: What a rule returns for a key of ours that stays as rlhpc has it.
-NOTHING = object()
+#: Result of a rule for a key that keeps rlhpc's default.
+UNSET = object()
 
 
 class Reading:
-    """A foreign configuration while it is translated: it remembers which keys were looked at, and what was said of them.
+    """Foreign configuration during its translation: it records which keys were read, and the reasons for omitted keys.
 
     Attributes:
-        leaves: Dotted key → value; for a key that the configuration leaves out, the foreign project's default, if it has one.
+        leaves: Dotted key → value; for a key that the configuration omits, the foreign project's default, if it has one.
         defaults: Dotted key → the foreign project's default.
         written: The keys that the configuration has.
-        said: Key → (why it is left out, whether training differs for it).
+        reasons: Key → (reason why it is omitted, True if training differs because of it).
     """
 
     def __init__(self, leaves: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self.defaults = dict(defaults or {})
         self.leaves = {**self.defaults, **leaves}
         self.written = set(leaves)
-        self.said: dict[str, tuple[str, bool]] = {}
+        self.reasons: dict[str, tuple[str, bool]] = {}
         self.looked: set[str] = set()
 
     def __call__(self, key: str, default: Any = None) -> Any:
-        """A value; where the key is missing or null, the foreign project's default, or else `default`."""
+        """Returns a value; if the key is missing or null, the foreign project's default, or else `default`."""
         if key in self.leaves:
             self.looked.add(key)
         value = self.leaves.get(key)
         return self.defaults.get(key, default) if value is None or value == "None" else value
 
     def below(self, prefix: str) -> dict[str, Any]:
-        """All below a key, by the rest of their names."""
-        found = {key: value for key, value in self.leaves.items() if key.startswith(f"{prefix}.")}
-        self.looked |= set(found)
-        return {key[len(prefix) + 1 :]: value for key, value in found.items()}
+        """Returns all values below a key, by the remainders of their names."""
+        values = {key: value for key, value in self.leaves.items() if key.startswith(f"{prefix}.")}
+        self.looked |= set(values)
+        return {key[len(prefix) + 1 :]: value for key, value in values.items()}
 
     def leave(self, key: str, why: str, differs: bool = True) -> Any:
-        """Says why a key is left out; returns `NOTHING`, so that a rule can end with it."""
+        """Records why a key is omitted; returns `UNSET`, so that a rule can end with it."""
         if key in self.written:
-            self.said[key] = (why, differs)
-        return NOTHING
+            self.reasons[key] = (why, differs)
+        return UNSET
 
 
 Rule = Callable[[Reading], Any]
@@ -56,71 +56,71 @@ Rows = list[tuple[str, str | Rule]]
 
 
 @dataclass(frozen=True)
-class Left:
-    """Keys that have no counterpart.
+class UnsupportedKeys:
+    """Foreign keys without a counterpart.
 
     Attributes:
         keys: Patterns, separated by spaces.
         why: The reason.
-        same: Values with which nothing is lost; or True where the key never changes what is trained.
+        harmless: Values whose omission changes nothing; or True if the key never changes the training.
     """
 
     keys: str
     why: str
-    same: Any = ()
+    harmless: Any = ()
 
 
 @dataclass
 class Translation:
-    """What a configuration was translated to.
+    """Translated configuration.
 
     Attributes:
-        kind: What kind of run it is, in words.
-        ours: Our key → value, in the order in which they are written.
-        origin: Our key → the foreign keys it was made of.
-        defaults: Our key → the foreign keys that it was made of, too, by their default: the configuration leaves them out.
-        left: Foreign key → (why it, or a part of it, is left out; whether training differs for it).
-        theirs: Foreign key → value, all of them.
+        kind: Task type, in words.
+        ours: Key of rlhpc → value, in the order of the file.
+        origin: Key of rlhpc → the foreign keys that it was computed from.
+        defaults: Key of rlhpc → omitted foreign keys whose defaults it was computed from.
+        omitted: Foreign key → (reason why it, or a part of it, is omitted; True if training differs because of it).
+        foreign: Foreign key → value, all of them.
     """
 
     kind: str
     ours: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, list[str]] = field(default_factory=dict)
     defaults: dict[str, list[str]] = field(default_factory=dict)
-    left: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    theirs: dict[str, Any] = field(default_factory=dict)
+    omitted: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    foreign: dict[str, Any] = field(default_factory=dict)
 
     @property
     def used(self) -> list[str]:
-        """Foreign keys that something was made of."""
-        made = {key for keys in self.origin.values() for key in keys}
-        return [key for key in self.theirs if key in made]
+        """Foreign keys that contribute to the result."""
+        contributing = {key for keys in self.origin.values() for key in keys}
+        return [key for key in self.foreign if key in contributing]
 
 
 def translated(
     kind: str,
     leaves: Mapping[str, Any],
     rules: Rows,
-    unmatched: Sequence[Left],
+    unmatched: Sequence[UnsupportedKeys],
     defaults: Mapping[str, Any] | None = None,
 ) -> Translation:
-    """Translates by a table.
+    """Translates a configuration by a table.
 
     Args:
-        kind: What kind of run it is, in words.
+        kind: Task type, in words.
         leaves: The foreign configuration.
-        rules: (our key, their key whose value is taken as it is, or a rule). A row without a key of ours only says
-            why theirs are left out.
-        unmatched: What has no counterpart; the first pattern that fits says why.
-        defaults: Values that the foreign project computes with where a key is left out.
+        rules: (key of rlhpc, foreign key whose value is copied, or a rule). A row without a key of rlhpc only records
+            why foreign keys are omitted.
+        unmatched: Keys without a counterpart; the first pattern that fits gives the reason.
+        defaults: Values that the foreign project uses for omitted keys.
     """
-    read, translation = Reading(leaves, defaults), Translation(kind, theirs=dict(leaves))
+    read, translation = Reading(leaves, defaults), Translation(kind, foreign=dict(leaves))
     idle: set[str] = set()
     for ours, rule in rules:
         read.looked = set()
-        value = read.leaves.get(rule, NOTHING) if isinstance(rule, str) else rule(read)
+        value = read.leaves.get(rule, UNSET) if isinstance(rule, str) else rule(read)
         looked = [rule] if isinstance(rule, str) else [key for key in read.leaves if key in read.looked]
-        if value is NOTHING or (value is None and isinstance(rule, str)):
+        if value is UNSET or (value is None and isinstance(rule, str)):
             for key in looked:
                 idle.add(key)
             continue
@@ -129,17 +129,17 @@ def translated(
         translation.defaults[ours] = [key for key in looked if key in read.leaves and key not in leaves]
     used = set(translation.used)
     for key, value in leaves.items():
-        if key in read.said:
-            translation.left[key] = read.said[key]
+        if key in read.reasons:
+            translation.omitted[key] = read.reasons[key]
         elif key in idle and key not in used:
-            translation.left[key] = ("with this value, what rlhpc does anyway", False)
+            translation.omitted[key] = ("with this value, what rlhpc does anyway", False)
         elif key not in used:
-            translation.left[key] = _reason(key, value, unmatched)
+            translation.omitted[key] = _reason(key, value, unmatched)
     return translation
 
 
-def _reason(key: str, value: Any, left: Sequence[Left]) -> tuple[str, bool]:
-    for entry in left:
+def _reason(key: str, value: Any, unmatched: Sequence[UnsupportedKeys]) -> tuple[str, bool]:
+    for entry in unmatched:
         if any(fnmatch.fnmatchcase(key, pattern) for pattern in entry.keys.split()):
-            return entry.why, not (entry.same is True or value in list(entry.same))
+            return entry.why, not (entry.harmless is True or value in list(entry.harmless))
     return "the importer does not know this key", True

@@ -1,4 +1,4 @@
-"""The configurations of runs with simulators: what they share, and one module for each kind of run."""
+"""Configuration sections of embodied runs."""
 
 from __future__ import annotations
 
@@ -6,20 +6,8 @@ from typing import TypeGuard
 
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import mapping
-from rlhpc.embodied.config.bc import BcActorConfig, BcAlgorithmConfig, BcConfig, BcModelConfig, DemosConfig
-from rlhpc.embodied.config.off_policy import (
-    DemoBufferConfig,
-    ReplayBufferConfig,
-    SacActorConfig,
-    SacAlgorithmConfig,
-    SacConfig,
-    SacModelConfig,
-    SacOptimConfig,
-)
-from rlhpc.embodied.config.policy import EmbodiedActorConfig, ModelConfig, NetworkConfig
-from rlhpc.embodied.config.ppo import PpoActorConfig, PpoAlgorithmConfig, PpoConfig, PpoRolloutConfig, minibatch_size
-from rlhpc.embodied.config.ranges import RANGES
-from rlhpc.embodied.config.sections import (
+from rlhpc.embodied.config.data import DemoBufferConfig, DemosConfig, ReplayBufferConfig
+from rlhpc.embodied.config.envs import (
     ClonedEnvConfig,
     ClonedEnvsConfig,
     DemonstratedWorkflowConfig,
@@ -36,6 +24,22 @@ from rlhpc.embodied.config.sections import (
     RolloutEnvConfig,
     RolloutEnvsConfig,
     TaskConfig,
+)
+from rlhpc.embodied.config.models import BcModelConfig, EmbodiedActorConfig, ModelConfig, NetworkConfig, SacModelConfig
+from rlhpc.embodied.config.run import (
+    RANGES,
+    BcActorConfig,
+    BcAlgorithmConfig,
+    BcConfig,
+    PpoActorConfig,
+    PpoAlgorithmConfig,
+    PpoConfig,
+    PpoRolloutConfig,
+    SacActorConfig,
+    SacAlgorithmConfig,
+    SacConfig,
+    SacOptimConfig,
+    minibatch_size,
 )
 
 __all__ = [
@@ -82,14 +86,14 @@ __all__ = [
     "plays",
 ]  # fmt: skip
 
-#: The configuration of a run in which a policy plays while it learns.
+#: Configuration of a run in which a policy plays while it learns.
 PlayingConfig = PpoConfig | SacConfig
-#: That of any run with simulators.
+#: Configuration of any run with simulators.
 EmbodiedConfig = PpoConfig | SacConfig | BcConfig
-#: The network of any policy.
+#: Network section of any policy.
 PolicyConfig = ModelConfig | SacModelConfig
 
 
 def plays(cfg: RunConfig) -> TypeGuard[EmbodiedConfig]:
-    """Whether a run is one with simulators."""
+    """Returns whether a run is one with simulators."""
     return "env" in mapping(cfg)

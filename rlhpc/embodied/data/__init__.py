@@ -1,1 +1,1 @@
-"""Trajectories, demonstrations and replay buffers."""
+"""Embodied data: trajectories, demonstrations, replay buffers, and the file formats of ManiSkill, LeRobot and Minari."""

@@ -1,22 +1,27 @@
-"""Datasets of trajectories, whatever their format: what is in them, and others made of them. `rlhpc data` calls this."""
+"""Operations on datasets of trajectories in any format: statistics, conversion, splitting, and an HTML page. `rlhpc
+data` calls them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import base64
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhpc.embodied.data.facts import DEFAULT_FPS, DatasetFacts, merge_facts, source_facts, whole_rate
+from rlhpc.embodied.data.lerobot_info import DEFAULT_FPS, DatasetFacts, merge_facts, source_facts, whole_rate
 from rlhpc.embodied.data.lerobot_writer import LeRobotWriter
 from rlhpc.embodied.data.minari import MinariWriter, minari_spaces
 from rlhpc.embodied.data.trajectories import SUFFIXES, TrajectoryWriter, metadata, read_trajectories
-from rlhpc.embodied.data.trajectory import Trajectory, shapes
-from rlhpc.embodied.data.writing import EpisodeWriter
-from rlhpc.runs.folder import note
+from rlhpc.embodied.data.trajectory import EpisodeWriter, Trajectory, shapes
+from rlhpc.embodied.envs.observations import is_channel_last
+from rlhpc.runs.run_folder import note
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, find_files
 
@@ -25,13 +30,13 @@ _KEY = "rlhpc data"
 
 
 @dataclass(frozen=True)
-class Options:
-    """How a dataset is written.
+class WriteOptions:
+    """Options of writing a dataset.
 
     Attributes:
         to: One of `FORMATS`.
         fps: LeRobot: frames a second; None takes those of the sources, or of the environment.
-        task: LeRobot: what is done, in words; by default the name of the environment.
+        task: LeRobot: the task in words; by default the name of the environment.
         videos: LeRobot: pictures go into mp4 files.
     """
 
@@ -41,28 +46,33 @@ class Options:
     videos: bool = False
 
     def lerobot_writer(self, folder: Path, env_id: str, facts: DatasetFacts) -> LeRobotWriter:
-        """Writes episodes of an environment, or of sources with these facts, into a LeRobot dataset."""
+        """Builds a writer of episodes of an environment, or of sources with these facts, into a LeRobot dataset."""
         fps = self.fps if self.fps is not None else facts.fps
         if fps is None:
             fps = DEFAULT_FPS
             note(f"{folder}: nothing says the frame rate; {fps} frames a second are written (--fps)")
         return LeRobotWriter(
-            folder, fps=whole_rate(fps), task=self.task or facts.task or env_id, videos=self.videos,
-            robot=facts.robot_type or env_id, names=facts.names, cameras=facts.cameras,
-        )  # fmt: skip
+            folder,
+            fps=whole_rate(fps),
+            task=self.task or facts.task or env_id,
+            videos=self.videos,
+            robot=facts.robot_type or env_id,
+            names=facts.names,
+            cameras=facts.cameras,
+        )
 
 
 def read(paths: Sequence[str]) -> Iterator[Trajectory]:
-    """The episodes of files and folders (see `read_trajectories`), one after the other.
+    """Yields the episodes of files and folders (see `read_trajectories`), one after the other.
 
     Raises:
-        ConfigError: See there.
+        ConfigError: As `read_trajectories`.
     """
     return read_trajectories(paths, require=("actions",), key=_KEY)
 
 
 def inspect(paths: Sequence[str]) -> dict[str, Any]:
-    """What the datasets have: episodes, steps, shapes, and, where they are known, returns, successes and ends."""
+    """Returns episodes, steps, shapes, and, where they are known, returns, successes and ends of the datasets."""
     lengths, returns, successes, cut, shape = list[int](), list[float](), list[bool](), 0, ""
     for trajectory in read(paths):
         shape = shape or shapes(trajectory)
@@ -72,38 +82,43 @@ def inspect(paths: Sequence[str]) -> dict[str, Any]:
             returns.append(float(trajectory["rewards"].sum()))
         if trajectory["success"] is not None:
             successes.append(bool(trajectory["success"].any()))
-    found: dict[str, Any] = {
-        "env_id": _env_info(paths).get("env_id"), "episodes": len(lengths), "steps": sum(lengths),
-        "length": [min(lengths), max(lengths)], "of_a_step": shape, "truncated": cut,
-    }  # fmt: skip
+    summary: dict[str, Any] = {
+        "env_id": _env_info(paths).get("env_id"),
+        "episodes": len(lengths),
+        "steps": sum(lengths),
+        "length": [min(lengths), max(lengths)],
+        "of_a_step": shape,
+        "truncated": cut,
+    }
     if returns:
-        found["return"] = {"mean": float(np.mean(returns)), "min": min(returns), "max": max(returns)}
+        summary["return"] = {"mean": float(np.mean(returns)), "min": min(returns), "max": max(returns)}
     if successes:
-        found["success_once"] = float(np.mean(successes))
-    return found
+        summary["success_once"] = float(np.mean(successes))
+    return summary
 
 
-def convert(paths: Sequence[str], output: str, options: Options) -> int:
-    """Writes the episodes of all datasets into one; returns how many.
+def convert(paths: Sequence[str], output: str, options: WriteOptions) -> int:
+    """Writes the episodes of all datasets into one; returns their number.
 
     Raises:
-        ConfigError: They are of several tasks or shapes, or lack what the format needs.
+        ConfigError: They have several tasks or shapes, or lack fields that the format needs.
     """
-    found = read(paths)
+    episodes = read(paths)
     with _writer(paths, output, options) as writer:
-        for trajectory in found:
+        for trajectory in episodes:
             writer.add(trajectory)
         return len(writer)
 
 
-def split(paths: Sequence[str], output: str, parts: int, options: Options) -> list[tuple[str, int]]:
-    """Deals the episodes out to `parts` datasets in a folder: the first to the first, the second to the second, and so on.
+def split(paths: Sequence[str], output: str, parts: int, options: WriteOptions) -> list[tuple[str, int]]:
+    """Distributes the episodes over `parts` datasets in a folder: the first to the first, the second to the second, and
+    so on.
 
     Returns:
-        Of each part, its path and how many episodes it has.
+        Path and number of episodes of each part.
 
     Raises:
-        ConfigError: There are fewer episodes than parts, or what `convert` raises.
+        ConfigError: There are fewer episodes than parts; or as `convert`.
     """
     count = sum(1 for _ in read(paths))
     if count < parts:
@@ -117,7 +132,7 @@ def split(paths: Sequence[str], output: str, parts: int, options: Options) -> li
         return [(name, len(writer)) for name, writer in zip(names, writers, strict=True)]
 
 
-def _writer(paths: Sequence[str], output: str, options: Options) -> EpisodeWriter:
+def _writer(paths: Sequence[str], output: str, options: WriteOptions) -> EpisodeWriter:
     info, target = _env_info(paths), Path(output)
     env_id = str(info.get("env_id") or "unknown")
     if options.to == "hdf5" and target.exists():
@@ -125,22 +140,27 @@ def _writer(paths: Sequence[str], output: str, options: Options) -> EpisodeWrite
     facts = merge_facts(source_facts(paths, _KEY), options.fps)
     makers: dict[str, Callable[[], EpisodeWriter]] = {
         "hdf5": lambda: TrajectoryWriter(
-            target, env_id=env_id, env_kwargs=info.get("env_kwargs"), max_episode_steps=info.get("max_episode_steps"),
-            source_type="converted", source_desc=", ".join(paths), facts=facts.known(),
+            target,
+            env_id=env_id,
+            env_kwargs=info.get("env_kwargs"),
+            max_episode_steps=info.get("max_episode_steps"),
+            source_type="converted",
+            source_desc=", ".join(paths),
+            facts=facts.to_json(),
         ),
         "lerobot": lambda: options.lerobot_writer(target, env_id, facts),
         "minari": lambda: MinariWriter(target, env_id=env_id, spaces=minari_spaces(paths)),
-    }  # fmt: skip
+    }
     return makers[options.to]()
 
 
 def _env_info(paths: Sequence[str]) -> dict[str, Any]:
-    """What ManiSkill's files say of their environment; {} where none of the datasets is one.
+    """Returns the environment's description in ManiSkill's files; {} if none of the datasets is one.
 
     Raises:
-        ConfigError: They say different things.
+        ConfigError: The descriptions differ.
     """
-    found: dict[str, Any] = {}
+    env_info: dict[str, Any] = {}
     source: Path | None = None
     for path in paths:
         folder = expand_home(path)
@@ -148,9 +168,106 @@ def _env_info(paths: Sequence[str]) -> dict[str, Any]:
             continue
         for file in find_files(path, SUFFIXES, _KEY):
             info = metadata(file).get("env_info") or {}
-            if source is not None and info.get("env_id") != found.get("env_id"):
+            if source is not None and info.get("env_id") != env_info.get("env_id"):
                 raise ConfigError(
-                    f"{file} is of {info.get('env_id')}, {source} of {found.get('env_id')}; one data set has one task"
+                    f"{file} is of {info.get('env_id')}, {source} of {env_info.get('env_id')}; one data set has one task"
                 )
-            source, found = (source, found) if source is not None else (file, dict(info))
-    return found
+            source, env_info = (source, env_info) if source is not None else (file, dict(info))
+    return env_info
+
+
+#: Pictures of an episode, their width in pixels, and lines of a plot.
+_PICTURES, _WIDTH, _LINES = 8, 128, 8
+_SIZE = (420, 110)
+_COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem;color:#222;background:#fff}"
+    "section{border-top:1px solid #ddd;padding:1rem 0}figure{display:inline-block;margin:.3rem 1rem .3rem 0}"
+    "figcaption{color:#666;font-size:.85rem}img{margin-right:2px}td,th{padding:.1rem .8rem .1rem 0;text-align:left}"
+)
+
+
+def page(title: str, facts: Mapping[str, Any], trajectories: Iterable[Trajectory]) -> str:
+    """Returns a self-contained HTML page.
+
+    Args:
+        title: Heading of the page.
+        facts: Facts of the complete dataset, by name.
+        trajectories: Episodes on the page.
+    """
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in facts.items())
+    sections = "".join(_episode(number, trajectory) for number, trajectory in enumerate(trajectories))
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}</head><body><h1>{escape(title)}</h1><table>{rows}</table>{sections}'
+        "</body></html>\n"
+    )
+
+
+def _episode(number: int, trajectory: Trajectory) -> str:
+    words = [f"{len(trajectory['actions'])} steps"]
+    if trajectory["rewards"] is not None:
+        words.append(f"return {float(trajectory['rewards'].sum()):.3f}")
+    if trajectory["success"] is not None:
+        words.append("success" if trajectory["success"].any() else "no success")
+    words.append("ended by the task" if trajectory["terminations"].any() else "cut off")
+    obs = trajectory["obs"]
+    parts = obs if isinstance(obs, Mapping) else {} if obs is None else {"obs": obs}
+    figures = [_film(name, value) for name, value in parts.items() if value.ndim == 4]
+    if trajectory["rewards"] is not None:
+        figures.append(_plot("rewards", trajectory["rewards"]))
+    figures.append(_plot("actions", trajectory["actions"]))
+    figures += [_plot(name, value) for name, value in parts.items() if value.ndim < 4]
+    source = f"<p>{escape(str(trajectory['source']))}</p>"
+    return f"<section><h2>Episode {number}: {', '.join(words)}</h2>{source}{''.join(figures)}</section>"
+
+
+def _film(name: str, pictures: np.ndarray) -> str:
+    """Returns HTML with pictures of the first camera."""
+    at = np.unique(np.linspace(0, len(pictures) - 1, _PICTURES).round().astype(int))
+    images = "".join(f'<img width="{_WIDTH}" alt="step {i}" src="{_png(pictures[i])}">' for i in at)
+    return f"<div>{images}</div><p>{escape(name)}: steps {', '.join(map(str, at))}</p>"
+
+
+def _png(picture: np.ndarray) -> str:
+    from PIL import Image
+
+    image = Image.fromarray(_drawable(picture))
+    image.thumbnail((2 * _WIDTH, 2 * _WIDTH))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def _drawable(picture: np.ndarray) -> np.ndarray:
+    """Returns uint8 `[H, W]` or `[H, W, 3]`: of several cameras the first, of stacked grey frames the newest, the last."""
+    if not is_channel_last(picture.shape):
+        picture = np.moveaxis(picture, 0, -1)
+    if picture.dtype != np.uint8:
+        return _grey(picture[..., 0])
+    return picture[..., :3] if picture.shape[-1] % 3 == 0 else picture[..., -1]
+
+
+def _grey(depth: np.ndarray) -> np.ndarray:
+    low, high = float(depth.min()), float(depth.max())
+    return ((depth - low) / ((high - low) or 1.0) * 255).astype(np.uint8)
+
+
+def _plot(name: str, values: np.ndarray) -> str:
+    rows = np.asarray(values, np.float64).reshape(len(values), -1)
+    finite = rows[np.isfinite(rows)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    lines = "".join(_line(rows[:, i], low, high, _COLORS[i % len(_COLORS)]) for i in range(min(rows.shape[1], _LINES)))
+    of = f", the first {_LINES} of {rows.shape[1]}" if rows.shape[1] > _LINES else ""
+    width, height = _SIZE
+    box = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(name)}"'
+    caption = f"<figcaption>{escape(name)}{of}: {low:.3g} to {high:.3g}</figcaption>"
+    return f"<figure><svg {box}>{lines}</svg>{caption}</figure>"
+
+
+def _line(column: np.ndarray, low: float, high: float, color: str) -> str:
+    width, height = _SIZE
+    x = np.linspace(2, width - 2, len(column)) if len(column) > 1 else np.array([width / 2])
+    y = height - 4 - (column - low) / ((high - low) or 1.0) * (height - 8)
+    points: Sequence[str] = [f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True) if np.isfinite(b)]
+    return f'<polyline fill="none" stroke="{color}" points="{" ".join(points)}"/>'

@@ -1,4 +1,4 @@
-"""Writes LeRobot datasets, format v3.0: files of many episodes, as lerobot's own `LeRobotDataset.create` makes them.
+"""Writer of LeRobot datasets, format v3.0: files of many episodes, as in lerobot's `LeRobotDataset.create`.
 
     meta/info.json, stats.json, tasks.parquet, episodes/chunk-000/file-000.parquet
     data/chunk-000/file-000.parquet                       a row a frame, a row group an episode
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhpc.embodied.data.lerobot_columns import (
+from rlhpc.embodied.data.lerobot_reader import (
     CHUNK,
     MOST_BYTES,
     PATTERN,
@@ -28,52 +29,218 @@ from rlhpc.embodied.data.lerobot_columns import (
     tasks_of,
     tasks_table,
 )
-from rlhpc.embodied.data.lerobot_statistics import Totals
-from rlhpc.embodied.data.lerobot_video import CameraFiles
-from rlhpc.embodied.data.trajectory import not_finite
-from rlhpc.embodied.data.writing import FolderWriter
+from rlhpc.embodied.data.trajectory import FolderWriter, not_finite
+from rlhpc.embodied.data.video import pyav
 from rlhpc.runtime.errors import ConfigError
+
+_QUANTILES = (0.01, 0.10, 0.50, 0.90, 0.99)
+Statistics = dict[str, np.ndarray]
+
+
+def of_numbers(column: np.ndarray) -> Statistics:
+    """Returns statistics of numbers `[T]` or `[T, D]`, by component."""
+    rows = np.asarray(column, np.float64).reshape(len(column), -1)
+    statistics = {
+        "min": rows.min(0),
+        "max": rows.max(0),
+        "mean": rows.mean(0),
+        "std": rows.std(0),
+        "count": np.array([len(rows)]),
+    }
+    quantiles = np.quantile(rows, _QUANTILES, axis=0)
+    return {**statistics, **{_name(q): value for q, value in zip(_QUANTILES, quantiles, strict=True)}}
+
+
+def histogram(pictures: np.ndarray) -> np.ndarray:
+    """Counts the values in each channel `[C, 256]` of pictures `[T, H, W, C]` uint8."""
+    return np.stack([np.bincount(pictures[..., c].reshape(-1), minlength=256) for c in range(pictures.shape[-1])])
+
+
+def of_pictures(counts: np.ndarray, frames: int) -> Statistics:
+    """Returns statistics from histograms: by channel `[C, 1, 1]`, between 0 and 1."""
+    values, total = np.arange(256) / 255, counts.sum(1)
+    mean = counts @ values / total
+    std = np.sqrt(np.maximum(counts @ values**2 / total - mean**2, 0))
+    below = np.cumsum(counts, 1)
+    statistics = {"min": _first(below > 0), "max": _first(below == total[:, None]), "mean": mean, "std": std}
+    statistics |= {_name(q): _first(below >= q * total[:, None]) for q in _QUANTILES}
+    return {**{name: value.reshape(-1, 1, 1) for name, value in statistics.items()}, "count": np.array([frames])}
+
+
+def _first(where: np.ndarray) -> np.ndarray:
+    values: np.ndarray = where.argmax(1) / 255
+    return values
+
+
+def _name(quantile: float) -> str:
+    return f"q{round(quantile * 100):02d}"
+
+
+class Totals:
+    """Exact statistics of all episodes.
+
+    It stores all numbers, and the histograms of pictures.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, list[np.ndarray]] = {}
+        self._pictures: dict[str, tuple[np.ndarray, int]] = {}
+
+    def add(self, name: str, column: np.ndarray, pictures: bool) -> Statistics:
+        """Adds an episode's column; returns the statistics of that episode alone."""
+        if not pictures:
+            self._numbers.setdefault(name, []).append(column)
+            return of_numbers(column)
+        counts, frames = histogram(column), len(column)
+        before = self._pictures.get(name, (0, 0))
+        self._pictures[name] = (before[0] + counts, before[1] + frames)
+        return of_pictures(counts, frames)
+
+    def all(self) -> dict[str, Any]:
+        """Returns the statistics as JSON values, by column."""
+        statistics = {name: of_numbers(np.concatenate(parts)) for name, parts in self._numbers.items()}
+        statistics |= {name: of_pictures(*totals) for name, totals in self._pictures.items()}
+        return {name: {key: value.tolist() for key, value in each.items()} for name, each in statistics.items()}
+
+
+#: As in lerobot: key frames are close together, since readers access frames in any order.
+_OPTIONS = {"crf": "23", "g": "2", "preset": "veryfast"}
+
+
+class CameraFiles:
+    """Writer of a camera's pictures `[T, H, W, 3]` of even sizes to mp4 files.
+
+    Args:
+        root: The dataset's folder.
+        camera: Name of its column.
+        fps: Frames a second.
+
+    Raises:
+        ConfigError: PyAV is not installed.
+    """
+
+    def __init__(self, root: Path, camera: str, fps: float) -> None:
+        self._av = pyav()
+        self._root = root
+        self._camera = camera
+        self._fps = fps
+        self._number = 0
+        self._frames = 0
+        self._size = (0, 0)
+        self._file: Any = None
+
+    @property
+    def _path(self) -> Path:
+        place = PATTERN.format(chunk_index=self._number // CHUNK, file_index=self._number % CHUNK)
+        return self._root / "videos" / self._camera / f"{place}.mp4"
+
+    def add(self, pictures: np.ndarray) -> dict[str, Any]:
+        """Appends an episode; returns its location."""
+        # The first packet creates the file, and short episodes do not fill it.
+        if self._file is not None and self._path.exists() and self._path.stat().st_size >= MOST_BYTES["videos"]:
+            self._finish()
+            self._number, self._frames = self._number + 1, 0
+        if self._file is None:
+            self._open(pictures)
+        for picture in pictures:
+            frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+            self._file.mux(self._stream.encode(frame))
+        first, self._frames = self._frames, self._frames + len(pictures)
+        key = f"videos/{self._camera}"
+        return {
+            f"{key}/chunk_index": self._number // CHUNK,
+            f"{key}/file_index": self._number % CHUNK,
+            f"{key}/from_timestamp": first / self._fps,
+            f"{key}/to_timestamp": self._frames / self._fps,
+        }
+
+    def _open(self, pictures: np.ndarray) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._av.open(str(self._path), "w")
+        self._stream = self._file.add_stream(
+            "libx264", rate=Fraction(self._fps).limit_denominator(1000), options=_OPTIONS
+        )
+        self._size = pictures.shape[1:3]
+        self._stream.height, self._stream.width = self._size
+        self._stream.pix_fmt = "yuv420p"
+
+    def _finish(self) -> None:
+        self._file.mux(self._stream.encode())
+        self._file.close()
+        self._file = None
+
+    def close(self) -> dict[str, Any]:
+        """Ends the last file; returns the column's `info`."""
+        self._finish()
+        return {
+            "video.height": self._size[0],
+            "video.width": self._size[1],
+            "video.codec": "h264",
+            "video.pix_fmt": "yuv420p",
+            "video.is_depth_map": False,
+            "video.fps": self._fps,
+            "video.channels": 3,
+            "has_audio": False,
+        }
+
+    def discard(self) -> None:
+        """Closes the open file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class NothingToWrite(ConfigError):
-    """A dataset has at least one episode."""
+    """Error of a dataset without episodes."""
 
 
 class LeRobotWriter(FolderWriter):
-    """A dataset, which takes its name when `close` is called.
+    """Writer of a LeRobot dataset, which takes its name when `close` is called.
 
     Args:
-        folder: Of the dataset.
+        folder: Folder of the dataset.
         fps: Frames a second.
-        task: What is done in the episodes, in words, where their observations have no `instruction`.
+        task: Task of the episodes, in words, where their observations have no `instruction`.
         videos: Pictures go into mp4 files, rather than into the table.
         robot: `robot_type`.
-        names: Of components, by column (`DatasetFacts.names`).
-        cameras: Columns of the pictures that lie side by side in `rgb`; where there are as many.
+        names: Names of components, by column (`DatasetFacts.names`).
+        cameras: Columns of the pictures that lie side by side in `rgb`; used if the number fits.
     """
 
     def __init__(
-        self, folder: Path, *, fps: float, task: str, videos: bool = False, robot: str | None = None,
-        names: Mapping[str, Any] | None = None, cameras: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        *,
+        fps: float,
+        task: str,
+        videos: bool = False,
+        robot: str | None = None,
+        names: Mapping[str, Any] | None = None,
+        cameras: Sequence[str] = (),
+    ) -> None:
         self._arrow = arrow_package()
         super().__init__(folder)
         self._parquet = self._arrow.parquet
-        self._fps, self._task, self._videos, self._robot = fps, task, videos, robot
-        self._names, self._camera_names = dict(names or {}), tuple(cameras)
+        self._fps = fps
+        self._task = task
+        self._videos = videos
+        self._robot = robot
+        self._names = dict(names or {})
+        self._camera_names = tuple(cameras)
         self._features: dict[str, Any] = {}
         self._cameras: dict[str, CameraFiles] = {}
         self._rows: list[dict[str, Any]] = []
         self._tasks: dict[str, int] = {}
         self._totals = Totals()
         self._table: Any = None
-        self._file, self._frames = 0, 0
+        self._file = 0
+        self._frames = 0
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def add(self, trajectory: Mapping[str, Any]) -> None:
-        """One episode, with the fields of `rlhpc.embodied.data.trajectory`.
+        """Adds an episode, with the fields of `rlhpc.embodied.data.trajectory`.
 
         Raises:
             ConfigError: It has no observations, other columns than the first, or a number that is not finite.
@@ -93,15 +260,18 @@ class LeRobotWriter(FolderWriter):
             }
         elif features != self._features:
             raise ConfigError(
-                f"{trajectory['source']} has {_said(features)}; the episodes before it have {_said(self._features)}"
+                f"{trajectory['source']} has {_features_text(features)}; the episodes before it have "
+                f"{_features_text(self._features)}"
             )
         number, length = len(self._rows), len(columns["action"])
         tasks = tasks_of(trajectory, self._task)
         columns |= {
-            "timestamp": np.arange(length, dtype=np.float32) / np.float32(self._fps), "frame_index": np.arange(length),
-            "episode_index": np.full(length, number), "index": self._frames + np.arange(length),
+            "timestamp": np.arange(length, dtype=np.float32) / np.float32(self._fps),
+            "frame_index": np.arange(length),
+            "episode_index": np.full(length, number),
+            "index": self._frames + np.arange(length),
             "task_index": np.array([self._tasks.setdefault(task, len(self._tasks)) for task in tasks], np.int64),
-        }  # fmt: skip
+        }
         statistics = {
             name: self._totals.add(name, column, name in images(features)) for name, column in columns.items()
         }
@@ -109,13 +279,21 @@ class LeRobotWriter(FolderWriter):
         for name, camera in self._cameras.items():
             places |= camera.add(columns[name])
         self._write(table_of(columns, self._features, self._arrow))
-        self._rows.append({
-            "episode_index": number, "tasks": list(dict.fromkeys(tasks)), "length": length,
-            "data/chunk_index": self._file // CHUNK, "data/file_index": self._file % CHUNK,
-            "dataset_from_index": self._frames, "dataset_to_index": self._frames + length, **places,
-            **{f"stats/{name}/{key}": v.tolist() for name, each in statistics.items() for key, v in each.items()},
-            "meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0,
-        })  # fmt: skip
+        self._rows.append(
+            {
+                "episode_index": number,
+                "tasks": list(dict.fromkeys(tasks)),
+                "length": length,
+                "data/chunk_index": self._file // CHUNK,
+                "data/file_index": self._file % CHUNK,
+                "dataset_from_index": self._frames,
+                "dataset_to_index": self._frames + length,
+                **places,
+                **{f"stats/{name}/{key}": v.tolist() for name, each in statistics.items() for key, v in each.items()},
+                "meta/episodes/chunk_index": 0,
+                "meta/episodes/file_index": 0,
+            }
+        )
         self._frames += length
 
     def _write(self, table: Any) -> None:
@@ -162,7 +340,7 @@ class LeRobotWriter(FolderWriter):
         }  # fmt: skip
 
     def discard(self) -> None:
-        """See `EpisodeWriter.discard`."""
+        """Removes the unfinished dataset (`EpisodeWriter.discard`)."""
         if self._table is not None:
             self._table.close()
         for camera in self._cameras.values():
@@ -170,5 +348,5 @@ class LeRobotWriter(FolderWriter):
         super().discard()
 
 
-def _said(features: Mapping[str, Any]) -> str:
+def _features_text(features: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {each['dtype']}{list(each['shape'])}" for name, each in features.items())

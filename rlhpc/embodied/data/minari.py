@@ -14,12 +14,10 @@ import h5py
 import numpy as np
 
 from rlhpc.checkpoint.hdf5 import checked, member, members, open_hdf5
-from rlhpc.embodied.data.trajectory import Trajectory, check
-from rlhpc.embodied.data.writing import FolderWriter
+from rlhpc.embodied.data.trajectory import FolderWriter, Trajectory, check
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plain import read_json
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.files import expand_home, read_json
+from rlhpc.runtime.text import first_line
 
 #: The file of a dataset's folder.
 MAIN = Path("data", "main_data.hdf5")
@@ -28,19 +26,21 @@ _PARTS = ("observations", "actions", "rewards", "terminations", "truncations")
 
 
 def numbers(names: Iterator[str] | Any) -> list[int]:
-    """The numbers of the episodes among the names of a file's groups, in order; none if it is not Minari's."""
+    """Returns the numbers of the episodes among the names of a file's groups, in order; empty for a file that is not
+    Minari's.
+    """
     return sorted(
         int(name[len(_GROUP) :]) for name in names if name.startswith(_GROUP) and name[len(_GROUP) :].isdigit()
     )
 
 
 def read_minari(path: Path) -> Iterator[Trajectory]:
-    """The episodes of a file, in order, with the fields of `rlhpc.embodied.data.trajectory`.
+    """Yields the episodes of a file, in order, with the fields of `rlhpc.embodied.data.trajectory`.
 
     Observations by name keep their names; `infos/success`, where every step has it, is `success`.
 
     Raises:
-        ConfigError: The file is not what Minari writes, or has pictures that are packed as JPEG.
+        ConfigError: The file is not in Minari's format, or has pictures that are packed as JPEG.
     """
     with open_hdf5(path) as file:
         for number in numbers(file):
@@ -84,43 +84,46 @@ def _load(node: Any, source: str) -> Any:
         raise ConfigError(
             f"{source}: {node.name} holds {node.dtype}, no numbers; write pictures as they are (Minari's jpeg_encoding=False)"
         )
-    found = node[()]
-    return found.astype(np.float32) if found.dtype == np.float64 else found
+    values = node[()]
+    return values.astype(np.float32) if values.dtype == np.float64 else values
 
 
 def _success(group: Any, length: int) -> np.ndarray | None:
-    """Minari's infos begin with that of the reset."""
+    """Returns the success of each step: Minari's infos begin with that of the reset."""
     try:
-        found = np.asarray(checked(member(group, "infos/success"))[()], bool).reshape(-1)
+        success = np.asarray(checked(member(group, "infos/success"))[()], bool).reshape(-1)
     except KeyError:
         return None
-    return found[1:] if len(found) == length + 1 else found if len(found) == length else None
+    return success[1:] if len(success) == length + 1 else success if len(success) == length else None
 
 
 class MinariWriter(FolderWriter):
-    """A dataset, which takes its name when `close` is called. Pictures are written as they are, not as JPEG.
+    """Writer of a Minari dataset, which takes its name when `close` is called. Pictures are not packed as JPEG.
 
     Args:
-        folder: Of the dataset.
+        folder: Folder of the dataset.
         env_id: The task's name.
         spaces: `minari_spaces` of the sources; kept where the episodes fit them.
     """
 
     def __init__(self, folder: Path, *, env_id: str, spaces: Mapping[str, Any] | None = None) -> None:
         super().__init__(folder)
-        self._env_id, self._spaces, self._source_spaces = env_id, dict[str, Any](), dict(spaces or {})
+        self._env_id = env_id
+        self._spaces = dict[str, Any]()
+        self._source_spaces = dict(spaces or {})
         (self.root / MAIN).parent.mkdir()
         self._file = h5py.File(self.root / MAIN, "w", track_order=True)
-        self._steps, self._count = 0, 0
+        self._steps = 0
+        self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def add(self, trajectory: Mapping[str, Any]) -> None:
-        """One episode, with the fields of `rlhpc.embodied.data.trajectory`.
+        """Adds an episode, with the fields of `rlhpc.embodied.data.trajectory`.
 
         Raises:
-            ConfigError: It lacks observations or rewards, or is shaped otherwise than the first.
+            ConfigError: It lacks observations or rewards, or has another shape than the first.
         """
         if missing := [name for name in ("obs", "rewards") if trajectory[name] is None]:
             raise ConfigError(f"{trajectory['source']} has no {missing[0]}, which a Minari dataset needs")
@@ -159,21 +162,25 @@ class MinariWriter(FolderWriter):
                 raise ConfigError("there is no episode to write")
             self._file.close()
             described = {
-                "total_episodes": self._count, "total_steps": self._steps, "data_format": "hdf5", "jpeg_encoding": False,
+                "total_episodes": self._count,
+                "total_steps": self._steps,
+                "data_format": "hdf5",
+                "jpeg_encoding": False,
                 **{name: json.dumps(space) for name, space in self._spaces.items()},
-                "dataset_id": f"{self._env_id.lower()}/rlhpc-v0", "minari_version": "0.5.4",
+                "dataset_id": f"{self._env_id.lower()}/rlhpc-v0",
+                "minari_version": "0.5.4",
                 "dataset_size": round((self.root / MAIN).stat().st_size / 1e6, 1),
-            }  # fmt: skip
+            }
             (self.root / "data" / "metadata.json").write_text(json.dumps(described) + "\n")
 
     def discard(self) -> None:
-        """See `EpisodeWriter.discard`."""
+        """Removes the unfinished dataset (`EpisodeWriter.discard`)."""
         self._file.close()
         super().discard()
 
 
 def minari_spaces(paths: Sequence[str]) -> dict[str, Any]:
-    """Returns the observation and action spaces that all sources declare alike; {} unless all are Minari's."""
+    """Returns the observation and action spaces that all sources declare; {} unless all are Minari's and agree."""
     spaces: list[dict[str, Any]] = []
     for path in paths:
         file = expand_home(path) / MAIN.parent / "metadata.json"
@@ -186,8 +193,9 @@ def minari_spaces(paths: Sequence[str]) -> dict[str, Any]:
 
 
 def joined_spaces(one: Any, other: Any) -> dict[str, Any] | None:
-    """Returns the space that has the values of both, in Minari's JSON, with the bounds of the first; None where they differ
-    in kind or shape. The number of values of a discrete one is that of the larger."""
+    """Returns the space that has the values of both, in Minari's JSON, with the bounds of the first; None where they
+    differ in kind or shape. A discrete space gets the larger number of values.
+    """
     if not isinstance(one, dict) or not isinstance(other, dict) or one.get("type") != other.get("type"):
         return None
     if one["type"] == "Discrete":
@@ -195,13 +203,13 @@ def joined_spaces(one: Any, other: Any) -> dict[str, Any] | None:
         return {**one, "start": first, "n": max(start + int(one["n"]), begin + int(other["n"])) - first}
     if one["type"] == "Dict":
         parts = {name: joined_spaces(part, other["subspaces"].get(name)) for name, part in one["subspaces"].items()}
-        same = set(parts) == set(other["subspaces"]) and None not in parts.values()
-        return {**one, "subspaces": parts} if same else None
+        is_compatible = set(parts) == set(other["subspaces"]) and None not in parts.values()
+        return {**one, "subspaces": parts} if is_compatible else None
     return dict(one) if all(one.get(name) == other.get(name) for name in ("dtype", "shape")) else None
 
 
 def _space(value: Any) -> dict[str, Any]:
-    """As Minari describes what holds one step of this; bounds of floats are not known."""
+    """Describes the space of one step's values in Minari's JSON; bounds of floats are unknown."""
     if isinstance(value, dict):
         return {"type": "Dict", "subspaces": {name: _space(part) for name, part in value.items()}}
     if value.dtype.kind in "iu" and value.ndim == 1:

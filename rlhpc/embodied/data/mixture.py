@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from rlhpc.embodied.data.replay import ReplayBuffer, gather, row_type
-from rlhpc.embodied.data.replay_files import StoredReplay, describe
+from rlhpc.embodied.data.replay_buffer import ReplayBuffer, StoredReplay, describe, gather, row_type
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 
 
 @dataclass
-class Draw:
-    """A rank's rows of one batch.
+class MixtureDraw:
+    """Rows of one batch on a rank.
 
     Attributes:
         columns: Arrays `[b, ...]`; views that the next draw overwrites.
@@ -31,7 +30,7 @@ class Draw:
 
 
 class Mixture:
-    """Draws batches; which rows, and with what noise, depends on seed, update and the buffer's length alone.
+    """Sampler of batches. The rows and their noise depend on seed, update and the buffer's length alone.
 
     Args:
         replay: The rank's buffer.
@@ -39,8 +38,8 @@ class Mixture:
         batch_size: Rows over all ranks.
         demo_ratio: Fraction of them that comes from the demonstrations.
         action_dim: d.
-        seed: Of the run.
-        rank, ranks: Of the actor group.
+        seed: Seed of the run.
+        rank, ranks: Rank in the actor group, and its size.
     """
 
     def __init__(
@@ -55,22 +54,27 @@ class Mixture:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self.replay, self.batch_size, self.seed, self.action_dim = replay, batch_size, seed, action_dim
+        self.replay = replay
+        self.batch_size = batch_size
+        self.seed = seed
+        self.action_dim = action_dim
         self.demos = None if demos is None else demos.view(np.uint8).reshape(len(demos), demos.dtype.itemsize)
         self._demo_dtype = None if demos is None else demos.dtype
         count = 0 if demos is None else round(demo_ratio * batch_size)
-        self.demo_rows, self._rank, self._ranks = count, rank, ranks
+        self.demo_rows = count
+        self._rank = rank
+        self._ranks = ranks
         self._out = np.empty((0, 0), np.uint8)
 
-    def draw(self, update: int, *, alone: bool = False) -> Draw:
-        """The batch of an update.
+    def draw(self, update: int, *, alone: bool = False) -> MixtureDraw:
+        """Draws the batch of an update.
 
         Args:
-            update: Its number.
-            alone: All of it from the demonstrations, whatever is in the buffer.
+            update: Number of the update.
+            alone: Draw all rows from the demonstrations, whatever is in the buffer.
 
         Raises:
-            ConfigError: The demonstrations are not of this run's kind.
+            ConfigError: The demonstrations have other columns than this run.
         """
         dtype = self._demo_dtype if alone else self.replay.dtype
         assert dtype is not None
@@ -81,12 +85,12 @@ class Mixture:
             )
         random = np.random.Generator(np.random.Philox(key=[self.seed, update]))
         demos = self.batch_size if alone else self.demo_rows
-        own = np.arange(demos * self._rank // self._ranks, demos * (self._rank + 1) // self._ranks)
-        chosen = random.integers(0, len(self.demos), demos)[own] if self.demos is not None else None
+        local = np.arange(demos * self._rank // self._ranks, demos * (self._rank + 1) // self._ranks)
+        chosen = random.integers(0, len(self.demos), demos)[local] if self.demos is not None else None
         places = np.empty(0, np.int64) if alone else random.integers(0, len(self.replay), self.batch_size - demos)
-        inside, rows = self.replay.mine(places)
+        inside, rows = self.replay.local_rows(places)
         noise = random.standard_normal((2, self.batch_size, self.action_dim), np.float32)
-        first = len(own)
+        first = len(local)
         count = first + len(rows)
         if self._out.shape != (count, dtype.itemsize):
             self._out = np.empty((count, dtype.itemsize), np.uint8)
@@ -95,18 +99,18 @@ class Mixture:
         if len(rows):
             gather(self.replay.table, rows, self._out[first:])
         if count != self.batch_size:
-            noise = noise[:, np.concatenate((own, inside + demos))]
+            noise = noise[:, np.concatenate((local, inside + demos))]
         batch = self._out.view(dtype)[:, 0]
-        return Draw({name: batch[name] for name in dtype.names or ()}, noise, self.batch_size)
+        return MixtureDraw({name: batch[name] for name in dtype.names or ()}, noise, self.batch_size)
 
 
 def load_demos(path: str, *, reward_scale: float, ignore_terminations: bool, skip: bool = False) -> np.ndarray:
-    """Transitions of demonstrations, as the replay buffer would hold them.
+    """Loads transitions of demonstrations in the form of the replay buffer.
 
     Args:
         path: HDF5 trajectories in ManiSkill's format (a file, a folder, a pattern), or a stored replay buffer (see
-            `replay_files`), whose transitions are taken as they are.
-        reward_scale, ignore_terminations: As of the training environments, so that both kinds of rows mean the same.
+            `replay_buffer`), whose transitions stay unchanged.
+        reward_scale, ignore_terminations: Those of the training environments, so that both kinds of rows agree.
         skip: Leaves out episodes that are not finite.
 
     Returns:
@@ -130,11 +134,11 @@ def load_demos(path: str, *, reward_scale: float, ignore_terminations: bool, ski
 
 
 def fit(demos: np.ndarray, observation_space: Any, action_space: Any, chunk: int) -> np.ndarray:
-    """Demonstrations with the columns that this run's transitions will have, and no others.
+    """Returns demonstrations with exactly the columns of this run's transitions.
 
     Args:
-        demos: Of `load_demos`.
-        observation_space, action_space: Of one environment slot.
+        demos: Result of `load_demos`.
+        observation_space, action_space: Spaces of one environment slot.
         chunk: Actions of a decision.
 
     Raises:
@@ -147,15 +151,15 @@ def fit(demos: np.ndarray, observation_space: Any, action_space: Any, chunk: int
     columns |= {f"next_{name}": column for name, column in columns.items()}
     columns["actions"] = np.zeros((1, chunk, int(np.prod(action_space.shape))), np.float32)
     columns |= {"rewards": np.zeros(1, np.float32), "terminations": np.zeros(1, bool)}
-    wanted = row_type(columns, 1)
+    required = row_type(columns, 1)
     have: Any = demos.dtype.fields or {}
-    need: Any = wanted.fields or {}
+    need: Any = required.fields or {}
     if any(name not in have or have[name][0] != kind for name, (kind, *_) in need.items()):
         raise ConfigError(
             f"algorithm.demo_buffer.load_path: the demonstrations have {describe(demos.dtype)}; this run's transitions have "
-            f"{describe(wanted)}"
+            f"{describe(required)}"
         )
-    rows = np.zeros(len(demos), wanted)
+    rows = np.zeros(len(demos), required)
     for name in need:
         rows[name] = demos[name]
     return rows
@@ -164,22 +168,24 @@ def fit(demos: np.ndarray, observation_space: Any, action_space: Any, chunk: int
 def transitions_of(
     trajectories: Iterable[Mapping[str, Any]], *, reward_scale: float = 1.0, ignore_terminations: bool = False
 ) -> np.ndarray:
-    """Trajectories (see `rlhpc.embodied.data.trajectories`) as transitions `[n]`.
+    """Converts trajectories (see `rlhpc.embodied.data.trajectories`) to transitions `[n]`.
 
-    An observation after the last action is there to bootstrap from: only a termination says that nothing follows.
+    The observation after the last action allows bootstrapping: only a termination excludes it.
     """
     parts: list[dict[str, np.ndarray]] = []
     for trajectory in trajectories:
         obs = trajectory["obs"]
-        seen = {f"obs.{name}": value for name, value in obs.items()} if isinstance(obs, Mapping) else {"obs": obs}
-        columns = {name: np.asarray(value)[:-1] for name, value in seen.items()}
-        columns |= {f"next_{name}": np.asarray(value)[1:] for name, value in seen.items()}
+        obs_columns = (
+            {f"obs.{name}": value for name, value in obs.items()} if isinstance(obs, Mapping) else {"obs": obs}
+        )
+        columns = {name: np.asarray(value)[:-1] for name, value in obs_columns.items()}
+        columns |= {f"next_{name}": np.asarray(value)[1:] for name, value in obs_columns.items()}
         actions = np.asarray(trajectory["actions"], np.float32)
-        ended = np.asarray(trajectory["terminations"], bool)
+        terminations = np.asarray(trajectory["terminations"], bool)
         columns |= {
             "actions": actions.reshape(len(actions), 1, -1),
             "rewards": np.asarray(trajectory["rewards"], np.float32) * np.float32(reward_scale),
-            "terminations": np.zeros_like(ended) if ignore_terminations else ended,
+            "terminations": np.zeros_like(terminations) if ignore_terminations else terminations,
         }
         parts.append({name: _as_float32(column) for name, column in columns.items()})
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

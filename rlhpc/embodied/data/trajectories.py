@@ -1,5 +1,5 @@
-"""Trajectories in ManiSkill's format: an HDF5 file with a group `traj_<i>` per episode, and a JSON file beside it; and
-whichever format they are in (`read_trajectories`).
+"""Trajectories in ManiSkill's format (an HDF5 file with a group `traj_<i>` per episode, and a JSON file), and the
+reader of all formats (`read_trajectories`).
 
 https://maniskill.readthedocs.io/en/latest/user_guide/datasets/demos.html
 """
@@ -15,15 +15,12 @@ import h5py
 import numpy as np
 
 from rlhpc.checkpoint.hdf5 import checked, has, member, members, open_hdf5
-from rlhpc.embodied.data.lerobot import read_lerobot
+from rlhpc.embodied.data.lerobot_reader import read_lerobot
 from rlhpc.embodied.data.minari import MAIN, numbers, read_minari
-from rlhpc.embodied.data.trajectory import Trajectory, check, not_finite, shapes
-from rlhpc.embodied.data.writing import EpisodeWriter
-from rlhpc.runtime.durable import fsync_folder, replace_durably
+from rlhpc.embodied.data.trajectory import EpisodeWriter, Trajectory, check, not_finite, shapes
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home, find_files
-from rlhpc.runtime.plain import read_json
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.files import expand_home, find_files, fsync_folder, read_json, replace_durably
+from rlhpc.runtime.text import first_line
 
 SUFFIXES = (".h5", ".hdf5")
 _IMAGES = ("rgb", "depth", "segmentation", "seg")
@@ -40,7 +37,7 @@ def read_trajectories(
     key: str = "trajectories.path",
     left_out: list[str] | None = None,
 ) -> Iterator[Trajectory]:
-    """Episodes of ManiSkill files, Minari and LeRobot datasets, one after the other.
+    """Reads episodes of ManiSkill files, Minari and LeRobot datasets, one after the other.
 
     Args:
         path: A `.h5` file, a pattern, a folder of such files, a LeRobot dataset's folder (it has `meta/info.json`), a
@@ -48,12 +45,12 @@ def read_trajectories(
         only_success: Leave out episodes that never succeeded.
         limit: At most this many episodes.
         require: Fields that may not be None.
-        key: What messages call the path.
-        left_out: Takes what is wrong with an episode whose numbers are not finite; that one is then left out.
+        key: Name of the path in messages.
+        left_out: Collects messages about episodes with non-finite numbers, which are then left out.
 
     Raises:
-        ConfigError: There is nothing, a file is damaged, a required field is missing, or (without `left_out`) a number is not
-            finite; names file and episode. What concerns the paths is raised at once, the rest when its episode is reached.
+        ConfigError: No file matches, a file is damaged, a required field is missing, or (without `left_out`) a number is not
+            finite; names file and episode. Errors of the paths are raised at once, others when the episode is reached.
     """
     if isinstance(path, str | Path):
         return _checked(_open(str(path), key), only_success, limit, tuple(require), key, left_out)
@@ -86,11 +83,11 @@ def _checked(
     left_out: list[str] | None,
 ) -> Iterator[Trajectory]:
     first: Trajectory | None = None
-    seen = count = 0
+    num_read = count = 0
     for trajectory in trajectories:
         if limit is not None and count >= limit:
             return
-        seen += 1
+        num_read += 1
         for field in (*require, "success") if only_success else require:
             if trajectory[field] is None:
                 raise ConfigError(f"{trajectory['source']} has no {field}{_WAY_OUT.get(field, '')}")
@@ -107,8 +104,8 @@ def _checked(
         count += 1
         yield trajectory
     if limit != 0 and count == 0:
-        said = f" among its {seen} episodes none succeeded" if seen else " it holds no episode"
-        raise ConfigError(f"{key}:{said}")
+        reason = f" among its {num_read} episodes none succeeded" if num_read else " it holds no episode"
+        raise ConfigError(f"{key}:{reason}")
 
 
 _REPLAY = "; replay it with ManiSkill: python -m mani_skill.trajectory.replay_trajectory --traj-path FILE --save-traj "
@@ -128,7 +125,7 @@ def _same_shapes(first: Trajectory, other: Trajectory) -> None:
 
 
 def read_maniskill(path: Path) -> Iterator[Trajectory]:
-    """The episodes of one file, in the order of the JSON beside it (without one: by number)."""
+    """Yields the episodes of one file, in the order of its JSON (without one: by number)."""
     described = metadata(path)
     with open_hdf5(path) as file:
         episodes = described.get("episodes")
@@ -152,15 +149,17 @@ def read_maniskill(path: Path) -> Iterator[Trajectory]:
 
 
 def metadata(path: Path) -> dict[str, Any]:
-    """The JSON beside a file: `env_info` (`env_id`, `env_kwargs`, `max_episode_steps`) and `episodes`; {} without one."""
-    beside = path.with_suffix(".json")
-    if not beside.is_file():
+    """Reads a file's JSON: `env_info` (`env_id`, `env_kwargs`, `max_episode_steps`) and `episodes`; returns {} without
+    one.
+    """
+    json_file = path.with_suffix(".json")
+    if not json_file.is_file():
         return {}
     try:
-        described = read_json(beside.read_bytes())
+        described = read_json(json_file.read_bytes())
         ids = [episode["episode_id"] for episode in described.get("episodes", [])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{beside} is not what ManiSkill writes beside a .h5 file: {error!r}") from None
+        raise ConfigError(f"{json_file} is not what ManiSkill writes beside a .h5 file: {error!r}") from None
     del ids
     return dict(described)
 
@@ -205,24 +204,24 @@ def _load(node: Any, depth: int = 0) -> Any:
 
 
 def observation(recorded: Any) -> Any:
-    """Observations as policies take them: a file's nested groups flattened as ManiSkill's own wrappers do.
+    """Converts observations for policies: flattens a file's nested groups as ManiSkill's wrappers do.
 
     `agent` and `extra` become "state" `[T+1, D]`, the cameras' pictures "rgb" and "depth", side by side in the last axis;
-    what is only a state becomes an array. Groups that are flat stay as they are; an empty group is None.
+    observations with only a state become an array. Flat groups stay unchanged; an empty group is None.
     """
     if not isinstance(recorded, dict):
         return recorded.astype(np.float32) if recorded.dtype == np.float64 else recorded
     if not any(isinstance(value, dict) for value in recorded.values()):
         return {name: observation(value) for name, value in recorded.items()} or None
-    found: dict[str, np.ndarray] = {}
+    parts: dict[str, np.ndarray] = {}
     numbers = [leaf for name, value in recorded.items() if name not in _SENSORS for leaf in _leaves(value)]
     if numbers:
-        found["state"] = np.concatenate([leaf.reshape(len(leaf), -1).astype(np.float32) for leaf in numbers], -1)
+        parts["state"] = np.concatenate([leaf.reshape(len(leaf), -1).astype(np.float32) for leaf in numbers], -1)
     cameras = recorded.get("sensor_data", {}).values()
     for name in _IMAGES[:2]:
         if pictures := [camera[name] for camera in cameras if name in camera]:
-            found[name] = np.concatenate(pictures, -1)
-    return found["state"] if list(found) == ["state"] else found or None
+            parts[name] = np.concatenate(pictures, -1)
+    return parts["state"] if list(parts) == ["state"] else parts or None
 
 
 def _leaves(value: Any) -> Iterator[np.ndarray]:
@@ -234,19 +233,19 @@ def _leaves(value: Any) -> Iterator[np.ndarray]:
 
 
 class TrajectoryWriter(EpisodeWriter):
-    """Writes episodes as ManiSkill's `RecordEpisode` does, so that its loaders and its replay read them.
+    """Writer of episodes in the format of ManiSkill's `RecordEpisode`, so that its loaders and its replay read them.
 
     The two files take their names when `close` is called: a reader never meets half of them.
 
     Args:
-        path: Ends in `.h5`; the JSON goes beside it.
+        path: Ends in `.h5`; the JSON has the same name with `.json`.
         env_id: The simulator's name of the task.
-        env_kwargs: What `gym.make` needs to make it again.
+        env_kwargs: Arguments of `gym.make`.
         max_episode_steps: The limit in force.
         source_type: "rl", "motionplanning", "scripted", "human", …
         source_desc: More about it: the checkpoint, the expert.
         extra: Further entries of the JSON.
-        facts: `DatasetFacts.known`, which conversions keep.
+        facts: `DatasetFacts.to_json`, which conversions retain.
     """
 
     def __init__(
@@ -273,46 +272,53 @@ class TrajectoryWriter(EpisodeWriter):
             info["dataset"] = dict(facts)
         self._control_mode = kwargs.get("control_mode")
         self._described: dict[str, Any] = {
-            "env_info": info, "commit_info": None, "source_type": source_type, "source_desc": source_desc,
-            **(extra or {}), "episodes": [],
-        }  # fmt: skip
+            "env_info": info,
+            "commit_info": None,
+            "source_type": source_type,
+            "source_desc": source_desc,
+            **(extra or {}),
+            "episodes": [],
+        }
 
     def __len__(self) -> int:
         return len(self._described["episodes"])
 
     def add(self, trajectory: Mapping[str, Any]) -> None:
-        """One episode, with the fields of this module's head; `source` is not kept."""
+        """Adds an episode, with the fields of `rlhpc.embodied.data.trajectory`; `source` is not written."""
         number, T = len(self), len(trajectory["actions"])
-        whole = {"rewards": None, "success": None, "env_states": None, "seed": None, **trajectory}
-        whole["source"] = f"{self.path}, traj_{number}"
+        fields = {"rewards": None, "success": None, "env_states": None, "seed": None, **trajectory}
+        fields["source"] = f"{self.path}, traj_{number}"
         check(
             {
                 name: np.asarray(value) if name in _PER_STEP and value is not None else value
-                for name, value in whole.items()
+                for name, value in fields.items()
             }
         )
-        if fault := not_finite({**whole, "actions": np.asarray(whole["actions"])}, ("obs", "actions")):
+        if fault := not_finite({**fields, "actions": np.asarray(fields["actions"])}, ("obs", "actions")):
             raise ConfigError(fault)
         group = self._file.create_group(f"traj_{number}", track_order=True)
-        if whole["obs"] is not None:
-            _write(group, "obs", whole["obs"])
-        actions = np.asarray(whole["actions"])
+        if fields["obs"] is not None:
+            _write(group, "obs", fields["obs"])
+        actions = np.asarray(fields["actions"])
         # ManiSkill's are always float32; a discrete action stays the integer that it is.
         group.create_dataset("actions", data=actions, dtype=actions.dtype if actions.dtype.kind in "iu" else np.float32)
-        group.create_dataset("terminated", data=whole["terminations"], dtype=bool)
-        group.create_dataset("truncated", data=whole["truncations"], dtype=bool)
-        seed = whole["seed"]
+        group.create_dataset("terminated", data=fields["terminations"], dtype=bool)
+        group.create_dataset("truncated", data=fields["truncations"], dtype=bool)
+        seed = fields["seed"]
         episode: dict[str, Any] = {
-            "episode_id": number, "episode_seed": seed, "control_mode": self._control_mode, "elapsed_steps": T,
+            "episode_id": number,
+            "episode_seed": seed,
+            "control_mode": self._control_mode,
+            "elapsed_steps": T,
             "reset_kwargs": {"options": None, **({} if seed is None else {"seed": seed})},
-        }  # fmt: skip
-        if whole["success"] is not None:
-            group.create_dataset("success", data=whole["success"], dtype=bool)
-            episode["success"] = bool(T and whole["success"][-1])
-        if whole["env_states"] is not None:
-            _write(group, "env_states", whole["env_states"])
-        if whole["rewards"] is not None:
-            group.create_dataset("rewards", data=whole["rewards"], dtype=np.float32)
+        }
+        if fields["success"] is not None:
+            group.create_dataset("success", data=fields["success"], dtype=bool)
+            episode["success"] = bool(T and fields["success"][-1])
+        if fields["env_states"] is not None:
+            _write(group, "env_states", fields["env_states"])
+        if fields["rewards"] is not None:
+            group.create_dataset("rewards", data=fields["rewards"], dtype=np.float32)
         self._described["episodes"].append(episode)
 
     def close(self) -> None:

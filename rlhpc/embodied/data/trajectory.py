@@ -1,11 +1,11 @@
-"""What a trajectory is: a dict, whatever it was read from.
+"""Trajectory format: a dict with the same fields for all file formats.
 
 obs            ndarray [T+1, ...], or a dict of them ("state" [T+1, D] float32, "rgb" [T+1, H, W, C] uint8, "depth", …)
 actions        [T, A]; a discrete action is one integer, [T, 1]
-rewards        [T] float32, or None where none were recorded
+rewards        [T] float32, or None if not recorded
 terminations, truncations   [T] bool
-success        [T] bool, or None where the simulator does not say
-taken          [T] bool, steps in which somebody had taken over from the policy; only in recordings of such
+success        [T] bool, or None where the simulator does not know it
+taken          [T] bool, steps of an intervention; only in recordings with interventions
 env_states     nested dict of [T+1, ...] as ManiSkill's `get_state_dict`, or None
 seed           of the episode's reset, or None
 source         file and episode, for messages
@@ -13,12 +13,17 @@ source         file and episode, for messages
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 
-from rlhpc.embodied.envs.finite import bad_rows
+from rlhpc.checkpoint.export_folder import filled_folder
+from rlhpc.embodied.envs.observations import bad_rows
 from rlhpc.runtime.errors import ConfigError
 
 Trajectory = dict[str, Any]
@@ -44,17 +49,17 @@ def check(trajectory: Trajectory) -> Trajectory:
 
 
 def shapes(trajectory: Trajectory) -> str:
-    """The shapes of one step's observation and action, for messages and comparisons."""
+    """Returns the shapes of one step's observation and action, for messages and comparisons."""
     obs = trajectory["obs"]
     if isinstance(obs, Mapping):
-        seen = "observations " + ", ".join(f"{name} {list(value.shape[1:])}" for name, value in obs.items())
+        obs_text = "observations " + ", ".join(f"{name} {list(value.shape[1:])}" for name, value in obs.items())
     else:
-        seen = "no observations" if obs is None else f"observations {list(obs.shape[1:])}"
-    return f"{seen} and actions {list(trajectory['actions'].shape[1:])}"
+        obs_text = "no observations" if obs is None else f"observations {list(obs.shape[1:])}"
+    return f"{obs_text} and actions {list(trajectory['actions'].shape[1:])}"
 
 
 def not_finite(trajectory: Trajectory, fields: Sequence[str]) -> str:
-    """Which of the fields hold a number that is not finite, and where the first one is; empty if none does."""
+    """Returns a message with the first non-finite number of the fields; empty if all numbers are finite."""
     for field in fields:
         for name, part in _arrays(field, trajectory[field]):
             if (rows := bad_rows(part)).any():
@@ -63,9 +68,74 @@ def not_finite(trajectory: Trajectory, fields: Sequence[str]) -> str:
 
 
 def _arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """What a field holds, at any depth, with its dotted name."""
+    """Yields the arrays of a field, at any depth, with their dotted names."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _arrays(f"{name}.{key}", part)
     elif value is not None:
         yield name, value
+
+
+class EpisodeWriter(ABC):
+    """Writer of episodes. Use it in a `with` statement: an error discards the written episodes."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Returns the number of episodes so far."""
+
+    @abstractmethod
+    def add(self, trajectory: Mapping[str, Any]) -> None:
+        """Adds an episode, with the fields of `rlhpc.embodied.data.trajectory`.
+
+        Raises:
+            ConfigError: The format cannot hold it.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives the dataset its name."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Removes the unfinished dataset."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+class _Unwanted(Exception):
+    """Signal that leaves the folder unchanged."""
+
+
+class FolderWriter(EpisodeWriter):
+    """Writer of a folder, which takes its name when `close` is called.
+
+    Args:
+        folder: Folder that does not exist yet, or is empty.
+
+    Attributes:
+        root: Folder that is written until then.
+        finished: Context that gives the folder its name, unless its body fails.
+
+    Raises:
+        ConfigError: The folder has files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder} is there already; give a folder that is not, or is empty")
+        self.finished = ExitStack()
+        self.root = self.finished.enter_context(filled_folder(folder))
+
+    def discard(self) -> None:
+        """Removes the unfinished folder (`EpisodeWriter.discard`)."""
+        with suppress(_Unwanted), self.finished:
+            raise _Unwanted

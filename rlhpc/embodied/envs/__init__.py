@@ -1,8 +1,8 @@
-"""Environments: vectorised, Gymnasium semantics, auto-reset with the final observation kept."""
+"""Vector environments with Gymnasium's semantics: they reset themselves and keep the final observation."""
 
 from rlhpc.embodied.envs.base import VectorEnv
+from rlhpc.embodied.envs.observations import space_from_json, space_to_json
 from rlhpc.embodied.envs.registry import make_env, register_env
-from rlhpc.embodied.envs.slotwise import SlotStep, SlotwiseVectorEnv
-from rlhpc.embodied.envs.spaces import space_from_json, space_to_json
+from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv
 
 __all__ = ["SlotStep", "SlotwiseVectorEnv", "VectorEnv", "make_env", "register_env", "space_from_json", "space_to_json"]

@@ -1,4 +1,4 @@
-"""What Atari's usual preprocessing has beyond `gymnasium.wrappers` (Mnih et al. 2015, as in CleanRL and Stable-Baselines3)."""
+"""Wrappers of Atari games. An exported policy takes this file along, so it needs gymnasium alone."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import gymnasium
 
 
 class LifeLoss(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """The loss of a life ends an episode, and the next goes on with the game. Put it over `atari`.
+    """Wrapper that ends an episode at the loss of a life; the next episode continues the game. Put it over `atari`.
 
-    Its `info["life_lost"]` tells the vector environment that the game goes on: returns and lengths are those of whole games.
+    Its `info["life_lost"]` marks that the game continues: the vector environment counts returns and lengths of complete games.
     """
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
-        self._lives, self._goes_on = 0, False
+        self._lives = 0
+        self._goes_on = False
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """One step."""
+        """Steps the game; a lost life ends the episode."""
         obs, reward, terminated, truncated, info = self.env.step(action)
         lives = info["lives"]
         self._goes_on = 0 < lives < self._lives and not (terminated or truncated)
@@ -28,19 +29,20 @@ class LifeLoss(gymnasium.Wrapper[Any, Any, Any, Any]):
         return obs, reward, terminated or self._goes_on, truncated, info
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Goes on with the game, or starts one."""
-        ended = not self._goes_on or seed is not None
-        if not ended:
+        """Continues the game, or starts one."""
+        game_over = not self._goes_on or seed is not None
+        if not game_over:
             obs, _, terminated, truncated, info = self.env.step(0)
-            ended = terminated or truncated
-        if ended:
+            game_over = terminated or truncated
+        if game_over:
             obs, info = self.env.reset(seed=seed, options=options)
-        self._lives, self._goes_on = info["lives"], False
+        self._lives = info["lives"]
+        self._goes_on = False
         return obs, info
 
 
 class FireReset(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Presses FIRE when an episode begins, in games that wait for it. Put it over `life_loss`."""
+    """Wrapper that presses FIRE when an episode begins, in games that wait for it. Put it over `life_loss`."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)

@@ -1,4 +1,4 @@
-"""What an environment is to rlhpc: a vector of slots that are stepped together and reset themselves."""
+"""Vector environment interface: N slots that are stepped together and reset themselves."""
 
 from __future__ import annotations
 
@@ -11,10 +11,89 @@ import numpy as np
 
 from rlhpc.embodied.envs.interface import InterfaceError, describe
 from rlhpc.embodied.envs.observations import Obs, boxes_of
-from rlhpc.embodied.envs.timing import Timing
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
+from collections.abc import Iterable
+
+#: Counts that an env rank with robots reports with each rollout: see `Timing.news`.
+_COUNTS = ("late", "dropped", "held", "refused", "stopped", "lost")
+TIMED = ("robot_latency_ms", "robot_link_ms", *(f"robot_{name}" for name in _COUNTS))
+
+
+class Timing:
+    """Timing statistics of a robot's episodes.
+
+    Attributes:
+        latency_s: Seconds from each observation to the policy's command for it, by the robot's clock.
+        link_s: Seconds of a round trip to a robot on another machine, by the run's clock.
+        num_late: Commands that came after their step was over.
+        num_dropped: Steps that showed the same observation as the one before.
+        num_held: Times that it held still because no command came.
+        num_refused: Commands that were refused because they were chosen from an observation that was too old.
+        num_stopped: Stops for safety.
+        num_lost: Times that its connection was lost.
+    """
+
+    def __init__(self) -> None:
+        self.latency_s: list[float] = []
+        self.link_s: list[float] = []
+        self.num_late = self.num_dropped = self.num_held = self.num_refused = self.num_stopped = self.num_lost = 0
+        self._reported: dict[str, int] = {}
+
+    def __str__(self) -> str:
+        if not self.latency_s:
+            return "no steps"
+        median_ms, p99_ms = np.quantile(self.latency_s, (0.5, 0.99)) * 1000
+        counts = (
+            f"{self.num_late} late, {self.num_dropped} dropped, {self.num_held} held, {self.num_refused} refused, "
+            f"{self.num_stopped} stopped"
+        )
+        return f"{len(self.latency_s)} steps, latency {median_ms:.1f} ms (99 %: {p99_ms:.1f} ms), {counts}"
+
+    def news(self) -> dict[str, np.ndarray]:
+        """Returns the measurements since the last call, under the names of `TIMED`: latencies `[k]`, counts `[1]`."""
+        lists = {"robot_latency_ms": self.latency_s, "robot_link_ms": self.link_s}
+        counts = {f"robot_{name}": getattr(self, f"num_{name}") for name in _COUNTS}
+        before = self._reported
+        self._reported = counts | {name: len(values) for name, values in lists.items()}
+        latencies_ms = {
+            name: np.array(values[before.get(name, 0) : self._reported[name]]) * 1000.0
+            for name, values in lists.items()
+        }
+        return latencies_ms | {name: np.array([count - before.get(name, 0)]) for name, count in counts.items()}
+
+    def add(self, news: dict[str, np.ndarray]) -> None:
+        """Adds the `news` of another `Timing`."""
+        self.latency_s += (news["robot_latency_ms"] / 1000.0).tolist()
+        self.link_s += (news["robot_link_ms"] / 1000.0).tolist()
+        for name in _COUNTS:
+            attribute = f"num_{name}"
+            setattr(self, attribute, getattr(self, attribute) + int(news[f"robot_{name}"].sum()))
+
+
+def timed(timings: Iterable[Timing | None]) -> dict[str, np.ndarray]:
+    """Returns the concatenated `news` of several robots; arrays of length 0 without robots."""
+    reports = [timing.news() for timing in timings if timing is not None]
+    return {name: np.concatenate([each[name] for each in reports] or [np.zeros(0)]) for name in TIMED}
+
+
+def timing_row(columns: dict[str, np.ndarray]) -> dict[str, float]:
+    """Returns the timing metrics of a step; empty without a robot, or where it did nothing."""
+    row: dict[str, float] = {}
+    for name in TIMED:
+        values = columns.get(name, np.zeros(0))
+        if name.endswith("_ms") and values.size:
+            p50, p95 = np.quantile(values, (0.5, 0.95))
+            row |= {
+                f"env/{name}_p50": float(p50),
+                f"env/{name}_p95": float(p95),
+                f"env/{name}_max": float(values.max()),
+            }
+        elif values.size:
+            row[f"env/{name}"] = float(values.sum())
+    return row
+
 
 #: Class or function `(cfg, num_envs, slot_offset, seed) -> VectorEnv`; `cfg` is section `env.train` or `env.eval`.
 EnvFactory = Callable[..., "VectorEnv"]
@@ -22,38 +101,37 @@ Step = tuple[Obs, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 
 
 class VectorEnv(ABC):
-    """A vector environment with same-step auto-reset.
+    """Vector environment with same-step auto-reset.
 
     When a slot's episode ends in a step, the observation returned is the first of its next episode, and
     `infos["final_obs"]` has the true last one in that slot's row. `infos["episode"]` then has `return`, `length` and `mask`,
     and where the simulator knows success `success_once` and `success_at_end`, each `[N]`; rows outside `mask` mean nothing.
 
     Where a simulator or robot failed in a step, `infos["lost"]` (bool `[N]`) marks its slots: their episode ends as truncated,
-    the step's outcome is not known, and nothing learns from it, counts it or records it (`env_failed`).
+    the step's outcome is unknown, and the step is not trained on, counted or recorded (`env_failed`).
 
     An observation is an array `[N, ...]`, or a dict of them (`observation_space` is then a `Dict` of `Box`): "state" float32
     `[N, D]`, "rgb" uint8 `[N, H, W, C]`, "depth" `[N, H, W, 1]`, "instruction" uint8 `[N, bytes]` (`encode_text`), and so on.
 
     Attributes:
         num_envs: N.
-        observation_space, action_space: Of one slot.
-        supports_state: Whether `state_dict` captures the simulators, so that a resumed run goes on mid-episode.
-        gains_by_processes: Whether its slots go into processes of their own if a rank has cores for them, and the slots are
-            not on an accelerator.
-        takes_stage: Whether its constructor takes `stage`, "train" or "eval": its evaluations enumerate episodes.
-        restarts: Simulator processes that died or hung and were started again.
-        can_stay_on_device: Whether its observations are made on an accelerator.
+        observation_space, action_space: Spaces of one slot.
+        supports_state: True if `state_dict` captures the simulators, so that a resumed run continues mid-episode.
+        gains_by_processes: True if its slots should run in separate processes where a rank has cores for them, and the slots
+            are not on an accelerator.
+        takes_stage: True if its constructor takes `stage`, "train" or "eval": its evaluations enumerate episodes.
+        restarts: Number of restarts of simulator processes that died or hung.
+        can_stay_on_device: True if its observations are computed on an accelerator.
         on_device: Set by an env rank whose policies compute on the same accelerator: observations then stay there, as tensors.
-            Everything else is arrays all the same.
+            Everything else stays arrays.
         keep_states: Set by a recording: `infos["final_env_states"]` then has the simulators' states from before the
             resets, where the environment has any (`env_states`).
-        timing: How well a robot keeps its time; None for simulators.
-        max_episode_steps: The limit in force, 0 for none; None where the environment does not say.
-        control_hz: Actions a second of the robot's time, which a recording takes as its frame rate; None where the environment
-            does not say.
-        record_kwargs: What a recording notes as the environment's arguments, instead of `kwargs`.
-        holds_hardware: Whether it moves hardware, which must be stopped before its process ends.
-        on_wait: Called again and again while it waits for a person; cancels the wait by raising.
+        timing: Timing statistics of a robot; None for simulators.
+        max_episode_steps: Step limit, 0 for none; None if unknown.
+        control_hz: Actions a second of the robot's time, which a recording takes as its frame rate; None if unknown.
+        record_kwargs: The environment's arguments for recordings, instead of `kwargs`.
+        holds_hardware: True if it moves hardware, which must be stopped before its process ends.
+        on_wait: Called repeatedly while it waits for a person; cancels the wait by raising.
     """
 
     num_envs: int
@@ -74,9 +152,9 @@ class VectorEnv(ABC):
     on_wait: Callable[[str], None] | None = None
 
     def __init_subclass__(cls) -> None:
-        """Checks what `reset`, `step` and `chunk_step` return where a user's class has written them.
+        """Checks the results of `reset`, `step` and `chunk_step` that a user's class defines.
 
-        What it inherits of ours may return what the class is still to change.
+        Inherited methods of rlhpc are not checked: the class may still change what they return.
         """
         super().__init_subclass__()
         if cls.__module__.partition(".")[0] != "rlhpc":
@@ -86,17 +164,19 @@ class VectorEnv(ABC):
 
     @classmethod
     def uses_accelerator(cls, cfg: EnvSideConfig) -> bool:
-        """Whether one for this section, built here, would simulate or render on an accelerator that this process sees."""
+        """Returns whether an environment of this section, built here, would simulate or render on an accelerator of
+        this process.
+        """
         del cfg
         return False
 
     @abstractmethod
     def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
-        """Starts new episodes in all slots; returns `obs [N, ...]`. With `seed` the slots' generators start anew."""
+        """Starts new episodes in all slots; returns `obs [N, ...]`. With `seed` the slots' generators restart from it."""
 
     @abstractmethod
     def step(self, actions: np.ndarray) -> Step:
-        """One step of all slots.
+        """Steps all slots.
 
         Args:
             actions: `[N, ...]`.
@@ -106,18 +186,19 @@ class VectorEnv(ABC):
         """
 
     def chunk_step(self, actions: np.ndarray) -> Step:
-        """Executes an action chunk, one action after the other; an episode that ends within it skips the rest.
+        """Executes an action chunk, one action after the other; an episode that ends within it skips the remaining
+        actions.
 
-        Here, the slot goes on with the rest in its next episode, whose rewards up to the chunk's end are left out;
-        a subclass that can step some of its slots stops there.
+        In this implementation the slot executes them in its next episode, and their rewards are left out. A subclass
+        that can step some of its slots makes the slot wait.
 
         Args:
             actions: `[N, chunk, dim]`.
 
         Returns:
             As `step`, with rewards summed over the chunk. For a chunk of several actions `infos["chunk"]` has `rewards`
-            float32 and `mask` bool, each `[N, chunk]`: what each action brought, and whether its slot was still in the
-            episode that the chunk began in.
+            float32 and `mask` bool, each `[N, chunk]`: the reward of each action, and true where the slot was still in
+            the episode that the chunk began in.
         """
         if actions.shape[1] == 1:
             return self.step(actions[:, 0])
@@ -139,16 +220,17 @@ class VectorEnv(ABC):
         return obs, rewards.sum(1), terminations, truncations, infos
 
     def refresh(self) -> Obs | None:
-        """Returns observations as of now, for the first decision after a pause; None where the simulator has waited."""
+        """Returns current observations, for the first decision after a pause; None where the simulator has waited."""
         return None
 
     def continue_episodes(self, counts: np.ndarray) -> None:
-        """Begins each slot's series after `counts` `[N]` episodes: for environments that take `stage`, in an evaluation whose
-        simulator has been started again."""
+        """Makes each slot continue its series after `counts` `[N]` episodes: for environments that take `stage`, in an
+        evaluation whose simulator has been restarted.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not enumerate its episodes")
 
     def state_dict(self) -> Any:
-        """Everything the next step depends on, as plain containers, arrays and bytes."""
+        """Returns everything that the next step depends on, as plain containers, arrays and bytes."""
         raise NotImplementedError(f"{type(self).__name__} cannot save its state")
 
     def load_state_dict(self, state: Any) -> None:
@@ -156,10 +238,10 @@ class VectorEnv(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot restore a state")
 
     def slots_of(self, state: Any) -> list[Any]:
-        """What a `state_dict` has of each slot.
+        """Returns the state of each slot in a `state_dict`.
 
         Raises:
-            ValueError: It is of another number of slots.
+            ValueError: The state has another number of slots.
         """
         slots: list[Any] = state["slots"]
         if len(slots) != self.num_envs:
@@ -167,19 +249,19 @@ class VectorEnv(ABC):
         return slots
 
     def slot_state(self, state: Any, index: int) -> Any:
-        """One slot's part of a `state_dict`."""
+        """Returns one slot's part of a `state_dict`."""
         return state["slots"][index]
 
     def merge_states(self, slots: list[Any]) -> Any:
-        """A `state_dict` made of slots' parts, so that another layout can resume."""
+        """Builds a `state_dict` from slots' parts, so that another layout can resume."""
         return {"slots": slots}
 
     def env_states(self) -> dict[str, Any] | None:
-        """The simulators' states, a nested dict of arrays `[N, ...]`; None if they are not available."""
+        """Returns the simulators' states, a nested dict of arrays `[N, ...]`; None if they are not available."""
         return None
 
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
-        """Pictures of slots (all by default), uint8 `[n, H, W, 3]`; None where there is no renderer."""
+        """Renders slots (all by default), uint8 `[n, H, W, 3]`; returns None without a renderer."""
         del slots
         return None
 
@@ -198,10 +280,10 @@ def _checked(method: Any, check: Callable[[VectorEnv, str, Any], None]) -> Any:
 
 
 def check_reset(env: VectorEnv, name: str, answer: Any) -> None:
-    """Refuses what a user's vector environment returns from `reset`, unless it is (observations, infos).
+    """Refuses the result of a user's `reset` unless it is (observations, infos).
 
     Raises:
-        InterfaceError: Says what it returned.
+        InterfaceError: The result has another form; the message describes it.
     """
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
         raise _refusal(env, f"{name}() returned {describe(answer)}")
@@ -209,18 +291,20 @@ def check_reset(env: VectorEnv, name: str, answer: Any) -> None:
 
 
 def check_step(env: VectorEnv, name: str, answer: Any) -> None:
-    """Refuses what a user's vector environment returns from `step` or `chunk_step`, unless it is a `Step`.
+    """Refuses the result of a user's `step` or `chunk_step` unless it is a `Step`.
 
     Raises:
-        InterfaceError: Says what it returned.
+        InterfaceError: The result has another form; the message describes it.
     """
     if not isinstance(answer, tuple) or len(answer) != 5 or not isinstance(answer[4], dict):
         raise _refusal(env, f"{name}() returned {describe(answer)}")
     obs, rewards, terminations, truncations, infos = answer
     _check_observations(env, name, obs)
     for label, values, kinds in (
-        ("rewards", rewards, "fiu"), ("terminations", terminations, "b"), ("truncations", truncations, "b"),
-    ):  # fmt: skip
+        ("rewards", rewards, "fiu"),
+        ("terminations", terminations, "b"),
+        ("truncations", truncations, "b"),
+    ):
         if not isinstance(values, np.ndarray) or values.shape != (env.num_envs,) or values.dtype.kind not in kinds:
             raise _refusal(env, f"{name}() returned {describe(values)} as {label}")
     if (terminations | truncations).any() and not ("final_obs" in infos or "lost" in infos):
@@ -244,7 +328,7 @@ def _refusal(env: VectorEnv, problem: str) -> InterfaceError:
 
 
 def env_failed(infos: Mapping[str, Any], num_envs: int) -> np.ndarray:
-    """Returns the slots (bool `[N]`) whose simulator or robot failed in this step, so that its outcome is not known."""
+    """Returns the slots (bool `[N]`) whose simulator or robot failed in this step, so that its outcome is unknown."""
     failed = infos.get("lost")
     return np.zeros(num_envs, bool) if failed is None else np.array(failed, bool)
 

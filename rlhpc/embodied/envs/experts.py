@@ -1,8 +1,8 @@
 """Scripted experts of ManiSkill tasks: rules written by hand, from the state observation alone.
 
-No planner and no memory: an expert is a function `obs [N, D] -> actions [N, A]`, so it also relabels what another policy
-visited (DAgger). They take `obs_mode=state` (or `rgb+state`, to show a policy that sees), `control_mode=pd_ee_delta_pos`, the
-Panda arm. Lengths are metres.
+Experts have no planner and no memory: an expert is a function `obs [N, D] -> actions [N, A]`, so it can also relabel states
+that another policy visited (DAgger). They need `obs_mode=state` (or `rgb+state`, for policies with images),
+`control_mode=pd_ee_delta_pos` and the Panda arm. Lengths are metres.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _OPEN, _CLOSED = 1.0, -1.0
 
 
 def _state(obs: Any) -> np.ndarray:
-    """The state, from observations that have it beside pictures."""
+    """Returns the state part of an observation."""
     state: np.ndarray = obs["state"] if isinstance(obs, dict) else obs
     return state
 
 
 def _towards(tcp: np.ndarray, target: np.ndarray, gripper: np.ndarray | float, gain: float = 1.0) -> np.ndarray:
-    """Actions `[N, 4]` that move the gripper's centre to `target [N, 3]`."""
+    """Returns actions `[N, 4]` that move the gripper's centre to `target [N, 3]`."""
     actions = np.empty((len(tcp), 4), np.float32)
     actions[:, :3] = np.clip(gain * (target - tcp) / _REACH, -1, 1)
     actions[:, 3] = gripper
@@ -31,7 +31,7 @@ def _towards(tcp: np.ndarray, target: np.ndarray, gripper: np.ndarray | float, g
 
 
 def push_cube(obs: Any) -> np.ndarray:
-    """PushCube-v1: behind the cube, down, and on until the cube lies on the goal.
+    """Returns actions for PushCube-v1: behind the cube, down, and forward until the cube lies on the goal.
 
     Args:
         obs: `[N, 35]`: qpos 9, qvel 9, tcp pose 7, goal 3, cube pose 7.
@@ -51,7 +51,7 @@ def push_cube(obs: Any) -> np.ndarray:
 
 
 def pick_cube(obs: Any) -> np.ndarray:
-    """PickCube-v1: over the cube, down, grasp, to the goal.
+    """Returns actions for PickCube-v1: over the cube, down, grasp, to the goal.
 
     Args:
         obs: `[N, 42]`: qpos 9, qvel 9, is_grasped 1, tcp pose 7, goal 3, cube pose 7, and differences of these.
@@ -62,7 +62,7 @@ def pick_cube(obs: Any) -> np.ndarray:
 
 
 def _grasp_and_carry(tcp: np.ndarray, cube: np.ndarray, grasped: np.ndarray, carry: np.ndarray) -> np.ndarray:
-    """Actions that grasp the cube from above and, once it is held, move it by `carry [N, 3]`."""
+    """Returns actions that grasp the cube from above and, once it is grasped, move it by `carry [N, 3]`."""
     aside = np.linalg.norm(tcp[:, :2] - cube[:, :2], axis=1)
     above = aside < 0.012
     at = above & (np.abs(tcp[:, 2] - cube[:, 2]) < 0.012)
@@ -73,7 +73,7 @@ def _grasp_and_carry(tcp: np.ndarray, cube: np.ndarray, grasped: np.ndarray, car
 
 
 def stack_cube(obs: Any) -> np.ndarray:
-    """StackCube-v1: grasp the first cube, over the second, down, let go.
+    """Returns actions for StackCube-v1: grasp the first cube, over the second, down, release.
 
     Args:
         obs: `[N, 48]`: qpos 9, qvel 9, tcp pose 7, first cube's pose 7, second's 7, and differences of these.

@@ -1,4 +1,5 @@
-"""The Panda arm of gym-hil for learning from states, and a script that picks its cube."""
+"""States and a scripted expert of gym-hil's Panda arm. An exported policy takes this file along, so it needs numpy and
+gymnasium alone."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ import numpy as np
 #: Metres: the middle of where the cube may lie.
 _MIDDLE = np.array([0.4, 0.0, 0.1])
 _APART, _FROM_MIDDLE = 20.0, 10.0
-#: Of the gripper's command, which is 0 when it is open.
+#: Command of a closed gripper; 0 opens it.
 _CLOSED = 255.0
 #: Metres of an action of 1.
 _STEP = 0.025
 
 
 class PandaState(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Numbers of like size in place of gym-hil's: how far the gripper is closed, its place, the cube's, and the way from it to
-    the cube, float32 `[10]`.
+    """Wrapper that replaces gym-hil's observation by numbers of like size: how far the gripper is closed, its position,
+    the cube's, and the vector from it to the cube, float32 `[10]`.
 
-    Cubes are drawn from the environment's own generator rather than NumPy's, and success is called what others call it.
+    Cubes are drawn from the environment's generator instead of NumPy's, and success is reported as `success`.
     """
 
     def __init__(self, env: Any) -> None:
@@ -36,12 +37,12 @@ class PandaState(gymnasium.Wrapper[Any, Any, Any, Any]):
         return _numbers(obs), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """One step."""
+        """Steps the simulator."""
         obs, reward, terminated, truncated, info = self.env.step(action)
         return _numbers(obs), reward, terminated, truncated, {**info, "success": bool(info["succeed"])}
 
     def render(self) -> Any:
-        """Both cameras, side by side."""
+        """Renders both cameras, side by side."""
         cameras: Any = self.env.render()
         return np.concatenate(cameras, axis=1)
 
@@ -54,7 +55,9 @@ def _numbers(obs: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def pick(obs: np.ndarray) -> np.ndarray:
-    """Over the cube, down, grasp, up: actions `[N, 4]` within -1 to 1 for `PandaState`'s observations `[N, 10]`."""
+    """Returns a pick expert's actions (over the cube, down, grasp, up) `[N, 4]` within -1 to 1 for `PandaState`'s
+    observations `[N, 10]`.
+    """
     closed, way = obs[:, 0], obs[:, 7:10] / _APART
     aside, height = np.linalg.norm(way[:, :2], axis=1), np.abs(way[:, 2])
     over = aside < 0.015

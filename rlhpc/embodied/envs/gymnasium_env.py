@@ -1,4 +1,4 @@
-"""Any `gymnasium.make` environment, vectorised in this process with little overhead.
+"""Vector environment of any `gymnasium.make` environment, in this process and with little overhead.
 
 The step limit is counted here instead of by a wrapper; gymnasium's checkers are off; buffers are reused.
 """
@@ -25,28 +25,30 @@ from gymnasium.wrappers import (
     TimeLimit,
 )
 
-from rlhpc.embodied.envs import gymnasium_state
 from rlhpc.embodied.envs.base import Step, VectorEnv, merge_infos
 from rlhpc.embodied.envs.interface import reset_env, step_env, success_of
 from rlhpc.embodied.envs.observations import Obs, boxes_of, encode_text, is_text, text_space
-from rlhpc.embodied.envs.wrapping import wrap
+from rlhpc.embodied.envs.wrappers import wrap
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
+import pickle
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
 
 _STRIPPED = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
-#: What numpy and dicts raise for an observation that does not fit its buffer.
+#: Errors of numpy and dicts for an observation that does not fit its buffer.
 _MISFITS = (ValueError, TypeError, KeyError)
 
 
 def nearest_ids(env_id: str) -> list[str]:
-    """Registered ids that look like `env_id`."""
+    """Returns registered ids that are similar to `env_id`."""
     return difflib.get_close_matches(env_id, list(gymnasium.registry), 3, 0.5)
 
 
 def choose_renderer() -> None:
-    """Has MuJoCo draw by EGL, where there is no display but EGL. It is read when a simulator is imported."""
+    """Makes MuJoCo render by EGL where only EGL is available. It reads the setting when a simulator is imported."""
     if sys.platform == "linux" and not os.environ.get("DISPLAY") and "MUJOCO_GL" not in os.environ:
         with contextlib.suppress(OSError):
             ctypes.CDLL("libEGL.so.1")
@@ -54,7 +56,7 @@ def choose_renderer() -> None:
 
 
 def make_one(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
-    """One environment of a section and its step limit (0 for none).
+    """Builds one environment of a section; returns it and its step limit (0 for none).
 
     Raises:
         ConfigError: Unknown id, missing extra, or arguments that the environment refuses.
@@ -88,7 +90,9 @@ def make_one(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
 
 
 def _statistics(env: Any) -> RecordEpisodeStatistics[Any, Any] | None:
-    """The wrapper that counts returns, if there is one: those above it may change the rewards that the learner sees."""
+    """Returns the wrapper that counts returns, or None: wrappers above it may change the rewards that the learner
+    receives.
+    """
     while isinstance(env, gymnasium.Wrapper):
         if isinstance(env, RecordEpisodeStatistics):
             return env
@@ -97,7 +101,7 @@ def _statistics(env: Any) -> RecordEpisodeStatistics[Any, Any] | None:
 
 
 def _control_hz(env: Any) -> float | None:
-    """Returns the actions a second of an environment: by its time step `dt`, or by the rate at which it is shown."""
+    """Returns the actions a second of an environment: by its time step `dt`, or by its render rate."""
     skipped = 1
     while isinstance(env, gymnasium.Wrapper):
         if isinstance(env, MaxAndSkipObservation):
@@ -137,7 +141,7 @@ def write_row(rows: np.ndarray, i: int, observed: Any) -> None:
 
 
 def _form(box: Any, count: int) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of the observations of `count` slots."""
+    """Returns shape and dtype of the observations of `count` slots."""
     return (count, *box.shape), np.float32 if box.dtype == np.float64 else box.dtype
 
 
@@ -148,15 +152,17 @@ class GymnasiumVectorEnv(VectorEnv):
         cfg: Section `env.train` or `env.eval`.
         num_envs: Slots here.
         slot_offset: Global number of the first.
-        seed: Of the run.
+        seed: Seed of the run.
     """
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
-        self.num_envs, self._offset, self._env_id = num_envs, slot_offset, cfg.env_id
-        made = [make_one(cfg) for _ in range(num_envs)]
-        self.envs = [env for env, _ in made]
+        self.num_envs = num_envs
+        self._offset = slot_offset
+        self._env_id = cfg.env_id
+        envs_and_limits = [make_one(cfg) for _ in range(num_envs)]
+        self.envs = [env for env, _ in envs_and_limits]
         self._statistics = [_statistics(env) for env in self.envs]
-        self._limit = self.max_episode_steps = made[0][1]
+        self._limit = self.max_episode_steps = envs_and_limits[0][1]
         self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
         self.control_hz = _control_hz(self.envs[0])
         self._several = isinstance(self.observation_space, spaces.Dict)
@@ -183,15 +189,15 @@ class GymnasiumVectorEnv(VectorEnv):
         self._episodes = [0] * num_envs
         self._seed = seed
         self._fresh = True
-        #: For simulators that cannot be pickled but can be replayed: how the episode of each slot began, and its
-        #: actions since.
+        #: For simulators that cannot be pickled but can be replayed: seed or generator state of each slot's episode,
+        #: and its actions.
         self._played: list[tuple[Any, list[Any]]] | None = None
-        if gymnasium_state.is_replayed(self.envs[0]):
+        if is_replayed(self.envs[0]):
             self._played = [(None, []) for _ in range(num_envs)]
-        self.supports_state = gymnasium_state.can_save(self.envs[0], self._begun(0))
+        self.supports_state = can_save(self.envs[0], self._replay_log(0))
 
     def _boxes(self, env_id: str) -> spaces.Dict:
-        """The space of several observations; texts are encoded."""
+        """Builds the space of a dict of observations; texts are encoded."""
         boxes: dict[str, spaces.Space[Any]] = {}
         for key, space in self.observation_space.spaces.items():
             if is_text(space):
@@ -204,7 +210,7 @@ class GymnasiumVectorEnv(VectorEnv):
         return spaces.Dict(boxes)
 
     def _rows(self) -> Any:
-        """A buffer for the observations of all slots."""
+        """Allocates a buffer for the observations of all slots."""
         if self._several:
             return {key: np.zeros(*form) for key, form in self._forms.items()}
         return np.zeros(*self._forms[""])
@@ -214,7 +220,7 @@ class GymnasiumVectorEnv(VectorEnv):
             write_row(room, i, encode_text(observed[key], self._texts[key]) if key in self._texts else observed[key])
 
     def _misfit(self, observed: Any, i: int) -> ConfigError:
-        """An observation that is not of the environment's own observation space."""
+        """Returns the error for an observation outside the environment's observation space."""
 
         def form(value: Any) -> str:
             if isinstance(value, dict):
@@ -235,7 +241,8 @@ class GymnasiumVectorEnv(VectorEnv):
     def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
         """Starts an episode in every slot (`VectorEnv.reset`)."""
         if seed is not None:
-            self._seed, self._fresh = seed, True
+            self._seed = seed
+            self._fresh = True
         obs = self._rows()
         for i in range(self.num_envs):
             observed = self._reset(i, self._fresh)
@@ -250,7 +257,7 @@ class GymnasiumVectorEnv(VectorEnv):
     def _reset(self, i: int, fresh: bool = False) -> Any:
         seed = self._slot_seed(i) if fresh or self._fixed else None
         if self._played is not None:
-            self._played[i] = (seed if seed is not None else gymnasium_state.generator_state(self.envs[i]), [])
+            self._played[i] = (seed if seed is not None else generator_state(self.envs[i]), [])
         return reset_env(self.envs[i], self._env_id, seed=seed)[0]
 
     def step(self, actions: np.ndarray) -> Step:
@@ -258,7 +265,9 @@ class GymnasiumVectorEnv(VectorEnv):
         return self._advance(actions, range(self.num_envs), None)
 
     def chunk_step(self, actions: np.ndarray) -> Step:
-        """See `VectorEnv.chunk_step`. A slot whose episode ended waits at the first observation of the next."""
+        """Executes a chunk (`VectorEnv.chunk_step`). A slot whose episode ended waits at the first observation of the
+        next.
+        """
         obs, rewards, terminations, truncations, infos = self.step(actions[:, 0])
         count = actions.shape[1]
         if count == 1:
@@ -271,16 +280,16 @@ class GymnasiumVectorEnv(VectorEnv):
             obs, reward, terminated, truncated, info = self._advance(actions[:, i], active, obs)
             each[:, i] = reward
             rewards += reward
-            ended = terminated | truncated
+            done = terminated | truncated
             terminations |= terminated
             truncations |= truncated
-            if ended.any():
-                merge_infos(infos, info, ended)
+            if done.any():
+                merge_infos(infos, info, done)
         infos["chunk"] = {"rewards": each, "mask": executed}
         return obs, rewards, terminations, truncations, infos
 
     def _advance(self, actions: np.ndarray, slots: Sequence[int], obs: Any) -> Step:
-        """One step of the given slots; the others keep their row of `obs` and get no reward."""
+        """Steps the slots of `slots`; the other slots keep their row of `obs` and get no reward."""
         n = self.num_envs
         if self._discrete:
             chosen: Any = (actions.reshape(-1) + int(self._start)).tolist()
@@ -334,8 +343,10 @@ class GymnasiumVectorEnv(VectorEnv):
             n = self.num_envs
             infos["final_obs"] = self._rows()
             infos["episode"] = {
-                "return": np.zeros(n, np.float64), "length": np.zeros(n, np.int64), "mask": np.zeros(n, bool),
-            }  # fmt: skip
+                "return": np.zeros(n, np.float64),
+                "length": np.zeros(n, np.int64),
+                "mask": np.zeros(n, bool),
+            }
         self._write(infos["final_obs"], i, final)
         episode, counted = infos["episode"], self._statistics[i]
         total = self._returns[i] if counted is None else counted.episode_returns
@@ -346,36 +357,41 @@ class GymnasiumVectorEnv(VectorEnv):
                 episode.setdefault(key, np.zeros(self.num_envs, np.float64))[i] = float(value)
         self._episodes[i] += 1
 
-    def _begun(self, i: int) -> tuple[Any, list[Any]] | None:
+    def _replay_log(self, i: int) -> tuple[Any, list[Any]] | None:
         return None if self._played is None else self._played[i]
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The slots' state, for a checkpoint (`VectorEnv.state_dict`)."""
+        """Returns the slots' state, for a checkpoint (`VectorEnv.state_dict`)."""
         return {
             "slots": [
-                {"simulator": gymnasium_state.save(env, self._begun(i)),
-                 "elapsed": self._elapsed[i], "return": self._returns[i], "episodes": self._episodes[i],
-                 "before": self._before[i], "once": self._once[i]}
+                {
+                    "simulator": save_simulator(env, self._replay_log(i)),
+                    "elapsed": self._elapsed[i],
+                    "return": self._returns[i],
+                    "episodes": self._episodes[i],
+                    "before": self._before[i],
+                    "once": self._once[i],
+                }
                 for i, env in enumerate(self.envs)
             ]
-        }  # fmt: skip
+        }
 
     def load_state_dict(self, state: Any) -> None:
-        """See `VectorEnv.load_state_dict`. The bytes come from a checkpoint whose checksums were verified."""
+        """Restores the slots from a checkpoint whose checksums were verified (`VectorEnv.load_state_dict`)."""
         slots = self.slots_of(state)
         for i, slot in enumerate(slots):
-            begun = gymnasium_state.restore(self.envs[i], slot["simulator"])
-            if self._played is not None and begun is not None:
-                self._played[i] = begun
+            replay_log = restore_simulator(self.envs[i], slot["simulator"])
+            if self._played is not None and replay_log is not None:
+                self._played[i] = replay_log
             self._elapsed[i], self._returns[i] = int(slot["elapsed"]), float(slot["return"])
             self._episodes[i] = int(slot["episodes"])
             self._before[i], self._once[i] = float(slot.get("before", 0.0)), bool(slot.get("once", False))
         self._fresh = False
 
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
-        """Pictures of slots (`VectorEnv.render`)."""
+        """Renders slots (`VectorEnv.render`)."""
         frames: list[Any] = []
         for i in range(self.num_envs) if slots is None else slots:
             env: Any = self.envs[i].unwrapped
@@ -388,3 +404,117 @@ class GymnasiumVectorEnv(VectorEnv):
         """Closes all environments."""
         for env in self.envs:
             env.close()
+
+
+_MUJOCO = ("model", "data", "mujoco_renderer")
+_NOT_STATE = ("screen", "surf", "clock", "viewer", "window", "spec", "observation_space", "action_space")
+#: Simulators whose state cannot be read, or is large, but whose resets leave nothing behind: classes, and packages.
+#: (BipedalWalker keeps its Box2D world.)
+_REPLAYED = ("LunarLander", "LunarLanderContinuous", "gym_hil", "gym_pusht", "gymnasium_robotics", "shimmy")
+
+
+def is_replayed(env: Any) -> bool:
+    """Returns whether a resume replays the current episode."""
+    kind = type(env.unwrapped)
+    return kind.__name__ in _REPLAYED or kind.__module__.partition(".")[0] in _REPLAYED
+
+
+def generator_state(env: Any) -> Any:
+    """Returns the state of the generator that the next episode is drawn from."""
+    random = env.unwrapped.np_random
+    return random.get_state(legacy=False) if isinstance(random, np.random.RandomState) else random.bit_generator.state
+
+
+def save_simulator(env: Any, replay_log: tuple[Any, list[Any]] | None) -> bytes:
+    """Serializes an environment to bytes.
+
+    Args:
+        env: With its wrappers.
+        replay_log: For a replayed environment, its seed or generator's state at its last reset, and the actions since.
+    """
+    if replay_log is not None:
+        return pickle.dumps((*replay_log, [_attributes(layer) for layer in _layers(env) if layer is not env.unwrapped]))
+    return pickle.dumps([_attributes(layer) for layer in _layers(env)])
+
+
+def can_save(env: Any, replay_log: tuple[Any, list[Any]] | None) -> bool:
+    """Returns whether `save_simulator` can serialize the environment."""
+    try:
+        save_simulator(env, replay_log)
+    except Exception:  # simulators hold handles of every kind, and pickling them fails in as many ways
+        return False
+    return True
+
+
+def restore_simulator(env: Any, saved: bytes) -> tuple[Any, list[Any]] | None:
+    """Restores an environment's state; returns the replay log of one that was replayed."""
+    state = pickle.loads(saved)
+    if isinstance(state, list):
+        _take_over(env, state)
+        return None
+    start, actions, *wrappers = state
+    seed = start if isinstance(start, int) else None
+    if seed is None:
+        random = env.unwrapped.np_random
+        if isinstance(random, np.random.RandomState):
+            random.set_state(start)
+        else:
+            random.bit_generator.state = start
+    name = str(getattr(env.unwrapped.spec, "id", env.unwrapped))
+    reset_env(env, name, seed=seed)
+    for action in actions:
+        step_env(env, name, action)
+    _take_over(env, wrappers[0] if wrappers else [])
+    return start, actions
+
+
+def _layers(env: Any) -> Iterator[Any]:
+    """Yields the wrappers from the outermost in, then the environment inside them."""
+    while env is not env.unwrapped and isinstance(env, gymnasium.Wrapper):
+        yield env
+        env = env.env
+    yield env
+
+
+def _attributes(layer: Any) -> dict[str, Any]:
+    """Returns the attributes of a wrapper or an environment, without renderers, spaces and code."""
+    attributes = {k: v for k, v in vars(layer).items() if k != "env" and not k.endswith(_NOT_STATE)}
+    attributes = {k: v for k, v in attributes.items() if not _is_code(v)}
+    if "mujoco_renderer" in attributes:
+        attributes = {k: v for k, v in attributes.items() if k not in _MUJOCO}
+        attributes["data"] = _mujoco_arrays(layer.data)
+    if "ale" in attributes:
+        attributes["ale"] = layer.ale.cloneState(include_rng=True)
+    return attributes
+
+
+def _is_code(value: Any) -> bool:
+    """Returns whether a value is a module or a function without a name to pickle it by: the constructor creates those."""
+    return isinstance(value, ModuleType) or (isinstance(value, FunctionType) and "<" in value.__qualname__)
+
+
+def _take_over(env: Any, saved: list[dict[str, Any]]) -> None:
+    for layer, attributes in zip(_layers(env), saved, strict=False):
+        if "mujoco_renderer" in vars(layer):
+            for name, value in attributes.pop("data").items():
+                _set_mujoco(layer.data, name, value)
+        if "ale" in attributes:
+            layer.ale.restoreState(attributes.pop("ale"))
+        vars(layer).update(attributes)
+
+
+def _mujoco_arrays(data: Any) -> dict[str, Any]:
+    """Returns everything that an `MjData` holds, including derived quantities, which after a step are those of the
+    previous substep.
+    """
+    names = (name for name in dir(data) if not name.startswith("_"))
+    values = ((name, getattr(data, name)) for name in names if name not in ("contact", "model"))
+    return {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in values if isinstance(v, (np.ndarray, float))}
+
+
+def _set_mujoco(data: Any, name: str, value: Any) -> None:
+    """Restores one `MjData` value; the next step rebuilds arrays whose size varies with the contacts."""
+    if not isinstance(value, np.ndarray):
+        setattr(data, name, value)
+    elif (array := getattr(data, name)).shape == value.shape and array.flags.writeable:
+        array[...] = value

@@ -15,7 +15,7 @@ from rlhpc.runtime.errors import ConfigError
 
 
 class InterfaceError(ConfigError):
-    """An environment has another interface than gymnasium's."""
+    """Error of an environment with another interface than gymnasium's."""
 
 
 def reset_env(env: Any, env_id: str, **options: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -64,7 +64,7 @@ def step_env(env: Any, env_id: str, action: Any) -> tuple[Any, float, bool, bool
 
 
 def success_of(env_id: str, info: Mapping[str, Any]) -> bool | None:
-    """Returns what `info` says about success, under `success` or `is_success`; None if it says nothing.
+    """Returns the success in `info`, under `success` or `is_success`; None if it has neither.
 
     Raises:
         InterfaceError: It is neither true nor false.
@@ -104,7 +104,9 @@ def to_scalar(value: Any) -> Any:
 
 
 def takes_options(env: Any, options: Mapping[str, Any]) -> bool:
-    """Says if `reset` takes these options, and if the environments within its wrappers take seed and options."""
+    """Returns whether `reset` takes these options, and whether the environments within its wrappers take seed and
+    options.
+    """
     while True:
         try:
             inspect.signature(env.reset).bind(**options)
@@ -129,7 +131,7 @@ def failed_wrapper(error: Exception) -> str:
 
 
 def describe(value: Any) -> str:
-    """Returns a value's form in words."""
+    """Describes a value's type and shape in words."""
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)} ({', '.join(type(item).__name__ for item in value[:6])})"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -140,7 +142,7 @@ def describe(value: Any) -> str:
 
 
 def refusal(env_id: str, problem: str) -> InterfaceError:
-    """Returns the error that says what is wrong with an environment, and which interface is required."""
+    """Returns the error of an environment's problem, with the required interface."""
     return InterfaceError(
         f"env_id {env_id!r}: {problem}; gymnasium's interface is required: reset(seed=…, options=…) returns "
         "(observation, info), and step(action) returns (observation, reward, terminated, truncated, info). Change the "

@@ -1,4 +1,6 @@
-"""LIBERO's tasks, in pictures and words. Run the env group with a Python of its own (docs/how-to/simulators.md)."""
+"""Vector environment of LIBERO's tasks, with images and instructions. It needs a separate Python for the env group
+(docs/how-to/simulators.md).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rlhpc.embodied.envs.observations import check_orientation, encode_text, oriented, text_bytes
-from rlhpc.embodied.envs.slotwise import SlotStep, SlotwiseVectorEnv, only_known
+from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv, merge_kwargs
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,18 +31,18 @@ _DEFAULTS = {
 _LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 #: Steps in which objects come to rest after a reset, with the gripper open and nothing else moving.
 _SETTLING = 10
-_REST = np.array([0, 0, 0, 0, 0, 0, -1.0])
+_IDLE_ACTION = np.array([0, 0, 0, 0, 0, 0, -1.0])
 
 
 class LiberoVectorEnv(SlotwiseVectorEnv):
-    """N slots of a suite such as `libero_spatial`.
+    """Vector environment of N slots of a suite such as `libero_spatial`.
 
-    An episode starts from one of the recorded initial states of one of the suite's tasks. In training both are drawn by the
-    episode's seed, so that slots of a group share them. In evaluation the suite's (task, state) pairs are enumerated over
+    An episode starts from a recorded initial state of one of the suite's tasks. In training the episode's seed draws both,
+    so that slots of a group share them. In evaluation the suite's (task, state) pairs are enumerated over
     slots and episodes, the first state of every task first: with as many episodes as pairs each is played once, with fewer
-    the tasks get equally many, with more the enumeration begins anew.
+    the tasks get equally many, with more the enumeration repeats.
 
-    Each episode builds its simulator anew, as LIBERO's own hard resets do: nothing of an episode reaches the next.
+    Each episode builds a new simulator, as LIBERO's hard resets do, so that episodes are independent.
 
     Observations: `state` float32 `[8]` (gripper position 3, axis-angle 3, fingers 2), `rgb` uint8 `[H, W, 3 x cameras]`,
     `instruction`. The reward is 1 at success. `kwargs`: task_ids (all), cameras, width, height, image_orientation
@@ -50,7 +52,7 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         cfg: Section `env.train` or `env.eval`.
         num_envs: Slots here.
         slot_offset: Global number of the first.
-        seed: Of the run.
+        seed: Seed of the run.
         stage: "train" or "eval".
     """
 
@@ -59,7 +61,7 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, stage: str = "train") -> None:
         super().__init__(cfg, num_envs, slot_offset, seed, cfg.max_episode_steps or _limit(cfg.env_id))
-        kwargs = only_known(cfg.kwargs, _DEFAULTS, "libero")
+        kwargs = merge_kwargs(cfg.kwargs, _DEFAULTS, "libero")
         self._suite = suite = _suite(cfg.env_id)
         chosen = list(range(suite.n_tasks)) if kwargs["task_ids"] is None else [int(i) for i in kwargs["task_ids"]]
         if not chosen or not all(0 <= i < suite.n_tasks for i in chosen):
@@ -73,7 +75,8 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         size = text_bytes(words.values())
         self._texts = {task: encode_text(text, size) for task, text in words.items()}
         self._enumerates = stage == "eval" and not cfg.use_fixed_reset_state_ids
-        self._stride, self._slot_offset = cfg.num_envs, slot_offset
+        self._stride = cfg.num_envs
+        self._slot_offset = slot_offset
         #: Task of each slot's episode, and its simulator.
         self._tasks = [chosen[0]] * num_envs
         self._envs: list[Any] = [None] * num_envs
@@ -102,15 +105,15 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         return env
 
     def pair_of(self, slot: int, seed: int) -> tuple[int, int]:
-        """Task and initial state of the episode that a slot begins with `seed`."""
+        """Returns task and initial state of the episode that a slot begins with `seed`."""
         index = seed
         if self._enumerates:
-            index = (int(self.episodes.begun[slot]) - 1) * self._stride + self._slot_offset + slot
+            index = (int(self.episodes.num_begun[slot]) - 1) * self._stride + self._slot_offset + slot
         return self._pairs[index % len(self._pairs)]
 
     def continue_episodes(self, counts: np.ndarray) -> None:
-        """See `VectorEnv.continue_episodes`."""
-        self.episodes.begun[:] = counts
+        """Sets the number of episodes that each slot has begun (`VectorEnv.continue_episodes`)."""
+        self.episodes.num_begun[:] = counts
 
     def begin_slot(self, slot: int, seed: int) -> dict[str, np.ndarray]:
         """Starts an episode in a slot (`SlotwiseVectorEnv.begin_slot`)."""
@@ -121,7 +124,7 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         env = self._envs[slot] = self._build(self._suite.get_task(task))
         env.set_init_state(self._states[task][state])
         for _ in range(_SETTLING):
-            obs = env.step(_REST)[0]
+            obs = env.step(_IDLE_ACTION)[0]
         return self._observe(slot, obs)
 
     def step_slot(self, slot: int, action: np.ndarray) -> SlotStep:
@@ -141,8 +144,8 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         }
 
     def picture(self, slot: int) -> np.ndarray:
-        """A picture of a slot (`SlotwiseVectorEnv.picture`): the first camera."""
-        frame: np.ndarray = self._seen[slot]["rgb"][..., :3]
+        """Renders a slot with the first camera (`SlotwiseVectorEnv.picture`)."""
+        frame: np.ndarray = self._last_obs[slot]["rgb"][..., :3]
         return frame
 
     def close(self) -> None:
@@ -159,13 +162,13 @@ def task_state_pairs(counts: Mapping[int, int]) -> list[tuple[int, int]]:
 
 
 def _limit(suite: str) -> int:
-    """Step limit of a suite; LIBERO-PRO's variants, such as `libero_goal_swap`, have that of their suite."""
+    """Returns the step limit of a suite; LIBERO-PRO's variants, such as `libero_goal_swap`, have that of their suite."""
     names = [name for name in _LIMITS if suite == name or suite.startswith(f"{name}_")]
     return _LIMITS[names[0]] if names else max(_LIMITS.values())
 
 
 def axis_angle(quaternion: np.ndarray) -> np.ndarray:
-    """Rotation vector of a quaternion `[x, y, z, w]`."""
+    """Returns the rotation vector of a quaternion `[x, y, z, w]`."""
     vector, w = np.asarray(quaternion[:3], np.float64), float(np.clip(quaternion[3], -1, 1))
     length = float(np.linalg.norm(vector))
     return np.zeros(3) if length < 1e-9 else vector / length * (2 * np.arctan2(length, w))

@@ -1,4 +1,6 @@
-"""ManiSkill 3 tasks: on the CPU all slots of a process batched (see `maniskill_batch`), on a GPU by its own simulation."""
+"""Vector environment of ManiSkill 3 tasks: batched in this process on the CPU (see `maniskill_physx`), by ManiSkill's
+simulation on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhpc.embodied.envs.base import Step, VectorEnv
-from rlhpc.embodied.envs.episodes import Episodes
+from rlhpc.embodied.envs.episode_tracker import EpisodeTracker
 from rlhpc.embodied.envs.maniskill_data import (
     convert,
     flat,
@@ -24,40 +26,73 @@ from rlhpc.embodied.envs.maniskill_data import (
     space_of,
 )
 from rlhpc.embodied.envs.observations import join
-from rlhpc.embodied.envs.played import Played
-from rlhpc.runtime.device import accelerator
+from rlhpc.runtime.devices import accelerator
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import required
+from rlhpc.runtime.plugins import required
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
+
+class ActionLog:
+    """Action log: each slot's actions since its reset, stored by step, because appending to thousands of lists takes as
+    long as simulating.
+
+    Args:
+        num_envs: Slots.
+        width: Numbers of an action.
+    """
+
+    def __init__(self, num_envs: int, width: int) -> None:
+        self._steps: list[np.ndarray] = []
+        self._dropped = 0
+        #: Number of the step, of all that there were, that is the first of each slot's episode.
+        self._since = np.zeros(num_envs, np.int64)
+        self._none = np.zeros((0, width), np.float32)
+
+    def begin(self, slots: np.ndarray) -> None:
+        """Starts the episodes of these slots: drops their earlier actions."""
+        self._since[slots] = self._dropped + len(self._steps)
+        over = int(self._since.min()) - self._dropped
+        del self._steps[:over]
+        self._dropped += over
+
+    def add(self, actions: np.ndarray) -> None:
+        """Adds a step of all slots, `[N, width]`. Actions of a slot between its end and its next `begin` do not matter."""
+        self._steps.append(np.array(actions, np.float32))
+
+    def of(self, slot: int) -> np.ndarray:
+        """Returns a slot's actions since its reset, float32 `[steps, width]`."""
+        steps = self._steps[self._since[slot] - self._dropped :]
+        return np.stack([step[slot] for step in steps]) if steps else self._none
+
+
 log = logging.getLogger(__name__)
-_OURS = ("num_envs", "max_episode_steps", "render_mode")
-#: Names of what simulates and renders without a GPU.
+_RESERVED_KWARGS = ("num_envs", "max_episode_steps", "render_mode")
+#: Names of simulation and render backends without a GPU.
 _ON_CPU = ("cpu", "physx_cpu", "sapien_cpu")
 
 
 class _NoMaterial:
-    """Stands in for a render material where no renderer can be loaded; nothing looks at it without one."""
+    """Substitute for a render material where no renderer can be loaded; nothing reads it then."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         vars(self).update(kwargs)
 
 
-_NEEDED = ("env_type maniskill needs ManiSkill", "embodied")
+_REQUIREMENT = ("env_type maniskill needs ManiSkill", "embodied")
 
 
 def load_maniskill() -> bool:
-    """Imports ManiSkill, also where there is no Vulkan.
+    """Imports ManiSkill, also without Vulkan.
 
     Returns:
-        Whether SAPIEN can render here.
+        True if SAPIEN can render here.
 
     Raises:
         ConfigError: It is not installed.
     """
-    required("sapien.render", *_NEEDED)
+    required("sapien.render", *_REQUIREMENT)
     import sapien
 
     if sapien.render.RenderMaterial is not _NoMaterial:
@@ -69,12 +104,12 @@ def load_maniskill() -> bool:
                 # Also where it has been imported from already, such as SAPIEN's loader of robots.
                 if getattr(module, "__dict__", {}).get("RenderMaterial") is real:
                     vars(module)["RenderMaterial"] = _NoMaterial
-    required("mani_skill.envs", *_NEEDED)  # registers the tasks
+    required("mani_skill.envs", *_REQUIREMENT)  # registers the tasks
     return sapien.render.RenderMaterial is not _NoMaterial
 
 
 def find_task(env_id: str) -> Any:
-    """ManiSkill's entry of a task.
+    """Returns ManiSkill's registry entry of a task.
 
     Raises:
         ConfigError: Unknown, or its assets are not downloaded.
@@ -100,7 +135,7 @@ def find_task(env_id: str) -> Any:
 
 
 class ManiSkillVectorEnv(VectorEnv):
-    """N slots of a ManiSkill task; `env.train.kwargs` are those of `gym.make`.
+    """Vector environment of N slots of a ManiSkill task; `env.train.kwargs` are those of `gym.make`.
 
     obs_mode `state` (default) gives `[N, D]`; modes with textures (`rgb`, `rgbd`, `rgb+state`, …) give a dict of
     `state` (what the task lets the policy know), `rgb` uint8 `[N, H, W, 3 x cameras]` and `depth` float32 in metres.
@@ -108,16 +143,17 @@ class ManiSkillVectorEnv(VectorEnv):
     (seed, slot, number of the episode); on a GPU, where ManiSkill draws for all slots that reset together, only with
     `group_size` over 1 or fixed reset states.
 
-    What a task draws when it is built (the size of a peg) a slot keeps, unless `reconfiguration_freq` says otherwise.
+    A slot retains the values that its task draws when it is built (the size of a peg), except with
+    `reconfiguration_freq`.
 
-    A saved slot is its episode's number and actions; loading plays them again. On the CPU that is exact: every reset
-    first clears PhysX's caches of contacts, which outlive a reset and which no state of ManiSkill's contains.
+    A saved slot is its episode's number and actions; loading replays them. On the CPU that is exact: every reset first
+    clears PhysX's caches of contacts, which outlive a reset and are in no state of ManiSkill.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
         num_envs: Slots here.
         slot_offset: Global number of the first.
-        seed: Of the run.
+        seed: Seed of the run.
     """
 
     supports_state = True
@@ -125,15 +161,16 @@ class ManiSkillVectorEnv(VectorEnv):
 
     @classmethod
     def uses_accelerator(cls, cfg: EnvSideConfig) -> bool:
-        """See `VectorEnv.uses_accelerator`: by `sim_backend` and `render_backend`."""
-        given = cfg.kwargs or {}
+        """Returns whether `sim_backend` or `render_backend` is on an accelerator (`VectorEnv.uses_accelerator`)."""
+        kwargs = cfg.kwargs or {}
         sim, render = _backends(
-            given.get("sim_backend", "auto"), given.get("render_backend", "auto"), given.get("obs_mode", "state")
+            kwargs.get("sim_backend", "auto"), kwargs.get("render_backend", "auto"), kwargs.get("obs_mode", "state")
         )
         return sim not in _ON_CPU or render not in (*_ON_CPU, "none", None)
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
-        self.num_envs, self._env_id = num_envs, cfg.env_id
+        self.num_envs = num_envs
+        self._env_id = cfg.env_id
         if cfg.wrappers:
             raise ConfigError(f"env.train.wrappers is {list(cfg.wrappers)}; ManiSkill tasks take none")
         spec = find_task(self._env_id)
@@ -141,15 +178,15 @@ class ManiSkillVectorEnv(VectorEnv):
         self._gpu = self._kwargs["sim_backend"] not in _ON_CPU
         visual = _visual(self._kwargs["obs_mode"])
         limit = cfg.max_episode_steps if cfg.max_episode_steps is not None else spec.max_episode_steps
-        self.episodes = Episodes(cfg, num_envs, slot_offset, seed, int(limit or 0))
+        self.episodes = EpisodeTracker(cfg, num_envs, slot_offset, seed, int(limit or 0))
         shared = self._gpu and cfg.group_size == 1 and not cfg.use_fixed_reset_state_ids
-        # Pictures and scenes that are built anew for every episode are made slot by slot on the CPU.
+        # On the CPU, pictures, and scenes that are rebuilt for every episode, need separate slots.
         self._alone = alone = not self._gpu and (visual or bool(self._kwargs.get("reconfiguration_freq")))
         self._build_seeds = [build_seed(seed, (slot_offset + i) // cfg.group_size) for i in range(num_envs)]
         self._parts = self._build(spec, [1] * num_envs if alone else [num_envs], alone, seeded=not shared)
         self._spec = spec
         self._camera: Any = None
-        #: What `gym.make` needs to make the task again, for recordings.
+        #: Arguments of `gym.make` that rebuild the task, for recordings.
         self.record_kwargs = {**self._kwargs, "sim_backend": "physx_cuda" if self._gpu else "physx_cpu"}
         self.max_episode_steps = int(limit or 0)
         first = self._parts[0]
@@ -158,7 +195,7 @@ class ManiSkillVectorEnv(VectorEnv):
         row = convert(first.get_obs())
         self.can_stay_on_device = self._gpu and len(self._parts) == 1
         self.observation_space = space_of(row)
-        self._played = Played(num_envs, int(np.prod(self.action_space.shape)))
+        self._played = ActionLog(num_envs, int(np.prod(self.action_space.shape)))
 
     def _build(self, spec: Any, sizes: list[int], alone: bool, seeded: bool) -> list[Any]:
         from rlhpc.embodied.envs.maniskill_tasks import seeded_task
@@ -185,18 +222,18 @@ class ManiSkillVectorEnv(VectorEnv):
         return self._begin(np.arange(self.num_envs)), {}
 
     def _begin(self, slots: np.ndarray) -> Any:
-        """Resets slots; the observation of all."""
+        """Resets slots; returns the observation of all."""
         seeds = dict(zip(slots.tolist(), self.episodes.begin(slots), strict=True))
         self._played.begin(slots)
         return self._reset_parts(seeds)
 
     def _reset_parts(self, seeds: dict[int, int]) -> Any:
-        found, start = [], 0
+        observations, start = [], 0
         for part in self._parts:
-            mine = {slot - start: seed for slot, seed in seeds.items() if start <= slot < start + part.num_envs}
-            found.append(convert(part.reset_slots(mine) if mine else part._last_obs, self.on_device))
+            part_seeds = {slot - start: seed for slot, seed in seeds.items() if start <= slot < start + part.num_envs}
+            observations.append(convert(part.reset_slots(part_seeds) if part_seeds else part._last_obs, self.on_device))
             start += part.num_envs
-        return join(found)
+        return join(observations)
 
     @torch.inference_mode()
     def step(self, actions: np.ndarray) -> Step:
@@ -205,12 +242,14 @@ class ManiSkillVectorEnv(VectorEnv):
 
     @torch.inference_mode()
     def chunk_step(self, actions: np.ndarray) -> Step:
-        """See `VectorEnv.chunk_step`; a slot whose episode ends within the chunk is reset after the chunk."""
+        """Executes a chunk (`VectorEnv.chunk_step`); a slot whose episode ends within the chunk is reset after the
+        chunk.
+        """
         return self._chunk(actions.reshape(self.num_envs, actions.shape[1], -1))
 
     def _chunk(self, actions: np.ndarray) -> Step:
         n, chunk = self.num_envs, actions.shape[1]
-        brought, executed = np.zeros((n, chunk), np.float32), np.zeros((n, chunk), bool)
+        chunk_rewards, executed = np.zeros((n, chunk), np.float32), np.zeros((n, chunk), bool)
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
         final: Any = None
         success: np.ndarray | None = None
@@ -220,11 +259,11 @@ class ManiSkillVectorEnv(VectorEnv):
                 break
             obs, rewards, failed, success = self._simulate(actions[:, i])
             self._played.add(actions[:, i])
-            brought[:, i], ends, cut = self.episodes.add(rewards, failed, success, active)
+            chunk_rewards[:, i], terminated, truncated = self.episodes.add(rewards, failed, success, active)
             executed[:, i] = active
-            terminations |= ends
-            truncations |= cut
-            fresh = ends | cut
+            terminations |= terminated
+            truncations |= truncated
+            fresh = terminated | truncated
             if fresh.any():
                 final = select(fresh, obs, obs if final is None else final)
         done = terminations | truncations
@@ -237,76 +276,82 @@ class ManiSkillVectorEnv(VectorEnv):
                 infos["final_env_states"] = self.env_states()
             obs = self._begin(np.flatnonzero(done))
         if chunk > 1:
-            infos["chunk"] = {"rewards": brought, "mask": executed}
-        return obs, brought.sum(1), terminations, truncations, infos
+            infos["chunk"] = {"rewards": chunk_rewards, "mask": executed}
+        return obs, chunk_rewards.sum(1), terminations, truncations, infos
 
     def _simulate(self, actions: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray | None]:
-        """One control step of all slots: obs, rewards `[N]`, failed `[N]`, success `[N]` where the task knows it."""
+        """Executes one control step of all slots; returns obs, rewards `[N]`, failed `[N]`, and success `[N]` where the
+        task knows it.
+        """
         obs, rewards, failed, success, start = [], [], [], [], 0
         for part in self._parts:
             chosen = torch.from_numpy(np.ascontiguousarray(actions[start : start + part.num_envs], np.float32))
-            given = chosen.to(part.device)
+            part_actions = chosen.to(part.device)
             observed, reward, _, _, info = part.step(
-                given
+                part_actions
                 if self._split is None
-                else dict(zip(self._split, given.split([*self._split.values()], 1), strict=True))
+                else dict(zip(self._split, part_actions.split([*self._split.values()], 1), strict=True))
             )
             obs.append(convert(observed, self.on_device))
-            told = [name for name in ("fail", "success") if name in info]
-            brought, *ends = flat([reward, *(info[name] for name in told)], part.num_envs)
-            known = dict(zip(told, ends, strict=True))
-            rewards.append(brought)
-            failed.append(known.get("fail", np.zeros(part.num_envs, bool)))
-            if "success" in known:
-                success.append(known["success"].astype(bool))
+            flag_names = [name for name in ("fail", "success") if name in info]
+            reward_row, *ends = flat([reward, *(info[name] for name in flag_names)], part.num_envs)
+            flags = dict(zip(flag_names, ends, strict=True))
+            rewards.append(reward_row)
+            failed.append(flags.get("fail", np.zeros(part.num_envs, bool)))
+            if "success" in flags:
+                success.append(flags["success"].astype(bool))
             start += part.num_envs
         return (
-            join(obs), np.concatenate(rewards).astype(np.float32), np.concatenate(failed).astype(bool),
+            join(obs),
+            np.concatenate(rewards).astype(np.float32),
+            np.concatenate(failed).astype(bool),
             np.concatenate(success) if success else None,
-        )  # fmt: skip
+        )
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Per slot the number of its episode and the actions since its reset."""
+        """Returns for each slot the number of its episode and the actions since its reset."""
         slots = range(self.num_envs)
         return {"slots": [{**self.episodes.place(slot), "actions": self._played.of(slot)} for slot in slots]}
 
     @torch.inference_mode()
     def load_state_dict(self, state: Any) -> None:
-        """Plays the episodes under way again; the slots start one after the other, so that all end together."""
+        """Replays the current episodes; the slots start one after the other, so that all end in the same step."""
         slots = self.slots_of(state)
         if self._gpu:
             log.warning(
                 "%s: PhysX on a GPU is not deterministic: the resumed episodes are close, not equal", self._env_id
             )
         played = [np.asarray(slot["actions"], np.float32) for slot in slots]
-        left = np.array([len(actions) for actions in played])
+        lengths = np.array([len(actions) for actions in played])
         for i, slot in enumerate(slots):
             self.episodes.replay(i, slot)
         actions = np.zeros((self.num_envs, int(np.prod(self.action_space.shape))), np.float32)
-        for remaining in range(int(left.max()), -1, -1):
-            starting = np.flatnonzero(left == remaining)
+        for remaining in range(int(lengths.max()), -1, -1):
+            starting = np.flatnonzero(lengths == remaining)
             if starting.size:
                 self._begin(starting)
             if not remaining:
                 return
-            active = left >= remaining
+            active = lengths >= remaining
             for slot in np.flatnonzero(active).tolist():
-                actions[slot] = played[slot][left[slot] - remaining]
+                actions[slot] = played[slot][lengths[slot] - remaining]
             self._played.add(actions)
             _, rewards, failed, success = self._simulate(actions)
             self.episodes.add(rewards, failed, success, active)
 
     def env_states(self) -> dict[str, Any]:
-        """ManiSkill's `get_state_dict` of all slots: nested dicts of arrays `[N, ...]`."""
+        """Returns ManiSkill's `get_state_dict` of all slots: nested dicts of arrays `[N, ...]`."""
         return join_states([part.get_state_dict() for part in self._parts])
 
     # -- pictures ---------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def render(self, slots: Any = None) -> np.ndarray | None:
-        """See `VectorEnv.render`. Slots that are simulated without a renderer are shown by one environment with one."""
+        """Renders slots (`VectorEnv.render`). A separate environment with a renderer shows slots that are simulated
+        without one.
+        """
         chosen = list(range(self.num_envs)) if slots is None else [int(slot) for slot in slots]
         if self._alone and self._kwargs["render_backend"] != "none":
             return np.concatenate([picture(self._parts[slot]) for slot in chosen])
@@ -327,10 +372,10 @@ class ManiSkillVectorEnv(VectorEnv):
         from rlhpc.embodied.envs.maniskill_tasks import rendering_task
 
         backend = "gpu" if accelerator() == "cuda" else "cpu"
-        wanted = {**self._kwargs, "obs_mode": "none", "sim_backend": "physx_cpu", "render_backend": backend}
+        kwargs = {**self._kwargs, "obs_mode": "none", "sim_backend": "physx_cpu", "render_backend": backend}
         try:
             with torch.inference_mode():
-                self._camera = rendering_task(self._spec.cls)(num_envs=1, render_mode="rgb_array", **wanted)
+                self._camera = rendering_task(self._spec.cls)(num_envs=1, render_mode="rgb_array", **kwargs)
         except RuntimeError as error:
             log.warning("%s: no pictures, SAPIEN cannot render here: %s", self._env_id, error)
             self._camera = False
@@ -341,11 +386,12 @@ class ManiSkillVectorEnv(VectorEnv):
         """Frees the scenes."""
         for env in [*self._parts, *([self._camera] if self._camera else [])]:
             env.close()
-        self._parts, self._camera = [], None
+        self._parts = []
+        self._camera = None
 
 
 def build_seed(seed: int, group: int) -> int:
-    """Seed of what a slot's task draws when it is built; separate from the seeds of its episodes."""
+    """Returns the seed of what a slot's task draws when it is built; separate from the seeds of its episodes."""
     return int(np.random.SeedSequence([seed, group, 0, 1]).generate_state(1)[0]) & 0x7FFFFFFF
 
 
@@ -354,7 +400,7 @@ def _visual(obs_mode: str) -> bool:
 
 
 def _backends(sim: str | None, render: str | None, obs_mode: str) -> tuple[str | None, str | None]:
-    """What simulates and what renders, where `auto` was asked for by what this process has."""
+    """Returns simulation and render backend; `auto` becomes what this process has."""
     gpu = "auto" in (sim, render) and accelerator() == "cuda"
     if sim == "auto":
         sim = "physx_cuda" if gpu else "physx_cpu"
@@ -364,11 +410,11 @@ def _backends(sim: str | None, render: str | None, obs_mode: str) -> tuple[str |
 
 
 def _arguments(cfg: EnvSideConfig, spec: Any) -> dict[str, Any]:
-    """`kwargs` with this adapter's defaults, checked as far as possible without building anything."""
-    # ManiSkill changes what is nested in them.
-    given: Any = OmegaConf.to_container(cfg.kwargs) if OmegaConf.is_config(cfg.kwargs) else cfg.kwargs
-    kwargs: dict[str, Any] = dict(given or {})
-    for name in _OURS:
+    """Returns `kwargs` with this adapter's defaults, checked as far as possible without building anything."""
+    # A copy, because ManiSkill changes nested values.
+    user_kwargs: Any = OmegaConf.to_container(cfg.kwargs) if OmegaConf.is_config(cfg.kwargs) else cfg.kwargs
+    kwargs: dict[str, Any] = dict(user_kwargs or {})
+    for name in _RESERVED_KWARGS:
         if name in kwargs:
             raise ConfigError(f"env.train.kwargs.{name} is {kwargs[name]!r}; this one rlhpc sets itself")
     kwargs.setdefault("obs_mode", "state")
@@ -376,7 +422,7 @@ def _arguments(cfg: EnvSideConfig, spec: Any) -> dict[str, Any]:
         raise ConfigError(
             f"env.train.kwargs.obs_mode is {kwargs['obs_mode']!r}; supported are state, rgb, depth, and these joined by '+'"
         )
-    # Several tasks build their scene anew for every episode, but only where there is one slot.
+    # Several tasks rebuild their scene for every episode, but only with one slot.
     kwargs.setdefault("reconfiguration_freq", 0)
     modes = spec.cls.SUPPORTED_REWARD_MODES
     if kwargs.get("reward_mode") is not None and kwargs["reward_mode"] not in modes:

@@ -1,4 +1,4 @@
-"""What ManiSkill gives, as arrays and spaces of rlhpc."""
+"""Conversion of ManiSkill's observations, actions and states to arrays and spaces of rlhpc."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhpc.embodied.envs.observations import as_arrays
 
 
 def joint_action_space(space: Any) -> tuple[spaces.Box, dict[str, int] | None]:
-    """One Box; the actions of several robots are joined, and the dict says how wide each one's are."""
+    """Returns one Box; for several robots it joins their action spaces, and the dict has the width of each one's part."""
     if isinstance(space, spaces.Box):
         return space, None
     parts = dict(space.spaces)
@@ -22,14 +22,14 @@ def joint_action_space(space: Any) -> tuple[spaces.Box, dict[str, int] | None]:
 
 
 def convert(obs: Any, on_device: bool = False) -> Any:
-    """ManiSkill's observation: `[n, D]`, or a dict of `state`, `rgb` and `depth`.
+    """Converts ManiSkill's observation to `[n, D]`, or a dict of `state`, `rgb` and `depth`.
 
     Args:
-        obs: What ManiSkill gave.
-        on_device: As tensors where they are, with the same numbers; otherwise as arrays.
+        obs: Observation from ManiSkill.
+        on_device: Return tensors on their device, with the same numbers; otherwise arrays.
     """
-    found = _tensors(obs)
-    return found if on_device else as_arrays(found)
+    tensors = _tensors(obs)
+    return tensors if on_device else as_arrays(tensors)
 
 
 def _tensors(obs: Any) -> Any:
@@ -37,15 +37,15 @@ def _tensors(obs: Any) -> Any:
         return obs.float()
     if "sensor_data" not in obs:
         return _flat_state(obs)
-    found = {"state": _flat_state(obs["state"] if "state" in obs else {"agent": obs["agent"], "extra": obs["extra"]})}
+    parts = {"state": _flat_state(obs["state"] if "state" in obs else {"agent": obs["agent"], "extra": obs["extra"]})}
     pictures = list(obs["sensor_data"].values())
     if "rgb" in pictures[0]:
-        found["rgb"] = torch.cat([picture["rgb"] for picture in pictures], -1)
+        parts["rgb"] = torch.cat([picture["rgb"] for picture in pictures], -1)
     if "depth" in pictures[0]:
         depth = torch.cat([picture["depth"] for picture in pictures], -1).float()
         # By a tensor there: kernels multiply by the inverse of a number of the host, which rounds otherwise.
-        found["depth"] = depth / torch.full((), 1000.0, device=depth.device)
-    return found
+        parts["depth"] = depth / torch.full((), 1000.0, device=depth.device)
+    return parts
 
 
 def _flat_state(obs: Any) -> torch.Tensor:
@@ -56,7 +56,7 @@ def _flat_state(obs: Any) -> torch.Tensor:
 
 
 def space_of(obs: Any) -> Any:
-    """The space of one slot of an observation."""
+    """Returns the space of one slot of an observation."""
     if isinstance(obs, dict):
         return spaces.Dict({name: space_of(part) for name, part in obs.items()})
     if obs.dtype == np.uint8:
@@ -65,7 +65,7 @@ def space_of(obs: Any) -> Any:
 
 
 def select(mask: np.ndarray, yes: Any, no: Any) -> Any:
-    """Rows of `yes` where `mask [n]`, of `no` elsewhere; of arrays or tensors."""
+    """Returns rows of `yes` where `mask [n]`, of `no` elsewhere; of arrays or tensors."""
     if isinstance(yes, dict):
         return {name: select(mask, yes[name], no[name]) for name in yes}
     if isinstance(yes, torch.Tensor):
@@ -74,27 +74,29 @@ def select(mask: np.ndarray, yes: Any, no: Any) -> Any:
 
 
 def join_states(parts: list[Any]) -> Any:
-    """Nested states of neighbouring slots as one, as arrays."""
+    """Concatenates nested states of neighbouring slots, as arrays."""
     if isinstance(parts[0], dict):
         return {name: join_states([part[name] for part in parts]) for name in parts[0]}
     return np.concatenate([part.cpu().numpy() for part in parts])
 
 
 def row_of(state: Any, slot: int) -> Any:
-    """One slot's row of a nested state."""
+    """Returns one slot's row of a nested state."""
     if isinstance(state, dict):
         return {name: row_of(part, slot) for name, part in state.items()}
     return state[slot : slot + 1].cpu()
 
 
 def flat(values: Sequence[Any], n: int) -> list[np.ndarray]:
-    """Each as one number per slot, `[n]`, float32 or bool; those on an accelerator come together, in one copy."""
-    there = [torch.as_tensor(value).reshape(-1).expand(n) for value in values]
-    together = torch.stack([one.to(there[0].device, torch.float32) for one in there]).cpu().numpy()
-    return [row.astype(bool) if one.dtype == torch.bool else row for one, row in zip(there, together, strict=True)]
+    """Flattens each to one number per slot, `[n]`, float32 or bool; those on an accelerator are fetched in one copy."""
+    tensors = [torch.as_tensor(value).reshape(-1).expand(n) for value in values]
+    stacked = torch.stack([tensor.to(tensors[0].device, torch.float32) for tensor in tensors]).cpu().numpy()
+    return [
+        row.astype(bool) if tensor.dtype == torch.bool else row for tensor, row in zip(tensors, stacked, strict=True)
+    ]
 
 
 def picture(env: Any) -> np.ndarray:
-    """What a task's human camera shows, uint8 `[n, H, W, 3]`."""
+    """Renders a task's human camera, uint8 `[n, H, W, 3]`."""
     frames: np.ndarray = env.render_rgb_array().cpu().numpy()
     return frames

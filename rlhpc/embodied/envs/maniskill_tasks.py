@@ -1,4 +1,4 @@
-"""ManiSkill's tasks as rlhpc builds them: a seed for every slot, and many slots on the CPU."""
+"""Subclasses of ManiSkill's tasks with a seed for every slot, and with many slots on the CPU."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ import torch
 from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
 from sapien import physx
 
-from rlhpc.embodied.envs.maniskill_batch import BatchedScene, clear_contacts
+from rlhpc.embodied.envs.maniskill_physx import BatchedScene, clear_contacts
 
 
 class Generators(Sequence[np.random.RandomState]):
-    """A generator for each of `seeds`, made when it is first drawn from: to make those of a thousand slots takes longer than
-    to simulate a step, and few tasks draw from them."""
+    """Random generators, one for each of `seeds`, created on first use: creating those of a thousand slots takes longer
+    than simulating a step, and few tasks draw from them.
+    """
 
     def __init__(self, seeds: Sequence[int]) -> None:
-        self._seeds, self._made = list(seeds), dict[int, np.random.RandomState]()
+        self._seeds = list(seeds)
+        self._generators = dict[int, np.random.RandomState]()
 
     def __getitem__(self, slot: Any) -> Any:
-        if slot not in self._made:
-            self._made[slot] = np.random.RandomState(self._seeds[slot])
-        return self._made[slot]
+        if slot not in self._generators:
+            self._generators[slot] = np.random.RandomState(self._seeds[slot])
+        return self._generators[slot]
 
     def __setitem__(self, slot: int, generator: np.random.RandomState) -> None:
-        self._made[slot] = generator
+        self._generators[slot] = generator
 
     def __iter__(self) -> Iterator[np.random.RandomState]:
         return (self[slot] for slot in range(len(self)))
@@ -38,12 +40,13 @@ class Generators(Sequence[np.random.RandomState]):
 
 
 def rendering_task(task: type) -> Any:
-    """A subclass of a ManiSkill task that renders where SAPIEN does already in this process: it has one renderer, and the
-    textures of a task from an MJCF file open it, under another name of the device, where nothing is rendered."""
+    """Returns a subclass of a ManiSkill task that uses this process's existing SAPIEN renderer. There can be only one,
+    and a task with an MJCF file's textures opens it under another device name, where nothing is rendered.
+    """
 
     base: Any = task
 
-    class Task(base):
+    class RenderingTask(base):
         @property
         def backend(self) -> Any:
             return self._backend
@@ -53,12 +56,12 @@ def rendering_task(task: type) -> Any:
             value.render_device = open_renderer(value.render_device)
             self._backend = value
 
-    Task.__name__ = Task.__qualname__ = task.__name__
-    return Task
+    RenderingTask.__name__ = RenderingTask.__qualname__ = task.__name__
+    return RenderingTask
 
 
 def open_renderer(device: Any) -> Any:
-    """A device, or the one that SAPIEN's renderer is on if it refuses that; None where nothing is to be rendered."""
+    """Returns a device, or the one of SAPIEN's renderer if SAPIEN refuses that; None without rendering."""
     if device is None:
         return None
     try:
@@ -66,29 +69,29 @@ def open_renderer(device: Any) -> Any:
     except RuntimeError:
         try:
             return sapien.render.RenderSystem().device
-        except RuntimeError:  # it cannot render here at all, which ManiSkill says
+        except RuntimeError:  # it cannot render here at all, and ManiSkill raises
             return device
     return device
 
 
 def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int]) -> Any:
-    """A subclass of a ManiSkill task whose slots are each reset with a seed of their own.
+    """Returns a subclass of a ManiSkill task that resets each slot with a separate seed.
 
     Args:
         task: Subclass of `BaseEnv`.
-        batched: It takes `num_envs > 1` with `sim_backend="physx_cpu"`, without rendering.
+        batched: The task takes `num_envs > 1` with `sim_backend="physx_cpu"`, without rendering.
         seeded: Slots draw their first states one by one, each from its seed; otherwise all that reset together at once, from
             the seed of the first of them.
-        build_seeds: What tasks draw when they are built (the size of a peg) follows from these, one per slot.
+        build_seeds: Seeds of what tasks draw when they are built (the size of a peg), one per slot.
     """
 
     base: Any = rendering_task(task)
 
-    class Task(base):
+    class SeededTask(base):
         _slot_seeds: list[int] | None = None
 
         def reset_slots(self, seeds: dict[int, int]) -> Any:
-            """Resets the slots that `seeds` names; the observation of all."""
+            """Resets the slots that `seeds` names; returns the observation of all."""
             if not self.gpu_sim_enabled:
                 clear_contacts(self.scene.px)
             elif isinstance(self.scene, BatchedScene):
@@ -98,8 +101,8 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
             chosen = torch.tensor(sorted(seeds), device=self.device)
             options = {"env_idx": chosen} if self.num_envs > 1 else None
             # From seeds BaseEnv makes two generators for every slot, whichever are reset.
-            given = self._slot_seeds if seeded or self.reconfiguration_freq else None
-            return self.reset(seed=given, options=options)[0]
+            seeds_to_use = self._slot_seeds if seeded or self.reconfiguration_freq else None
+            return self.reset(seed=seeds_to_use, options=options)[0]
 
         def reset(self, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
             """Resets as ManiSkill does; the constructor's own call uses `build_seeds`."""
@@ -129,7 +132,7 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
                 super()._initialize_episode(torch.tensor([slot], device=self.device), options)
             self.scene._reset_mask = mask
 
-    class Batched(Task):
+    class Batched(SeededTask):
         @property
         def backend(self) -> Any:
             return self._backend
@@ -144,11 +147,14 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
             self._set_scene_config()
             scenes = [sapien.Scene([physx.PhysxCpuSystem()]) for _ in range(self.num_envs)]
             self.scene = BatchedScene(
-                scenes, sim_config=self.sim_config, device=self.device, parallel_in_single_scene=False,
+                scenes,
+                sim_config=self.sim_config,
+                device=self.device,
+                parallel_in_single_scene=False,
                 backend=self.backend,
-            )  # fmt: skip
+            )
             self.scene.px.timestep = 1.0 / self._sim_freq
 
-    chosen = Batched if batched else Task
+    chosen = Batched if batched else SeededTask
     chosen.__name__ = chosen.__qualname__ = task.__name__
     return chosen

@@ -1,4 +1,6 @@
-"""MetaWorld v3 tasks. Its mujoco is not rlhpc's: run the env group with a Python of its own (docs/how-to/simulators.md)."""
+"""Vector environment of MetaWorld v3 tasks. Their mujoco version needs a separate Python for the env group
+(docs/how-to/simulators.md).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rlhpc.embodied.envs.observations import check_orientation, oriented
-from rlhpc.embodied.envs.slotwise import SlotStep, SlotwiseVectorEnv, only_known
+from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv, merge_kwargs
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ _LONGEST = 500
 
 
 class MetaWorldVectorEnv(SlotwiseVectorEnv):
-    """N slots of a task such as `reach-v3`, goal visible, objects and goal drawn for every episode.
+    """Vector environment of N slots of a task such as `reach-v3`, with a visible goal; each episode draws objects and goal.
 
     Observations are MetaWorld's 39 numbers. `kwargs`: reward_mode `dense` (0 to 10) or `sparse` (1 at success),
     camera_name, width, height and image_orientation (`oriented`) of pictures: MetaWorld's cameras are mounted upside down, so
@@ -38,13 +40,13 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
         cfg: Section `env.train` or `env.eval`.
         num_envs: Slots here.
         slot_offset: Global number of the first.
-        seed: Of the run.
+        seed: Seed of the run.
     """
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
         limit = min(cfg.max_episode_steps or _LONGEST, _LONGEST)
         super().__init__(cfg, num_envs, slot_offset, seed, limit)
-        kwargs = only_known(cfg.kwargs, _DEFAULTS, "metaworld")
+        kwargs = merge_kwargs(cfg.kwargs, _DEFAULTS, "metaworld")
         self._orientation = check_orientation(kwargs.pop("image_orientation"))
         self._sparse = kwargs.pop("reward_mode") == "sparse"
         os.environ.setdefault("MUJOCO_GL", "egl")
@@ -75,7 +77,7 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
         return SlotStep(np.asarray(obs, np.float32), float(success) if self._sparse else float(reward), success)
 
     def picture(self, slot: int) -> np.ndarray:
-        """A picture of a slot (`SlotwiseVectorEnv.picture`)."""
+        """Renders a slot (`SlotwiseVectorEnv.picture`)."""
         frame: np.ndarray = self._envs[slot].render()
         return oriented(frame, self._orientation)
 
@@ -97,7 +99,7 @@ def _tasks() -> Any:
 
 
 def _build(task: Any, kwargs: dict[str, Any]) -> Any:
-    """A task with its goal visible, which draws each episode's objects and goal from its own generator."""
+    """Builds a task with its goal visible, which draws each episode's objects and goal from its own generator."""
     env = task(render_mode="rgb_array", **kwargs)
     env._partially_observable = False
     env._freeze_rand_vec, env.seeded_rand_vec, env._set_task_called = False, True, True

@@ -1,8 +1,8 @@
 """Observations: an array `[N, ...]`, or a dict of such arrays where an environment shows several things.
 
-A simulator on an accelerator gives tensors on it in place of the arrays, if it is asked to (`VectorEnv.on_device`).
+A simulator on an accelerator returns tensors in place of the arrays where `VectorEnv.on_device` is set.
 
-Between the roles a dict travels as columns `obs.<key>` beside the other columns of a message, an array as the column `obs`.
+Messages between workers have a dict as columns `obs.<key>`, an array as the column `obs`.
 A text is zero-padded UTF-8, uint8 `[N, bytes]`.
 """
 
@@ -15,8 +15,60 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from rlhpc.embodied.envs.finite import is_tensor
 from rlhpc.runtime.errors import ConfigError
+
+
+def is_tensor(part: Any) -> bool:
+    """Returns whether a part of an observation is a tensor, which stays on its accelerator."""
+    return hasattr(part, "is_floating_point")
+
+
+def is_finite(array: Any) -> bool:
+    """Returns whether all numbers of an array are finite, in one pass without a temporary; integers always are."""
+    if is_tensor(array):
+        return not array.is_floating_point() or bool(array.isfinite().all())
+    if array.dtype.kind != "f":
+        return True
+    flat = array.reshape(-1)
+    # A square may overflow although the number itself does not: only then is each number checked.
+    return math.isfinite(np.vdot(flat, flat)) or bool(np.isfinite(array).all())
+
+
+def bad_rows(array: Any, lead: int = 1) -> np.ndarray:
+    """Returns the rows with a non-finite number: bool, of the shape of the `lead` leading axes."""
+    if is_tensor(array):
+        bad_elements = ~array.isfinite()
+        if bad_elements.ndim > lead:
+            bad_elements = bad_elements.flatten(lead).any(-1)
+        bad_host: np.ndarray = bad_elements.cpu().numpy()
+        return bad_host
+    if array.dtype.kind != "f":
+        return np.zeros(array.shape[:lead], bool)
+    finite = np.isfinite(array)
+    bad: np.ndarray = ~finite.all(tuple(range(lead, array.ndim)))
+    return bad
+
+
+def cleaned(obs: Any) -> Any:
+    """Returns an observation (or another array) with 0 in place of non-finite numbers."""
+    if isinstance(obs, dict):
+        return {key: cleaned(part) for key, part in obs.items()}
+    if is_finite(obs):
+        return obs
+    return obs.where(obs.isfinite(), 0) if is_tensor(obs) else np.where(np.isfinite(obs), obs, obs.dtype.type(0))
+
+
+def all_finite(obs: Any) -> bool:
+    """Returns whether all numbers of an observation are finite."""
+    return all(map(is_finite, obs.values())) if isinstance(obs, dict) else is_finite(obs)
+
+
+def bad_slots(obs: Any) -> np.ndarray:
+    """Returns the slots with a non-finite number: bool `[N]`."""
+    parts = obs.values() if isinstance(obs, dict) else (obs,)
+    bad: np.ndarray = np.logical_or.reduce([bad_rows(part) for part in parts])
+    return bad
+
 
 Obs = np.ndarray | dict[str, np.ndarray]
 
@@ -25,29 +77,29 @@ TEXT_BYTES = 128
 
 
 def columns_of(name: str, obs: Any) -> dict[str, Any]:
-    """An observation as named columns; inverse of `rows_of`."""
+    """Returns an observation as named columns; inverse of `rows_of`."""
     return {f"{name}.{key}": part for key, part in obs.items()} if isinstance(obs, dict) else {name: obs}
 
 
 def rows_of(columns: Mapping[str, Any], name: str) -> Any:
-    """The observation that `columns_of` turned into columns, of arrays or tensors."""
+    """Returns the observation that `columns_of` turned into columns, of arrays or tensors."""
     if name in columns:
         return columns[name]
     return {key[len(name) + 1 :]: part for key, part in columns.items() if key.startswith(f"{name}.")}
 
 
 def is_column(column: str, name: str) -> bool:
-    """Whether a column belongs to the observation `name`."""
+    """Returns whether a column belongs to the observation `name`."""
     return column == name or column.startswith(f"{name}.")
 
 
 def take(obs: Any, index: Any) -> Any:
-    """Rows of an observation, by slice, mask or indices."""
+    """Returns rows of an observation, by slice, mask or indices."""
     return {key: part[index] for key, part in obs.items()} if isinstance(obs, dict) else obs[index]
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Observations one after the other."""
+    """Concatenates observations along their first axis."""
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], dict):
@@ -61,39 +113,39 @@ def join(parts: Sequence[Any]) -> Any:
 
 
 def as_arrays(obs: Any) -> Obs:
-    """What an environment gave, as arrays of the host."""
+    """Converts an environment's observation to arrays in host memory."""
     if isinstance(obs, dict):
         return {key: np.asarray(as_arrays(part)) for key, part in obs.items()}
     return obs.cpu().numpy() if is_tensor(obs) else np.asarray(obs)
 
 
 def as_given(obs: Any) -> Any:
-    """What an environment gave, as arrays, or tensors where it gave tensors."""
+    """Converts an environment's observation to arrays; tensors stay tensors."""
     if isinstance(obs, dict):
         return {key: as_given(part) for key, part in obs.items()}
     return obs if is_tensor(obs) else np.asarray(obs)
 
 
 def count_rows(obs: Any) -> int:
-    """Slots of an observation, of arrays or tensors."""
+    """Returns the number of slots of an observation, of arrays or tensors."""
     return len(next(iter(obs.values()))) if isinstance(obs, dict) else len(obs)
 
 
 def boxes_of(space: Any) -> dict[str, Any]:
-    """The spaces of an observation by key; the key of an array's space is the empty string."""
+    """Returns the spaces of an observation by key; the key of an array's space is the empty string."""
     return dict(space.spaces) if isinstance(space, spaces.Dict) else {"": space}
 
 
 def row_bytes(space: Any) -> dict[str, int]:
-    """Bytes of one slot by key."""
+    """Returns the bytes of one slot by key."""
     return {key: math.prod(box.shape) * np.dtype(box.dtype).itemsize for key, box in boxes_of(space).items()}
 
 
 def blank(space: Any, count: int) -> Obs:
-    """An observation of `count` slots that shows nothing: zeros."""
+    """Returns an observation of `count` slots, all zeros."""
     rows: dict[str, Any] = {key: np.zeros((count, *box.shape), box.dtype) for key, box in boxes_of(space).items()}
-    found: Obs = rows.get("", rows)
-    return found
+    obs: Obs = rows.get("", rows)
+    return obs
 
 
 #: Orders of a rendered picture's rows and columns, by `kwargs.image_orientation`.
@@ -139,12 +191,12 @@ def encode_text(text: str, size: int) -> np.ndarray:
 
 
 def decode_text(row: Any) -> str:
-    """The text in a row that `encode_text` made."""
+    """Returns the text of a row from `encode_text`."""
     return bytes(row).rstrip(b"\0").decode()
 
 
 def is_text(space: Any) -> bool:
-    """Whether a space's elements are texts: `Text`, and spaces such as minigrid's missions."""
+    """Returns whether a space's elements are texts: `Text`, and spaces such as minigrid's missions."""
     return space.dtype is not None and np.dtype(space.dtype).kind == "U"
 
 
@@ -161,9 +213,76 @@ def text_space(space: Any) -> spaces.Box:
 
 
 def is_channel_last(shape: Sequence[int]) -> bool:
-    """Returns true where a picture's channels are its last axis: of a square picture they are the side that differs, of
-    another the shortest."""
+    """Returns whether a picture's channels are its last axis: of a square picture the axis of another length, otherwise
+    the shortest.
+    """
     first, second, last = shape
     if (first == second) != (second == last):
         return first == second
     return last <= first
+
+
+def _numbers(array: np.ndarray) -> Any:
+    """Returns a list of the numbers, or one number if all are equal. JSON has no infinity: it becomes the word `inf` or
+    `-inf`, which numpy reads.
+    """
+    flat = [float(x) if np.isfinite(x) else str(float(x)) for x in array.reshape(-1)]
+    return flat[0] if flat and all(x == flat[0] for x in flat) else flat
+
+
+def require_bounded(space: Any) -> None:
+    """Refuses actions that critics of actions cannot read.
+
+    Raises:
+        ConfigError: They are no Box, or have no bounds.
+    """
+    if not isinstance(space, spaces.Box) or not space.is_bounded():
+        raise ConfigError(
+            f"off-policy learning needs bounded continuous actions (Box); the environment's are {space}: take another "
+            "env.train.env_id, or runner.task_type=embodied (PPO)"
+        )
+
+
+def space_to_json(space: Any) -> dict[str, Any]:
+    """Describes a Box, Discrete, MultiDiscrete, MultiBinary space, or a Dict of them, as JSON."""
+    if isinstance(space, spaces.Dict):
+        return {"type": "Dict", "spaces": {key: space_to_json(part) for key, part in space.spaces.items()}}
+    if isinstance(space, spaces.Box):
+        return {
+            "type": "Box",
+            "shape": list(space.shape),
+            "dtype": str(space.dtype),
+            "low": _numbers(space.low),
+            "high": _numbers(space.high),
+        }
+    if isinstance(space, spaces.Discrete):
+        return {"type": "Discrete", "n": int(space.n), "start": int(space.start)}
+    if isinstance(space, spaces.MultiDiscrete):
+        return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
+    if isinstance(space, spaces.MultiBinary):
+        return {"type": "MultiBinary", "n": int(np.prod(space.shape))}
+    raise ConfigError(
+        f"space {space} is not supported; supported: Box, Discrete, MultiDiscrete, MultiBinary, Dict. Wrap the environment "
+        f"(env.train.wrappers), for example with gymnasium.wrappers:FlattenObservation"
+    )
+
+
+def space_from_json(data: dict[str, Any]) -> Any:
+    """Builds the space that `space_to_json` described."""
+    kind = data["type"]
+    if kind == "Dict":
+        return spaces.Dict({key: space_from_json(part) for key, part in data["spaces"].items()})
+    if kind == "Box":
+        dtype, shape = np.dtype(data["dtype"]), tuple(data["shape"])
+        low, high = (
+            np.broadcast_to(np.asarray(data[k], np.float64).reshape(-1), (int(np.prod(shape)),))
+            if np.size(data[k]) == 1
+            else np.asarray(data[k], np.float64)
+            for k in ("low", "high")
+        )
+        return spaces.Box(low.reshape(shape).astype(dtype), high.reshape(shape).astype(dtype), dtype=dtype.type)
+    if kind == "Discrete":
+        return spaces.Discrete(data["n"], start=data["start"])
+    if kind == "MultiDiscrete":
+        return spaces.MultiDiscrete(np.array(data["nvec"]), start=np.array(data["start"]) if "start" in data else None)
+    return spaces.MultiBinary(data["n"])

@@ -6,20 +6,22 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.embodied.envs.base import VectorEnv
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.plugins import Registry
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
+from rlhpc.config.typed import changed
+from rlhpc.embodied.config import EnvSideConfig
 
-#: Of classes or functions `(cfg, num_envs, slot_offset, seed) -> VectorEnv`.
+#: Classes or functions `(cfg, num_envs, slot_offset, seed) -> VectorEnv`, by name.
 ENVS: Registry[Callable[..., VectorEnv]] = Registry(
     "environment type", "env.env_type", "rlhpc.envs",
     {
-        "distant_robot": "rlhpc.embodied.envs.distant_robot:DistantRobotVectorEnv",
+        "distant_robot": "rlhpc.embodied.robots.remote_env:DistantRobotVectorEnv",
         "gymnasium": "rlhpc.embodied.envs.gymnasium_env:GymnasiumVectorEnv",
         "libero": "rlhpc.embodied.envs.libero:LiberoVectorEnv",
         "maniskill": "rlhpc.embodied.envs.maniskill:ManiSkillVectorEnv",
-        "robot": "rlhpc.embodied.envs.robot:RobotVectorEnv",
+        "robot": "rlhpc.embodied.robots.robot_env:RobotVectorEnv",
         "metaworld": "rlhpc.embodied.envs.metaworld:MetaWorldVectorEnv",
     },
 )  # fmt: skip
@@ -32,14 +34,14 @@ def make_env(cfg: EnvSideConfig, num_envs: int, slot_offset: int = 0, seed: int 
     Args:
         cfg: The section.
         num_envs: Slots of this vector (a rank's share of `cfg.num_envs`).
-        slot_offset: Global number of the first slot: slot i is seeded by (seed, i), whoever simulates it.
-        seed: Of the run.
+        slot_offset: Global number of the first slot: slot i is seeded by (seed, i), on any rank.
+        seed: Seed of the run.
         stage: "train" or "eval".
 
     Raises:
         ConfigError: It cannot be built.
     """
-    from rlhpc.embodied.envs.processes import ProcessVectorEnv, process_count
+    from rlhpc.embodied.envs.subprocess_env import ProcessVectorEnv, process_count
 
     factory = ENVS.find(cfg.env_type)
     share: dict[str, Any] = {"num_envs": num_envs, "slot_offset": slot_offset, "seed": seed}
@@ -48,3 +50,30 @@ def make_env(cfg: EnvSideConfig, num_envs: int, slot_offset: int = 0, seed: int 
     if processes := process_count(cfg, factory, num_envs):
         return ProcessVectorEnv(factory, cfg, **share, processes=processes)
     return factory(cfg, **share)
+
+
+def check_env(cfg: EnvSideConfig, python: str | None = None) -> tuple[Any, Any]:
+    """Builds one environment and closes it again, so that an unknown id or bad arguments show before a run starts.
+
+    A separate process builds an environment on an accelerator: in this process its memory would stay allocated.
+
+    Args:
+        cfg: Section `env.train` or `env.eval`.
+        python: Python interpreter of the env group, which may have packages that this one lacks.
+
+    Returns:
+        Observation and action space of a slot.
+
+    Raises:
+        ConfigError: It cannot be built.
+    """
+    if python is not None and cfg.simulator_python is None:
+        cfg = changed(cfg, "simulator_python", python)
+    factory = ENVS.find(cfg.env_type)
+    if isinstance(factory, type) and issubclass(factory, VectorEnv) and factory.uses_accelerator(cfg):
+        cfg = changed(cfg, "simulators", 1)
+    env = make_env(cfg, cfg.group_size, slot_offset=0, seed=0, stage="train")
+    try:
+        return env.observation_space, env.action_space
+    finally:
+        env.close()

@@ -1,4 +1,4 @@
-"""Policy: what the rollout acts with and the actor trains."""
+"""Policy interface: the network that rollout workers act with and the actor trains."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from rlhpc.embodied.config import PolicyConfig, SacModelConfig
-from rlhpc.embodied.envs.observations import count_rows
-from rlhpc.embodied.envs.spaces import space_to_json
-from rlhpc.embodied.models.heads import CategoricalHead, GaussianHead, make_head
+from rlhpc.embodied.envs.observations import count_rows, space_to_json
+from rlhpc.embodied.models.action_heads import CategoricalHead, GaussianHead, make_head
 from rlhpc.embodied.models.noise import noise_of_slots
-from rlhpc.embodied.models.normaliser import ObservationNormaliser
-from rlhpc.runtime.environment_values import to_plain
+from rlhpc.embodied.models.normalization import ObservationNormaliser
+from rlhpc.runtime.env_references import to_plain
 
 if TYPE_CHECKING:
-    from rlhpc.embodied.models.guidance import Guide
+    pass
+import math
+from dataclasses import dataclass
 
 
 def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:
-    """A linear layer with zero bias and, as PPO's implementations have it, orthogonal weights."""
+    """Builds a linear layer with zero bias and, as in implementations of PPO, orthogonal weights."""
     linear = nn.Linear(inputs, outputs)
     if orthogonal:
         nn.init.orthogonal_(linear.weight, gain)
@@ -39,8 +40,9 @@ Obs = Tensor | dict[str, Tensor]
 
 
 def _without_gradient(method: Method) -> Method:
-    """Returns a policy's method that computes no gradient, except for `Policy.mean_action`. It leaves the mode alone where
-    gradients are off already, so that a traced program has no change of it."""
+    """Wraps a policy's method so that it computes no gradient, except in `Policy.mean_action`. The wrapper leaves the
+    grad mode alone where gradients are off already, so that a traced program does not change it.
+    """
 
     @functools.wraps(method)
     def call(self: Policy, *args: Any, **kwargs: Any) -> Any:
@@ -53,32 +55,34 @@ def _without_gradient(method: Method) -> Method:
 
 
 class Policy(nn.Module):
-    """An actor-critic. A subclass builds its networks and implements `features`.
+    """Actor-critic. A subclass builds its networks and implements `features`.
 
     Args:
         cfg: Section `actor.model`.
-        observation_space, action_space: Of one environment slot.
+        observation_space, action_space: Spaces of one environment slot.
 
     Attributes:
-        logprob_type: How finely log-probabilities and entropies are told apart, one of `LEVELS`: token_level
-            `[B, chunk, dim]`, action_level `[B, chunk]`, chunk_level `[B]`. Who trains the policy sets it.
-        chunk: Actions that are chosen at once.
-        value_width: Values of one observation: 1, or one for each action of the chunk.
+        logprob_type: Level of log-probabilities and entropies, one of `LEVELS`: token_level
+            `[B, chunk, dim]`, action_level `[B, chunk]`, chunk_level `[B]`. The trainer sets it.
+        chunk: Number of actions that it chooses at once.
+        value_width: Number of values of one observation: 1, or one for each action of the chunk.
     """
 
     logprob_type = "chunk_level"
-    #: Whether it can compute in the lower precision of `actor.model.dtype`, whatever its weights are kept in.
+    #: True if it can compute in the lower precision of `actor.model.dtype`, for weights of any precision.
     mixed_precision = False
-    #: Whether the actions are a distribution of `rlhpc.embodied.models.heads`.
+    #: True if the actions are a distribution of `rlhpc.embodied.models.action_heads`.
     has_head = True
-    #: Whether it judges what a step led to (`bc_loss` gets `success [B]`, at observations after steps), and acts on nothing.
+    #: True for success classifiers: `bc_loss` gets `success [B]`, at observations after steps, and it does not act.
     judges = False
     #: Running statistics of observations, where `actor.model.normalize_observations` is true.
     normaliser: ObservationNormaliser | None
     _differentiates = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Has each subclass act without gradients: training differentiates `default_forward`, `bc_loss`, `mean_action`."""
+        """Makes each subclass act without gradients: training differentiates `default_forward`, `bc_loss`,
+        `mean_action`.
+        """
         super().__init_subclass__(**options)
         if "predict_action_batch" in vars(cls):
             cls.predict_action_batch = _without_gradient(cls.predict_action_batch)  # type: ignore[method-assign]
@@ -98,7 +102,7 @@ class Policy(nn.Module):
         self._cfg = cfg
 
     def forward(self, work: Callable[[Any], Found]) -> Found:
-        """Runs `work(self)`: what shards a policy's weights sees a pass begin and end where the policy is called.
+        """Runs `work(self)`. A wrapper that shards the weights can hook this call as the begin and end of a pass.
 
         Args:
             work: Calls any of the methods below; returns tensors, or lists, tuples or dicts of them.
@@ -106,18 +110,19 @@ class Policy(nn.Module):
         return work(self)
 
     def recompute_activations(self) -> bool:
-        """Turns gradient checkpointing on; False where there is nothing to recompute."""
+        """Enables gradient checkpointing; returns False if the policy has nothing to recompute."""
         return False
 
     @property
     def imitated(self) -> range:
-        """The actions that behaviour cloning shows it at an observation, counted from there: the chunk."""
+        """Actions that behaviour cloning learns at an observation, counted from there: the chunk."""
         return range(self.chunk)
 
     @abstractmethod
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """What the head needs `[B, head.inputs]` and values `[B]` (`[B, value_width]` if that is above 1), each only if asked
-        for."""
+        """Returns the head's input `[B, head.inputs]` and values `[B]` (`[B, value_width]` if that is above 1), each
+        only if requested.
+        """
 
     def default_forward(
         self,
@@ -126,12 +131,12 @@ class Policy(nn.Module):
         compute_entropy: bool = False,
         compute_values: bool = False,
     ) -> dict[str, Tensor]:
-        """The training pass.
+        """Runs the training pass.
 
         Args:
-            inputs: `obs` (`[B, ...]`, or a dict of such tensors), `actions [B, chunk, dim]`, and what
-                `predict_action_batch` gave as `inputs`, if anything.
-            compute_logprobs, compute_entropy, compute_values: What to return.
+            inputs: `obs` (`[B, ...]`, or a dict of such tensors), `actions [B, chunk, dim]`, and the `inputs` that
+                `predict_action_batch` returned, if any.
+            compute_logprobs, compute_entropy, compute_values: Results to compute.
 
         Returns:
             `logprobs` and `entropy`, see `logprob_type`, and `values` `[B]` or `[B, chunk]`.
@@ -151,13 +156,13 @@ class Policy(nn.Module):
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Acts; nothing that it returns needs a gradient.
+        """Chooses actions, without gradients.
 
         Args:
-            obs: `[B, ...]`, or a dict of such tensors where the environment shows several things.
-            mode: "train" samples, "eval" takes the most likely action, or goes the deterministic way from noise.
-            noise: `[B, ...]` rows: of `sample_noise`, drawn here if a sample is wanted and none is given; in "eval" of
-                `sample_start`, if the policy has such, and otherwise those of a fixed seed.
+            obs: `[B, ...]`, or a dict of such tensors where the environment has several observations.
+            mode: "train" samples, "eval" takes the most likely action, or acts deterministically from noise.
+            noise: Rows `[B, ...]` of `sample_noise`, drawn here if None; in "eval" rows of `sample_start`, if the policy
+                uses it, by default those of a fixed seed.
 
         Returns:
             Actions `[B, chunk, dim]`; `prev_logprobs`, `prev_values` as in `default_forward`, and where the log-probabilities
@@ -186,63 +191,65 @@ class Policy(nn.Module):
 
     @property
     def horizon(self) -> int:
-        """Actions that it predicts at once by a flow, which can be made to agree with others (`plan`); 0 where it has none."""
+        """Number of actions that it predicts at once by a flow and that `plan` can guide; 0 without a flow."""
         return 0
 
     def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
-        """All that it predicts, the way evaluations act, as the flow has it: `[B, ...]` like its states.
+        """Returns the flow's complete prediction, computed as in evaluations: `[B, ...]` like its states.
 
         Args:
             obs: As `predict_action_batch` takes them.
-            guide: What it should agree with.
+            guide: Correction towards the previous chunk.
             noise: Rows of `sample_start`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
 
     def played(self, plan: Tensor, part: slice) -> Tensor:
-        """Actions `[B, n, dim]` of a part of what `plan` gave, as the environment takes them."""
+        """Returns the actions `[B, n, dim]` of a part of the result of `plan`, as the environment takes them."""
         raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Noise for `predict_action_batch`, `[*shape, ...]`; a row belongs to one slot and step."""
+        """Draws noise for `predict_action_batch`, `[*shape, ...]`; a row belongs to one slot and step."""
         return self.head.sample_noise(shape, generator)
 
     @property
     def start_shape(self) -> tuple[int, ...]:
-        """Shape of the noise from which it goes the deterministic way in evaluations; () for a policy that needs none."""
+        """Shape of the noise from which evaluations act deterministically; () for a policy without such noise."""
         return ()
 
     def sample_start(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Noise that evaluations act from, standard normal `[*shape, *start_shape]`. Networks have learned to begin there:
-        from zero, which is never seen in training, they end between the modes of what they learned."""
+        """Draws the noise that evaluations act from, standard normal `[*shape, *start_shape]`. Networks have learned to
+        begin there: from zero, which training never shows, they end between the modes of the learned distribution.
+        """
         return torch.randn((*shape, *self.start_shape), generator=generator)
 
     def start_for(self, obs: Obs, noise: Tensor | None, device: torch.device) -> Tensor:
-        """Returns the noise from which an evaluation begins, `[B, *start_shape]`: what was given, or that of a fixed seed."""
+        """Returns the noise from which an evaluation begins, `[B, *start_shape]`: `noise`, or that of a fixed seed."""
         if noise is None:
             noise = noise_of_slots(self.sample_start, (0,), range(count_rows(obs)))
         return noise.to(device)
 
     def noise_for(self, obs: Obs, noise: Tensor | None, device: torch.device) -> Tensor:
-        """What a sample of `predict_action_batch` is made of: noise that was given, or is drawn here."""
+        """Returns the noise of a sample of `predict_action_batch`: `noise`, or newly drawn noise."""
         return self.sample_noise((count_rows(obs),), torch.default_generator).to(device) if noise is None else noise
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """What behaviour cloning minimises, `[B]`: here the negative log-likelihood of `actions [B, chunk, dim]` at `obs`.
+        """Returns the loss of behaviour cloning, `[B]`: here the negative log-likelihood of `actions [B, chunk, dim]`
+        at `obs`.
 
-        `is_pad [B, chunk]` says which of them lie beyond the episode's end, where its last one is repeated.
+        `is_pad [B, chunk]` marks the actions beyond the episode's end, where its last one is repeated.
         """
         logprobs = self.default_forward(inputs)["logprobs"]
         return -logprobs.reshape(len(logprobs), -1).sum(1)
 
     def value(self, obs: Obs) -> Tensor:
-        """Values `[B]`, or `[B, chunk]`."""
+        """Returns values `[B]`, or `[B, chunk]`."""
         values = self.features(obs, False, True)[1]
         assert values is not None
         return values
 
     def spec(self) -> dict[str, Any]:
-        """JSON from which `policy_from_spec` builds the same network."""
+        """Returns JSON from which `policy_from_spec` builds the same network."""
         from omegaconf import OmegaConf
 
         return {
@@ -250,3 +257,55 @@ class Policy(nn.Module):
             "observation_space": space_to_json(self.observation_space),
             "action_space": space_to_json(self.action_space),
         }
+
+
+#: Velocity `[B, chunk, dim]` of states `[B, chunk, dim]` at times `[B]`.
+Velocity = Callable[[Tensor, Tensor], Tensor]
+
+
+def overlap_weights(horizon: int, executed: int, delay: int) -> Tensor:
+    """Returns the weight of each action of the previous chunk, `[horizon]` (equation 5 of the paper).
+
+    Args:
+        horizon: H, actions of a chunk.
+        executed: s, actions that are executed from one chunk to the next: the previous chunk has none for the last s.
+        delay: d, actions that are executed before the chunk is available: these have weight 1, later ones less and less.
+    """
+    weights = torch.zeros(horizon)
+    weights[:delay] = 1.0
+    for i in range(delay, horizon - executed):
+        part = (horizon - executed - i) / (horizon - executed - delay + 1)
+        weights[i] = part * math.expm1(part) / math.expm1(1.0)
+    return weights
+
+
+@dataclass(frozen=True)
+class Guide:
+    """Guidance that makes a chunk agree with target actions (real-time chunking).
+
+    Attributes:
+        target: Actions in the flow's scale, `[B, ...]` like its states.
+        weights: Weight of each action, of a shape that broadcasts with `target`.
+        max_weight: β, the largest weight of the correction.
+    """
+
+    target: Tensor
+    weights: Tensor
+    max_weight: float
+
+    def __call__(self, velocity: Velocity) -> Velocity:
+        """Returns the corrected velocity."""
+
+        def corrected(x: Tensor, t: Tensor) -> Tensor:
+            with torch.enable_grad():
+                x_t = x.detach().requires_grad_()
+                v = velocity(x_t, t)
+                end = x_t - t[:, None, None] * v
+                error = ((self.target - end) * self.weights).detach()
+                (pull,) = torch.autograd.grad(end, x_t, error)
+            return v.detach() - self._weight(t)[:, None, None] * pull
+
+        return corrected
+
+    def _weight(self, t: Tensor) -> Tensor:
+        return (((1 - t) ** 2 + t**2) / (t * (1 - t))).clamp(max=self.max_weight)  # infinite at t = 1

@@ -1,5 +1,5 @@
 """Networks of DSRL (Wagenmaker et al. 2025, "Steering Your Diffusion Policy with Latent Space Reinforcement Learning"): SAC
-whose action is the noise that a frozen flow begins with. The flow goes the deterministic way from there to a chunk of actions.
+whose action is the noise that a frozen flow begins with. The flow turns it deterministically into a chunk of actions.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from torch import Tensor
 
 from rlhpc.checkpoint.start import find_weights
 from rlhpc.embodied.config import BcModelConfig, SacModelConfig
-from rlhpc.embodied.envs.spaces import space_to_json
-from rlhpc.embodied.models.actor_critic import SACPolicy
+from rlhpc.embodied.envs.observations import space_to_json
+from rlhpc.embodied.models.action_heads import SquashedGaussianHead
 from rlhpc.embodied.models.base import Obs
 from rlhpc.embodied.models.flow import FlowActing
-from rlhpc.embodied.models.heads import SquashedGaussianHead
-from rlhpc.embodied.models.registry import policy_from_spec
-from rlhpc.embodied.models.saved import load_policy
+from rlhpc.embodied.models.off_policy import SACPolicy
+from rlhpc.embodied.models.registry import load_policy, policy_from_spec
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.trust import Trust
 
@@ -28,7 +27,7 @@ _KEY = f"actor.model.kwargs.{_BASE}"
 
 
 class DSRLPolicy(SACPolicy):
-    """Actor and critics of noise, and the flow that makes actions of it.
+    """Actor and critics of noise, with the flow that turns noise into actions.
 
     `actor.model.kwargs`: `base` (a run, a checkpoint or an export folder of a flow policy), `noise_bound` (each component of
     the noise lies between minus this and this; default 1.5). `base_spec` is of checkpoints, which have the flow's weights.
@@ -41,7 +40,7 @@ class DSRLPolicy(SACPolicy):
     acts_with = ("actor.", "base.")
 
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> SquashedGaussianHead:
-        """A distribution of the flow's first state."""
+        """Builds a distribution of the flow's first state."""
         options = dict(cfg.kwargs)
         if unknown := sorted(set(options) - {_BASE, _BOUND, _SPEC}):
             raise ConfigError(f"actor.model.kwargs of dsrl has {', '.join(unknown)}; allowed: {_BASE}, {_BOUND}")
@@ -64,11 +63,11 @@ class DSRLPolicy(SACPolicy):
             raise ConfigError(
                 f"{_KEY} is {options.get(_BASE)!r}, a {type(base).__name__}; dsrl steers flows (model_type flow)"
             )
-        mine = {"observations": self.observation_space, "actions": action_space}
-        theirs = {"observations": base.observation_space, "actions": base.action_space}
-        for what, space in mine.items():
-            if space_to_json(space) != space_to_json(theirs[what]):
-                raise ConfigError(f"{_KEY}: its {what} are {theirs[what]}, and those of env.train are {space}")
+        env_spaces = {"observations": self.observation_space, "actions": action_space}
+        base_spaces = {"observations": base.observation_space, "actions": base.action_space}
+        for kind, space in env_spaces.items():
+            if space_to_json(space) != space_to_json(base_spaces[kind]):
+                raise ConfigError(f"{_KEY}: its {kind} are {base_spaces[kind]}, and those of env.train are {space}")
         if base.chunk != chunk:
             raise ConfigError(
                 f"actor.model.num_action_chunks is {chunk}, and {base.chunk} in {_KEY}, whose chunks are acted: set it to that"
@@ -76,7 +75,7 @@ class DSRLPolicy(SACPolicy):
         return base.requires_grad_(False)
 
     def executed(self, obs: Obs, actions: Tensor) -> Tensor:
-        """What the flow makes of noise (`ActorCritic.executed`)."""
+        """Returns the flow's actions for chosen noise (`ActorCritic.executed`)."""
         velocity, _ = self.base.prepare(obs, True, False)
         assert velocity is not None
         start = actions.reshape(-1, *self.base.state_shape)
@@ -85,13 +84,15 @@ class DSRLPolicy(SACPolicy):
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See `Policy.predict_action_batch`; the log-probabilities are those of the noise."""
+        """Chooses actions (`Policy.predict_action_batch`); the log-probabilities are those of the noise."""
         chosen, extras = super().predict_action_batch(obs, mode, noise)
         return self.executed(obs, chosen), extras
 
     def spec(self) -> dict[str, Any]:
-        """See `Policy.spec`; it describes the flow, too, whose folder may be gone by then."""
-        found = super().spec()
-        model = dict(found["model"])
+        """Returns the policy's description (`Policy.spec`), including the flow's, whose folder may be gone when it is
+        read.
+        """
+        spec = super().spec()
+        model = dict(spec["model"])
         model["kwargs"] = {**model["kwargs"], _SPEC: self.base.spec()}
-        return {**found, "model": model}
+        return {**spec, "model": model}

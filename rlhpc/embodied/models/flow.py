@@ -1,8 +1,8 @@
-"""Flow matching for chunks of actions, and log-probabilities of how a chunk came to be.
+"""Flow matching for action chunks, with the log-probabilities of the steps that produce a chunk.
 
 An action chunk x_0 and noise x_1 ~ N(0, 1) are joined by x_t = (1 − t)·x_0 + t·x_1; a network learns the velocity
-v = x_1 − x_0 (Lipman et al. 2023; π0, Black et al. 2024, has this direction of time, too). Acting goes from t = 1 to 0 in K
-Euler steps. That is deterministic, so for reinforcement learning the steps are those of a stochastic equation with the same
+v = x_1 − x_0 (Lipman et al. 2023; π0, Black et al. 2024, has the same direction of time). Acting integrates from t = 1 to 0
+in K Euler steps. That is deterministic, so reinforcement learning uses the steps of a stochastic equation with the same
 marginals (Flow-SDE: Flow-GRPO, Liu et al. 2025; π_RL, Chen et al. 2025):
 
     x_{t−dt} ~ N(x_t − [v + σ²/(2t)·(x_t + (1 − t)·v)]·dt,  σ²·dt),    σ = noise_level·√(t / (1 − t)),
@@ -22,12 +22,11 @@ from torch import Tensor
 
 from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.envs.observations import count_rows
-from rlhpc.embodied.models.base import Obs, Policy
-from rlhpc.embodied.models.guidance import Guide, Velocity
-from rlhpc.embodied.models.heads import at_level
+from rlhpc.embodied.models.action_heads import at_level
+from rlhpc.embodied.models.base import Guide, Obs, Policy, Velocity
+from rlhpc.embodied.models.cnn import encode_obs, encoder_of
 from rlhpc.embodied.models.mlp import flat_width, mlp, normalizes_observations
-from rlhpc.embodied.models.normaliser import ObservationNormaliser
-from rlhpc.embodied.models.seeing import encoder_of, seen_by
+from rlhpc.embodied.models.normalization import ObservationNormaliser
 from rlhpc.runtime.errors import ConfigError
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -35,7 +34,7 @@ _TIME_FEATURES = 32
 
 
 class Flow:
-    """The K steps from noise to actions.
+    """Integrator of the K steps from noise to actions.
 
     Args:
         steps: K.
@@ -47,22 +46,23 @@ class Flow:
             raise ConfigError(
                 f"actor.model.kwargs: num_steps is {steps} and noise_level {noise_level}; both must be greater than 0"
             )
-        self.steps, self.noise_level = steps, noise_level
+        self.steps = steps
+        self.noise_level = noise_level
         self.times = [1 - k / steps for k in range(steps)]
 
     def moments(self, x: Tensor, v: Tensor, t: float) -> tuple[Tensor, float]:
-        """Mean `[B, chunk, dim]` and standard deviation of the step from `t`."""
+        """Returns mean `[B, chunk, dim]` and standard deviation of the step from `t`."""
         dt = 1 / self.steps
         variance = self.noise_level**2 * t / max(1 - t, dt)
         drift = v + variance / (2 * t) * (x + (1 - t) * v)
         return x - drift * dt, math.sqrt(variance * dt)
 
     def act(self, velocity: Velocity, noise: Tensor | None, start: Tensor) -> Tensor:
-        """All states on the way, `[B, K + 1, chunk, dim]`, the last one the actions.
+        """Returns all states of the K steps, `[B, K + 1, chunk, dim]`; the last one is the actions.
 
         Args:
-            velocity: Of the policy.
-            noise: `[B, K, chunk, dim]`, of the steps; None goes the deterministic way.
+            velocity: Velocity of the policy.
+            noise: `[B, K, chunk, dim]`, of the steps; None integrates deterministically.
             start: `[B, chunk, dim]`, x_1.
         """
         states = [start]
@@ -77,7 +77,7 @@ class Flow:
         return torch.stack(states, 1)
 
     def logprobs(self, velocity: Velocity, states: Tensor) -> Tensor:
-        """Log-probabilities of the steps, summed over them, `[B, chunk, dim]`."""
+        """Returns log-probabilities of the steps, summed over them, `[B, chunk, dim]`."""
         total = torch.zeros_like(states[:, 0])
         for k, t in enumerate(self.times):
             x = states[:, k]
@@ -86,14 +86,15 @@ class Flow:
         return total
 
     def entropy(self) -> float:
-        """Entropy of one component over all steps; it depends on `noise_level` alone."""
+        """Returns the entropy of one component over all steps; it depends on `noise_level` alone."""
         still = torch.zeros(1, 1, 1)
         stds = [self.moments(still, still, t)[1] for t in self.times]
         return sum(math.log(std) + 0.5 + 0.5 * _LOG_2PI for std in stds)
 
 
 class FlowActing(Policy):
-    """A policy that acts by a flow. A subclass gives `prepare`, which does once for an observation what all steps need.
+    """Policy that acts by a flow. A subclass implements `prepare`, which computes once for an observation what all
+    steps need.
 
     Its networks work with actions scaled to −1 … 1 by the bounds of the action space, if it has bounds.
     """
@@ -119,11 +120,11 @@ class FlowActing(Policy):
         return self.chunk, self.dim
 
     def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
-        """The velocity for an observation, and values, each only if asked for."""
+        """Returns the velocity for an observation, and values, each only if requested."""
         raise NotImplementedError
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """The head's input and the values (`Policy.features`); a flow has no input of a head."""
+        """Returns the head's input, None for a flow, and the values (`Policy.features`)."""
         return None, self.prepare(obs, False, value)[1]
 
     def default_forward(
@@ -133,7 +134,9 @@ class FlowActing(Policy):
         compute_entropy: bool = False,
         compute_values: bool = False,
     ) -> dict[str, Tensor]:
-        """See `Policy.default_forward`; `inputs` has the `chain` of states of `predict_action_batch`."""
+        """Runs the training pass (`Policy.default_forward`); `inputs` has the `chain` of states of
+        `predict_action_batch`.
+        """
         velocity, values = self.prepare(inputs["obs"], compute_logprobs, compute_values)
         out: dict[str, Tensor] = {}
         if velocity is not None:
@@ -149,7 +152,7 @@ class FlowActing(Policy):
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See `Policy.predict_action_batch`. "eval" goes the deterministic way from x_1."""
+        """Chooses actions (`Policy.predict_action_batch`). "eval" integrates deterministically from x_1."""
         velocity, values = self.prepare(obs, True, True)
         assert velocity is not None and values is not None
         if mode == "eval":
@@ -163,34 +166,36 @@ class FlowActing(Policy):
 
     @property
     def horizon(self) -> int:
-        """See `Policy.horizon`: the chunk."""
+        """Length of the chunk (`Policy.horizon`)."""
         return self.chunk
 
     def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
-        """See `Policy.plan`."""
+        """Predicts a chunk as evaluations do (`Policy.plan`)."""
         velocity, _ = self.prepare(obs, True, False)
         assert velocity is not None  # it was asked for
         return self._eval_chain(velocity if guide is None else guide(velocity), obs, noise)[:, -1]
 
     def _eval_chain(self, velocity: Velocity, obs: Obs, noise: Tensor | None) -> Tensor:
-        """All states of the way that evaluations go."""
+        """Returns all states of the deterministic steps of evaluations."""
         return self.flow.act(velocity, None, self.start_for(obs, noise, self.low.device))
 
     @property
     def start_shape(self) -> tuple[int, ...]:
-        """See `Policy.start_shape`: that of x_1."""
+        """Shape of x_1 (`Policy.start_shape`)."""
         return self.state_shape
 
     def played(self, plan: Tensor, part: slice) -> Tensor:
-        """See `Policy.played`."""
+        """Returns actions of a part of a plan (`Policy.played`)."""
         return self.unscaled(plan[:, part, : self.dim])
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Standard normal `[*shape, K + 1, *state_shape]`: x_1, then that of the steps."""
+        """Draws standard normal noise `[*shape, K + 1, *state_shape]`: x_1, then that of the steps."""
         return torch.randn((*shape, self.flow.steps + 1, *self.state_shape), generator=generator)
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """Squared error of the velocity at a random time, `[B]`: conditional flow matching. Draws from torch's generator."""
+        """Returns the squared error of the velocity at a random time, `[B]`: conditional flow matching. Draws from
+        torch's generator.
+        """
         actions = self.scaled(inputs["actions"].reshape(-1, self.chunk, self.dim))
         velocity, _ = self.prepare(inputs["obs"], True, False)
         assert velocity is not None  # the velocity was asked for
@@ -202,8 +207,8 @@ class FlowActing(Policy):
         target[:, : self.chunk, : self.dim] = actions
         times = self.draw_times(rows).to(device)
         t = times[:, None, None]
-        found = velocity((1 - t) * target + t * noise, times)
-        error = (found - (noise - target))[:, : self.chunk, : self.dim]
+        predicted = velocity((1 - t) * target + t * noise, times)
+        error = (predicted - (noise - target))[:, : self.chunk, : self.dim]
         return error.square().mean((1, 2))
 
     def draw_times(self, rows: int) -> Tensor:
@@ -211,11 +216,11 @@ class FlowActing(Policy):
         return torch.rand(rows)
 
     def scaled(self, actions: Tensor) -> Tensor:
-        """Actions as the flow uses them: scaled."""
+        """Scales actions for the flow."""
         return 2 * (actions - self.low) / (self.high - self.low) - 1
 
     def unscaled(self, actions: Tensor) -> Tensor:
-        """Actions within the space's bounds, from scaled ones."""
+        """Returns actions within the space's bounds, from scaled ones."""
         return self.low + (actions + 1) / 2 * (self.high - self.low)
 
     def _leveled(self, logprobs: Tensor) -> Tensor:
@@ -223,14 +228,14 @@ class FlowActing(Policy):
 
 
 def scale_of(box: spaces.Box) -> tuple[Tensor, Tensor]:
-    """Bounds `[dim]` of actions; −1 and 1 where there are none."""
+    """Returns the bounds `[dim]` of actions; −1 and 1 for unbounded ones."""
     bounded = np.isfinite(box.low) & np.isfinite(box.high)
     low, high = np.where(bounded, box.low, -1), np.where(bounded, box.high, 1)
     return torch.from_numpy(low.reshape(-1).astype(np.float32)), torch.from_numpy(high.reshape(-1).astype(np.float32))
 
 
 class FlowPolicy(FlowActing):
-    """A flow over numbers, or over images by a convolutional encoder.
+    """Flow policy over numbers, or over images by a convolutional encoder.
 
     `actor.model.kwargs`: `num_steps` (K, default 4), `noise_level` (default 0.5), `encoder` (of images: cnn or resnet).
     """
@@ -253,7 +258,7 @@ class FlowPolicy(FlowActing):
 
     def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
         """Encodes observations once for all steps of the flow (`FlowActing.prepare`)."""
-        encoded = seen_by(self.encoder, obs)
+        encoded = encode_obs(self.encoder, obs)
         if self.normaliser is not None:
             encoded = self.normaliser(encoded)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Policy, layer
-from rlhpc.embodied.models.normaliser import ObservationNormaliser
+from rlhpc.embodied.models.normalization import ObservationNormaliser
 from rlhpc.runtime.errors import ConfigError
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -26,7 +26,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 def mlp(sizes: list[int], outputs: int, activation: str, orthogonal: bool, gain: float) -> nn.Sequential:
-    """Linear layers with activations between; `gain` is that of the last."""
+    """Builds linear layers with activations between them; `gain` is that of the last."""
     if activation not in ACTIVATIONS:
         raise ConfigError(f"actor.model.activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
     layers: list[nn.Module] = []
@@ -41,7 +41,7 @@ def normalizes_observations(cfg: PolicyConfig) -> bool:
 
 
 def flat_width(space: Any) -> int:
-    """Numbers of an observation.
+    """Returns the number of values of an observation.
 
     Raises:
         ConfigError: There are images or texts among several observations.
@@ -57,15 +57,15 @@ def flat_width(space: Any) -> int:
 
 
 def flat_numbers(obs: Any) -> Tensor:
-    """An observation as numbers `[B, flat_width]`, several by name."""
+    """Returns an observation as numbers `[B, flat_width]`; several in the order of their names."""
     parts = [obs[key] for key in sorted(obs)] if isinstance(obs, dict) else [obs]
     rows = [part.reshape(part.shape[0], -1).float() for part in parts]
     return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
 
 class MLPPolicy(Policy):
-    """Separate networks for policy and value (as CleanRL's ppo.py); observations are flattened, several one after the
-    other, by name.
+    """Actor-critic with separate networks for policy and value (as CleanRL's ppo.py). Observations are flattened,
+    several one after the other, by name.
 
     `actor.model.kwargs`: `actor_gain` (default 0.01) and `critic_gain` (default 1), of the last layers' orthogonal weights.
     """
@@ -88,7 +88,7 @@ class MLPPolicy(Policy):
         self.actor = mlp(sizes, self.head.inputs, activation, orthogonal, gains["actor_gain"])
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """The head's input and the values (`Policy.features`)."""
+        """Returns the head's input and the values (`Policy.features`)."""
         flat = flat_numbers(obs)
         if self.normaliser is not None:
             flat = self.normaliser(flat)

@@ -1,4 +1,4 @@
-"""Seeded noise of policies: a row depends on its seed, slot and decision, not on ranks, batches or what else is drawn."""
+"""Seeded noise of policies: a row depends on its seed, slot and decision, not on ranks, batches or other draws."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def generator_of(*words: int) -> torch.Generator:
 
 
 def noise_of_slots(sample: Sample, words: Sequence[int], slots: range) -> Tensor:
-    """Draws the noise of one decision for a share of the slots, `[len(slots), ...]`: no more than that is held.
+    """Draws the noise of one decision for a share of the slots, `[len(slots), ...]`, without holding more rows.
 
     Args:
         sample: `Policy.sample_noise`.
-        words: Seed, step, decision: whatever tells this decision from others.
+        words: Seed, step, decision: numbers that identify this decision.
         slots: Global numbers of the slots.
     """
     blocks = range(slots.start // BLOCK, -(-slots.stop // BLOCK))
@@ -34,12 +34,12 @@ def noise_of_slots(sample: Sample, words: Sequence[int], slots: range) -> Tensor
 
 
 def noise_of_episodes(sample: Sample, seed: int, episodes: Sequence[int], decisions: Sequence[int]) -> Tensor:
-    """Draws what an evaluation's slots act from, `[N, ...]`.
+    """Draws the start noise of an evaluation's slots, `[N, ...]`.
 
     Args:
         sample: `Policy.sample_start`.
-        seed: Of the evaluation.
-        episodes, decisions: Of each slot: number of its episode, and decision within it.
+        seed: Seed of the evaluation.
+        episodes, decisions: Number of each slot's episode, and of the decision within it.
     """
     each = zip(episodes, decisions, strict=True)
     return torch.cat([sample((1,), generator_of(seed, slot, e, t)) for slot, (e, t) in enumerate(each)])

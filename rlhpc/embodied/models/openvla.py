@@ -1,44 +1,63 @@
-"""OpenVLA (Kim et al. 2024) and OpenVLA-OFT (Kim et al. 2025), over the network of `rlhpc.embodied.models.prismatic`.
+"""Policies of OpenVLA (Kim et al. 2024) and OpenVLA-OFT (Kim et al. 2025), over the network of
+`rlhpc.embodied.models.prismatic`.
 
-OpenVLA writes its actions token by token. OFT's attention goes both ways, and all components of a chunk are predicted at once:
-their places, empty, stand between prompt and end of the text. They are tokens again, or numbers, by a head of its own; it was
-made to minimise their distance, and gets a Gaussian around them for reinforcement learning.
+OpenVLA writes its actions token by token. OFT's attention is bidirectional, and it predicts all components of a chunk at
+once, at empty positions between the prompt and the end of the text. They are tokens, or numbers from an action head. That
+head was made to minimise their distance, and gets a Gaussian around them for reinforcement learning.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rlhpc.checkpoint.state import load_tensors
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of
-from rlhpc.embodied.models import openvla_files as files
+from rlhpc.embodied.models.action_heads import GaussianHead
+from rlhpc.embodied.models.action_tokens import ActionTokens, TokenPolicy
 from rlhpc.embodied.models.base import Obs, Policy
-from rlhpc.embodied.models.heads import GaussianHead
-from rlhpc.embodied.models.statistics import Scaling, scaling
-from rlhpc.embodied.models.vit import ViT
-from rlhpc.embodied.models.vla import ActionTokens, TokenPolicy
-from rlhpc.embodied.models.vlm import PROMPT, VlmInputs, load_vlm, numbers_in, positions
+from rlhpc.embodied.models.normalization import BOUNDS, Scaling, read_statistics, scaling
+from rlhpc.embodied.models.vlm import (
+    PROMPT,
+    Eye,
+    VlmInputs,
+    load_vlm,
+    numbers_in,
+    positions,
+    read_config,
+    require_weights,
+)
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
+from rlhpc.training.lora import ADAPTER, adapter_weights, full_weights, is_lora
 
-#: How actions are predicted.
+if TYPE_CHECKING:
+    from rlhpc.embodied.models.prismatic import ActionHead, OpenVLAConfig, ProprioProjector
+
+
+#: Ways of predicting actions.
 HEADS = ("tokens", "parallel", "l1")
 
 
 class OpenVLAPolicy(TokenPolicy):
-    """Pictures, an instruction, and the robot's state if the model takes it, to chunks of actions.
+    """Policy from pictures, an instruction, and the robot's state if the model takes it, to chunks of actions.
 
     `actor.model`: `model_path` (a folder as it was released, or `builtin:tiny`), `dtype`, `add_value_head`, `log_std_init`
     (`l1`); `actor.lora`; `kwargs`:
         head: tokens (OpenVLA), parallel (OFT with tokens) or l1 (OFT); by default l1 if the folder has such a head, else
             tokens.
-        proprio: Whether the model takes `state`; by default if the folder has a projector for it.
-        unnorm_key: Whose statistics scale actions and state; needless if there are those of one dataset.
+        proprio: True if the model takes `state`; by default if the folder has a projector for it.
+        unnorm_key: Dataset whose statistics scale actions and state; optional if there is only one.
         statistics: A file of statistics, or a LeRobot dataset's folder, in place of the model's own; or `bounds`, those of the
             action space.
-        normalisation: What becomes −1 and 1: q99 (the quantiles, the default) or bounds.
+        normalisation: Statistics that become −1 and 1: q99 (the quantiles, the default) or bounds.
         center_crop: Shows the middle 90 % of the pictures, as OpenVLA's evaluations do.
         gripper: rlds, if the last component is a gripper as datasets of RLDS have it (`Scaling.gripper`).
         prompt: With `{instruction}`.
@@ -49,21 +68,23 @@ class OpenVLAPolicy(TokenPolicy):
     statistics: dict[str, Any]
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
+        from rlhpc.embodied.models.prismatic import ViT
+
         super().__init__(cfg, observation_space, action_space)
         for part in self.vlm.modules():
             if isinstance(part, ViT):
                 part.freeze_unused()
-        if self.action_head is not None:  # no word is said
+        if self.action_head is not None:  # it writes no tokens
             self.vlm.language_model.lm_head.requires_grad_(False)
-        files.load_ours(self, self.source)
+        load_extra_weights(self, self.source)
 
     def load(self, cfg: ModelConfig) -> None:
-        """See `TokenPolicy.load`."""
+        """Loads the network, its heads, and the statistics (`TokenPolicy.load`)."""
         space, options = self.observation_space, self.options
         self.vlm, self.tokenizer, settings = load_vlm(cfg, "openvla", self.chunk, self.dim, 0)
-        config, self.source = self.vlm.config, files.folder_of(cfg)
-        width, beside = int(config.text_config.hidden_size), files.beside(self.source)
-        self.kind = str(options.get("head") or ("l1" if files.HEAD in beside else "tokens"))
+        config, self.source = self.vlm.config, folder_of(cfg)
+        width, parts = int(config.text_config.hidden_size), find_components(self.source)
+        self.kind = str(options.get("head") or ("l1" if HEAD in parts else "tokens"))
         if self.kind not in HEADS:
             raise ConfigError(f"actor.model.kwargs.head is {self.kind!r}; allowed: {', '.join(HEADS)}")
         if self.kind != "tokens" and cfg.attn_implementation == "flash_attention_2":
@@ -71,7 +92,7 @@ class OpenVLAPolicy(TokenPolicy):
                 f"actor.model.attn_implementation: with head {self.kind} attention goes both ways past what is padded, which "
                 "flash_attention_2 does not do here: take sdpa"
             )
-        felt = bool(options.get("proprio", files.PROJECTOR in beside))
+        felt = bool(options.get("proprio", PROJECTOR in parts))
         self.numbers = numbers_in(space) if felt and "state" in boxes_of(space) else 0
         if felt and not self.numbers:
             raise ConfigError(
@@ -79,31 +100,38 @@ class OpenVLAPolicy(TokenPolicy):
             )
         self.state_scaling = None
         self._scale(options)
-        self.action_head, self.proprio_projector = files.load_beside(
-            beside, width, self.dim if self.kind == "l1" else 0, self.numbers
+        self.action_head, self.proprio_projector = load_components(
+            parts, width, self.dim if self.kind == "l1" else 0, self.numbers
         )
         if self.kind == "l1":
             self.head = GaussianHead(self.dim, cfg.log_std_init, self.chunk)
         self.tokens = ActionTokens(int(config.text_config.vocab_size) - int(config.pad_to_multiple_of))
-        self.eye = files.eye_of(config, settings, space, bool(options.get("center_crop")))
+        self.eye = eye_of(config, settings, space, bool(options.get("center_crop")))
         blank = self.tokenizer.convert_tokens_to_ids(
             "▁"
         )  # Llama's, which was there in training before the first action
         end = [] if blank is None or blank == self.tokenizer.unk_token_id else [int(blank)]
         self.inputs = VlmInputs(
-            space, self.tokenizer, self.eye, -1, self.vlm.vision_backbone.patches, str(options.get("prompt") or PROMPT),
-            more=int(self.numbers > 0), end=end, lower=True,
-        )  # fmt: skip
+            space,
+            self.tokenizer,
+            self.eye,
+            -1,
+            self.vlm.vision_backbone.patches,
+            str(options.get("prompt") or PROMPT),
+            more=int(self.numbers > 0),
+            end=end,
+            lower=True,
+        )
 
     def _scale(self, options: dict[str, Any]) -> None:
-        """Takes the statistics of `kwargs`, or those of the model; the bounds of the action space stay for `bounds`, and for a
-        model that comes from no folder.
+        """Sets the scaling from the statistics of `kwargs`, or from those of the model. The bounds of the action space
+        stay for `bounds`, and for a model without a folder.
 
         Raises:
             ConfigError: A folder has none: its actions would be scaled otherwise than in its demonstrations.
         """
         where = str(options.get("statistics") or self.source)
-        self.statistics = files.find_statistics(options, self.source, {"norm_stats": self.vlm.config.norm_stats})
+        self.statistics = find_statistics(options, self.source, {"norm_stats": self.vlm.config.norm_stats})
         gripper = options.get("gripper")
         if gripper not in (None, "rlds"):
             raise ConfigError(f"actor.model.kwargs.gripper is {gripper!r}; allowed: rlds, or none")
@@ -113,43 +141,43 @@ class OpenVLAPolicy(TokenPolicy):
                 raise ConfigError(f"actor.model.kwargs.unnorm_key: {where} has no statistics")
             return
         key, normalisation = options.get("unnorm_key"), str(options.get("normalisation") or "q99")
-        found = scaling(self.statistics, key, "action", self.dim, normalisation, where)
-        assert found is not None  # or it would have said so
-        found.gripper, self.scaling = self.scaling.gripper, found
+        action_scaling = scaling(self.statistics, key, "action", self.dim, normalisation, where)
+        assert action_scaling is not None  # `scaling` raises otherwise
+        action_scaling.gripper, self.scaling = self.scaling.gripper, action_scaling
         if self.numbers:
             self.state_scaling = scaling(self.statistics, key, "proprio", self.numbers, normalisation, where)
 
     def recompute_activations(self) -> bool:
-        """See `Policy.recompute_activations`: of the language model."""
+        """Enables gradient checkpointing of the language model (`Policy.recompute_activations`)."""
         self.vlm.language_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return True
 
     # -- the passes -----------------------------------------------------------------------------------------------
 
     def _embedded(self, obs: Any) -> tuple[Tensor, Tensor]:
-        """Pictures, state and prompt as embeddings `[B, L, width]`, and their mask."""
+        """Returns pictures, state and prompt as embeddings `[B, L, width]`, and their mask."""
         ids, mask, pixels = self.inputs(obs)
-        seen = self.vlm.see(pixels)
+        features = self.vlm.see(pixels)
         if self.proprio_projector is not None:
             state = obs["state"].reshape(len(ids), -1).float()
             state = state if self.state_scaling is None else self.state_scaling.scaled(state)
-            seen = torch.cat([seen, self.proprio_projector(state)[:, None].to(seen.dtype)], 1)
-        return self.vlm.embed(ids, seen), mask
+            features = torch.cat([features, self.proprio_projector(state)[:, None].to(features.dtype)], 1)
+        return self.vlm.embed(ids, features), mask
 
-    def _read(self, obs: Obs, said: Tensor | None = None, cache: bool = False) -> Any:
+    def _read(self, obs: Obs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
         embedded, mask = self._embedded(obs)
-        if said is not None:
-            embedded = torch.cat([embedded, self.vlm.get_input_embeddings()(said)], 1)
-            mask = torch.cat([mask, torch.ones_like(said)], 1)
-        out = self._go_on(inputs_embeds=embedded, attention_mask=mask, position_ids=positions(mask), use_cache=cache)
+        if token_ids is not None:
+            embedded = torch.cat([embedded, self.vlm.get_input_embeddings()(token_ids)], 1)
+            mask = torch.cat([mask, torch.ones_like(token_ids)], 1)
+        out = self._run_body(inputs_embeds=embedded, attention_mask=mask, position_ids=positions(mask), use_cache=cache)
         return out, mask
 
-    def _go_on(self, **given: Any) -> Any:
-        return self.vlm.language_model.model(**given)
+    def _run_body(self, **inputs: Any) -> Any:
+        return self.vlm.language_model.model(**inputs)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        found: Tensor = self.vlm.language_model.lm_head(hidden)
-        return found
+        logits: Tensor = self.vlm.language_model.lm_head(hidden)
+        return logits
 
     def _states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
         if self.kind == "tokens":
@@ -162,45 +190,47 @@ class OpenVLAPolicy(TokenPolicy):
         mask = torch.cat([mask, mask.new_ones(rows, places + 1)], 1)
         hidden_ones = torch.finfo(embedded.dtype).min * (1 - mask)[:, None, None, :].to(embedded.dtype)
         both_ways = hidden_ones.expand(-1, -1, mask.shape[1], -1)
-        out = self._go_on(
+        out = self._run_body(
             inputs_embeds=embedded, attention_mask=both_ways, position_ids=positions(mask), use_cache=False
         )
-        # As in a text that is written, what stands before a place predicts it.
+        # As in generated text, the hidden state before a position predicts it.
         hidden: Tensor = out.last_hidden_state[:, -places - 2 : -2]
         return hidden
 
-    def _say(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _sample_tokens(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.kind == "tokens":
-            return super()._say(obs, noise)
+            return super()._sample_tokens(obs, noise)
         hidden = self._states(obs, None)
         return *self._choose(hidden, noise), hidden[:, 0]
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """See `Policy.features`: of `l1`, the actions between −1 and 1."""
+        """Returns the head's input, for `l1` the actions between −1 and 1, and the values (`Policy.features`)."""
         if self.action_head is None or not policy:
             return super().features(obs, policy, value)
         hidden = self._states(obs, None)
         return self.action_head(hidden).flatten(1), self._values(hidden[:, 0]) if value else None
 
-    def default_forward(self, inputs: dict[str, Any], *asked: bool, **wanted: bool) -> dict[str, Tensor]:
-        """See `Policy.default_forward`; of `l1`, `inputs` may have the actions between −1 and 1, `scaled`."""
+    def default_forward(self, inputs: dict[str, Any], *args: bool, **kwargs: bool) -> dict[str, Tensor]:
+        """Runs the training pass (`Policy.default_forward`); for `l1`, `inputs` may have the actions between −1 and 1,
+        `scaled`.
+        """
         if self.action_head is None:
-            return super().default_forward(inputs, *asked, **wanted)
+            return super().default_forward(inputs, *args, **kwargs)
         actions = inputs["scaled"] if "scaled" in inputs else self._scaled(inputs["actions"])
-        given = {"obs": inputs["obs"], "actions": actions}
-        return Policy.default_forward(self, given, *asked, **wanted)
+        scaled_inputs = {"obs": inputs["obs"], "actions": actions}
+        return Policy.default_forward(self, scaled_inputs, *args, **kwargs)
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Actions for a batch of observations (`Policy.predict_action_batch`)."""
+        """Chooses actions for a batch of observations (`Policy.predict_action_batch`)."""
         if self.action_head is None:
             return super().predict_action_batch(obs, mode, noise)
         actions, extras = Policy.predict_action_batch(self, obs, mode, noise)
         return self.scaling.unscaled(actions), {**extras, "inputs": {"scaled": actions}}
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """See `Policy.sample_noise`."""
+        """Draws noise of the tokens or of the Gaussian (`Policy.sample_noise`)."""
         return (
             super().sample_noise(shape, generator)
             if self.action_head is None
@@ -208,12 +238,225 @@ class OpenVLAPolicy(TokenPolicy):
         )
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """See `Policy.bc_loss`; of `l1`, the mean distance of the actions."""
+        """Returns the loss of behaviour cloning (`Policy.bc_loss`); for `l1`, the mean distance of the actions."""
         if self.action_head is None:
             return super().bc_loss(inputs)
-        found = self.action_head(self._states(inputs["obs"], None))
-        return (found - self._scaled(inputs["actions"])).abs().mean((1, 2))
+        predicted = self.action_head(self._states(inputs["obs"], None))
+        return (predicted - self._scaled(inputs["actions"])).abs().mean((1, 2))
 
     def release(self, folder: Any, step: int) -> None:
-        """Writes the policy as its family is released (`openvla_files.release`)."""
-        files.release(self, folder, step)
+        """Writes the policy in the format of its family's releases (`release`)."""
+        release(self, folder, step)
+
+
+HEAD, PROJECTOR = "action_head", "proprio_projector"
+STATISTICS, EXTRA_WEIGHTS = "dataset_statistics.json", "rlhpc.safetensors"
+_EXTRA_PREFIXES = ("value_head.", "head.")
+
+
+def path_of(path: Any) -> Path:
+    """Returns a path from a user's text."""
+    return expand_home(str(path))
+
+
+def folder_of(cfg: ModelConfig) -> Path | None:
+    """Returns the model's folder; None for a hub name or a built-in one."""
+    folder = path_of(cfg.model_path or "")
+    return folder if cfg.model_path and folder.is_dir() else None
+
+
+def find_components(folder: Path | None) -> dict[str, Path]:
+    """Returns the files of components outside the network, by component name.
+
+    Raises:
+        ConfigError: A component has several files.
+    """
+    files_by_component: dict[str, Path] = {}
+    for name in (HEAD, PROJECTOR) if folder else ():
+        assert folder is not None
+        files = sorted(folder.glob(f"{name}--*checkpoint.pt"))
+        if len(files) > 1:
+            raise ConfigError(
+                f"actor.model.model_path: {folder} has {len(files)} files {name}--*: {', '.join(p.name for p in files)}; "
+                "leave one"
+            )
+        files_by_component.update((name, file) for file in files)
+    return files_by_component
+
+
+def find_statistics(options: Mapping[str, Any], folder: Path | None, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the statistics that scale actions: those of `kwargs`, or those of the model. They are empty for the
+    bounds of the action space, and for a model without a folder.
+
+    Args:
+        options: `actor.model.kwargs`.
+        folder: Folder of the model.
+        config: Content of its config.json.
+
+    Raises:
+        ConfigError: A folder has none: its actions would be scaled otherwise than in its demonstrations.
+    """
+    source = options.get("statistics")
+    if source == BOUNDS:
+        return {}
+    if source:
+        return read_statistics(path_of(source))
+    file = None if folder is None else folder / STATISTICS
+    statistics = read_statistics(file) if file is not None and file.is_file() else dict(config.get("norm_stats") or {})
+    if not statistics and folder is not None:
+        raise ConfigError(
+            f"actor.model.model_path is {str(folder)!r}, whose actions are scaled by a dataset's statistics; looked for "
+            f"{folder / STATISTICS} and norm_stats in its config.json: there are none. Name a file: "
+            f"actor.model.kwargs.statistics=FILE; or {BOUNDS}, for the bounds of the action space"
+        )
+    return statistics
+
+
+def check_folder(cfg: ModelConfig) -> None:
+    """Refuses a model's folder without weights or statistics.
+
+    Raises:
+        ConfigError: Files are missing; names them.
+    """
+    require_weights(cfg.model_path)
+    if (folder := folder_of(cfg)) is not None:
+        find_components(folder)
+        find_statistics(cfg.kwargs, folder, read_config(folder))
+
+
+def load_components(
+    files: dict[str, Path], width: int, dim: int, state: int
+) -> tuple[ActionHead | None, ProprioProjector | None]:
+    """Builds head and projector, with the weights of their files, if any; None without components (`dim`) or numbers
+    (`state`).
+    """
+    from rlhpc.embodied.models.prismatic import ActionHead, ProprioProjector
+
+    head = _loaded(ActionHead(width, dim), files.get(HEAD)) if dim else None
+    return head, _loaded(ProprioProjector(state, width), files.get(PROJECTOR)) if state else None
+
+
+def _loaded(module: Any, file: Path | None) -> Any:
+    if file is not None:
+        try:
+            weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+            module.load_state_dict({name.removeprefix("module."): value for name, value in weights.items()})
+        except Exception as error:
+            raise ConfigError(
+                f"actor.model.model_path: {file} does not fit this environment's actions and state: {error}"
+            ) from error
+    return module
+
+
+def load_extra_weights(policy: nn.Module, folder: Path | None) -> None:
+    """Loads the value head and the log-std of a policy's folder, if they fit the policy."""
+    if folder is not None and (folder / EXTRA_WEIGHTS).is_file():
+        state = policy.state_dict()
+        weights = load_tensors(folder / EXTRA_WEIGHTS).items()
+        fitting = {name: value for name, value in weights if name in state and state[name].shape == value.shape}
+        policy.load_state_dict(fitting, strict=False)
+
+
+def eye_of(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: bool) -> Eye:
+    """Returns the model's image preprocessing.
+
+    Args:
+        config: Configuration of the model.
+        settings: Settings of its image processor.
+        space: Observation space, whose pictures must be square unless they are stretched.
+        crop: Crop to the middle 90 %, for models whose training pictures were cropped at random.
+
+    Raises:
+        ConfigError: Its vision transformers want pictures of different sizes, or the pictures would have to be cut.
+    """
+    sizes = set(config.image_sizes)
+    if len(sizes) > 1:
+        raise ConfigError(f"the model's config.json has image_sizes {config.image_sizes}; they must be equal")
+    strategy = settings.get("image_resize_strategy", getattr(config, "image_resize_strategy", "resize-naive"))
+    for key, box in boxes_of(space).items():
+        if len(box.shape) == 3 and strategy != "resize-naive" and box.shape[0] != box.shape[1]:
+            raise ConfigError(
+                f"the model's image_resize_strategy is {strategy!r}, which takes square pictures here; {key or 'this'} is "
+                f"{box.shape[0]} x {box.shape[1]}"
+            )
+    means, stds = (
+        settings.get(f"{name}s") or [getattr(shape, name) for shape in config.shapes] for name in ("mean", "std")
+    )
+    return Eye(sizes.pop(), means, stds, bicubic=True, middle=0.9 if crop else 1.0)
+
+
+class Released(Protocol):
+    """Parts of a policy that `release` writes.
+
+    Attributes:
+        vlm: Network, with adapters or without.
+        source: Folder that the network was read from; None for a built-in one.
+        tokenizer, eye: Written where there was no such folder.
+        statistics: Statistics that scale actions and state, by dataset.
+        action_head, proprio_projector: OFT's.
+    """
+
+    vlm: Any
+    source: Path | None
+    tokenizer: Any
+    eye: Eye
+    statistics: dict[str, Any]
+    action_head: ActionHead | None
+    proprio_projector: ProprioProjector | None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns all tensors of the policy, with rlhpc's value head and log-std."""
+
+
+def release(policy: Released, folder: Path, step: int) -> None:
+    """Writes a policy in the layout of OpenVLA's folders: with merged adapters, and also the adapters alone.
+
+    Args:
+        policy: Policy with its weights.
+        folder: Existing folder.
+        step: Step for the names of files.
+    """
+    if policy.source is not None:  # the tokenizer, the image processor, and the code that its configuration names
+        for file in policy.source.iterdir():
+            if file.suffix in (".json", ".model", ".py", ".txt") and ".index." not in file.name:
+                shutil.copyfile(file, folder / file.name)
+    else:
+        policy.tokenizer.save_pretrained(folder)
+        _write_json(folder / "preprocessor_config.json", _processor(policy.eye, policy.vlm.config))
+    vlm: Any = policy.vlm
+    weights = dict(full_weights(vlm, lambda tensor: tensor))
+    vlm.config.norm_stats = policy.statistics or None
+    vlm.save_pretrained(folder, state_dict=weights)
+    if policy.statistics:
+        _write_json(folder / STATISTICS, policy.statistics)
+    parts: dict[str, nn.Module | None] = {HEAD: policy.action_head, PROJECTOR: policy.proprio_projector}
+    for name, module in parts.items():
+        if module is not None:
+            torch.save(module.state_dict(), folder / f"{name}--{step}_checkpoint.pt")
+    from safetensors.torch import save_file
+
+    if is_lora(vlm):
+        adapter = folder / "lora_adapter"
+        vlm.peft_config[ADAPTER].save_pretrained(str(adapter))
+        named = {
+            f"base_model.model.{name}": value for name, value in adapter_weights(vlm, lambda tensor: tensor).items()
+        }
+        save_file(named, adapter / "adapter_model.safetensors")
+    extra_weights = {name: value for name, value in policy.state_dict().items() if name.startswith(_EXTRA_PREFIXES)}
+    if extra_weights:
+        save_file(extra_weights, folder / EXTRA_WEIGHTS)
+
+
+def _processor(eye: Eye, config: OpenVLAConfig) -> dict[str, Any]:
+    """Returns the content of preprocessor_config.json."""
+    count = len(eye.means)
+    return {
+        "image_processor_type": "PrismaticImageProcessor", "image_resize_strategy": "resize-naive",
+        "use_fused_vision_backbone": count > 1, "input_sizes": [[3, size, size] for size in config.image_sizes],
+        "interpolations": ["bicubic"] * count, "means": [list(mean) for mean in eye.means],
+        "stds": [list(std) for std in eye.stds],
+    }  # fmt: skip
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")

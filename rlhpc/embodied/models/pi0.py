@@ -1,4 +1,6 @@
-"""π0 (Black et al. 2024): a vision-language model that is read once, and an action expert that goes along a flow."""
+"""π0 policy (Black et al. 2024): a vision-language model encodes the observation once, and an action expert follows a
+flow.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,9 @@ from torch import Tensor
 from rlhpc.config.sections import LoraConfig
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of
-from rlhpc.embodied.models.base import Obs
+from rlhpc.embodied.models.base import Obs, Velocity
 from rlhpc.embodied.models.flow import FlowActing
-from rlhpc.embodied.models.guidance import Velocity
-from rlhpc.embodied.models.statistics import BOUNDS, NormStats, read_norm_stats
+from rlhpc.embodied.models.normalization import BOUNDS, NormStats, read_norm_stats
 from rlhpc.embodied.models.vlm import (
     TINY,
     Eye,
@@ -39,8 +40,8 @@ def check_folder(cfg: ModelConfig) -> None:
 
 
 class Pi0Policy(FlowActing):
-    """Pictures, an instruction and the robot's state to chunks of actions. Log-probs are those of `models.flow`,
-    over the actions that are used; values come from the vision-language model's last token.
+    """Policy from pictures, an instruction and the robot's state to chunks of actions. Log-probs are those of
+    `models.flow`, over the actions that are used; values come from the vision-language model's last token.
 
     `actor.model`: `model_path` (a Hugging Face folder, or `builtin:tiny`), `dtype`, `add_value_head`; `actor.lora`;
     `kwargs`: `num_steps` (default 4), `noise_level` (default 0.5), `prompt`, with `{instruction}`; `statistics` (openpi's
@@ -66,13 +67,13 @@ class Pi0Policy(FlowActing):
         self._read_statistics(str(cfg.model_path or TINY))
         self.model = model
         config = self.model.config
-        for key, wanted, most in (
+        for key, required, maximum in (
             ("actor.model.num_action_chunks", self.chunk, config.chunk_size),
             ("the action space's components", self.dim, config.max_action_dim),
             ("the state's length", self.numbers, config.max_state_dim),
         ):
-            if wanted > most:
-                raise ConfigError(f"{key}: {wanted} is more than this model's {most}")
+            if required > maximum:
+                raise ConfigError(f"{key}: {required} is more than this model's {maximum}")
         tokens = image_tokens(self.model.model.vlm, config.vlm_config)
         prompt = str(self.options.get("prompt") or "{instruction}\n")
         eye, image = Eye.of(config.vlm_config, settings), int(config.vlm_config.image_token_id)
@@ -97,47 +98,52 @@ class Pi0Policy(FlowActing):
             )
 
     def spec(self) -> dict[str, Any]:
-        """See `Policy.spec`; it has the statistics, too, whose file may be gone by then."""
+        """Returns the policy's description (`Policy.spec`), including the statistics, whose file may be gone when it is
+        read.
+        """
         spec = super().spec()
         statistics = BOUNDS if self.statistics is None else self.statistics
         return {**spec, "model": {**spec["model"], "kwargs": {**spec["model"]["kwargs"], "statistics": statistics}}}
 
     def scaled(self, actions: Tensor) -> Tensor:
-        """See `FlowActing.scaled`: by the statistics, if there are any."""
+        """Scales actions by the statistics, if there are any (`FlowActing.scaled`)."""
         return super().scaled(actions) if self.action_stats is None else self.action_stats.normalised(actions)
 
     def unscaled(self, actions: Tensor) -> Tensor:
-        """See `FlowActing.unscaled`."""
+        """Inverts `scaled` (`FlowActing.unscaled`)."""
         return super().unscaled(actions) if self.action_stats is None else self.action_stats.unnormalised(actions)
 
     def draw_times(self, rows: int) -> Tensor:
-        """See `FlowActing.draw_times`: Beta(1.5, 1), more of them near the noise (Black et al. 2024, appendix B; openpi)."""
+        """Draws times from Beta(1.5, 1), more of them near the noise (Black et al. 2024, appendix B; openpi)."""
         return torch.rand(rows) ** (1 / 1.5) * 0.999 + 0.001
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """See `FlowActing.state_shape`: the model's own chunk and width."""
+        """Chunk and width of the model (`FlowActing.state_shape`)."""
         return int(self.model.config.chunk_size), int(self.model.config.max_action_dim)
 
     def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
-        """Encodes observations once for all steps of the flow (`FlowActing.prepare`): reads pictures and prompt once."""
+        """Encodes pictures and prompt once for all steps of the flow (`FlowActing.prepare`)."""
         ids, mask, pixels = self.inputs(obs)
         if not policy and self.value_head is None:
             return None, self._values(pixels.flatten(1))
         body, dtype = self.model.model, self.model.dtype
-        seen = torch.ones(pixels.shape[:2], dtype=torch.bool, device=pixels.device)
-        embedded = body.embed_prefix(ids, pixels.to(dtype), seen)
+        camera_mask = torch.ones(pixels.shape[:2], dtype=torch.bool, device=pixels.device)
+        embedded = body.embed_prefix(ids, pixels.to(dtype), camera_mask)
         read = body.vlm(
-            inputs_embeds=embedded, attention_mask=mask, position_ids=positions(mask), use_cache=policy,
+            inputs_embeds=embedded,
+            attention_mask=mask,
+            position_ids=positions(mask),
+            use_cache=policy,
             token_type_ids=torch.zeros_like(ids),
-        )  # fmt: skip
+        )
         cache, state = read.past_key_values, self._state(obs, len(ids)).to(dtype)
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
             out = self.model(state=state, noise=x.to(dtype), timestep=t, attention_mask=mask, past_key_values=cache)
             cache.crop(-(x.shape[1] + 1))  # the state and the actions of this step; the next one sees the prefix only
-            found: Tensor = out.logits
-            return found.float()
+            velocities: Tensor = out.logits
+            return velocities.float()
 
         return velocity if policy else None, self._values(read.last_hidden_state[:, -1]) if value else None
 

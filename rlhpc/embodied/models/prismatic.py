@@ -1,4 +1,5 @@
-"""OpenVLA's network (Kim et al. 2024) and what OpenVLA-OFT (Kim et al. 2025) puts beside it, by the names of released files.
+"""Network of OpenVLA (Kim et al. 2024) with the additions of OpenVLA-OFT (Kim et al. 2025), by the names of released
+files.
 
 `vision_backbone.featurizer` (and `fused_featurizer`, whose features stand beside the first one's), `projector`,
 `language_model`: a Llama. The names of the classes are those that the released configurations name.
@@ -6,6 +7,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,24 +15,199 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
-from rlhpc.embodied.models.vit import ViT, vit_shape
 from rlhpc.runtime.errors import ConfigError
+
+_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class ViTShape:
+    """Architecture parameters of a vision transformer.
+
+    Attributes:
+        embed_dim, depth, num_heads, mlp_ratio, patch_size: Parameters of timm's model.
+        reg_tokens: Registers; with them there is a class token, too, and neither has a position.
+        scaled: Layers have a scale.
+        pooled: It ends with an attention pool, which files contain and nothing here uses.
+        mean, std: Statistics of the pictures that it was trained on.
+    """
+
+    embed_dim: int
+    depth: int
+    num_heads: int
+    mlp_ratio: float = 4.0
+    patch_size: int = 14
+    reg_tokens: int = 0
+    scaled: bool = False
+    pooled: bool = False
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+
+_SIGLIP = ViTShape(1152, 27, 16, 3.7362, pooled=True)
+#: By timm's names.
+SHAPES = {
+    "vit_large_patch14_reg4_dinov2.lvd142m": ViTShape(
+        1024, 24, 16, reg_tokens=4, scaled=True, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
+    ),
+    "vit_so400m_patch14_siglip_224": _SIGLIP,
+    "vit_so400m_patch14_siglip_384": _SIGLIP,
+}
+
+
+def vit_shape(name: str, changes: dict[str, Any]) -> ViTShape:
+    """Returns the shape of a timm model name, with changes to it.
+
+    Raises:
+        ConfigError: The name is none of `SHAPES`.
+    """
+    if name not in SHAPES:
+        raise ConfigError(f"the model's config.json has {name!r} in timm_model_ids; supported: {', '.join(SHAPES)}")
+    return replace(SHAPES[name], **changes)
+
+
+class LayerScale(nn.Module):
+    """Layer that multiplies each component by a separate weight."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.scale_factor = nn.Parameter(torch.full((dim,), 1e-5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the scaled components `[..., dim]`."""
+        return x * self.scale_factor
+
+
+class Attention(nn.Module):
+    """Self-attention layer."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns attention outputs `[B, L, dim]` for `[B, L, dim]`."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        outputs: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return outputs
+
+
+class Mlp(nn.Module):
+    """Perceptron of two layers."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns outputs `[..., dim]` for `[..., dim]`."""
+        outputs: Tensor = self.fc2(F.gelu(self.fc1(x)))
+        return outputs
+
+
+class ViTBlock(nn.Module):
+    """Layer of a vision transformer."""
+
+    def __init__(self, shape: ViTShape) -> None:
+        super().__init__()
+        dim = shape.embed_dim
+        self.norm1 = nn.LayerNorm(dim, _EPS)
+        self.attn = Attention(dim, shape.num_heads)
+        self.ls1 = LayerScale(dim) if shape.scaled else nn.Identity()
+        self.norm2 = nn.LayerNorm(dim, _EPS)
+        self.mlp = Mlp(dim, int(dim * shape.mlp_ratio))
+        self.ls2 = LayerScale(dim) if shape.scaled else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns outputs `[B, L, dim]` for `[B, L, dim]`."""
+        x = x + self.ls1(self.attn(self.norm1(x)))
+        outputs: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
+        return outputs
+
+
+class AttentionPool(nn.Module):
+    """Weights of SigLIP's pool: files have them, and no action depends on them."""
+
+    def __init__(self, shape: ViTShape) -> None:
+        super().__init__()
+        dim = shape.embed_dim
+        self.latent = nn.Parameter(torch.zeros(1, 1, dim))
+        self.q, self.kv, self.proj = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim, _EPS)
+        self.mlp = Mlp(dim, int(dim * shape.mlp_ratio))
+
+
+class PatchEmbed(nn.Module):
+    """Patch embedding of pictures."""
+
+    def __init__(self, shape: ViTShape) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, shape.embed_dim, shape.patch_size, shape.patch_size)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """Converts pictures `[B, 3, size, size]` to `[B, patches, dim]`."""
+        patches: Tensor = self.proj(pictures).flatten(2).transpose(1, 2)
+        return patches
+
+
+class ViT(nn.Module):
+    """Vision transformer up to its last layer but one, from which OpenVLA takes its features. Later layers are not
+    trained.
+
+    Args:
+        shape: Architecture parameters.
+        size: Pixels a side.
+    """
+
+    def __init__(self, shape: ViTShape, size: int) -> None:
+        super().__init__()
+        dim, self.patches = shape.embed_dim, (size // shape.patch_size) ** 2
+        self.embed_dim = dim
+        self.registers = shape.reg_tokens
+        if shape.reg_tokens:
+            self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
+            self.reg_token = nn.Parameter(torch.randn(1, shape.reg_tokens, dim) * 0.02)
+        self.pos_embed = nn.Parameter(torch.randn(1, self.patches, dim) * 0.02)
+        self.patch_embed = PatchEmbed(shape)
+        self.blocks = nn.ModuleList(ViTBlock(shape) for _ in range(shape.depth))
+        self.norm = nn.LayerNorm(dim, _EPS)
+        self.attn_pool = AttentionPool(shape) if shape.pooled else None
+        self.freeze_unused()
+
+    def freeze_unused(self) -> None:
+        """Freezes the layers after the features; adapters there have no gradient either, and would only decay."""
+        for part in (self.blocks[-1], self.norm, self.attn_pool):
+            if part is not None:
+                part.requires_grad_(False)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """Converts pictures `[B, 3, size, size]` to features of their patches `[B, patches, dim]`."""
+        x = self.patch_embed(pictures) + self.pos_embed
+        if self.registers:
+            first = torch.cat([self.cls_token, self.reg_token], 1).expand(len(x), -1, -1)
+            x = torch.cat([first, x], 1)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        features: Tensor = x[:, -self.patches :]
+        return features
+
 
 #: Blocks of the head that regresses actions.
 _BLOCKS = 2
 
 
 class OpenVLAConfig(PretrainedConfig):
-    """What config.json says; keys that are not used here stay in it.
+    """Configuration of OpenVLA from config.json; unused keys stay in it.
 
     Args:
-        timm_model_ids: One vision transformer, or two.
+        timm_model_ids: Names of one or two vision transformers.
         image_sizes: Pixels a side, of each.
         timm_overrides: Changes of `ViTShape`, of each; released models have none.
-        text_config: Of the Llama.
+        text_config: Configuration of the Llama.
         pad_to_multiple_of: By how much its vocabulary is larger than the tokenizer's.
         n_action_bins: The last tokens of the vocabulary that stand for parts of an action.
-        norm_stats: Of the actions of each dataset that it was trained on.
+        norm_stats: Statistics of the actions of each dataset that it was trained on.
     """
 
     model_type = "openvla"
@@ -44,7 +221,7 @@ class OpenVLAConfig(PretrainedConfig):
         pad_to_multiple_of: int = 64,
         n_action_bins: int = 256,
         norm_stats: dict[str, Any] | None = None,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         self.timm_model_ids = list(timm_model_ids or ["vit_so400m_patch14_siglip_224"])
         self.image_sizes = list(image_sizes or [224] * len(self.timm_model_ids))
@@ -55,12 +232,14 @@ class OpenVLAConfig(PretrainedConfig):
                 f"the model's config.json has text_config.model_type {text['model_type']!r}; allowed: llama"
             )
         self.text_config = LlamaConfig(**text)
-        self.pad_to_multiple_of, self.n_action_bins, self.norm_stats = pad_to_multiple_of, n_action_bins, norm_stats
-        super().__init__(**others)
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.n_action_bins = n_action_bins
+        self.norm_stats = norm_stats
+        super().__init__(**kwargs)
 
     @property
     def shapes(self) -> list[Any]:
-        """Of the vision transformers."""
+        """Shapes of the vision transformers."""
         changes = self.timm_overrides or [{}] * len(self.timm_model_ids)
         return [vit_shape(name, change) for name, change in zip(self.timm_model_ids, changes, strict=True)]
 
@@ -69,27 +248,33 @@ AutoConfig.register("openvla", OpenVLAConfig, exist_ok=True)  # else AutoTokeniz
 
 
 class VisionBackbone(nn.Module):
-    """One vision transformer, or two that see the same."""
+    """Vision backbone: one vision transformer, or two that see the same pictures."""
 
     def __init__(self, config: OpenVLAConfig) -> None:
         super().__init__()
         first, *second = (ViT(shape, size) for shape, size in zip(config.shapes, config.image_sizes, strict=True))
-        self.featurizer, self.patches, self.width = first, first.patches, first.embed_dim
+        self.featurizer = first
+        self.patches = first.patches
+        self.width = first.embed_dim
         if second:
             (self.fused_featurizer,) = second
             self.width += self.fused_featurizer.embed_dim
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """`[B, 3 or 6, size, size]`, of 6 three for each, to `[B, patches, width]`."""
-        seen = self.featurizer(pictures[:, :3])
+        """Converts pictures `[B, 3 or 6, size, size]`, of 6 channels three for each transformer, to `[B, patches,
+        width]`.
+        """
+        features = self.featurizer(pictures[:, :3])
         if pictures.shape[1] > 3:
-            seen = torch.cat([seen, self.fused_featurizer(pictures[:, 3:])], -1)
-        found: Tensor = seen
-        return found
+            features = torch.cat([features, self.fused_featurizer(pictures[:, 3:])], -1)
+        result: Tensor = features
+        return result
 
 
 class Projector(nn.Module):
-    """What is seen, as embeddings of the language model: three layers behind two vision transformers, else two."""
+    """Projector of visual features to embeddings of the language model: three layers behind two vision transformers,
+    else two.
+    """
 
     def __init__(self, width: int, hidden: int, fused: bool) -> None:
         super().__init__()
@@ -97,16 +282,16 @@ class Projector(nn.Module):
         self.fc1, self.fc2 = nn.Linear(width, inner), nn.Linear(inner, hidden)
         self.fc3 = nn.Linear(hidden, hidden) if fused else None
 
-    def forward(self, seen: Tensor) -> Tensor:
-        """`[..., width]` to `[..., hidden]`."""
-        found: Tensor = self.fc2(F.gelu(self.fc1(seen)))
+    def forward(self, features: Tensor) -> Tensor:
+        """Projects features `[..., width]` to `[..., hidden]`."""
+        embeddings: Tensor = self.fc2(F.gelu(self.fc1(features)))
         if self.fc3 is not None:
-            found = self.fc3(F.gelu(found))
-        return found
+            embeddings = self.fc3(F.gelu(embeddings))
+        return embeddings
 
 
 class OpenVLAForActionPrediction(PreTrainedModel):
-    """The network, up to the language model's hidden states."""
+    """OpenVLA network up to the language model's hidden states."""
 
     config_class = OpenVLAConfig
     base_model_prefix = "model"
@@ -125,81 +310,88 @@ class OpenVLAForActionPrediction(PreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """See transformers."""
-        found: nn.Module = self.language_model.get_input_embeddings()
-        return found
+        """Returns the language model's input embeddings."""
+        embeddings: nn.Module = self.language_model.get_input_embeddings()
+        return embeddings
 
     def get_output_embeddings(self) -> nn.Module:
-        """See transformers; adapters on all linear layers leave it out."""
-        found: nn.Module = self.language_model.get_output_embeddings()
-        return found
+        """Returns the language model's output embeddings; adapters on all linear layers leave them out."""
+        embeddings: nn.Module = self.language_model.get_output_embeddings()
+        return embeddings
 
     def see(self, pictures: Tensor) -> Tensor:
-        """`[B, cameras, 3 or 6, size, size]` to embeddings `[B, cameras · patches, hidden]`."""
-        seen = self.projector(self.vision_backbone(pictures.flatten(0, 1).to(self.dtype)))
-        found: Tensor = seen.reshape(len(pictures), -1, seen.shape[-1])
-        return found
+        """Converts pictures `[B, cameras, 3 or 6, size, size]` to embeddings `[B, cameras · patches, hidden]`."""
+        features = self.projector(self.vision_backbone(pictures.flatten(0, 1).to(self.dtype)))
+        embeddings: Tensor = features.reshape(len(pictures), -1, features.shape[-1])
+        return embeddings
 
-    def embed(self, ids: Tensor, seen: Tensor) -> Tensor:
-        """Embeddings of tokens `[B, L]`, with `seen [B, n, hidden]` where they are negative."""
+    def embed(self, ids: Tensor, features: Tensor) -> Tensor:
+        """Returns embeddings of tokens `[B, L]`, with `features [B, n, hidden]` where token ids are negative."""
         words = self.get_input_embeddings()(ids.clamp(min=0))
-        found: Tensor = words.masked_scatter((ids < 0)[..., None], seen.to(words.dtype))
-        return found
+        embeddings: Tensor = words.masked_scatter((ids < 0)[..., None], features.to(words.dtype))
+        return embeddings
 
 
 class ResidualBlock(nn.Module):
-    """A layer of the head that regresses actions."""
+    """Layer of the head that regresses actions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.ffn = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., width]` to the same."""
-        found: Tensor = x + self.ffn(x)
-        return found
+        """Returns outputs `[..., width]` for `[..., width]`."""
+        outputs: Tensor = x + self.ffn(x)
+        return outputs
 
 
 class ResidualMlp(nn.Module):
-    """The head that regresses actions, without its outermost name."""
+    """Network of the head that regresses actions."""
 
     def __init__(self, inputs: int, width: int, outputs: int) -> None:
         super().__init__()
-        self.layer_norm1, self.fc1 = nn.LayerNorm(inputs), nn.Linear(inputs, width)
+        self.layer_norm1 = nn.LayerNorm(inputs)
+        self.fc1 = nn.Linear(inputs, width)
         self.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(width) for _ in range(_BLOCKS))
-        self.layer_norm2, self.fc2 = nn.LayerNorm(width), nn.Linear(width, outputs)
+        self.layer_norm2 = nn.LayerNorm(width)
+        self.fc2 = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., inputs]` to `[..., outputs]`."""
+        """Returns outputs `[..., outputs]` for `[..., inputs]`."""
         x = F.relu(self.fc1(self.layer_norm1(x)))
         for block in self.mlp_resnet_blocks:
             x = block(x)
-        found: Tensor = self.fc2(self.layer_norm2(x))
-        return found
+        outputs: Tensor = self.fc2(self.layer_norm2(x))
+        return outputs
 
 
 class ActionHead(nn.Module):
-    """OpenVLA-OFT's: an action from the hidden states of its components' places; computes in its weights' precision."""
+    """Action head of OpenVLA-OFT: an action from the hidden states at its components' positions, in the precision of
+    its weights.
+    """
 
     def __init__(self, width: int, dim: int) -> None:
         super().__init__()
-        self.dim, self.model = dim, ResidualMlp(width * dim, width, dim)
+        self.dim = dim
+        self.model = ResidualMlp(width * dim, width, dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[B, chunk · dim, width]` to `[B, chunk, dim]`."""
+        """Converts hidden states `[B, chunk · dim, width]` to actions `[B, chunk, dim]`."""
         places = hidden.to(self.model.fc1.weight.dtype).unflatten(1, (-1, self.dim)).flatten(2)
-        found: Tensor = self.model(places).float()
-        return found
+        actions: Tensor = self.model(places).float()
+        return actions
 
 
 class ProprioProjector(nn.Module):
-    """OpenVLA-OFT's: a robot's state as one embedding of the language model; computes in its weights' precision."""
+    """Proprioception projector of OpenVLA-OFT: a robot's state as one embedding of the language model, in the precision
+    of its weights.
+    """
 
     def __init__(self, state: int, hidden: int) -> None:
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(state, hidden), nn.Linear(hidden, hidden)
 
     def forward(self, state: Tensor) -> Tensor:
-        """`[B, state]` to `[B, hidden]`."""
-        found: Tensor = self.fc2(F.gelu(self.fc1(state.to(self.fc1.weight.dtype))))
-        return found
+        """Projects states `[B, state]` to embeddings `[B, hidden]`."""
+        embeddings: Tensor = self.fc2(F.gelu(self.fc1(state.to(self.fc1.weight.dtype))))
+        return embeddings

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.embodied.envs.spaces import space_from_json
+from rlhpc.embodied.envs.observations import space_from_json
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.lookup import Registry, load_attribute
+from rlhpc.runtime.plugins import Registry, load_attribute
 from rlhpc.runtime.trust import Trust, without_variables
 
 if TYPE_CHECKING:
@@ -16,26 +16,33 @@ if TYPE_CHECKING:
 
     from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig, PolicyConfig
     from rlhpc.embodied.models.base import Policy
+from pathlib import Path
 
-#: Of classes `(cfg, observation_space, action_space) -> Policy`.
+from rlhpc.checkpoint.export_folder import read_object
+from rlhpc.checkpoint.state import load_tensors
+from rlhpc.embodied.models.base import Policy
+from rlhpc.jobs.paths import MODEL
+from rlhpc.runtime.errors import CheckpointError
+
+#: Classes `(cfg, observation_space, action_space) -> Policy`, by name.
 MODELS: Registry[Any] = Registry(
     "model type", "actor.model.model_type", "rlhpc.models",
     {
         "mlp": "rlhpc.embodied.models.mlp:MLPPolicy",
-        "cnn": "rlhpc.embodied.models.images:CNNPolicy",
-        "resnet": "rlhpc.embodied.models.images:ResNetPolicy",
-        "sac": "rlhpc.embodied.models.actor_critic:SACPolicy",
-        "crossq": "rlhpc.embodied.models.actor_critic:CrossQPolicy",
-        "td3": "rlhpc.embodied.models.actor_critic:TD3Policy",
-        "iql": "rlhpc.embodied.models.actor_critic:IQLPolicy",
+        "cnn": "rlhpc.embodied.models.cnn:CNNPolicy",
+        "resnet": "rlhpc.embodied.models.cnn:ResNetPolicy",
+        "sac": "rlhpc.embodied.models.off_policy:SACPolicy",
+        "crossq": "rlhpc.embodied.models.off_policy:CrossQPolicy",
+        "td3": "rlhpc.embodied.models.off_policy:TD3Policy",
+        "iql": "rlhpc.embodied.models.off_policy:IQLPolicy",
         "dsrl": "rlhpc.embodied.models.dsrl:DSRLPolicy",
         "flow": "rlhpc.embodied.models.flow:FlowPolicy",
-        "conditioned": "rlhpc.embodied.models.conditioned:ConditionedPolicy",
-        "success": "rlhpc.embodied.models.success:SuccessModel",
-        "vla": "rlhpc.embodied.models.vla:VLAPolicy",
+        "conditioned": "rlhpc.embodied.models.advantage_conditioned:ConditionedPolicy",
+        "success": "rlhpc.embodied.rewards.success_reward:SuccessModel",
+        "vla": "rlhpc.embodied.models.action_tokens:VLAPolicy",
         "pi0": "rlhpc.embodied.models.pi0:Pi0Policy",
         "openvla": "rlhpc.embodied.models.openvla:OpenVLAPolicy",
-        "lerobot": "rlhpc.embodied.models.lerobot.families:lerobot_policy",
+        "lerobot": "rlhpc.embodied.models.lerobot.policies:lerobot_policy",
     },
 )  # fmt: skip
 register_model = MODELS.register
@@ -43,17 +50,17 @@ register_model = MODELS.register
 _FOLDER_CHECKS = {
     "vla": "rlhpc.embodied.models.vlm:check_folder",
     "pi0": "rlhpc.embodied.models.pi0:check_folder",
-    "openvla": "rlhpc.embodied.models.openvla_files:check_folder",
-    "lerobot": "rlhpc.embodied.models.lerobot.folder:check_folder",
+    "openvla": "rlhpc.embodied.models.openvla:check_folder",
+    "lerobot": "rlhpc.embodied.models.lerobot.checkpoint:check_folder",
 }
 
 
 def policy_dtype(actor: EmbodiedActorConfig, bfloat16: bool) -> str:
-    """Returns what `actor.model.dtype` names, with `auto` resolved: "float32" or "bfloat16".
+    """Returns the dtype of `actor.model.dtype`, with `auto` resolved: "float32" or "bfloat16".
 
     Args:
         actor: Section `actor`.
-        bfloat16: Whether the policy's device computes in bfloat16.
+        bfloat16: True if the policy's device computes in bfloat16.
     """
     model = actor.model
     if model.dtype.lower() != "auto":
@@ -62,15 +69,16 @@ def policy_dtype(actor: EmbodiedActorConfig, bfloat16: bool) -> str:
     if not getattr(factory, "mixed_precision", False):
         return "float32"
     if actor.training_backend.lower() == "local" and not actor.lora.rank:
-        return "float32"  # all weights are trained, by an optimizer without copies of its own
+        return "float32"  # all weights are trained, by an optimizer without float32 copies
     return "bfloat16" if bfloat16 else "float32"
 
 
 def policy_section(actor: EmbodiedActorConfig, device: str | torch.device = "cpu") -> ModelConfig:
-    """Section `actor.model` as `build_model` wants it on a device: its dtype is resolved (`policy_dtype`), and the adapters of
-    `actor.lora`, if any, are among its options."""
+    """Returns section `actor.model` for `build_model` on a device: with its dtype resolved (`policy_dtype`), and the
+    adapters of `actor.lora`, if any, among its options.
+    """
     from rlhpc.config.typed import changed, plain
-    from rlhpc.runtime.device import computes_bfloat16
+    from rlhpc.runtime.devices import computes_bfloat16
 
     model, kind = actor.model, device if isinstance(device, str) else device.type
     if policy_dtype(actor, computes_bfloat16(kind)) == "bfloat16" != model.dtype:
@@ -87,7 +95,7 @@ def build_model(cfg: PolicyConfig, observation_space: Any, action_space: Any, se
 
     Args:
         cfg: The section.
-        observation_space, action_space: Of one environment slot.
+        observation_space, action_space: Spaces of one environment slot.
         seed: Initialises the weights from this seed, without touching torch's global generator.
 
     Raises:
@@ -112,7 +120,7 @@ def check_folder(cfg: PolicyConfig) -> None:
     """Refuses a pretrained policy's folder that lacks files, whatever the environment is.
 
     Raises:
-        ConfigError: Unknown type; or says which file is missing.
+        ConfigError: The type is unknown, or a file is missing; names it.
     """
     MODELS.find(cfg.model_type)
     if (check := _FOLDER_CHECKS.get(cfg.model_type.lower())) is not None:
@@ -120,31 +128,31 @@ def check_folder(cfg: PolicyConfig) -> None:
 
 
 def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: Sequence[str | None]) -> Policy | None:
-    """Builds the policy to see whether it can be; None where only ranks with a Python of their own can.
+    """Builds the policy as a check; returns None without building where only ranks with a separate Python can build it.
 
     Args:
         actor: Section `actor`.
-        spaces: Of the observations and of the actions of one slot.
-        pythons: Of the groups that will build it.
+        spaces: Observation and action space of one slot.
+        pythons: Python interpreters of the groups that will build it.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The policy cannot be built.
     """
     if actor.model.model_type.lower() != "lerobot" or not all(pythons):
         return build_model(policy_section(actor), *spaces)
-    from rlhpc.embodied.models.lerobot.folder import describe
+    from rlhpc.embodied.models.lerobot.checkpoint import describe
 
     describe(actor.model, *spaces)
     return None
 
 
 def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: str = "the description") -> Policy:
-    """Inverse of `Policy.spec`: the network, with fresh weights.
+    """Builds the network of a `Policy.spec`, with fresh weights.
 
     Args:
-        spec: As read.
-        trust: What it may name of code; nothing by default.
-        origin: Where it is from, for messages.
+        spec: Result of `Policy.spec`.
+        trust: Code that it may name; none by default.
+        origin: Source of the description, for messages.
 
     Raises:
         ConfigError: It names code, or describes no policy.
@@ -157,13 +165,13 @@ def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: s
 
     trust = trust or Trust()
     try:
-        given = spec["model"]
-        of: type[PolicyConfig] = SacModelConfig if "critic_layer_norm" in given else ModelConfig
+        model = spec["model"]
+        config_class: type[PolicyConfig] = SacModelConfig if "critic_layer_norm" in model else ModelConfig
         # One that an earlier version wrote may lack keys.
-        named = {"actor": {"model": {**asdict(of()), **given, "model_type": given["model_type"]}}}
-        trust.check(named, origin)
-        section = named if trust.everything else without_variables(named, trust, origin)
-        cfg = typed(of, OmegaConf.create(section).actor.model)
+        config = {"actor": {"model": {**asdict(config_class()), **model, "model_type": model["model_type"]}}}
+        trust.check(config, origin)
+        section = config if trust.everything else without_variables(config, trust, origin)
+        cfg = typed(config_class, OmegaConf.create(section).actor.model)
         return build_model(cfg, space_from_json(spec["observation_space"]), space_from_json(spec["action_space"]))
     except (
         KeyError,
@@ -176,5 +184,42 @@ def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: s
     ) as error:
         if isinstance(error, RlhpcError):
             raise
-        said = str(error).strip().split("\n")[0]
-        raise ConfigError(f"{origin} describes no policy that can be built: {type(error).__name__}: {said}") from error
+        message = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"{origin} describes no policy that can be built: {type(error).__name__}: {message}"
+        ) from error
+
+
+def spec_in(folder: Path) -> tuple[dict[str, Any], Path]:
+    """Returns a folder's description of its policy (`Policy.spec`), and the file that has it.
+
+    Raises:
+        CheckpointError: The folder has no description.
+    """
+    origin = folder / "config.json"
+    spec = read_object(origin).get("policy") if origin.is_file() else None
+    if spec is None:
+        origin = folder / "model.json"
+        spec = read_object(origin)
+    return spec, origin
+
+
+def load_policy(folder: Path, trust: Trust) -> Policy:
+    """Loads the policy of a folder, in eval mode, on the CPU.
+
+    Args:
+        folder: A checkpoint, or an export.
+        trust: Code that it may name.
+
+    Raises:
+        CheckpointError: Files are missing, or the weights do not fit the policy.
+        ConfigError: It names code that is not trusted.
+    """
+    spec, origin = spec_in(folder)
+    policy = policy_from_spec(spec, trust, str(origin))
+    try:
+        policy.load_state_dict(load_tensors(folder / MODEL))
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder}: the weights do not fit the policy it describes: {error}") from error
+    policy.eval()
+    return policy

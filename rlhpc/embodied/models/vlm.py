@@ -1,4 +1,4 @@
-"""Vision-language models of transformers as a policy's eyes: loading, tiny ones from nothing, adapters, and their inputs."""
+"""Vision-language models of transformers as a policy's encoder: loading, tiny random ones, adapters, and their inputs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from torch.nn import functional as F
 
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of, decode_text
-from rlhpc.runs.hub import is_hub_name
+from rlhpc.runs.model_names import is_hub_name
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.lookup import required
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.files import expand_home, read_json
+from rlhpc.runtime.plugins import required
 
 TINY = "builtin:tiny"
 PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
@@ -31,7 +30,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def hugging_face() -> Any:
-    """The transformers package.
+    """Returns the transformers package.
 
     Raises:
         ConfigError: It is not installed.
@@ -40,7 +39,7 @@ def hugging_face() -> Any:
 
 
 def values_of(head: nn.Module | None, hidden: Tensor, width: int) -> Tensor:
-    """Values `[B]`, or `[B, width]` for a width above 1, of a value head; without one they are 0."""
+    """Returns values `[B]`, or `[B, width]` for a width above 1, of a value head; 0 without a head."""
     if head is None:
         return torch.zeros((len(hidden), width) if width > 1 else (len(hidden),), device=hidden.device)
     values: Tensor = head(hidden)
@@ -48,7 +47,9 @@ def values_of(head: nn.Module | None, hidden: Tensor, width: int) -> Tensor:
 
 
 def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
-    """Configuration of a model small enough for tests: Llava (SigLIP and Llama) for "vla", π0 for "pi0", or OpenVLA."""
+    """Returns the configuration of a model small enough for tests: Llava (SigLIP and Llama) for "vla", π0 for "pi0", or
+    OpenVLA.
+    """
     package = hugging_face()
     body = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     if kind == "openvla":
@@ -86,18 +87,18 @@ def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
 
 
 class Bytes:
-    """The tokenizer of the tiny models: one token per byte."""
+    """Tokenizer of the tiny models: one token per byte."""
 
     bos_token_id, pad_token_id, unk_token_id = _TINY_BOS, 0, None
     vocab_size = _TINY_WORDS
 
     def convert_tokens_to_ids(self, word: str) -> int | None:
-        """None: no word is a token."""
+        """Returns None: no word is a token."""
         del word
         return None
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes what AutoTokenizer makes the same of."""
+        """Writes an equivalent tokenizer for AutoTokenizer."""
         from tokenizers import Tokenizer, models
 
         words = {f"<0x{i:02X}>": i for i in range(256)} | {f"<{i}>": i for i in range(256, _TINY_WORDS)}
@@ -106,7 +107,7 @@ class Bytes:
         kind(tokenizer_object=inner, bos_token=f"<{_TINY_BOS}>", pad_token="<0x00>").save_pretrained(folder)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The token ids of a text."""
+        """Returns the token ids of a text."""
         del add_special_tokens
         return list(text.encode())
 
@@ -116,7 +117,7 @@ _empty = contextvars.ContextVar("_empty", default=False)
 
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
-    """Inside, vision-language models are made on the meta device: their weights come from another rank."""
+    """Makes `load_vlm` build models on the meta device: their weights come from another rank."""
     before = _empty.set(True)
     try:
         yield
@@ -125,7 +126,7 @@ def without_weights() -> Iterator[None]:
 
 
 def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> tuple[nn.Module, Any, Any]:
-    """Model, tokenizer, and the image processor's settings (a dict).
+    """Loads a model, its tokenizer, and the image processor's settings (a dict).
 
     Args:
         cfg: `actor.model`: model_path (a Hugging Face folder or hub name, or `builtin:tiny`), dtype, attn_implementation.
@@ -144,11 +145,11 @@ def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> t
         from rlhpc.embodied.models import prismatic
 
         auto, configured = prismatic.OpenVLAForActionPrediction, prismatic.OpenVLAConfig
-    made = auto.from_config if kind == "vla" else auto._from_config
+    build = auto.from_config if kind == "vla" else auto._from_config
     if path == TINY:
         config = tiny_config(kind, chunk, dim, state)
         with torch.device("meta") if _empty.get() else contextlib.nullcontext():
-            return made(config), Bytes(), {}
+            return build(config), Bytes(), {}
     if path.startswith("builtin:"):
         raise ConfigError(f"actor.model.model_path is {path!r}; the only built-in vision-language model is {TINY}")
     options = {"dtype": _DTYPES.get(cfg.dtype, torch.float32), "attn_implementation": cfg.attn_implementation}
@@ -157,16 +158,16 @@ def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> t
         if _empty.get():
             config = configured.from_pretrained(path, trust_remote_code=trust)
             with torch.device("meta"):
-                model = made(config, **options)
+                model = build(config, **options)
         else:
             model = auto.from_pretrained(path, **options, trust_remote_code=trust)
         tokenizer = package.AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"actor.model.model_path is {path!r}, which transformers cannot load: {error}") from error
-    wanted = "llava" if kind == "vla" else kind
-    if model.config.model_type != wanted:
+    required_type = "llava" if kind == "vla" else kind
+    if model.config.model_type != required_type:
         raise ConfigError(
-            f"actor.model.model_path is {path!r}, a {model.config.model_type}; model_type {kind} takes {wanted} models"
+            f"actor.model.model_path is {path!r}, a {model.config.model_type}; model_type {kind} takes {required_type} models"
         )
     try:
         settings = package.image_processing_base.ImageProcessingMixin.get_image_processor_dict(path)[0]
@@ -189,10 +190,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def require_weights(path: str | None) -> None:
-    """Refuses a model's folder that is not there, or has no weights; names of the hub and of built-in models pass.
+    """Refuses a model's folder that is missing or has no weights; names of the hub and of built-in models pass.
 
     Raises:
-        ConfigError: Says what is missing.
+        ConfigError: The folder or its files are missing; names them.
     """
     if not path or path.startswith("builtin:") or is_hub_name(path):
         return
@@ -215,9 +216,9 @@ class Eye:
 
     Attributes:
         size: Pixels a side.
-        means, stds: Of the three channels; the same picture once with each.
-        bicubic: How they are brought to that size: so, and rounded, as Pillow does; else bilinearly.
-        middle: The share of their area, around the middle, that is then shown in that size.
+        means, stds: Statistics of the three channels; the picture is normalised once with each.
+        bicubic: Resize bicubically and round, as Pillow does; else bilinearly.
+        middle: Share of their area, around the middle, that is then resized to that size.
     """
 
     size: int
@@ -228,12 +229,12 @@ class Eye:
 
     @classmethod
     def of(cls, config: Any, settings: dict[str, Any]) -> Eye:
-        """Of a model of transformers and the settings of its image processor."""
+        """Builds the preprocessing of a transformers model with the settings of its image processor."""
         means, stds = (settings.get(name, (0.5,) * 3) for name in ("image_mean", "image_std"))
         return cls(int(config.vision_config.image_size), (means,), (stds,))
 
     def __call__(self, images: Tensor) -> Tensor:
-        """`[B, H, W, 3·cameras]` to `[B, cameras, 3·means, size, size]`, normalised."""
+        """Converts `[B, H, W, 3·cameras]` to `[B, cameras, 3·means, size, size]`, normalised."""
         rows, height, width, channels = images.shape
         flat = images.reshape(rows, height, width, channels // 3, 3).permute(0, 3, 4, 1, 2).flatten(0, 1).float() / 255
         if (height, width) != (self.size, self.size):
@@ -253,25 +254,35 @@ class Eye:
 
 
 class VlmInputs:
-    """What a vision-language model takes, from observations: pictures in its size, and a prompt as tokens.
+    """Inputs of a vision-language model from observations: pictures in its size, and a prompt as tokens.
 
     Args:
-        observation_space: Of a slot: pictures uint8 `[H, W, 3·cameras]`, and `instruction` if there is one.
-        tokenizer: Of the model.
-        eye: Its pictures.
-        image: The token whose places what is seen takes.
-        image_tokens: Of one picture.
+        observation_space: Observation space of a slot: pictures uint8 `[H, W, 3·cameras]`, and `instruction` if there is one.
+        tokenizer: Tokenizer of the model.
+        eye: Image preprocessing of the model.
+        image: Token that image features replace.
+        image_tokens: Number of tokens of one picture.
         prompt: With `{instruction}`.
         image_first: Pictures before the first token of the text (PaliGemma), else after it.
-        more: Such places after all pictures, for what is felt.
+        more: Number of such tokens after all pictures, for the state.
         end: Tokens after the prompt.
         lower: The instruction is given in lower case.
     """
 
     def __init__(
-        self, observation_space: Any, tokenizer: Any, eye: Eye, image: int, image_tokens: int, prompt: str, *,
-        image_first: bool = False, more: int = 0, end: Sequence[int] = (), lower: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        observation_space: Any,
+        tokenizer: Any,
+        eye: Eye,
+        image: int,
+        image_tokens: int,
+        prompt: str,
+        *,
+        image_first: bool = False,
+        more: int = 0,
+        end: Sequence[int] = (),
+        lower: bool = False,
+    ) -> None:
         boxes = boxes_of(observation_space)
         self.pictures = [key for key, box in boxes.items() if len(box.shape) == 3]
         for key in self.pictures:
@@ -283,15 +294,19 @@ class VlmInputs:
         if not self.pictures:
             raise ConfigError(f"vision-language policies need pictures; the observations are {observation_space}")
         self.has_text = "instruction" in boxes
-        self._tokenizer, self._prompt, self._image_first = tokenizer, prompt, image_first
-        self._eye, self._end, self._lower = eye, list(end), lower
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._image_first = image_first
+        self._eye = eye
+        self._end = list(end)
+        self._lower = lower
         cameras = sum(boxes[key].shape[2] // 3 for key in self.pictures)
         self._image_ids = [image] * (image_tokens * cameras + more)
         self._pad = int(tokenizer.pad_token_id or 0)
-        self._known: dict[bytes, list[int]] = {}
+        self._token_cache: dict[bytes, list[int]] = {}
 
     def __call__(self, obs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids and mask `[B, L]`, padded on the left; pictures as the eye makes them, of all cameras."""
+        """Returns token ids and mask `[B, L]`, padded on the left, and the preprocessed pictures of all cameras."""
         parts = obs if isinstance(obs, dict) else {"": obs}
         pixels = torch.cat([self._eye(parts[key]) for key in self.pictures], 1)
         if self.has_text:
@@ -304,32 +319,32 @@ class VlmInputs:
         return ids, mask, pixels
 
     def _tokens(self, instruction: bytes) -> list[int]:
-        if instruction not in self._known:
+        if instruction not in self._token_cache:
             task = decode_text(instruction) or "do the task"
             text = self._prompt.format(instruction=task.lower() if self._lower else task)
             bos = [] if self._tokenizer.bos_token_id is None else [int(self._tokenizer.bos_token_id)]
             words = self._tokenizer.encode(text, add_special_tokens=False)
             front = [*self._image_ids, *bos] if self._image_first else [*bos, *self._image_ids]
-            self._known[instruction] = [*front, *words, *self._end]
-        return self._known[instruction]
+            self._token_cache[instruction] = [*front, *words, *self._end]
+        return self._token_cache[instruction]
 
 
 def image_tokens(vlm: Any, config: Any) -> int:
-    """Tokens that one picture becomes."""
+    """Returns the number of tokens of one picture."""
     size = int(config.vision_config.image_size)
     dtype, device = next((p.dtype, p.device) for p in vlm.parameters())
     with torch.no_grad():
-        found = vlm.get_image_features(torch.zeros(1, 3, size, size, dtype=dtype, device=device)).pooler_output
-    return int(found[0].shape[-2])
+        features = vlm.get_image_features(torch.zeros(1, 3, size, size, dtype=dtype, device=device)).pooler_output
+    return int(features[0].shape[-2])
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Position of each token; those of the padding mean nothing."""
+    """Returns the position of each token; those of the padding mean nothing."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
 class ValueHead(nn.Module):
-    """Values of a hidden state, computed in the precision of their weights; 0 at the start."""
+    """Value head on a hidden state, computed in the precision of its weights; 0 at the start."""
 
     def __init__(self, width: int, outputs: int) -> None:
         super().__init__()
@@ -338,12 +353,12 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[B, width]` to `[B]`, or `[B, outputs]` if that is above 1."""
+        """Returns values of `[B, width]`: `[B]`, or `[B, outputs]` if that is above 1."""
         values: Tensor = self.out(F.gelu(self.hidden(hidden.to(self.hidden.weight.dtype)))).float()
         return values.squeeze(-1)
 
 
 def numbers_in(space: Any) -> int:
-    """Length of `state` in an observation; 0 where there is none."""
+    """Returns the length of `state` in an observation; 0 without one."""
     box = boxes_of(space).get("state")
     return 0 if box is None else math.prod(box.shape)

@@ -1,1 +1,1 @@
-"""Robots on machines outside the cluster: how they come to a run, and what is said between them."""
+"""Robots in the env rank's process or on other machines, behind one safety core."""

@@ -21,7 +21,7 @@ class StaleObservation(RlhpcError):
     """A command was refused: it was chosen from an observation that is too old."""
 
 
-class Limits(NamedTuple):
+class CommandLimits(NamedTuple):
     """Limits of a robot's commands.
 
     Attributes:

@@ -17,11 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import read_json, replace_durably
 from rlhpc.runtime.host import node_name, state_folder
 from rlhpc.runtime.ownership import make_private
-from rlhpc.runtime.plain import read_json
 
 
 def notices_folder() -> Path:

@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.embodied.envs.timing import Timing
+from rlhpc.embodied.envs.base import Timing
 from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
-from rlhpc.embodied.robots.limits import Limits, StaleObservation, nearest_command, why_no_max_change
+from rlhpc.embodied.robots.limits import CommandLimits, StaleObservation, nearest_command, why_no_max_change
 from rlhpc.embodied.robots.notices import Notice, robot_name
 from rlhpc.embodied.robots.states import LIVE, State, StateMachine
 from rlhpc.embodied.robots.watchdog import WatchdogProcess
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.lookup import load_attribute
+from rlhpc.runtime.plugins import load_attribute
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class SafetyCore:
         timing: Counts of stops and refusals.
     """
 
-    def __init__(self, driver: Robot, limits: Limits, name: str = "") -> None:
+    def __init__(self, driver: Robot, limits: CommandLimits, name: str = "") -> None:
         self.__driver = driver
         self.observation_space, self.action_space = driver.observation_space, driver.action_space
         self.name = name or type(driver).__name__
@@ -88,7 +88,7 @@ class SafetyCore:
         """State of the robot."""
         return self._states.current
 
-    def set_limits(self, limits: Limits) -> None:
+    def set_limits(self, limits: CommandLimits) -> None:
         """Changes the limits.
 
         Raises:
@@ -175,7 +175,7 @@ class SafetyCore:
         now = time.monotonic()
         age = now - (self.observation.taken_at if self.observation is not None else -np.inf)
         if age > self.limits.stale_s:
-            self.timing.refused += 1
+            self.timing.num_refused += 1
             self.hold()
             raise StaleObservation(f"a command was chosen from an observation that is {age:.2f} s old")
         return now
@@ -299,7 +299,7 @@ class SafetyCore:
             return
         self._stop_driver()
         if first:
-            self.timing.stopped += 1
+            self.timing.num_stopped += 1
             log.warning("%s was stopped: %s", self.name, reason)
             self._post_notice()
 
@@ -377,13 +377,13 @@ class SafetyCore:
         if call is not None and self.state in LIVE and now - call[1] > call[2]:
             self.stop(f"its driver hangs: {call[0]} has not returned for {now - call[1]:.2f} s")
         elif self._states.is_over(now):
-            self.timing.held += 1
+            self.timing.num_held += 1
             self.hold()
         elif self._unconfirmed:
             self._stop_driver()
 
 
-def safe_robot(path: str, key: str, kwargs: dict[str, Any], limits: Limits) -> SafetyCore:
+def safe_robot(path: str, key: str, kwargs: dict[str, Any], limits: CommandLimits) -> SafetyCore:
     """Builds a robot from its class, as `module:Class`, inside its safety core.
 
     Raises:

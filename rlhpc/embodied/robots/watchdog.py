@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 import cloudpickle
 
-from rlhpc.runtime.descriptors import readable
-from rlhpc.runtime.import_paths import python_path, run_module
+from rlhpc.runtime.imports import python_path, run_module
+from rlhpc.runtime.os_resources import readable
 
 _BEAT = struct.Struct("!?d")
 _READY, _STOPPED, _QUIT = b"ready", b"stopped", b"quit"

@@ -1,4 +1,4 @@
-"""BcRunner: the loop of behaviour cloning. A step is `algorithm.update_epochs` passes over the demonstrations."""
+"""Training loop of behaviour cloning. A step is `algorithm.update_epochs` passes over the demonstrations."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 from rlhpc.embodied.config import BcConfig
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
-from rlhpc.runs.folder import RunFolder
+from rlhpc.runs.run_folder import RunFolder
 from rlhpc.runs.runner import Runner
 from rlhpc.runtime.active_time import active_s
 
 
 class BcRunner(Runner[BcConfig]):
-    """Trains an embodied policy on demonstrations.
+    """Runner that trains an embodied policy on demonstrations.
 
     Args:
         cfg: Configuration.
         actor: Launched group of `BcActor`.
-        run, stop: As the other runners'.
+        run, stop: As in the other runners.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class BcRunner(Runner[BcConfig]):
         self.samples, self.evaluated = 0, None
 
     def start_weights(self) -> str | None:
-        """The weights to start from: `runner.init_from`."""
+        """Returns the weights to start from: `runner.init_from`."""
         return self.cfg.runner.init_from
 
     def build(self) -> None:
@@ -37,14 +37,14 @@ class BcRunner(Runner[BcConfig]):
         self.demos = self.actor.init_worker().wait(self.timeout)[0]
 
     def one_step(self) -> dict[str, float]:
-        """Passes over the demonstrations, and now and then an evaluation."""
+        """Runs passes over the demonstrations, and at intervals an evaluation."""
         timers, begin = PhaseTimers(), active_s()
         progress = self.step / max(self.folder.total, 1)
         with timers("update"):
             trained = self.actor.imitate(self.step + 1, progress).wait(self.timeout)[0]
         self.step += 1
-        seen = int(self.demos["transitions"]) * self.cfg.algorithm.update_epochs
-        self.samples += seen
+        num_samples = int(self.demos["transitions"]) * self.cfg.algorithm.update_epochs
+        self.samples += num_samples
         row = {f"train/{name}": value for name, value in trained.items()}
         row |= {"train/samples": float(self.samples), "train/demonstrations": self.demos["episodes"]}
         if self.demos["left_out"]:
@@ -52,26 +52,26 @@ class BcRunner(Runner[BcConfig]):
         every = self.cfg.runner.val_check_interval
         if every > 0 and self.step % every == 0:
             with timers("eval"):
-                found = self.actor.evaluate().wait(self.timeout)[0]
-            self.evaluated = found.get("return_mean", self.evaluated)
-            row.update({f"eval/{name}": value for name, value in found.items()})
+                metrics = self.actor.evaluate().wait(self.timeout)[0]
+            self.evaluated = metrics.get("return_mean", self.evaluated)
+            row.update({f"eval/{name}": value for name, value in metrics.items()})
         row.update(timers.pop())
-        row["time/samples_per_s"] = seen / max(row["time/update_s"], 1e-9)
+        row["time/samples_per_s"] = num_samples / max(row["time/update_s"], 1e-9)
         row["time/step_s"] = active_s() - begin
         return row
 
     def state(self) -> dict[str, Any]:
-        """The counters that a resumed run continues from."""
+        """Returns the counters that a resumed run continues from."""
         return {"samples": self.samples, "evaluated": self.evaluated}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes back what `state` returned when the checkpoint was made."""
+        """Restores the state that `state` returned when the checkpoint was made."""
         self.samples, self.evaluated = int(state.get("samples", 0)), state.get("evaluated")
 
     def result(self) -> dict[str, Any]:
-        """samples, episode_return (the last evaluation's mean)."""
+        """Returns samples and episode_return (the last evaluation's mean)."""
         return {"samples": self.samples, "episode_return": self.evaluated}
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
-        """The loss, for `rlhpc status`."""
+        """Returns the loss and the last evaluation's return, for `rlhpc status`."""
         return {"loss": row["train/loss"], "return": self.evaluated}

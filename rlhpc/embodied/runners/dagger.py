@@ -1,10 +1,11 @@
-"""DAgger (Ross et al. 2011): the clone plays, the expert says what it would have done there, and all of it is cloned again.
+"""DAgger (Ross et al. 2011): the clone plays, the expert labels the visited states with its actions, and the clone is trained
+on all of it again.
 
-Every round is an ordinary run of behaviour cloning, `<name>-round<k>`, that starts from the weights of the one before and
-trains on all data so far; the data of a round are a file of trajectories. Data and runs that exist already are not made
-again.
+Every round is an ordinary run of behaviour cloning, `<name>-round<k>`, that starts from the weights of the round before and
+trains on all data so far; the data of a round are a file of trajectories. Existing data and runs are used again.
 
-Human-gated DAgger (Kelly et al. 2019): somebody watches the clone play and takes over; what they do is the data of the round.
+Human-gated DAgger (Kelly et al. 2019): a person watches the clone play and takes over; the person's actions are the data of
+the round.
 """
 
 from __future__ import annotations
@@ -16,38 +17,37 @@ from typing import Any
 from rlhpc.checkpoint import newest_valid
 from rlhpc.config.typed import typed
 from rlhpc.embodied.config import BcConfig
-from rlhpc.embodied.data.datasets import Options
+from rlhpc.embodied.data.datasets import WriteOptions
 from rlhpc.embodied.data.lerobot_writer import NothingToWrite
-from rlhpc.embodied.elsewhere import where_it_can
-from rlhpc.embodied.evaluate import record_episodes
-from rlhpc.embodied.intervention import named_intervention
-from rlhpc.embodied.intervention.base import require_single
-from rlhpc.embodied.kinds import BC
+from rlhpc.embodied.evaluation.evaluate import record_episodes
+from rlhpc.embodied.evaluation.intervention import named_intervention, require_single
+from rlhpc.embodied.python_env import call_where_importable
+from rlhpc.embodied.task_types import BC
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.folder import note, total_steps
-from rlhpc.runs.kinds import kind_of
+from rlhpc.runs.run_folder import note, total_steps
+from rlhpc.runs.task_type import kind_of
 from rlhpc.runs.train import train
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.files import read_json
 
 
 def dagger(
     config: str | Path, overrides: Sequence[str], *, expert: str | None, rounds: int, episodes: int,
-    intervene: str | None = None, trust_code: bool = False, options: Options | None = None,
+    intervene: str | None = None, trust_code: bool = False, options: WriteOptions | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Trains a policy by DAgger.
 
     Args:
-        config: Run of behaviour cloning. Its `demos.path` is the data of the first round; null lets the expert play.
-        overrides: Of the configuration.
-        expert: Labels, as `module:function` or a checkpoint; None where somebody takes over.
-        intervene: Who takes over (`find_intervention`): what they do is cloned, and nothing else of what the clone plays.
-            Rounds end when nobody does any more.
-        rounds: How often the clone plays.
+        config: Run of behaviour cloning. Its `demos.path` is the data of the first round; with null, the expert plays.
+        overrides: Overrides of the configuration.
+        expert: Labels, as `module:function` or a checkpoint; None for interventions.
+        intervene: Source of interventions (`find_intervention`): only the steps of interventions are cloned. Rounds end when
+            there are no more interventions.
+        rounds: Number of rounds in which the clone plays.
         episodes: Episodes of each round.
-        options: In which format the data of rounds are written; ManiSkill's HDF5 by default.
-        trust_code: Import what a checkpoint that is the expert names as `module:Class`, also where the configuration does not.
+        options: Format of the rounds' data; ManiSkill's HDF5 by default.
+        trust_code: Import code that the expert's checkpoint names as `module:Class`, also if the configuration does not.
 
     Returns:
         One entry per run: name, checkpoint, data.
@@ -58,45 +58,45 @@ def dagger(
     if intervene is not None:
         named_intervention(intervene)  # before the first round, which may take long
     # The workflow's expert records what a run trains on; here that is the data of the rounds.
-    given_overrides, overrides = overrides, [*overrides, "workflow.demos_expert=null"]
-    if kind_of(plain := load_config(config, given_overrides, check=False)) is not BC:
+    user_overrides, overrides = overrides, [*overrides, "workflow.demos_expert=null"]
+    if kind_of(plain := load_config(config, user_overrides, check=False)) is not BC:
         raise ConfigError(f"runner.task_type is {plain.runner.task_type!r}; dagger takes runs of {BC.name}")
     first = _load(config, [*overrides, "demos.path=expert.h5"] if not _path(config, overrides) else overrides)
     if intervene is not None:
         require_single(first.actor.model.num_action_chunks)
     name = first.runner.name
     folder = RunPaths.of(first.runner.run_dir, f"{name}-dagger").root
-    given = _path(config, overrides)
-    data = [given] if isinstance(given, str) else [str(one) for one in given or ()]
+    demos_path = _path(config, overrides)
+    data = [demos_path] if isinstance(demos_path, str) else [str(one) for one in demos_path or ()]
     if not data:
         if expert is None:
             raise ConfigError(
                 "demos.path is null; --intervene goes on from a first clone: record demonstrations, and name them"
             )
         data = [_labelled(folder, 0, expert, first, episodes, None, None, trust_code, options) or ""]
-    made: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
     start: list[str] = []
     for k in range(rounds + 1):
         words = [*overrides, f"runner.name={name}-round{k}", f"demos.path=[{','.join(map(_quoted, data))}]", *start]
         cfg = _load(config, words)
         paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
-        found = newest_valid(paths)
-        if found.path is None or found.step < total_steps(cfg):
-            if found.path is not None:
+        checkpoint = newest_valid(paths)
+        if checkpoint.path is None or checkpoint.step < total_steps(cfg):
+            if checkpoint.path is not None:
                 cfg = _load(config, [*words, "runner.resume_dir=auto"])
             if train(cfg)["exit_code"]:
                 raise RlhpcError(f"{paths.root} was stopped; the same command goes on from there")
-            found = newest_valid(paths)
-        made.append({"name": paths.root.name, "checkpoint": str(found.path), "data": list(data)})
-        start = [f"runner.init_from={_quoted(str(found.path))}"]
+            checkpoint = newest_valid(paths)
+        runs.append({"name": paths.root.name, "checkpoint": str(checkpoint.path), "data": list(data)})
+        start = [f"runner.init_from={_quoted(str(checkpoint.path))}"]
         if k < rounds:
-            student = str(found.path)
-            made_of = _labelled(folder, k + 1, expert, cfg, episodes, student, intervene, trust_code, options)
-            data.append(made_of or "")
-            if made_of is None:
-                note(f"nobody took over in {episodes} episodes; {made[-1]['checkpoint']} is the last policy")
-                return made
-    return made
+            student = str(checkpoint.path)
+            round_data = _labelled(folder, k + 1, expert, cfg, episodes, student, intervene, trust_code, options)
+            data.append(round_data or "")
+            if round_data is None:
+                note(f"nobody took over in {episodes} episodes; {runs[-1]['checkpoint']} is the last policy")
+                return runs
+    return runs
 
 
 def _load(config: str | Path, overrides: Sequence[str], *, check: bool = True) -> BcConfig:
@@ -113,21 +113,22 @@ def _quoted(path: str) -> str:
 
 def _labelled(
     folder: Path, number: int, expert: str | None, cfg: BcConfig, episodes: int, student: str | None, intervene: str | None,
-    trust_code: bool, options: Options | None,
+    trust_code: bool, options: WriteOptions | None,
 ) -> str | None:  # fmt: skip
-    """The data of a round: episodes of the student (of the expert itself, without one) with the expert's actions, or what was
-    done by somebody who took over; None if nobody did."""
+    """Records the data of a round; returns its path, or None if there were no interventions.
+
+    The data are episodes of the student (of the expert itself, without a student) with the expert's actions, or the steps of
+    interventions.
+    """
     file, dataset = folder / f"round_{number}.h5", folder / f"round_{number}"
     output = dataset if options is not None and options.to == "lerobot" else file
-    output = next(
-        (there for there in (file, dataset) if there.exists()), output
-    )  # a round keeps the format it began in
+    output = next((path for path in (file, dataset) if path.exists()), output)  # a round keeps the format it began in
     if not output.exists():
         # Not the episodes of evaluations, and different ones in every round.
         seed = cfg.runner.seed + 7919 * (number + 1)
         actor = str(student or expert)
         try:
-            found = where_it_can(
+            summary = call_where_importable(
                 actor,
                 record_episodes,
                 actor,
@@ -143,10 +144,10 @@ def _labelled(
             )
         except NothingToWrite:
             return None
-        who = f"labelled by {expert}"
+        description = f"labelled by {expert}"
         if intervene is not None:
-            who = f"{found['taken_steps']} of {found['steps']} steps by whoever took over"
-        note(f"{found['played']} episodes, mean return {found['return_mean']:.2f}, {who} → {output}")
+            description = f"{summary['taken_steps']} of {summary['steps']} steps by whoever took over"
+        note(f"{summary['played']} episodes, mean return {summary['return_mean']:.2f}, {description} → {output}")
     if output == file and intervene is not None and not read_json(output.with_suffix(".json").read_bytes())["episodes"]:
         return None
     return str(output)

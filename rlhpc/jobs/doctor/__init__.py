@@ -1,4 +1,4 @@
-"""`rlhpc doctor`: whether a cluster, as a site file describes it, has what runs need."""
+"""Cluster checks of `rlhpc doctor`: whether a cluster offers what runs need, as its site file describes it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,31 @@ import shutil
 from importlib import metadata
 from pathlib import Path
 
-from rlhpc.jobs.doctor import checks, here, nodes
-from rlhpc.jobs.doctor.jobs import Probed, look_here, plan_jobs, run_probes, wake_up_s
-from rlhpc.jobs.doctor.probe import space
-from rlhpc.jobs.doctor.report import Line, render, to_json, worst
-from rlhpc.jobs.doctor.slurm import Site, SlurmFacts
+from rlhpc.jobs.doctor import node_checks as here
+from rlhpc.jobs.doctor import node_checks as nodes
+from rlhpc.jobs.doctor import slurm_checks
+from rlhpc.jobs.doctor.node_probe import space
+from rlhpc.jobs.doctor.probe_jobs import Probed, look_here, plan_jobs, run_probes, wake_up_s
+from rlhpc.jobs.doctor.slurm_facts import Finding, Site, SlurmFacts, render, to_json, worst
 from rlhpc.runtime.allocation import visible_accelerators
-from rlhpc.runtime.cluster_config import Given
+from rlhpc.runtime.cluster_config import SectionSource
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.slurm import ask
 
-__all__ = ["Line", "examine", "render", "to_json", "worst"]
+__all__ = ["Finding", "examine", "render", "to_json", "worst"]
 
 _PACKAGES = ("snakemake", "snakemake-executor-plugin-slurm", "snakemake-executor-plugin-slurm-jobstep", "submitit")
 _USUAL_CONF = Path("/etc/slurm/slurm.conf")
 
 
-def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: int = 8) -> list[Line]:
+def examine(section: SectionSource, folder: Path, *, start_s: float = 60.0, most_nodes: int = 8) -> list[Finding]:
     """Runs all checks.
+
+    Args:
+        section: The section `cluster` of a site file; None examines the default partition.
+        folder: Folder for runs; if it does not exist, the nearest existing parent is examined.
+        start_s: Maximum wait for the probe jobs to start.
+        most_nodes: Maximum number of nodes to examine in each partition; 0 submits nothing.
 
     Args:
         section: The section `cluster` of a site file; None examines the default partition.
@@ -36,22 +43,28 @@ def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: 
     """
     site = Site.of(section)
     folder = here.nearest_folder(expand_home(folder).absolute())
-    lines = [checks.commands(shutil.which), *_here(folder)]
+    lines = [slurm_checks.commands(shutil.which), *_here(folder)]
     if lines[0].level != "pass":
         alone = look_here(site, folder, len(visible_accelerators(os.environ)))
         lines += nodes.gpus_in_torch(alone, os.environ) + nodes.shared_memory(alone) + nodes.node_disks(alone, site)
         return lines + nodes.simulators(alone) + nodes.limits(alone)
     facts = SlurmFacts.gather(getpass.getuser())
-    lines += [checks.version(facts), checks.controller(facts)]
+    lines += [slurm_checks.version(facts), slurm_checks.controller(facts)]
     if lines[-1].level == "fail":
         return lines
-    lines += checks.partitions(facts, site) + checks.accounts(facts, site) + checks.resources(facts, site)
-    lines.append(checks.het_jobs(facts, _refused(facts, site)))
+    lines += (
+        slurm_checks.partitions(facts, site) + slurm_checks.accounts(facts, site) + slurm_checks.resources(facts, site)
+    )
+    lines.append(slurm_checks.het_jobs(facts, _refused(facts, site)))
     jobs = plan_jobs(site, facts, most_nodes) if most_nodes else []
     start_s += wake_up_s(jobs, facts)
     probed = run_probes(jobs, site, folder, start_s=start_s) if jobs else Probed(folder, [])
-    lines += [checks.requeue(facts, probed.jobs, os.environ, site), checks.accounting(facts), checks.min_job_age(facts)]
-    lines += checks.walltime(facts, site) + checks.preemption(facts, site)
+    lines += [
+        slurm_checks.requeue(facts, probed.jobs, os.environ, site),
+        slurm_checks.accounting(facts),
+        slurm_checks.min_job_age(facts),
+    ]
+    lines += slurm_checks.walltime(facts, site) + slurm_checks.preemption(facts, site)
     lines += nodes.started(probed.jobs) + nodes.shared_folder(probed)
     lines += nodes.interface(probed, site) + nodes.ports(probed) + nodes.gpu_masks(probed, os.environ)
     lines += nodes.gpus_in_torch(probed, os.environ)
@@ -59,31 +72,33 @@ def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: 
     return lines + nodes.simulators(probed) + nodes.clocks(probed) + nodes.limits(probed)
 
 
-def _here(folder: Path) -> list[Line]:
-    """The checks that concern this machine alone."""
+def _here(folder: Path) -> list[Finding]:
+    """Runs the checks that concern this machine alone."""
     versions: dict[str, str | None] = {}
     for name in _PACKAGES:
         versions[name] = None
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     conf = os.environ.get("SLURM_CONF")
-    lines = here.packages(versions, conf if conf and not _same(conf, _USUAL_CONF) else None)
+    lines = here.packages(versions, conf if conf and not _is_same_file(conf, _USUAL_CONF) else None)
     lines += here.environment(os.environ)
     lines.append(here.disk("folder of runs", str(folder), space(str(folder))))
     lines.append(here.disk("home", str(Path.home()), space(str(Path.home()))))
     return lines + here.quotas(ask("quota", "-wp").text)
 
 
-def _same(one: str, other: Path) -> bool:
+def _is_same_file(one: str, other: Path) -> bool:
     with contextlib.suppress(OSError):
         return other.samefile(one)
     return False
 
 
 def _refused(facts: SlurmFacts, site: Site) -> str | None:
-    """Why Slurm would refuse a heterogeneous job; None if it would not, or if the site's partitions are wrong anyway."""
+    """Returns why Slurm would refuse a heterogeneous job; None if it would not, or if the site's partitions are wrong
+    anyway.
+    """
     groups = [group for group in site.groups if facts.partition(group.partition)]
     if not groups:
         return None
-    answer = ask("sbatch", "--test-only", stdin=checks.het_script(groups))
+    answer = ask("sbatch", "--test-only", stdin=slurm_checks.het_script(groups))
     return answer.words if answer.code else None

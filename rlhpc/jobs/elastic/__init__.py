@@ -1,1 +1,1 @@
-"""Ranks from jobs of their own: what such a job asks for, how many there are to be, and the jobs themselves."""
+"""Helper jobs: ranks that join a run from separate Slurm jobs."""

@@ -1,1 +1,1 @@
-"""Episodes of several turns: who speaks between two responses of the model."""
+"""Agents: episodes of several turns, in the rollout rank or in separate programs."""

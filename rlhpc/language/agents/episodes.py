@@ -1,8 +1,8 @@
-"""Episodes of several turns: the model writes, an agent answers, the model goes on.
+"""Episodes of several turns: the model writes, an agent answers, the model continues.
 
-The tokens of an episode are those that the model has seen and drawn, never encoded again; what the agent wrote stands
-between them, masked out of the loss. Many episodes are under way at a time: while tools work for some, in threads, the
-engine goes on with the others.
+The tokens of an episode are those that the model has read and sampled; they are never encoded again. The agent's tokens
+stand between them, excluded by the loss mask. Many episodes run at a time: while tools work for some of them, in
+threads, the engine continues with the others.
 """
 
 from __future__ import annotations
@@ -16,50 +16,119 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.language.agents.helpers import Helpers
-from rlhpc.language.agents.policy_text import valid_text
-from rlhpc.language.agents.shown import content_of, looker_of, message_text
-from rlhpc.language.data.pictures import Looker, Seen, joined
+from rlhpc.language.agents.chat_content import content_of, looker_of, message_text
+from rlhpc.language.data.images import Looker, PromptImages, joined
 from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.data.tokenizer import without_end
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
-from rlhpc.language.engines.ends import without_end
+from rlhpc.language.policy_text import valid_text
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from rlhpc.language.rewards.base import Sample
+
+E = TypeVar("E")
+
+
+class AgentThreads(Generic[E]):
+    """Threads that call an agent. A thread that does not return in time is abandoned and replaced.
+
+    Args:
+        respond: Function that they call with an episode and the text of a turn.
+        timeout_s: Time limit of one answer.
+        threads: Maximum number of threads.
+
+    Attributes:
+        answers: Tickets with the answers of the agent, or the exceptions that it raised.
+    """
+
+    def __init__(self, respond: Callable[[E, str], Any], timeout_s: float, threads: int) -> None:
+        self._respond, self._timeout_s = respond, timeout_s
+        self._queue: queue.SimpleQueue[tuple[int, E, str] | None] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._since: dict[int, float] = {}
+        self._threads = 0
+        self._max_threads = threads
+
+    def ask(self, ticket: int, episode: E, text: str) -> None:
+        """Queues a turn for the agent's answer."""
+        self._queue.put((ticket, episode, text))
+        self._enlist()
+
+    def _enlist(self) -> None:
+        if self._threads < self._max_threads and not self._queue.empty():
+            self._threads += 1
+            threading.Thread(target=self._work, name="rlhpc-agent", daemon=True).start()
+
+    def _work(self) -> None:
+        while (call := self._queue.get()) is not None:
+            ticket, episode, text = call
+            self._since[ticket] = time.monotonic()
+            try:
+                answer: Any = self._respond(episode, text)
+                if not isinstance(answer, (str, dict, type(None))):
+                    raise TypeError(f"respond gave a {type(answer).__name__}; allowed: str, dict, None")
+            except Exception as error:
+                answer = error
+            if self._since.pop(ticket, None) is None:
+                return  # the call has timed out, and another thread has replaced this one
+            self.answers.put((ticket, answer))
+
+    def overdue(self) -> list[int]:
+        """Returns the tickets whose answers have timed out, and forgets them."""
+        oldest_start = time.monotonic() - self._timeout_s
+        tickets = [ticket for ticket, since in list(self._since.items()) if since < oldest_start]
+        expired = [ticket for ticket in tickets if self._since.pop(ticket, None) is not None]
+        self._threads -= len(expired)
+        for _ in expired:
+            self._enlist()
+        return expired
+
+    def close(self) -> None:
+        """Ends the waiting threads."""
+        for _ in range(self._threads):
+            self._queue.put(None)
+
 
 log = logging.getLogger(__name__)
 _IDLE_S = 0.01
-#: Of `Outcome.metrics`: tokens of roles that are not trained.
+#: Key in `Outcome.metrics`: number of tokens of untrained roles.
 OF_ROLES = "untrained_role"
 
 
 @dataclass
 class Episode:
-    """A prompt and all that came after it. Lists are aligned: one entry per token after the prompt.
+    """Episode: a prompt and all tokens after it. Lists are aligned: one entry per token after the prompt.
 
     Attributes:
-        id: Of its request.
-        prompt_ids: The prompt.
-        prompt: The problem; None where the caller gave none.
-        token_ids: What the model wrote and what the agent answered, in turn.
-        logprobs: Of the model's tokens, as drawn; 0 for the agent's.
-        versions: Of the weights; for the agent's tokens, that of the token before.
+        id: Id of its request.
+        prompt_ids: Tokens of the prompt.
+        prompt: Prompt; None if the caller passed none.
+        token_ids: Tokens of the model's turns and the agent's answers, alternating.
+        logprobs: Log-probs of the model's tokens at sampling; 0 for the agent's tokens.
+        versions: Versions of the weights; for the agent's tokens, that of the token before.
         loss_mask: True for the model's tokens.
-        turn_ids: Which of its role's turns wrote a token or, of the agent's, which is the first to read it; from 0, as they
-            ended.
-        rewards: What a turn was worth by itself, at its last token, where it is trained; empty where no agent says so.
-        turns: How often the model wrote.
-        finish_reason: `stop` (the model, or the agent, ended it), `length`, `turns` (no turn was left for the agent's
-            answer), `error` (the agent raised, or took too long), or `abort`.
-        state: What an agent wants to remember of this episode.
-        role: Who speaks, where several do.
-        above: How much more its role's reward is than the episode's, as the agent says.
-        outcome: What an agent outside says of it; None of an agent inside.
-        experts: What routers chose for the first of the tokens, prompt included (`Completion.experts`); None if nobody knows.
-        seen: What prompt and answers show, if they show something.
-        branches: Where the model read several contexts in it, or was asked by an agent outside: each of these, as an
-            episode of its own. `token_ids` and the like are those of the last answer then.
+        turn_ids: Turn of its role that sampled a token or, for the agent's tokens, the first turn that reads it; from 0, in
+            the order in which turns ended.
+        rewards: Rewards of turns, at the last token of each trained turn; empty if the agent sets none.
+        turns: Number of turns of the model.
+        finish_reason: `stop` (the model or the agent ended it), `length`, `turns` (the turn limit was reached before the
+            agent's answer), `error` (the agent raised or timed out), or `abort`.
+        state: State of the agent for this episode.
+        role: Index of the role, if several roles use the model.
+        above: Difference of the role's reward and the episode's reward, as reported by the agent.
+        outcome: Outcome reported by an external agent; None for an inline agent.
+        experts: Experts chosen by routers for the first tokens, including the prompt (`Completion.experts`); None if unknown.
+        seen: Images of prompt and answers, if any.
+        branches: Samples of an episode in which the model read several contexts, or which an external agent ran: each as a
+            separate episode. `token_ids` and the other lists are then those of the last answer.
     """
 
     id: int
@@ -79,34 +148,34 @@ class Episode:
     outcome: Outcome | None = None
     branches: list[Episode] | None = None
     experts: np.ndarray | None = None
-    seen: Seen | None = None
+    seen: PromptImages | None = None
 
     @property
     def samples(self) -> list[Episode]:
-        """What the model read in one pass each."""
+        """Token sequences of the episode, each of which the model read in one pass."""
         return [self] if not self.branches else self.branches
 
     @property
     def failed(self) -> bool:
-        """Whether its agent failed, rather than the model: it says nothing about the policy."""
+        """True if its agent failed, rather than the model; such an episode is no evidence about the policy."""
         return self.outcome is not None and bool(self.outcome.error)
 
     @property
     def later(self) -> bool:
-        """Whether its reward is yet to come."""
+        """True if its reward is delayed."""
         return self.outcome is not None and self.outcome.later
 
 
 @dataclass
 class Outcome:
-    """What an agent outside says of its episode.
+    """Outcome of an episode, reported by an external agent.
 
     Attributes:
-        reward: What it was worth; None if others say so.
-        response: What is judged; None is the model's last answer.
-        error: Why it failed; "" if it did not.
-        metrics: Whatever else it has counted.
-        later: Whether the reward is yet to come.
+        reward: Reward of the episode; None if reward functions compute it.
+        response: Text to score; None for the model's last answer.
+        error: Reason of a failure; "" without one.
+        metrics: Additional metrics.
+        later: Whether the reward is delayed.
     """
 
     reward: float | None = None
@@ -117,86 +186,86 @@ class Outcome:
 
 
 class Agent:
-    """What stands between the model's turns. One object serves all episodes of a rank.
+    """Agent that answers between the model's turns. One object serves all episodes of a rank.
 
     Attributes:
         stop: Texts that end a turn, such as `</tool>`.
-        timeout_s: Longest time for one answer; an episode that waits longer ends with `error`.
+        timeout_s: Time limit of one answer; an episode that waits longer ends with `error`.
     """
 
     stop: tuple[str, ...] = ()
     timeout_s: float = 60.0
 
     def respond(self, episode: Episode, text: str) -> str | dict[str, Any] | None:
-        """Answers a turn. Called in a thread, for several episodes at a time, but never twice for one.
+        """Answers a turn. Called in a thread, for several episodes at a time, but never concurrently for one episode.
 
         Args:
-            episode: So far, this turn included.
-            text: What the model wrote in this turn, without its end token.
+            episode: Episode so far, including this turn.
+            text: Text of this turn, without its end token.
 
         Returns:
-            Text to go on after, as it stands; or a message (`{"role": "user", "content": ...}`), which is put in by the
-            chat template; or None: the episode is over. A message's content is a text or, for a model that looks at
-            pictures, parts: `{"type": "text", "text": ...}`, and `{"type": "image", "image": ...}` with bytes of a PNG or
-            JPEG file, a path, a data URL, or a picture of PIL's.
+            Text that is appended unchanged; or a message (`{"role": "user", "content": ...}`), which the chat template
+            renders; or None to end the episode. A message's content is a text or, for a model with image input, parts:
+            `{"type": "text", "text": ...}`, and `{"type": "image", "image": ...}` with bytes of a PNG or JPEG file, a path, a
+            data URL, or a PIL image.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """Releases what the agent holds."""
+        """Releases the agent's resources."""
 
 
-class Episodes:
-    """Runs episodes on an engine: requests are added at any time, each `step` gives back those that ended.
+class EpisodeRunner:
+    """Runner of episodes on an engine: requests are added at any time, and each `step` returns the episodes that ended.
 
-    Not thread-safe, as the engine; agents are called in threads.
+    Not thread-safe, like the engine; agents are called in threads.
 
     Args:
-        backend: The engine. Nobody else adds requests to it meanwhile.
-        tokenizer: Encodes what the agent answers.
-        agent: None makes episodes of one turn.
-        max_turns: How often the model may write.
-        threads: How many calls of the agent may run at a time.
+        backend: Engine. No other object may add requests to it.
+        tokenizer: Tokenizer for the agent's answers.
+        agent: Agent; None for episodes of one turn.
+        max_turns: Maximum number of turns of the model.
+        threads: Maximum number of concurrent calls of the agent.
     """
 
     def __init__(
         self, backend: RolloutBackend, tokenizer: Any, agent: Agent | None = None, max_turns: int = 1, threads: int = 8
     ) -> None:
         self._backend, self._tokenizer, self._agent, self._max_turns = backend, tokenizer, agent, max_turns
-        self._helpers = None if agent is None else Helpers(agent.respond, agent.timeout_s, threads)
+        self._helpers = None if agent is None else AgentThreads(agent.respond, agent.timeout_s, threads)
         self._writing: dict[int, tuple[Episode, Request]] = {}
         self._waiting: dict[int, tuple[Episode, Request, Completion]] = {}
-        self._ended: list[Episode] = []
+        self._finished: list[Episode] = []
         self._ticket = 0
         self._looker: Looker | None = None
 
     def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
-        """Starts an episode for each request. `sampling.max_new_tokens` bounds all its turns and answers together.
+        """Starts an episode for each request. `sampling.max_new_tokens` limits all its turns and answers together.
 
         Raises:
-            ConfigError: A prompt leaves no room in the context.
+            ConfigError: A prompt fills the context.
         """
         requests = [self._with_stops(request) for request in requests]
         self._backend.add(requests)
         for request in requests:
-            self._writing[request.id] = self._begun(request, prompt), request
+            self._writing[request.id] = self._new_episode(request, prompt), request
 
-    def _begun(self, request: Request, prompt: Prompt | None) -> Episode:
+    def _new_episode(self, request: Request, prompt: Prompt | None) -> Episode:
         return Episode(request.id, tuple(request.prompt_ids), prompt, seen=request.seen)
 
     def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
-        """Goes on with an episode of one turn that somebody else had to leave.
+        """Resumes an episode of one turn that another rank has started.
 
-        What it has stays as it is, log-probs and versions included. What follows is drawn from random numbers of its own:
-        those of the request's seed have been used.
+        Its tokens, log-probs and versions remain unchanged. The continuation uses other random numbers, because those
+        of the request's seed have been used.
 
         Args:
-            request: The request, as it was made of the prompt.
-            drawn: What there is of the answer; one that is finished is given back by the next `step`.
-            prompt: The problem.
+            request: The original request of the prompt.
+            drawn: Answer so far; the next `step` returns a finished one.
+            prompt: Prompt of the episode.
         """
         assert self._agent is None, "what an agent has under way cannot be handed on"
-        episode, count = self._begun(request, prompt), len(drawn.token_ids)
+        episode, count = self._new_episode(request, prompt), len(drawn.token_ids)
         _append(episode, drawn)
         if drawn.finish_reason != "abort":
             episode.turns = 1
@@ -205,35 +274,35 @@ class Episodes:
         follows = request
         if count:
             follows = dataclasses.replace(
-                request, prompt_ids=(*request.prompt_ids, *drawn.token_ids), seed=_seed(request.seed, count),
-                sampling=dataclasses.replace(
-                    request.sampling, max_new_tokens=request.sampling.max_new_tokens - count
-                ),
-            )  # fmt: skip
+                request,
+                prompt_ids=(*request.prompt_ids, *drawn.token_ids),
+                seed=_seed(request.seed, count),
+                sampling=dataclasses.replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - count),
+            )
         self._backend.add([follows])
         self._writing[request.id] = episode, request
 
     def step(self) -> list[Episode]:
-        """Advances the engine by a step, and takes in what the agent answered; episodes that ended."""
+        """Advances the engine by a step, and handles the agent's answers; returns the episodes that ended."""
         if self._backend.unfinished():
             for completion in self._backend.step():
                 self._wrote(completion)
-        self._take_answers(wait=not self._backend.unfinished() and not self._ended)
-        ended, self._ended = self._ended, []
-        return ended
+        self._take_answers(wait=not self._backend.unfinished() and not self._finished)
+        episodes, self._finished = self._finished, []
+        return episodes
 
-    def paid(self) -> list[tuple[Episode, Episode]]:
-        """None: see `OutsideEpisodes.paid`."""
+    def delayed_rewards(self) -> list[tuple[Episode, Episode]]:
+        """Returns an empty list: the rewards of these agents are not delayed; see `OutsideEpisodes.delayed_rewards`."""
         return []
 
     def unfinished(self) -> int:
-        """Number of episodes that were added and have not been given back."""
-        return len(self._writing) + len(self._waiting) + len(self._ended)
+        """Returns the number of episodes that were added and not returned yet."""
+        return len(self._writing) + len(self._waiting) + len(self._finished)
 
     def abort(self) -> list[Episode]:
-        """Ends all episodes; each with what it has so far, `finish_reason` "abort"."""
+        """Ends all episodes, each with its tokens so far and `finish_reason` "abort"."""
         for completion in self._backend.abort():
-            if self._agent is None and completion.finish_reason != "abort":  # it had ended, and was not given back yet
+            if self._agent is None and completion.finish_reason != "abort":  # finished, but not returned yet
                 self._wrote(completion)
                 continue
             episode, _ = self._writing.pop(completion.id)
@@ -242,11 +311,11 @@ class Episodes:
         for episode, *_ in self._waiting.values():
             self._end(episode, "abort")
         self._waiting.clear()
-        ended, self._ended = self._ended, []
-        return ended
+        episodes, self._finished = self._finished, []
+        return episodes
 
     def close(self) -> None:
-        """Ends the agent; not the engine."""
+        """Closes the agent, but not the engine."""
         if self._helpers is not None and self._agent is not None:
             self._helpers.close()
             self._agent.close()
@@ -271,7 +340,7 @@ class Episodes:
         self._helpers.ask(self._ticket, episode, self._text(completion.token_ids))
 
     def _text(self, ids: list[int]) -> str:
-        # Tags may be special tokens, so these stay; but the end token is not part of the text.
+        # Tags may be special tokens, so these are retained; the end token is not part of the text.
         text: str = self._tokenizer.decode(without_end(ids, self._tokenizer), skip_special_tokens=False)
         return text
 
@@ -304,31 +373,34 @@ class Episodes:
         if episode.turns >= self._max_turns:
             self._end(episode, "turns")
             return
-        left = request.sampling.max_new_tokens - len(episode.token_ids)
+        remaining = request.sampling.max_new_tokens - len(episode.token_ids)
         try:
-            ids, seen = self._answer(episode, answer, completion.token_ids)
+            ids, images = self._answer(episode, answer, completion.token_ids)
         except _Unfit as error:
             log.warning("episode %d: the agent's answer cannot be put in: %s", episode.id, error)
             self._end(episode, "error")
             return
-        if len(ids) <= left:
-            episode.seen = joined(episode.seen, seen)
-        elif seen is not None:  # a part of a picture is none
+        if len(ids) <= remaining:
+            episode.seen = joined(episode.seen, images)
+        elif images is not None:  # an image must not be truncated
             self._end(episode, "length")
             return
-        ids = ids[:left]
+        ids = ids[:remaining]
         episode.token_ids += ids
         episode.logprobs += [0.0] * len(ids)
         episode.versions += [episode.versions[-1]] * len(ids)
         episode.loss_mask += [False] * len(ids)
         episode.turn_ids += [episode.turns] * len(ids)
-        if len(ids) >= left:
+        if len(ids) >= remaining:
             self._end(episode, "length")
             return
         follows = dataclasses.replace(
-            request, prompt_ids=(*episode.prompt_ids, *episode.token_ids), seed=_seed(request.seed, episode.turns),
-            sampling=dataclasses.replace(request.sampling, max_new_tokens=left - len(ids)), seen=episode.seen,
-        )  # fmt: skip
+            request,
+            prompt_ids=(*episode.prompt_ids, *episode.token_ids),
+            seed=_seed(request.seed, episode.turns),
+            sampling=dataclasses.replace(request.sampling, max_new_tokens=remaining - len(ids)),
+            seen=episode.seen,
+        )
         try:
             self._backend.add([follows])
         except ConfigError:  # the context is full
@@ -338,8 +410,8 @@ class Episodes:
 
     def _answer(
         self, episode: Episode, answer: str | dict[str, Any], drawn: list[int]
-    ) -> tuple[list[int], Seen | None]:
-        """An agent's answer as tokens, and what it shows."""
+    ) -> tuple[list[int], PromptImages | None]:
+        """Encodes an agent's answer; returns its tokens and images."""
         images: tuple[bytes, ...] = ()
         if isinstance(answer, dict):
             with _fitting():
@@ -356,11 +428,11 @@ class Episodes:
 
     def _end(self, episode: Episode, reason: str) -> None:
         episode.finish_reason = reason
-        self._ended.append(episode)
+        self._finished.append(episode)
 
 
 class _Unfit(Exception):
-    """An agent's answer that the model cannot be given."""
+    """Answer of an agent that cannot be inserted into the episode."""
 
 
 @contextlib.contextmanager
@@ -381,5 +453,31 @@ def _append(episode: Episode, completion: Completion) -> None:
 
 
 def _seed(seed: int, after: int) -> int:
-    """The seed of what follows so many turns or tokens: with that of the first it would draw the same random numbers again."""
+    """Returns the seed of the turn after so many turns or tokens: the seed of the first turn would repeat its random
+    numbers.
+    """
     return (seed * 0x9E3779B1 + after * 0x85EBCA6B) % (1 << 31)
+
+
+def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, finished: bool) -> Sample:
+    """Builds the reward input: an episode's last answer, or the text that its agent calls the response.
+
+    Args:
+        prompt: Prompt of the episode.
+        episode: Finished episode.
+        tokenizer: Tokenizer of the model.
+        finished: Whether the episode ended by itself, not at a limit.
+    """
+    text, meta, outcome = None, prompt.meta, episode.outcome
+    if outcome is not None:
+        text = outcome.response
+        meta = {**meta, "agent": {"reward": outcome.reward, "error": outcome.error, "later": outcome.later}}
+    if text is None:
+        text = tokenizer.decode(without_end(episode.token_ids, tokenizer), skip_special_tokens=True)
+    tokens = tokens_of(episode)
+    return Sample(prompt.question, text, prompt.answer, meta, tokens, finished, prompt.messages, prompt.tools)
+
+
+def tokens_of(episode: Episode) -> int:
+    """Returns the number of tokens that the model sampled in an episode and that may be trained."""
+    return sum(int(np.count_nonzero(sample.loss_mask)) for sample in episode.samples)

@@ -1,4 +1,4 @@
-"""Agents by name, and episodes as a configuration describes them."""
+"""Registry of agents, and builders of episode runners from a configuration."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from rlhpc.config.typed import plain, select
-from rlhpc.language.agents.episodes import Agent, Episode, Episodes
-from rlhpc.language.agents.tools import ToolAgent
+from rlhpc.language.agents.episodes import Agent, Episode, EpisodeRunner
+from rlhpc.language.agents.inline_agents import ToolAgent
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Request, RolloutBackend
-from rlhpc.language.environments.registry import find_environment
-from rlhpc.language.policies import ENVIRONMENT, policies_of, roles_of
+from rlhpc.language.envs.registry import find_environment
+from rlhpc.language.multi_policy import ENVIRONMENT, policies_of, roles_of
 from rlhpc.language.scoring.groups import AGENT, placed
 from rlhpc.runtime.context import installed
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.lookup import Registry, required
+from rlhpc.runtime.plugins import Registry, required
 
 if TYPE_CHECKING:
-    from rlhpc.language.agents.harnesses import Program
-    from rlhpc.language.agents.outside import Elsewhere, Options, OutsideEpisodes
-    from rlhpc.language.agents.parsers import Parsers
-    from rlhpc.language.agents.played import World
-    from rlhpc.language.config import LanguageConfig
+    from rlhpc.language.agents.agent_processes import Program
+    from rlhpc.language.agents.external import AgentOptions, AgentRanks, OutsideEpisodes
+    from rlhpc.language.agents.gateway.output_parsers import Parsers
+    from rlhpc.language.agents.inline_agents import InlineEnvironment
+    from rlhpc.language.config.run import LanguageConfig
 
-#: Episodes on an engine, whoever answers the model or asks it.
-Generation: TypeAlias = Union[Episodes, "OutsideEpisodes"]
-#: The kind of agent that is in the rollout rank.
+#: Runner of episodes on an engine, with an inline or an external agent.
+Generation: TypeAlias = Union[EpisodeRunner, "OutsideEpisodes"]
+#: Kind of agent that runs in the rollout rank.
 INLINE = "inline"
 
 __all__ = [
     "Agent",
     "Episode",
-    "Episodes",
+    "EpisodeRunner",
     "Generation",
     "ToolAgent",
     "check_harness",
@@ -52,16 +52,17 @@ __all__ = [
     "run_episodes",
 ]
 AGENTS: Registry[Callable[..., Agent]] = Registry(
-    "agent", "rollout.agent", "rlhpc.agents", {"tools": "rlhpc.language.agents.tools:ToolAgent"}
+    "agent", "rollout.agent", "rlhpc.agents", {"tools": "rlhpc.language.agents.inline_agents:ToolAgent"}
 )
 register_agent = AGENTS.register
 
 
 def make_agent(name: str) -> Agent:
-    """The agent of `rollout.agent`: a registered name, an entry point of group `rlhpc.agents`, or `module:Class`.
+    """Builds the agent of `rollout.agent`: a registered name, an entry point of group `rlhpc.agents`, or
+    `module:Class`.
 
     Raises:
-        ConfigError: Unknown, or it cannot be built.
+        ConfigError: The name is unknown, or the agent cannot be built.
     """
     factory = AGENTS.find(name)
     try:
@@ -74,11 +75,14 @@ def make_agent(name: str) -> Agent:
 
 
 def run_episodes(
-    backend: RolloutBackend, requests: Iterable[tuple[Request, Prompt | None]], agent: Agent | None, tokenizer: Any,
+    backend: RolloutBackend,
+    requests: Iterable[tuple[Request, Prompt | None]],
+    agent: Agent | None,
+    tokenizer: Any,
     max_turns: int,
-) -> Iterator[Episode]:  # fmt: skip
-    """Runs episodes to their end; each as soon as it is there."""
-    episodes = Episodes(backend, tokenizer, agent, max_turns)
+) -> Iterator[Episode]:
+    """Runs episodes to their end; yields each when it ends."""
+    episodes = EpisodeRunner(backend, tokenizer, agent, max_turns)
     try:
         for request, prompt in requests:
             episodes.add([request], prompt)
@@ -89,34 +93,35 @@ def run_episodes(
 
 
 def configured_agent(cfg: LanguageConfig) -> Agent | None:
-    """The agent of `rollout.agent`; None for episodes of one turn.
+    """Returns the agent of `rollout.agent`; None for episodes of one turn.
 
     Raises:
-        ConfigError: It is unknown.
+        ConfigError: The agent is unknown.
     """
     name = cfg.rollout.agent
     return None if name is None else make_agent(name)
 
 
 def make_generation(
-    cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any, elsewhere: Elsewhere | None = None, address: str = ""
+    cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any, elsewhere: AgentRanks | None = None, address: str = ""
 ) -> Generation:
-    """Episodes as sections `rollout` and `agent` describe them: of one turn, with `rollout.agent`, or of an agent outside.
+    """Builds the runner of episodes that sections `rollout` and `agent` describe: of one turn, with `rollout.agent`, or
+    with an external agent.
 
     Args:
-        cfg: The configuration.
-        backend: The engine.
-        tokenizer: Of the model.
-        elsewhere: Who runs agents outside; None: this process.
-        address: Where processes of other hosts reach this one; "" if none are to.
+        cfg: Configuration of the run.
+        backend: Engine.
+        tokenizer: Tokenizer of the model.
+        elsewhere: Ranks that run external agents; None for this process.
+        address: Address of this host for processes of other hosts; "" if these have no access.
 
     Raises:
         ConfigError: See `configured_agent` and `outside_agent`.
     """
     inside = configured_agent(cfg)
     if cfg.agent.kind == INLINE:
-        return Episodes(backend, tokenizer, inside, cfg.rollout.max_turns)
-    from rlhpc.language.agents.outside import OutsideEpisodes
+        return EpisodeRunner(backend, tokenizer, inside, cfg.rollout.max_turns)
+    from rlhpc.language.agents.external import OutsideEpisodes
 
     parsers, options = outside_agent(cfg, tokenizer)
     context = int(getattr(backend, "context", sys.maxsize))
@@ -130,24 +135,31 @@ def make_generation(
     try:
         program = program_of(cfg, services.addresses)
         return OutsideEpisodes(
-            backend, tokenizer, parsers, context, program, options, ended_with_it=services.close, address=address,
+            backend,
+            tokenizer,
+            parsers,
+            context,
+            program,
+            options,
+            ended_with_it=services.close,
+            address=address,
             check=services.check,
-        )  # fmt: skip
+        )
     except BaseException:
         services.close()
         raise
 
 
-def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Options]:
-    """What section `agent` says: how replies are read, and an episode's limits.
+def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, AgentOptions]:
+    """Returns the parsers of replies and the limits of an episode, from section `agent`.
 
     Raises:
-        ConfigError: The model has no chat template, there is no such parser, or a package is missing.
+        ConfigError: The model has no chat template, a parser is unknown, or a package is missing.
     """
     required("aiohttp", f"agent.kind={cfg.agent.kind} needs aiohttp")
-    from rlhpc.language.agents.outside import Options
-    from rlhpc.language.agents.parsers import Parsers
-    from rlhpc.language.agents.sessions import Limits
+    from rlhpc.language.agents.external import AgentOptions
+    from rlhpc.language.agents.gateway.output_parsers import Parsers
+    from rlhpc.language.agents.gateway.sessions import EpisodeLimits
 
     agent = cfg.agent
     if not tokenizer.chat_template:
@@ -158,26 +170,26 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Options
     roles, kwargs = roles_of(cfg), plain(agent.kwargs)
     untrained = tuple(agent.untrained_roles)
     if untrained and not set(untrained) < set(roles):
-        known = ", ".join(roles) or "none"
+        names = ", ".join(roles) or "none"
         raise ConfigError(
-            f"agent.untrained_roles is {list(untrained)}; allowed: some of the roles, not all of them ({known})"
+            f"agent.untrained_roles is {list(untrained)}; allowed: some of the roles, not all of them ({names})"
         )
-    limits = Limits(agent.max_turns, agent.max_tokens, roles, untrained, policies_of(cfg).by_role)
+    limits = EpisodeLimits(agent.max_turns, agent.max_tokens, roles, untrained, policies_of(cfg).by_role)
     later = float(select(cfg, "agent.feedback_timeout_s") or 0.0)
-    options = Options(limits, agent.timeout_s, kwargs, later)
+    options = AgentOptions(limits, agent.timeout_s, kwargs, later)
     return Parsers(tokenizer, agent.tool_parser, agent.reasoning_parser), options
 
 
 def program_of(cfg: LanguageConfig, addresses: Mapping[str, str] | None = None) -> Program:
-    """What section `agent` has run for an episode, in a process of its own.
+    """Returns the program of section `agent`, which runs in a separate process for each episode.
 
     Args:
-        cfg: The configuration.
-        addresses: Of `agent.services`.
+        cfg: Configuration of the run.
+        addresses: Addresses of `agent.services`.
     """
-    from rlhpc.language.agents.harnesses import Program
+    from rlhpc.language.agents.agent_processes import Program
+    from rlhpc.language.agents.runner.shell import LIMITS
     from rlhpc.language.agents.services import placed_in
-    from rlhpc.language.agents.shells import LIMITS
 
     agent, addresses = cfg.agent, addresses or {}
     servers = [{"command": plain(s.command), "url": s.url, "shell": s.shell} for s in agent.servers]
@@ -186,13 +198,24 @@ def program_of(cfg: LanguageConfig, addresses: Mapping[str, str] | None = None) 
     environment = {f"RLHPC_SERVICE_{name.upper()}": address for name, address in addresses.items()}
     limits = {name: int(getattr(agent, name)) for name in LIMITS}
     return Program(
-        agent.kind, agent.target, command, agent.python, agent.episodes_per_rank, placed_in(options, addresses),
-        environment, agent.sandbox, tuple(plain(agent.sandbox_read)), _private_paths(cfg), limits,
-    )  # fmt: skip
+        agent.kind,
+        agent.target,
+        command,
+        agent.python,
+        agent.episodes_per_rank,
+        placed_in(options, addresses),
+        environment,
+        agent.sandbox,
+        tuple(plain(agent.sandbox_read)),
+        _private_paths(cfg),
+        limits,
+    )
 
 
 def _private_paths(cfg: LanguageConfig) -> tuple[str, ...]:
-    """Returns what no sandbox shows by itself: the folder of runs, the registry, and files with reference answers."""
+    """Returns the paths that sandboxes hide by default: the folder of runs, the registry, and files with reference
+    answers.
+    """
     paths = [expand_home(cfg.runner.run_dir).absolute() / cfg.runner.name]
     if (context := installed()) is not None:
         paths.append(context.registry.root)
@@ -205,36 +228,38 @@ def _private_paths(cfg: LanguageConfig) -> tuple[str, ...]:
     return tuple(map(str, paths))
 
 
-def world_of(cfg: LanguageConfig) -> World:
-    """The world that `agent.kind: environment` is about."""
-    from rlhpc.language.agents.played import World
+def world_of(cfg: LanguageConfig) -> InlineEnvironment:
+    """Returns the environment of `agent.kind: environment`."""
+    from rlhpc.language.agents.inline_agents import InlineEnvironment
 
     kwargs = plain(cfg.agent.kwargs)
-    return World(partial(find_environment(str(cfg.agent.target), kwargs), **kwargs), cfg.agent.episodes_per_rank)
+    return InlineEnvironment(
+        partial(find_environment(str(cfg.agent.target), kwargs), **kwargs), cfg.agent.episodes_per_rank
+    )
 
 
 def check_harness(cfg: LanguageConfig) -> None:
-    """Starts what runs agents' programs, and ends it again; their sandbox is left out (`check_sandbox`).
+    """Starts and stops the runner of agents' programs, as a check; without their sandbox (`check_sandbox`).
 
     Raises:
-        ConfigError: Its interpreter or the agent's module cannot be had.
+        ConfigError: Its interpreter or the agent's module is not available.
     """
-    from rlhpc.language.agents.harnesses import Harnesses
+    from rlhpc.language.agents.agent_processes import Harnesses
 
     program = program_of(cfg)
-    # The ranks of a group `agent` try it themselves: they may be on nodes that have other things.
+    # The ranks of a group `agent` check it themselves: their nodes may have other software.
     if AGENT in placed(cfg) and program.python is not None and not Path(program.python).exists():
         return
     Harnesses(replace(program, sandbox=None), lambda number, outcome: None).close()
 
 
 def check_sandbox(cfg: LanguageConfig) -> None:
-    """Tries the sandbox of agents' programs on this machine, unless ranks of a group `agent` have it.
+    """Tests the sandbox of agents' programs on this machine, unless ranks of a group `agent` use it.
 
     Raises:
-        ConfigError: It does not work here.
+        ConfigError: The sandbox does not work here.
     """
-    from rlhpc.language.agents.harnesses import require_sandbox
+    from rlhpc.language.agents.agent_processes import require_sandbox
 
     if AGENT not in placed(cfg):
         require_sandbox(program_of(cfg))

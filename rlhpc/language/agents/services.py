@@ -1,7 +1,8 @@
-"""Programs that agents need beside the model: a search engine, a database, the server of an environment (`agent.services`)."""
+"""Services of agents (`agent.services`): programs such as a search engine, a database, or the server of an environment."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import logging
@@ -9,7 +10,9 @@ import os
 import shutil
 import socket
 import subprocess
+import threading
 import time
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,31 +20,31 @@ from typing import Any
 
 import psutil
 
-from rlhpc.language.agent_config import ServiceConfig
+from rlhpc.language.config.agents import ServiceConfig
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.import_paths import run_module
+from rlhpc.runtime.imports import run_module
 from rlhpc.runtime.proxies import without_proxy
-from rlhpc.runtime.scratch import make_temporary_folder
+from rlhpc.runtime.scratch import folder_for_sockets, make_temporary_folder
 from rlhpc.runtime.tcp_sockets import loopback_listeners, socket_inodes
 
 log = logging.getLogger(__name__)
 _LOOPBACK, _LOOK_S, _END_S, _TAIL = "127.0.0.1", 0.05, 8.0, 600
-#: Seconds between two looks at services that are ready.
+#: Seconds between two checks of services that are ready.
 _WATCH_S = 2.0
 
 
 @dataclass
-class _Running:
-    """A service. `said` is the file with what it prints; `listeners` are the inodes of its sockets that were looked at."""
+class _RunningService:
+    """Running service. `log_file` receives its output; `listeners` are the inodes of its sockets that were checked."""
 
     section: ServiceConfig
     address: str
     process: subprocess.Popen[bytes]
-    said: Path
+    log_file: Path
     listeners: frozenset[int] = frozenset()
 
     def is_foreign(self) -> bool:
-        """Returns whether a program that is not the service's listens at its port: connections would go there."""
+        """Returns whether another program listens at the service's port, which would receive the connections."""
         sockets = loopback_listeners(int(self.address.rpartition(":")[2]))
         inodes = frozenset(one.inode for one in sockets)
         if inodes <= self.listeners:
@@ -58,24 +61,24 @@ class _Running:
         return False
 
     def tail(self) -> str:
-        """Returns the end of what it has printed, as a part of a message."""
-        text = self.said.read_bytes()[-_TAIL:].decode(errors="replace").strip()
+        """Returns the end of its output, as a part of a message."""
+        text = self.log_file.read_bytes()[-_TAIL:].decode(errors="replace").strip()
         return f"; it said: {text}" if text else "; it said nothing"
 
 
 class Services:
-    """Runs them until it is closed, each at a port of the system's choice on the loopback address.
+    """Running services, until `close`. Each gets a free port of the loopback address.
 
     Args:
         sections: `agent.services`.
-        folder: Where what they print is written; None is a temporary folder.
-        ports: Where they were before, if they were.
+        folder: Folder of the log files; None for a temporary folder.
+        ports: Addresses of an earlier start, if any.
 
     Attributes:
-        addresses: By name, `host:port`.
+        addresses: Name → `host:port`.
 
     Raises:
-        ConfigError: One cannot be started, or was not ready in time.
+        ConfigError: A service cannot be started, or was not ready in time.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Services:
     ) -> None:
         self._temporary = make_temporary_folder("services") if sections and not folder else None
         where = folder or self._temporary or Path()
-        self._running: list[_Running] = []
+        self._running: list[_RunningService] = []
         try:
             for section in sections:
                 self._running.append(_start(section, where, (ports or {}).get(section.name)))
@@ -96,10 +99,10 @@ class Services:
         self._next_look = time.monotonic() + _WATCH_S
 
     def check(self) -> None:
-        """Looks at the services, now and then.
+        """Checks the services, from time to time.
 
         Raises:
-            ConfigError: One has ended, or its port is another program's.
+            ConfigError: A service has ended, or another program has its port.
         """
         if time.monotonic() < self._next_look:
             return
@@ -112,7 +115,7 @@ class Services:
                 raise ConfigError(_foreign(running))
 
     def close(self) -> None:
-        """Ends them, with all that they have started."""
+        """Ends the services, with all their descendants."""
         for running in self._running:
             assert running.process.stdin is not None
             running.process.stdin.close()
@@ -128,7 +131,7 @@ class Services:
 
 
 def placed_in(value: Any, addresses: Mapping[str, str]) -> Any:
-    """A text, or texts in lists and mappings, with services' addresses in place of their names in braces."""
+    """Replaces services' names in braces by their addresses, in a text or in texts within lists and mappings."""
     if isinstance(value, str):
         for name, address in addresses.items():
             value = value.replace(f"{{{name}}}", address)
@@ -138,7 +141,7 @@ def placed_in(value: Any, addresses: Mapping[str, str]) -> Any:
     return [placed_in(part, addresses) for part in value] if isinstance(value, (list, tuple)) else value
 
 
-def _start(section: ServiceConfig, folder: Path, before: str | None) -> _Running:
+def _start(section: ServiceConfig, folder: Path, before: str | None) -> _RunningService:
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -147,49 +150,54 @@ def _start(section: ServiceConfig, folder: Path, before: str | None) -> _Running
             free.bind((_LOOPBACK, 0))
         port = free.getsockname()[1]
     command = [word.replace("{port}", str(port)) for word in section.command]
-    said = folder / f"service-{section.name}-{os.uname().nodename}.log"
-    with said.open("ab") as file:
+    log_file = folder / f"service-{section.name}-{os.uname().nodename}.log"
+    with log_file.open("ab") as file:
         process = subprocess.Popen(
-            run_module("rlhpc.language.agents.keeper", *command), stdin=subprocess.PIPE, stdout=file, stderr=file,
+            run_module("rlhpc.language.agents.runner.keeper", *command),
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=file,
             env={**os.environ, **without_proxy(), "PORT": str(port)},
-        )  # fmt: skip
-    return _Running(section, f"{_LOOPBACK}:{port}", process, said)
+        )
+    return _RunningService(section, f"{_LOOPBACK}:{port}", process, log_file)
 
 
-def _await_ready(running: _Running) -> None:
+def _await_ready(running: _RunningService) -> None:
     section = running.section
     deadline = time.monotonic() + section.timeout_s
     while not _is_ready(running):
-        ended = running.process.poll()
+        status = running.process.poll()
         if running.is_foreign():
             raise ConfigError(_foreign(running))
-        if ended is None and time.monotonic() < deadline:
+        if status is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
             continue
-        why = f"ended with status {ended}" if ended is not None else (
-            f"was not ready ({section.ready}) within timeout_s ({section.timeout_s:g} s)"
-        )  # fmt: skip
+        why = (
+            f"ended with status {status}"
+            if status is not None
+            else (f"was not ready ({section.ready}) within timeout_s ({section.timeout_s:g} s)")
+        )
         raise ConfigError(f"agent.services[{section.name}] {why}{running.tail()}")
     log.info("service %s is ready at %s", section.name, running.address)
 
 
-def _foreign(running: _Running) -> str:
+def _foreign(running: _RunningService) -> str:
     return (
         f"agent.services[{running.section.name}]: a program that is not this service listens at its address {running.address} "
         f"(another user's, or of this user outside it){running.tail()}. Start the run again: it takes another port"
     )
 
 
-def _is_ready(running: _Running) -> bool:
+def _is_ready(running: _RunningService) -> bool:
     """Returns whether a service answers, and whether it is the service that answers."""
     answers = _answers(running)
     return answers and running.process.poll() is None and not running.is_foreign()
 
 
-def _answers(running: _Running) -> bool:
+def _answers(running: _RunningService) -> bool:
     ready, (host, _, port) = running.section.ready, running.address.partition(":")
     if ready.startswith("line:"):
-        return ready[5:].strip().encode() in running.said.read_bytes()
+        return ready[5:].strip().encode() in running.log_file.read_bytes()
     try:
         if not loopback_listeners(int(port)) or running.is_foreign():
             return False
@@ -204,3 +212,52 @@ def _answers(running: _Running) -> bool:
             connection.close()
     except (OSError, http.client.HTTPException):
         return False
+
+
+_CHUNK = 1 << 16
+_START_S = 60.0
+
+
+class Relays:
+    """Relays to gateways on other nodes, by one UNIX socket each."""
+
+    def __init__(self) -> None:
+        self._folder = folder_for_sockets("agents")
+        self._sockets: dict[str, str] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rlhpc-relays", daemon=True)
+        self._thread.start()
+
+    def to(self, url: str) -> str:
+        """Returns the path of the socket that leads to a gateway."""
+        if url not in self._sockets:
+            path = str(self._folder / f"model-{len(self._sockets)}")
+            asyncio.run_coroutine_threadsafe(self._listen(url, path), self._loop).result(_START_S)
+            self._sockets[url] = path
+        return self._sockets[url]
+
+    async def _listen(self, url: str, path: str) -> None:
+        where = urllib.parse.urlsplit(url)
+
+        async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                upstream, upstream_writer = await asyncio.open_connection(where.hostname, where.port)
+                await asyncio.gather(_pass(reader, upstream_writer), _pass(upstream, writer))
+            writer.close()
+
+        await asyncio.start_unix_server(lead, path)
+
+    def close(self) -> None:
+        """Closes the relays."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(_CHUNK):
+            writer.write(data)
+            await writer.drain()
+    with contextlib.suppress(OSError):  # the other direction may go on
+        writer.write_eof()

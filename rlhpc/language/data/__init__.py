@@ -1,9 +1,8 @@
-"""Prompts and demonstrations for language models."""
+"""Prompts, demonstrations and preferences: sources, chat templates and tokens."""
 
-from rlhpc.language.data.prompts import Prompt, PromptDataset
+from rlhpc.language.data.prompts import Prompt, PromptDataset, PromptSampler
 from rlhpc.language.data.registry import SOURCES, make_dataset, register_source
-from rlhpc.language.data.sampler import PromptSampler
-from rlhpc.language.data.tokens import PromptTokenizer, load_tokenizer
+from rlhpc.language.data.tokenizer import PromptTokenizer, load_tokenizer
 
 __all__ = [
     "SOURCES",

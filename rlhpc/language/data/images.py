@@ -1,40 +1,377 @@
-"""Pictures of a row of data: files, data URLs, or bytes as Hugging Face `datasets` and Parquet files have them."""
+"""Images of a row of data: files, data URLs, or bytes as in Hugging Face `datasets` and Parquet files; and their patches."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import hashlib
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhpc.language.data.pictures import size_of
+import numpy as np
+
+from rlhpc.config.typed import select
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.plugins import required
+from rlhpc.runtime.text import first_line
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.run import LanguageConfig
+    from rlhpc.language.data.prompts import Prompt
+
+
+#: Placeholder of an image in a message's text. Without placeholders, images come before the last question.
+MARK = "<image>"
+#: Supported families of vision-language models, by `model_type`; in all of them an image token has three positions.
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+#: Agent types that pass a prompt's conversation to the model unchanged.
+_IMAGE_AGENT_KINDS = ("inline", "python", "mcp")
+#: Training backends in which all ranks run the vision tower, whichever of them have images.
+_TRAINED = ("local", "fsdp")
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImages:
+    """Images of one prompt.
+
+    Attributes:
+        patches: Of each image, `[P, d]` float32: the model's input. Turns of an episode share those of earlier ones.
+        grids: `[M, 3]` int64: frames, rows and columns of each image's patches.
+        at: `[M]` int64: position in the prompt of each image's first token.
+        merge: This number of patches in each direction becomes one token.
+        digests: Of each image: equal for equal patches.
+    """
+
+    patches: tuple[np.ndarray, ...]
+    grids: np.ndarray
+    at: np.ndarray
+    merge: int
+    digests: tuple[bytes, ...]
+
+    @property
+    def places(self) -> tuple[tuple[int, bytes], ...]:
+        """Position and digest of each image."""
+        return tuple(zip(self.at.tolist(), self.digests, strict=True))
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """`[M]`: tokens of each image."""
+        return np.asarray(self.grids.prod(1) // self.merge**2)
+
+    def positions(self, length: int) -> np.ndarray:
+        """Returns `[3, length]`: see `positions`."""
+        return positions(length, self.at, self.grids, self.merge)
+
+    def inputs(self, length: int, device: Any) -> dict[str, Any]:
+        """Returns a model's further arguments, for one sequence of at most `length` tokens (`Pictures.inputs`)."""
+        import torch
+
+        kinds = np.zeros((1, length), np.int64)
+        for at, size in zip(self.at.tolist(), self.tokens.tolist(), strict=True):
+            kinds[0, at : at + size] = 1
+        arrays = {
+            "pixel_values": np.concatenate(self.patches),
+            "image_grid_thw": self.grids,
+            "mm_token_type_ids": kinds,
+        }
+        return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+
+
+def joined(first: PromptImages | None, then: PromptImages | None) -> PromptImages | None:
+    """Joins the images of a text and those of the text that follows it."""
+    if first is None or then is None:
+        return first or then
+    arrays = {name: np.concatenate([getattr(first, name), getattr(then, name)]) for name in ("grids", "at")}
+    return PromptImages(first.patches + then.patches, merge=first.merge, digests=first.digests + then.digests, **arrays)
+
+
+def positions(length: int, at: np.ndarray, grids: np.ndarray, merge: int) -> np.ndarray:
+    """Returns the positions of a sample's tokens in time, height and width, as in Qwen2-VL (arXiv 2409.12191, section 2.1).
+
+    Positions of text increase by one in all three. An image's begin where the text before it ended, and those of the text
+    after it begin behind the longest side.
+
+    Args:
+        length: Tokens.
+        at, grids, merge: See `PromptImages`.
+
+    Returns:
+        `[3, length]` int64.
+    """
+    result = np.empty((3, length), np.int64)
+    token = place = 0
+    for first, grid in zip(at.tolist(), grids, strict=True):
+        result[:, token:first] = np.arange(place, place + first - token)
+        place += first - token
+        sides = grid // (1, merge, merge)
+        token = first + int(sides.prod())
+        result[:, first:token] = np.indices(sides).reshape(3, -1) + place
+        place += int(max(sides[1:]))
+    result[:, token:] = np.arange(place, place + length - token)
+    return result
+
+
+class Looker:
+    """Image processing of a model, for the images of prompts.
+
+    Args:
+        cutter: The image processor of transformers that belongs to the model.
+        token: Placeholder token of a part of an image.
+        name: Of the model, for messages.
+    """
+
+    def __init__(self, cutter: Any, token: int, name: str) -> None:
+        self.token = token
+        self._name = name
+        self._merge = int(cutter.merge_size)
+        self._cutter = cutter
+        self._one = lru_cache(maxsize=16)(self._cut)
+
+    def conversation(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """Returns a prompt's conversation, with placeholders for its images."""
+        return placed(prompt.messages, len(prompt.images))
+
+    def widened(self, prompt: Prompt, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Expands each image's placeholder token to its number of tokens; returns the ids, and where each image begins."""
+        try:
+            return self._widened(prompt.images, ids)
+        except ConfigError as error:
+            raise ConfigError(f"{prompt.where}: {error}") from None
+
+    def prompt_images(self, images: Sequence[bytes], at: Sequence[int]) -> PromptImages:
+        """Returns the processed images, whose first tokens are at these positions."""
+        patches, grids, digests = zip(*map(self._one, images), strict=True)
+        return PromptImages(tuple(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(digests))
+
+    def look(
+        self, images: Sequence[bytes], ids: Sequence[int], behind: int = 0, spoken: Collection[int] = ()
+    ) -> tuple[list[int], PromptImages]:
+        """Expands each image's placeholder token to its number of tokens; returns the ids and the images.
+
+        Args:
+            images: One or more, in the order of their placeholders.
+            ids: From the chat template: one placeholder for each image.
+            behind: Number of tokens before these, which the images' positions include.
+            spoken: Indices of placeholder tokens that are ordinary text, since the model or a user wrote them.
+
+        Raises:
+            ConfigError: The numbers of placeholders and images differ; or an image cannot be opened.
+        """
+        expanded, at = self._widened(images, ids, spoken)
+        return expanded, self.prompt_images(images, [behind + place for place in at])
+
+    def _widened(
+        self, images: Sequence[bytes], ids: Sequence[int], spoken: Collection[int] = ()
+    ) -> tuple[list[int], list[int]]:
+        places = [n for n, one in enumerate(ids) if one == self.token and n not in spoken]
+        if len(places) != len(images):
+            raise ConfigError(
+                f"there are {len(images)} pictures, and the text has {len(places)} places for them after the chat "
+                f"template of {self._name}: write {MARK} once for each, or not at all, and not the template's own sign for one"
+            )
+        widened, at, before = list[int](), list[int](), 0
+        for place, image in zip(places, images, strict=True):
+            widened += ids[before:place]
+            at.append(len(widened))
+            widened += [self.token] * self._tokens(image)
+            before = place + 1
+        return [*widened, *ids[before:]], at
+
+    def _tokens(self, image: bytes) -> int:
+        """Returns the number of tokens of an image, from its size alone."""
+        width, height = size_of(image)
+        return int(self._cutter.get_number_of_image_patches(height, width, {})) // self._merge**2
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of an image: larger ones are scaled down."""
+        side = self._cutter.patch_size * self._merge
+        return max(1, int(self._cutter.size["longest_edge"]) // side**2)
+
+    def blank(self, tokens: int) -> PromptImages:
+        """Returns a grey image of so many tokens, at position 0."""
+        grids = np.asarray([[1, self._merge, self._merge * tokens]], np.int64)
+        width = 3 * self._cutter.temporal_patch_size * self._cutter.patch_size**2
+        patches = np.zeros((int(grids.prod()), width), np.float32)
+        return PromptImages((patches,), grids, np.zeros(1, np.int64), self._merge, (b"",))
+
+    def _cut(self, image: bytes) -> tuple[np.ndarray, np.ndarray, bytes]:
+        """Returns patches, grid and digest of an image."""
+        features = self._cutter(images=[opened(image)], return_tensors="np")
+        patches = np.ascontiguousarray(features["pixel_values"], np.float32)
+        grid = np.asarray(features["image_grid_thw"][0], np.int64)
+        digest = hashlib.blake2b(grid.tobytes(), digest_size=16)
+        digest.update(patches.data)
+        return patches, grid, digest.digest()
+
+
+def opened(image: bytes) -> Any:
+    """Opens an image with PIL.
+
+    Raises:
+        ConfigError: The bytes are not an image, or PIL is missing.
+    """
+    return _by_pil(image, lambda opened_image: opened_image.convert("RGB"))
+
+
+def size_of(image: bytes) -> tuple[int, int]:
+    """Returns width and height of an image, of which only the header is read.
+
+    Raises:
+        ConfigError: The bytes are not an image, or PIL is missing.
+    """
+    size: tuple[int, int] = _by_pil(image, lambda opened_image: opened_image.size)
+    return size
+
+
+def _by_pil(image: bytes, function: Callable[[Any], Any]) -> Any:
+    pillow = required("PIL.Image", "pictures need Pillow")
+    try:
+        return function(pillow.open(io.BytesIO(image)))
+    except (
+        OSError,
+        ValueError,
+        pillow.DecompressionBombError,
+        SyntaxError,
+    ) as error:  # raised by readers of PIL's formats
+        raise ConfigError(f"a picture of {len(image)} bytes is none: {error}") from None
+
+
+def has_vision(config: Any) -> bool:
+    """Returns whether a model of this configuration has a vision tower."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def make_looker(path: str, trust_remote_code: bool = False, *, key: str = "actor.model.model_path") -> Looker:
+    """Returns the image processing for the model of a folder or hub name.
+
+    Raises:
+        ConfigError: The model reads text alone, is of an unsupported family, or has no image processor.
+    """
+    from rlhpc.language.hugging_face import load_model_config
+
+    config = load_model_config(path, trust_remote_code)
+    if not has_vision(config):
+        raise ConfigError(
+            f"data: prompts have pictures, and the model in {path} ({key}), a {config.model_type}, reads text alone: take a "
+            f"model that looks at pictures ({', '.join(FAMILIES)}), or data without"
+        )
+    require_family(config, path, key)
+    from transformers import AutoImageProcessor
+
+    try:
+        cutter = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"the model in {path} ({key}) looks at pictures, and has no image processor that can be loaded "
+            f"({first_line(error)}): put the preprocessor_config.json that came with it beside config.json"
+        ) from None
+    return Looker(cutter, int(config.image_token_id), path)
+
+
+def require_family(config: Any, path: str, key: str) -> None:
+    """Rejects vision-language models of unsupported families."""
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"{key} is {path}, a {config.model_type}, which looks at pictures in a way that is not known here; allowed: "
+            f"{', '.join(FAMILIES)}, and models of text"
+        )
+
+
+def parts_of(message: dict[str, str]) -> dict[str, Any]:
+    """Returns a message in the multimodal form of chat templates: texts, and placeholders of images."""
+    texts = message["content"].split(MARK)
+    parts = list[dict[str, str]]()
+    for number, text in enumerate(texts):
+        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
+    return {**message, "content": parts}
+
+
+def placed(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Returns a conversation with placeholders for images: at each `MARK`, or, without any, before the last question."""
+    result = [dict(message) for message in messages]
+    if not any(MARK in message["content"] for message in result):
+        question = next((m for m in reversed(result) if m["role"] == "user"), result[-1])
+        question["content"] = MARK * count + question["content"]
+    return [parts_of(message) for message in result]
+
+
+def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
+    """Rejects settings that are not supported in training a vision-language model.
+
+    Args:
+        cfg: Of a run.
+        config: The model's.
+        shows: Prompts have images.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    path, actor, lora = str(cfg.actor.model.model_path), cfg.actor, cfg.actor.lora
+    if shows and cfg.agent.kind not in _IMAGE_AGENT_KINDS:
+        raise ConfigError(
+            f"agent.kind is {cfg.agent.kind}, which asks the model with texts of its own, and prompts of data.train show "
+            f"pictures; allowed: {', '.join(_IMAGE_AGENT_KINDS)}"
+        )
+    if not has_vision(config):
+        return
+    require_family(config, path, "actor.model.model_path")
+    if str(select(cfg, "rollout.weight_sync")).lower() == "shards":
+        raise ConfigError(f"rollout.weight_sync is 'shards', and the model in {path} looks at pictures; allowed: auto")
+    if actor.training_backend.lower() not in _TRAINED:
+        raise ConfigError(
+            f"actor.training_backend is {actor.training_backend!r}, and the model in {path} looks at pictures: ranks that see "
+            f"none in a micro-batch would not take part in gathering what looks at them; allowed: {', '.join(_TRAINED)}"
+        )
+    if cut := next((name for name in ("context", "tensor", "expert") if getattr(actor.parallel, name) > 1), ""):
+        raise ConfigError(
+            f"actor.parallel.{cut} is {getattr(actor.parallel, cut)}, and the model in {path} looks at pictures, which is "
+            "divided by shard and replicate alone; allowed: 1"
+        )
+    if shows and select(cfg, "teacher.rollout_backend"):
+        raise ConfigError(
+            "teacher.rollout_backend is 'vllm', and prompts of data.train show pictures, which a teacher in vLLM is not "
+            "shown; allowed: null"
+        )
+    if lora.rank and select(cfg, "rollout.merge_adapters") is False:
+        raise ConfigError(
+            f"rollout.merge_adapters is false, and the model in {path} looks at pictures: vLLM would leave out adapters "
+            "of what looks at them; allowed: true"
+        )
+    if actor.model.freeze_vision and lora.rank:
+        raise ConfigError(
+            f"actor.model.freeze_vision is true and actor.lora.rank is {lora.rank}: adapters leave all else as it is; "
+            "say with actor.lora.target_modules which layers get some"
+        )
+
 
 _URL = "data:image/"
 _FORMS = "a file's path, a data URL (data:image/png;base64,…), {bytes: …}, or a list of these"
 
 
 def read_images(value: Any, folder: Path) -> tuple[bytes, ...]:
-    """The pictures of a row, as files have them.
+    """Returns the images of a row, as file contents.
 
     Args:
-        value: What stands in its column; None for none.
-        folder: Where relative paths begin.
+        value: Value of the row's column; None for no images.
+        folder: Base of relative paths.
 
     Raises:
-        ConfigError: It is something else, or a file cannot be read.
+        ConfigError: The value has another form, or a file cannot be read.
     """
     return tuple(_bytes(one, folder) for one in _several(value))
 
 
 def check_images(value: Any, folder: Path) -> None:
-    """Refuses what `read_images` would: files are only looked for, and of bytes it is read how large the picture is.
+    """Rejects what `read_images` would reject: checks that files exist, and reads the size of images in bytes.
 
     Raises:
-        ConfigError: See there.
+        ConfigError: See `read_images`.
     """
     for one in _several(value):
         if not isinstance(one, str) or one.startswith(_URL):
@@ -44,7 +381,7 @@ def check_images(value: Any, folder: Path) -> None:
 
 
 def names_of(value: Any) -> str:
-    """Which pictures a row has, as far as that is known without opening files: paths as they stand, of others a digest."""
+    """Returns identifiers of a row's images that need no file access: paths unchanged, digests of others."""
     named = [
         one if isinstance(one, str) and not one.startswith(_URL) else _bytes(one, Path()) for one in _several(value)
     ]
@@ -52,7 +389,7 @@ def names_of(value: Any) -> str:
 
 
 def digest_of(image: bytes) -> str:
-    """The same for the same file."""
+    """Returns the digest of an image file."""
     return hashlib.blake2b(image, digest_size=16).hexdigest()
 
 
@@ -68,7 +405,7 @@ def _bytes(one: Any, folder: Path) -> bytes:
         one = inside if inside is not None else one.get("path")
     if isinstance(one, bytes):
         return one
-    if hasattr(one, "save"):  # datasets opens them itself
+    if hasattr(one, "save"):  # `datasets` opens images itself
         return _png(one)
     if not isinstance(one, str) or not one:
         raise ConfigError(f"a picture is {type(one).__name__}; allowed: {_FORMS}")
@@ -81,10 +418,10 @@ def _bytes(one: Any, folder: Path) -> bytes:
 
 
 def from_url(url: str) -> bytes:
-    """The picture in a data URL.
+    """Returns the image in a data URL.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The URL has another form.
     """
     head, _, body = url.partition(",")
     if not head.startswith(_URL) or not head.endswith(";base64"):

@@ -1,9 +1,14 @@
-"""What a task asks, and what its answer is checked against."""
+"""Prompts: problems with reference answers, their sampling order, and prompt templates."""
 
 from __future__ import annotations
 
+import dataclasses
+import random
+import re
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+
+from rlhpc.runtime.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -11,20 +16,20 @@ class Prompt:
     """One problem.
 
     Attributes:
-        id: Its place in its dataset, or its seed.
-        messages: The conversation so far, as chat templates take it: `[{"role": "user", "content": ...}]`, where a
+        id: Its index in its dataset, or its seed.
+        messages: The conversation so far, in the form of chat templates: `[{"role": "user", "content": ...}]`, where a
             message may also have `tool_calls`, `reasoning_content` and the like; or one entry with role "raw", whose content
-            is the prompt as it stands. `content` is always a text.
-        answer: What rewards compare with, as text; "" where there is none.
-        meta: Whatever else a reward wants to know (the procedural task's entry, unit tests), JSON-able.
-        response: A demonstration, for SFT; "" where there is none.
+            is the unchanged prompt. `content` is always a text.
+        answer: Reference answer for rewards, as text; "" if there is none.
+        meta: Further data for rewards (the procedural task's entry, unit tests), JSON-able.
+        response: A demonstration, for SFT; "" if there is none.
         level: Difficulty or category, for evaluation tables.
-        images: Pictures as files have them (PNG, JPEG), in the order in which `<image>` stands in the messages; where it
-            stands in none, they come before the last question.
+        images: Image files (PNG, JPEG), in the order of `<image>` in the messages; without these placeholders, they come
+            before the last question.
         tools: Definitions of the tools that the template shows to the model.
-        turn: The demonstration as a message, where it has more than a text (calls, reasoning), which `response` then
-            shows as JSON; None otherwise.
-        place: File and line, for messages; "" where there are none.
+        turn: The demonstration as a message, if it has more than a text (calls, reasoning), which `response` then
+            has as JSON; None otherwise.
+        place: File and line, for messages; "" if there are none.
     """
 
     id: int
@@ -45,7 +50,7 @@ class Prompt:
 
     @property
     def question(self) -> str:
-        """The last thing that the user said."""
+        """The last user message."""
         return next((m["content"] for m in reversed(self.messages) if m["role"] in ("user", "raw")), "")
 
 
@@ -59,7 +64,7 @@ class PromptDataset(Protocol):
 
 @runtime_checkable
 class Located(Protocol):
-    """A dataset whose problems come from rows of files."""
+    """Dataset whose problems come from rows of files."""
 
     def place(self, index: int) -> str:
         """Returns file and row of a problem, for messages."""
@@ -67,23 +72,148 @@ class Located(Protocol):
 
 @runtime_checkable
 class Answering(Protocol):
-    """A dataset that can itself say where a reference answer is missing."""
+    """Dataset that can report missing reference answers."""
 
     def require_answers(self, why: str) -> None:
-        """Sees to it that each problem has a reference answer, which `why` compares with.
+        """Checks that each problem has a reference answer, which `why` compares with.
 
         Raises:
-            ConfigError: One has none; names file and row.
+            ConfigError: A problem has none; names file and row.
         """
 
 
 @runtime_checkable
 class Demonstrating(Protocol):
-    """A dataset that can itself say where a demonstration is missing."""
+    """Dataset that can report missing demonstrations."""
 
     def require_responses(self) -> None:
-        """Sees to it that each problem has a demonstration.
+        """Checks that each problem has a demonstration.
 
         Raises:
-            ConfigError: One has none; names file and row.
+            ConfigError: A problem has none; names file and row.
         """
+
+
+class PromptSampler:
+    """Epochs of a seeded shuffle, cut into batches; a batch may span the end of an epoch.
+
+    Draw i is a function of (n, seed, shuffle, i) alone, so that processes, restarts and batch sizes do not matter.
+
+    Args:
+        n: Problems.
+        batch: Draws of a step.
+        seed: Of the order.
+        shuffle: False draws in order.
+
+    Raises:
+        ConfigError: There is no problem, or the batch is empty.
+    """
+
+    def __init__(self, n: int, batch: int, seed: int = 0, shuffle: bool = True) -> None:
+        if n < 1 or batch < 1:
+            raise ConfigError(f"a sampler needs problems and a batch size; it was given {n} and {batch}")
+        self.n = n
+        self.batch = batch
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drawn = 0
+        self._order: tuple[int, list[int]] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Number of complete passes so far."""
+        return self.drawn // self.n
+
+    def next(self) -> list[int]:
+        """Returns the positions of the next batch."""
+        batch = [self.at(self.drawn + i) for i in range(self.batch)]
+        self.drawn += self.batch
+        return batch
+
+    def of_step(self, step: int, part: int = 0, parts: int = 1) -> list[int]:
+        """Returns the positions of the batch of a step, from 1; if several ranks share it, those of one part."""
+        return [self.at((step - 1) * self.batch + draw) for draw in range(part, self.batch, parts)]
+
+    def at(self, draw: int) -> int:
+        """Returns the position of a draw, from 0."""
+        epoch, place = divmod(draw, self.n)
+        if not self.shuffle:
+            return place
+        if self._order is None or self._order[0] != epoch:
+            order = list(range(self.n))
+            # Seeded by text and shuffled by the standard library: the same on every machine and version.
+            random.Random(f"order {self.seed} {epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return self._order[1][place]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state that determines the next draw."""
+        return {"drawn": self.drawn, "n": self.n, "seed": self.seed, "shuffle": self.shuffle}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues after the last draw of `state`; the batch size may differ.
+
+        Raises:
+            CheckpointError: The state is of other data or another order.
+        """
+        current = self.state_dict()
+        for name, label in (("n", "problems"), ("seed", "the seed"), ("shuffle", "shuffling")):
+            if state[name] != current[name]:
+                raise CheckpointError(
+                    f"the checkpoint's data position is for another order of problems: {label} was {state[name]}, now "
+                    f"{current[name]}; resume with the data it was made with, or start a fresh run"
+                )
+        self.drawn = int(state["drawn"])
+
+
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+class Wording:
+    """Prompt template for the last user message (or raw text), and system message.
+
+    In the template, `{prompt}` is the question, and `{name}` the value of that name in the problem's `meta`, such as
+    another column of its file. All other braces are text: `\\boxed{}` needs no escape.
+
+    Args:
+        template: `data.….prompt_template`.
+        system_prompt: `data.….system_prompt`; replaces a conversation's system message.
+        key: Name of the section in messages.
+
+    Raises:
+        ConfigError: The template has no placeholder for the question.
+    """
+
+    def __init__(
+        self, template: str = "{prompt}", system_prompt: str | None = None, *, key: str = "data.train"
+    ) -> None:
+        if "{prompt}" not in template:
+            raise ConfigError(
+                f"{key}.prompt_template is {template!r}; it must contain {{prompt}}, the question's place"
+            )
+        self.template = template
+        self.system_prompt = system_prompt
+
+    def __call__(self, prompt: Prompt) -> Prompt:
+        messages = [dict(message) for message in prompt.messages]
+        if self.template != "{prompt}":
+            for message in reversed(messages):
+                if message["role"] in ("user", "raw"):
+                    message["content"] = self._fill(message["content"], prompt)
+                    break
+        if self.system_prompt:
+            if messages[0]["role"] == "raw":
+                messages[0]["content"] = f"{self.system_prompt}\n{messages[0]['content']}"
+            else:
+                messages = [m for m in messages if m["role"] != "system"]
+                messages.insert(0, {"role": "system", "content": self.system_prompt})
+        return dataclasses.replace(prompt, messages=tuple(messages))
+
+    def _fill(self, question: str, prompt: Prompt) -> str:
+        def value(match: re.Match[str]) -> str:
+            name = match.group(1)
+            if name == "prompt":
+                return question
+            return str(prompt.meta[name]) if name in prompt.meta else match.group(0)
+
+        return _FIELD.sub(value, self.template)

@@ -1,33 +1,30 @@
-"""Sources of problems by name: built in, registered, an entry point of group `rlhpc.data`, or `module:Class`."""
+"""Registry of data sources: built in, registered, an entry point of group `rlhpc.data`, or `module:Class`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlhpc.language.data.prompts import Answering, Demonstrating, Located, Prompt, PromptDataset
-from rlhpc.language.data.wording import Wording
-from rlhpc.language.rewards.base import ChecksProblems, Comparing
-from rlhpc.language.rewards.registry import REWARDS
+from rlhpc.language.data.prompts import Answering, Demonstrating, Prompt, PromptDataset, Wording
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.plugins import Registry
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import DataSourceConfig
+    from rlhpc.language.config.data import DataSourceConfig
 
-#: Of classes or functions `(cfg, *, part, key) -> PromptDataset`.
+#: Classes or functions `(cfg, *, part, key) -> PromptDataset`.
 SOURCES: Registry[Callable[..., PromptDataset]] = Registry(
     "data source", "data.train.source", "rlhpc.data",
     {
-        "jsonl": "rlhpc.language.data.columns:jsonl",
-        "parquet": "rlhpc.language.data.columns:parquet",
-        "hdf5": "rlhpc.language.data.columns:hdf5",
-        "hf": "rlhpc.language.data.columns:hf",
-        "reasoning_gym": "rlhpc.language.data.reasoning:ReasoningGymProblems",
-        "arithmetic": "rlhpc.language.data.arithmetic:ArithmeticProblems",
-        "code": "rlhpc.language.data.code_tasks:CodeProblems",
-        "drawn": "rlhpc.language.data.drawn:DrawnProblems",
-        "environment": "rlhpc.language.environments.problems:EnvironmentProblems",
+        "jsonl": "rlhpc.language.data.table_sources:jsonl",
+        "parquet": "rlhpc.language.data.table_sources:parquet",
+        "hdf5": "rlhpc.language.data.table_sources:hdf5",
+        "hf": "rlhpc.language.data.table_sources:hf",
+        "reasoning_gym": "rlhpc.language.data.reasoning_gym:ReasoningGymProblems",
+        "arithmetic": "rlhpc.language.data.procedural:ArithmeticProblems",
+        "code": "rlhpc.language.data.procedural:CodeProblems",
+        "drawn": "rlhpc.language.data.drawn_images:DrawnProblems",
+        "environment": "rlhpc.language.envs.problems:EnvironmentProblems",
     },
 )  # fmt: skip
 register_source = SOURCES.register
@@ -44,13 +41,13 @@ def make_dataset(
 
     Args:
         cfg: The section.
-        part: "train" or "eval": which of the two sides of `eval_fraction`, and of a procedural task's problems. No
+        part: "train" or "eval": the side of `eval_fraction`, and of a procedural task's problems. No
             problem is on both.
         demonstrations: Every problem must have a `response` (sft).
-        key: What messages call the section.
+        key: Name of the section in messages.
 
     Raises:
-        ConfigError: It cannot be built, or has no problem.
+        ConfigError: The dataset cannot be built, or is empty.
     """
     key = key or f"data.{part}"
     if part not in PARTS:
@@ -78,43 +75,12 @@ def make_dataset(
     return worded
 
 
-def check_problems(terms: Iterable[str], dataset: WordedDataset, key: str) -> None:
-    """Refuses problems that a term of the reward cannot judge: programs without tests, problems without the reference answer
-    that it compares with. Files are read to their end; of any other source the first problem tells.
-
-    Args:
-        terms: Names of rewards (`reward.terms`).
-        dataset: The problems.
-        key: What messages call the section.
-
-    Raises:
-        ConfigError: Names file and row, and what is wrong with the problem.
-    """
-    problems = dataset.problems
-    for name in terms:
-        if name.lower() not in REWARDS.names() and ":" not in name:
-            continue  # a group that rates answers
-        reward = REWARDS.find(name)
-        if isinstance(reward, Comparing) and reward.needs_answer:
-            _require_answers(dataset, f"the reward {name!r}", key)
-        if not isinstance(reward, ChecksProblems):
-            continue
-        for index in range(len(problems) if isinstance(problems, Located) else 1):
-            try:
-                reward.check_problem(problems[index].meta)
-            except ValueError as error:
-                place = problems.place(index) if isinstance(problems, Located) else f"its problem {index}"
-                raise ConfigError(
-                    f"{key}: {place}: reward.terms has {name!r}, which cannot judge this problem: {error}. Mend the row or "
-                    "leave it out; docs/how-to/rewards.md says which tests are read"
-                ) from None
-
-
 class WordedDataset:
-    """A source's problems, in the words of `prompt_template` and `system_prompt`."""
+    """Problems of a source, with `prompt_template` and `system_prompt` applied."""
 
     def __init__(self, problems: PromptDataset, wording: Wording) -> None:
-        self.problems, self.wording = problems, wording
+        self.problems = problems
+        self.wording = wording
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -131,7 +97,7 @@ def _require_answers(dataset: WordedDataset, why: str, key: str) -> None:
 
 
 def _require_responses(dataset: WordedDataset, cfg: DataSourceConfig, key: str) -> None:
-    # Files name the line at fault themselves; of any other source the first problem tells.
+    # Files report the invalid line; of any other source only the first problem is checked.
     if isinstance(dataset.problems, Demonstrating):
         dataset.problems.require_responses()
     elif not dataset[0].response:
@@ -139,9 +105,9 @@ def _require_responses(dataset: WordedDataset, cfg: DataSourceConfig, key: str) 
 
 
 def _description(cfg: DataSourceConfig, part: str) -> str:
-    said = [f"source {cfg.source}"]
+    parts = [f"source {cfg.source}"]
     named = {"path": cfg.path, "split": cfg.split, "size": cfg.size}
-    said += [f"{name} {value}" for name, value in named.items() if value is not None]
+    parts += [f"{name} {value}" for name, value in named.items() if value is not None]
     if cfg.eval_fraction:
-        said.append(f"the {part} side of eval_fraction {cfg.eval_fraction}")
-    return ", ".join(said)
+        parts.append(f"the {part} side of eval_fraction {cfg.eval_fraction}")
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""Generation with language models: one interface, several engines."""
+"""Generation engines (hf, vLLM) behind one interface."""
 
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend, SamplingParams
 from rlhpc.language.engines.registry import make_rollout

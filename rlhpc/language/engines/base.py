@@ -1,4 +1,4 @@
-"""What a generation engine does for a rollout rank."""
+"""Interface of generation engines on a rollout rank."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from rlhpc.checkpoint.boxes import Box
-    from rlhpc.language.data.pictures import Seen
-    from rlhpc.weights.elements import Elements
+    from rlhpc.checkpoint.tensor_slice import Box
+    from rlhpc.language.data.images import PromptImages
+    from rlhpc.weights.delta import Elements
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn."""
+    """Sampling parameters of a request."""
 
     max_new_tokens: int = 256
     """Most tokens of a response; a prompt near the end of the context gets fewer."""
@@ -28,23 +28,23 @@ class SamplingParams:
     top_k: int = -1
     """Most likely tokens kept; -1 is off."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, besides the model's own; the one that ended it is the response's last."""
+    """Tokens that end a response, besides the model's end tokens; the response includes the one that ended it."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, such as `</tool>`; its tokens keep the one that ended it."""
+    """Texts that end a response, such as `</tool>`; its tokens include the one that ended it."""
     policy: int = 0
-    """Which of several policies draws (`agent.policies`)."""
+    """Index of the policy that samples, if there are several (`agent.policies`)."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to be made. What is drawn depends on model, prompt, sampling and `seed` alone, not on its neighbours."""
+    """Request for one sequence. Its tokens depend only on model, prompt, sampling and `seed`, not on other requests."""
 
     id: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int = 0
-    seen: Seen | None = None
-    """What the prompt shows, if it shows something."""
+    seen: PromptImages | None = None
+    """Images of the prompt, if it has any."""
 
 
 @dataclass
@@ -54,11 +54,11 @@ class Completion:
     Attributes:
         id: Of its request.
         token_ids: The response, its stop token included.
-        logprobs: One per token: of the distribution it was drawn from (after temperature; before top-p and top-k).
-        versions: One per token: the version of the weights that drew it.
+        logprobs: One per token: of the distribution from which it was sampled (after temperature; before top-p and top-k).
+        versions: One per token: the version of the weights that sampled it.
         finish_reason: `stop`, `length`, or `abort`.
-        experts: `[tokens, choices]` int16 (`SaysExperts`): what the model's routers chose for each token of the prompt and the
-            response that it read, which is all but the last, when it read it last. None where nobody asked.
+        experts: `[tokens, choices]` int16 (`SaysExperts`): the routers' choices for each token of prompt and response, from
+            the last time that the model read it; the last token is never read. None if not requested.
     """
 
     id: int
@@ -70,15 +70,15 @@ class Completion:
 
 
 class RolloutBackend(Protocol):
-    """An engine in the rollout rank's process. Not thread-safe: one thread calls it.
+    """Engine in the process of a rollout rank. Not thread-safe: one thread calls it.
 
-    Requests are added at any time; each `step` advances those under way and gives back those that ended, in any order,
-    so that whoever waits for one does not wait for the slowest. Between two steps the weights may change: what is under
-    way goes on under the new ones (after a recomputation of its cache, unless `rollout.keep_cache_on_update`), and
-    `Completion.versions` tells which token is whose.
+    Requests are added at any time. Each `step` advances the running requests and returns those that ended, in any order, so
+    that the caller does not wait for the slowest. The weights may change between two steps: running requests continue with
+    the new ones (after a recomputation of their cache, unless `rollout.keep_cache_on_update`), and `Completion.versions`
+    records which version sampled each token.
 
-    What only some engines say or can do is in `SaysForkable`, `AwaitsWeights`, `TakesParts`, `TakesShards`, `TellsWeights`,
-    `ScoresTexts`, `SaysExperts`, `DropsRequests`, `Bounded`, `HasContext` and `ReadsInChunks`.
+    Optional features are in `SaysForkable`, `AwaitsWeights`, `TakesParts`, `TakesShards`, `TellsWeights`, `ScoresTexts`,
+    `SaysExperts`, `DropsRequests`, `BoundedEngine`, `HasContext` and `ReadsInChunks`.
     """
 
     @property
@@ -89,33 +89,33 @@ class RolloutBackend(Protocol):
         """Queues requests.
 
         Raises:
-            ConfigError: A prompt leaves no room in the context; names the lengths.
+            ConfigError: A prompt fills the context; the message has the lengths.
         """
 
     def step(self) -> list[Completion]:
-        """Advances by a token or more; returns what ended. Empty lists are normal."""
+        """Advances by a token or more; returns the requests that ended. Empty lists are normal."""
 
     def unfinished(self) -> int:
-        """Number of requests that were added and have not been given back."""
+        """Returns the number of requests that were added and not yet returned."""
 
     def abort(self) -> list[Completion]:
-        """Ends all that is under way; gives back what each has so far, `finish_reason` "abort"."""
+        """Ends all running requests; returns the tokens of each so far, with `finish_reason` "abort"."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Adds, steps until all are done, and gives them back in the order of `requests`."""
+        """Adds requests, steps until all are done, and returns them in the order of `requests`."""
 
     def update_weights(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes in all of the model's tensors, by their Hugging Face names, in place; drops caches made with the old,
-        or gives them to no new request.
+        """Loads all of the model's tensors, by their Hugging Face names, in place.
 
-        Either all of them are taken in, or the engine refuses to step on.
+        Caches computed with the old weights are dropped, or not used for new requests. If the update is incomplete, the engine
+        refuses further steps.
         """
 
     def offload(self) -> None:
-        """Gives the accelerator's memory to another role: weights to the host or away, cache freed."""
+        """Gives the accelerator's memory to another role: moves the weights to the host or drops them, and frees the cache."""
 
     def reload(self) -> None:
-        """Takes back what `offload` moved away. Weights are whatever the next `update_weights` brings."""
+        """Reverses `offload`. The weights are undefined until the next `update_weights`."""
 
     def close(self) -> None:
         """Ends the engine."""
@@ -123,9 +123,9 @@ class RolloutBackend(Protocol):
 
 @runtime_checkable
 class SaysForkable(Protocol):
-    """A class of engines that says whether its ranks may be forked; those of one that does not say so are.
+    """Class of engines that declares whether its ranks may be forked; those of other classes may.
 
-    Where it says no, because it starts processes or threads of its own, its ranks get a fresh interpreter.
+    If not, because it starts processes or threads, its ranks get a fresh interpreter.
     """
 
     forkable: bool
@@ -133,88 +133,96 @@ class SaysForkable(Protocol):
 
 @runtime_checkable
 class AwaitsWeights(Protocol):
-    """A class of engines that can start without reading a model's weights, all of which the first update then brings."""
+    """Class of engines that can start without reading a model's weights; the first update then brings all of them."""
 
     awaiting: Mapping[str, Any]
-    """The `rollout.engine_kwargs` that have it start so."""
+    """The `rollout.engine_kwargs` for such a start."""
 
 
 @runtime_checkable
 class TakesParts(Protocol):
-    """An engine that may take in only what has changed."""
+    """Engine that may accept updates of changed tensors alone."""
 
     updates_in_part: bool
-    """Whether it takes parts."""
+    """Whether it accepts partial updates."""
 
     def update_weights(
         self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor | Elements]], *, complete: bool
     ) -> None:
-        """See `RolloutBackend.update_weights`. Where `complete` is false, what does not come stays as it is; a tensor may come
-        as its changed `Elements` (`rlhpc.weights.elements.put`)."""
+        """Loads weights; see `RolloutBackend.update_weights`.
+
+        If `complete` is false, tensors that do not come stay unchanged; a tensor may come as its changed `Elements`
+        (`rlhpc.weights.delta.put`).
+        """
 
 
 @runtime_checkable
 class TakesShards(Protocol):
-    """An engine rank that says which parts of which tensors it wants, and takes no more than these."""
+    """Engine rank that declares which parts of which tensors it needs, and loads no others."""
 
     def wants(self) -> Mapping[str, Sequence[Box]]:
-        """The boxes of each tensor, by the names of the model's files. Tensors that it wants nothing of are missing."""
+        """Returns the boxes that the rank needs of each tensor, by file names; other tensors are missing."""
 
     def update_shards(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """`RolloutBackend.update_weights` with all tensors that `wants` names, by these names, of full shape; what it does not
-        want of them may be anything."""
+        """Loads weights like `RolloutBackend.update_weights`, by the names in `wants`, all of them, in tensors of full shape.
+
+        Elements outside the boxes of `wants` may have any value.
+        """
 
 
 @runtime_checkable
 class TellsWeights(Protocol):
-    """An engine that shows what it works with."""
+    """Engine that returns its current weights."""
 
     def held(self, name: str) -> torch.Tensor | None:
-        """The tensor of that name as it is after the last update; None if it is kept in another form or dtype than it
-        came in."""
+        """Returns the tensor of that name after the last update; None if it is stored in another form or dtype than it came
+        in.
+        """
 
 
 @runtime_checkable
 class ScoresTexts(Protocol):
-    """An engine that says how likely it finds a text."""
+    """Engine that computes the log-probs of a text."""
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs of a text's tokens but the first, at temperature 1, by the present weights. What is under way goes on.
+        """Returns log-probs of a text's tokens but the first, at temperature 1, with the current weights.
+
+        Running requests are not affected.
 
         Args:
-            token_ids: The text, shorter than the engine's context: vLLM wants room for a token that it would draw next.
+            token_ids: The text, shorter than the engine's context: vLLM needs space for one token that it would sample next.
         """
 
 
 @runtime_checkable
 class SaysExperts(Protocol):
-    """An engine that says which experts of a mixture have seen a token (`rollout.routing_replay`)."""
+    """Engine that returns the experts of each token (`rollout.routing_replay`)."""
 
     choices: int
-    """How many a token: those of all routers, one after the other. 0 if it was not asked."""
+    """Experts of a token: those of all routers, one after the other. 0 if not requested."""
 
 
 @runtime_checkable
 class DropsRequests(Protocol):
-    """An engine that ends some requests and goes on with others, and shows what there is of those under way."""
+    """Engine that can end some requests, and return the tokens of running ones."""
 
     def drop(self, ids: Collection[int]) -> None:
-        """Ends requests, those that are still under way; nothing of them is given back."""
+        """Ends those of the requests that still run; they are not returned."""
 
     def so_far(self, ids: Collection[int]) -> Mapping[int, list[int]]:
-        """The tokens drawn so far for requests under way; those of which there is nothing yet may be missing."""
+        """Returns the tokens sampled so far by running requests; requests without tokens may be missing."""
 
 
 @runtime_checkable
-class Bounded(Protocol):
-    """An engine that says how many sequences it makes at a time; what is added beyond waits in it, and for it."""
+class BoundedEngine(Protocol):
+    """Engine that declares how many sequences it samples at a time; further requests wait in its queue."""
 
     capacity: int
 
 
 @runtime_checkable
 class HasContext(Protocol):
-    """An engine that says how long a sequence may be."""
+    """Engine that declares the longest sequence."""
 
     context: int
     """Most tokens of a prompt and its response."""
@@ -222,17 +230,22 @@ class HasContext(Protocol):
 
 @runtime_checkable
 class ReadsInChunks(Protocol):
-    """An engine that reads a long prompt in several passes."""
+    """Engine that reads a long prompt in several passes."""
 
     chunk: int
     """Most tokens of a pass."""
 
 
 def taking_parts(engine: RolloutBackend) -> TakesParts | None:
-    """The engine, if it can take in only what has changed; otherwise None."""
+    """Returns the engine, if it accepts partial updates; otherwise None."""
     return engine if isinstance(engine, TakesParts) and engine.updates_in_part else None
 
 
-#: What makes an engine: called with the configuration and `model_path`, `device` and `seed` by name; for one of several ranks
-#: (`rollout.parallel`) with a `lockstep.Link`, too, as `link`.
+#: Factory of an engine: called with the configuration and `model_path`, `device` and `seed` by name; for an engine of several
+#: ranks (`rollout.parallel`) also with a `multi_rank.EngineLink`, as `link`.
 EngineFactory = Callable[..., RolloutBackend]
+
+
+def beyond_context(key: str, limit: int, context: int) -> str:
+    """Returns the message about a `max_model_len` beyond the model's context."""
+    return f"{key} is {limit}; the model's context is {context} (at most that)"

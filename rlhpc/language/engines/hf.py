@@ -1,4 +1,4 @@
-"""Generation with transformers' own models, for any model they have and any machine."""
+"""Engine on transformers' models, for any of them and any machine."""
 
 from __future__ import annotations
 
@@ -10,53 +10,237 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhpc.language.engines.base import Completion, Request
-from rlhpc.language.engines.ends import (
-    StopTexts,
-    end_tokens,
-    first_line,
-    load_model_config,
-    load_tokenizer,
-)
-from rlhpc.language.engines.engine import Engine, EngineOptions, fitting_update
-from rlhpc.language.engines.forward import Forward
-from rlhpc.language.engines.kv import KeyValues, moves_into_places
-from rlhpc.language.engines.ledger import Ledger
-from rlhpc.language.engines.sampling import Rows, draw
-from rlhpc.language.fit_checks import beyond_context
-from rlhpc.language.hugging_face import no_progress_bar, transformers
-from rlhpc.language.tokens.model import auto_class
-from rlhpc.language.tokens.pictures import tell_places
-from rlhpc.language.tokens.routing import Routing, routing_of
-from rlhpc.runtime.device import empty_cache, moved
+from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer, first_line
+from rlhpc.language.engines.base import Completion, Request, beyond_context
+from rlhpc.language.engines.batch_invariance import KeyValues, moves_into_places
+from rlhpc.language.engines.common import EngineBase, EngineOptions, fitting_update
+from rlhpc.language.engines.hf_forward import Forward
+from rlhpc.language.hugging_face import load_model_config, no_progress_bar, transformers
+from rlhpc.language.models.loading import auto_class
+from rlhpc.language.models.moe_routing import Routing, routing_of
+from rlhpc.language.models.vision import place_by_token_type
+from rlhpc.runtime.devices import empty_cache, moved
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.weights.elements import Elements, put
+from rlhpc.weights.delta import Elements, put
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import LanguageConfig
+    from rlhpc.language.config.run import LanguageConfig
+import numpy as np
 
-#: Part of the rows that must be free before waiting requests are let in, so that prefills come in batches.
+
+def uniforms(request: Request, count: int) -> np.ndarray:
+    """Returns the request's random numbers in [0, 1), one per token. They depend only on its seed."""
+    generator = np.random.Generator(np.random.Philox(key=request.seed % 2**128))
+    return generator.random(count)
+
+
+class Rows:
+    """Sampling parameters of the running rows, as tensors on the device."""
+
+    def __init__(self, requests: Sequence[Request], vocabulary: int, device: torch.device) -> None:
+        temperature = [request.sampling.temperature for request in requests]
+        top_p = [request.sampling.top_p for request in requests]
+        top_k = [min(k, vocabulary) if (k := request.sampling.top_k) > 0 else vocabulary for request in requests]
+        self.temperature = torch.tensor(temperature, dtype=torch.float32, device=device).unsqueeze(1)
+        self.greedy = self.temperature == 0.0
+        self.divisor = torch.where(self.greedy, 1.0, self.temperature)
+        self.any_greedy = 0.0 in temperature
+        self.all_greedy = not any(temperature)
+        self.scaled = any(t not in (0.0, 1.0) for t in temperature)
+        self.filtered = any(p < 1.0 for p in top_p) or any(k < vocabulary for k in top_k)
+        self.top_p = torch.tensor(top_p, dtype=torch.float64, device=device).unsqueeze(1)
+        self.top_k = torch.tensor(top_k, dtype=torch.int64, device=device).unsqueeze(1)
+
+
+def draw(logits: Tensor, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Samples one token for each row.
+
+    The token is where the cumulative probability passes the row's random number, so a row needs one number per token, not
+    one per entry of the vocabulary. The sum is taken in float64: in float32 it loses the tail of a large vocabulary.
+
+    Args:
+        logits: `[N, V]`.
+        rows: Sampling parameters of the N rows.
+        noise: `[N]` float64 in [0, 1).
+
+    Returns:
+        Token ids `[N]` and their log-probs `[N]` after temperature, before top-p and top-k; rows of temperature 0 get
+        those of temperature 1.
+    """
+    logits = logits.float()
+    if rows.scaled:
+        logits = logits / rows.divisor
+    logprobs = torch.log_softmax(logits, dim=-1)
+    if rows.all_greedy:
+        tokens = logprobs.argmax(dim=-1, keepdim=True)
+        return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+    mass = logprobs.double().exp_()
+    if rows.filtered:
+        # The vocabulary's order is restored: a row samples the same whether or not another one is filtered.
+        mass = mass.masked_fill_(~_allowed(mass, rows), 0.0)
+    tokens = _pick(mass.cumsum_(dim=-1), noise)
+    if rows.any_greedy:
+        tokens = torch.where(rows.greedy, logprobs.argmax(dim=-1, keepdim=True), tokens)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
+def _allowed(mass: Tensor, rows: Rows) -> Tensor:
+    """Returns the mask of top-k and nucleus: tokens before which the sum is less than top_p, at least one."""
+    ordered, order = torch.sort(mass, dim=-1, descending=True, stable=True)
+    ordered = ordered.masked_fill_(torch.arange(mass.shape[1], device=mass.device) >= rows.top_k, 0.0)
+    sums = ordered.cumsum(dim=-1)
+    keep = (ordered > 0.0) & ((sums - ordered < rows.top_p * sums[:, -1:]) | (rows.top_p == 1.0))
+    return torch.zeros_like(keep).scatter_(1, order, keep)
+
+
+def _pick(sums: Tensor, noise: Tensor) -> Tensor:
+    """Returns where each row's cumulative mass passes its random number `[N, 1]`; never an entry without mass."""
+    total = sums[:, -1:]
+    # Strictly below the total, or rounding could point past the last entry that has mass.
+    target = torch.minimum(noise.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, target, right=True)
+
+
+class SequenceTable:
+    """Table of the running rows as arrays on the host, so that a step over many rows is a few array operations.
+
+    Args:
+        max_rows: Maximum number of rows.
+        vocabulary: Token ids are below this.
+        own_ends: Tokens that end every response.
+        stop_texts: Finds the texts that end some responses.
+    """
+
+    def __init__(self, max_rows: int, vocabulary: int, own_ends: frozenset[int], stop_texts: StopTexts) -> None:
+        self.requests: list[Request] = []
+        #: Routers' choices for the tokens read in each row, part by part.
+        self.experts: list[list[np.ndarray]] = []
+        self._vocabulary = vocabulary
+        self._own_ends = own_ends
+        self._stop_texts = stop_texts
+        self._count, self._limit, self._end_set = (np.zeros(max_rows, dtype=np.int64) for _ in range(3))
+        self._watched = np.zeros(max_rows, dtype=bool)
+        self._tokens, self._versions = (np.zeros((max_rows, 64), dtype=np.int64) for _ in range(2))
+        self._logprobs = np.zeros((max_rows, 64), dtype=np.float32)
+        self._noise = np.zeros((max_rows, 64), dtype=np.float64)
+        #: Sets of end tokens, with their line in `_ends`; a row has the number of its set. There are at most as many as rows.
+        self._end_sets: dict[tuple[int, ...], int] = {}
+        self._ends = np.zeros((0, vocabulary), dtype=bool)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def add(self, request: Request, limit: int) -> None:
+        """Adds a last row, of at most `limit` tokens."""
+        row = len(self.requests)
+        self.requests.append(request)
+        self.experts.append([])
+        if limit > self._tokens.shape[1]:
+            more = ((0, 0), (0, limit - self._tokens.shape[1]))
+            self._tokens, self._versions = np.pad(self._tokens, more), np.pad(self._versions, more)
+            self._logprobs, self._noise = np.pad(self._logprobs, more), np.pad(self._noise, more)
+        self._count[row], self._limit[row] = 0, limit
+        self._noise[row, :limit] = uniforms(request, limit)
+        self._watched[row] = bool(request.sampling.stop)
+        self._end_set[row] = self._number_of(request.sampling.stop_token_ids, row)
+
+    def _number_of(self, ends: tuple[int, ...], rows: int) -> int:
+        """Returns the number of a set of end tokens; a new set takes the number of one that none of the first rows uses."""
+        if ends in self._end_sets:
+            return self._end_sets[ends]
+        used = set(self._end_set[:rows].tolist())
+        idle = next((end_set for end_set, number in self._end_sets.items() if number not in used), None)
+        number = len(self._ends) if idle is None else self._end_sets.pop(idle)
+        line = np.zeros((1, self._vocabulary), dtype=bool)
+        line[0, [i for i in {*ends, *self._own_ends} if 0 <= i < self._vocabulary]] = True
+        if idle is None:
+            self._ends = np.concatenate([self._ends, line])
+        else:
+            self._ends[number] = line
+        self._end_sets[ends] = number
+        return number
+
+    def noise(self, begin: int) -> np.ndarray:
+        """Returns the random numbers of the next token of rows from `begin` on."""
+        rows = np.arange(begin, len(self.requests))
+        return np.asarray(self._noise[rows, self._count[rows]])
+
+    def record(self, begin: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> list[tuple[int, str]]:
+        """Records the tokens sampled by rows from `begin` on; returns the rows that end with them, and the finish reasons."""
+        rows = np.arange(begin, len(self.requests))
+        at = self._count[rows]
+        self._tokens[rows, at], self._logprobs[rows, at], self._versions[rows, at] = tokens, logprobs, version
+        self._count[rows] += 1
+        stopped = self._ends[self._end_set[rows], tokens]
+        for row in rows[self._watched[rows] & ~stopped].tolist():
+            stopped[row - begin] = self._stop_texts.is_complete(self.response(row), self.requests[row].sampling.stop)
+        is_finished = stopped | (self._count[rows] >= self._limit[rows])
+        return [(begin + i, "stop" if stopped[i] else "length") for i in np.flatnonzero(is_finished).tolist()]
+
+    def response(self, row: int) -> list[int]:
+        """Returns the tokens of the response so far."""
+        tokens: list[int] = self._tokens[row, : self._count[row]].tolist()
+        return tokens
+
+    def completion(self, row: int, reason: str) -> Completion:
+        """Returns the response so far as a completion."""
+        count = self._count[row]
+        return Completion(
+            id=self.requests[row].id,
+            token_ids=self.response(row),
+            logprobs=self._logprobs[row, :count].tolist(),
+            versions=self._versions[row, :count].tolist(),
+            finish_reason=reason,
+            experts=np.concatenate(self.experts[row]) if self.experts[row] else None,
+        )
+
+    def move(self, moves: Iterable[tuple[int, int]], num_rows: int) -> None:
+        """Moves rows into the places of others, (from, to), and keeps the first `num_rows`."""
+        for come, to in moves:
+            self.requests[to], self.experts[to] = self.requests[come], self.experts[come]
+            for record in self._records():
+                record[to] = record[come]
+        del self.requests[num_rows:], self.experts[num_rows:]
+
+    def clear(self) -> None:
+        """Removes all rows."""
+        self.requests, self.experts = [], []
+
+    def _records(self) -> tuple[np.ndarray, ...]:
+        return (
+            self._tokens,
+            self._logprobs,
+            self._versions,
+            self._noise,
+            self._count,
+            self._limit,
+            self._end_set,
+            self._watched,
+        )
+
+
+#: Fraction of the rows that must be free before waiting requests are admitted, so that prefills come in batches.
 _ADMIT = 8
 
 
-class HFRollout(Engine):
+class HFRollout(EngineBase):
     """Continuous batching over a transformers model's `forward`.
 
-    It does not use `generate`, which takes a batch as it is and ends with its slowest sequence, and in which no request
-    can join, no weights can change and no row has random numbers of its own. Here a row that ends makes room for the
-    next request, and each step is one `forward` of all rows with a cache that is never copied (`KeyValues`).
+    It does not use `generate`, which takes a fixed batch and ends with its slowest sequence; there, no request can join, no
+    weights can change, and rows have no separate random numbers. Here the next request replaces a row that ends, and each step
+    is one `forward` of all rows with a cache that is never copied (`KeyValues`).
 
-    Tokens and log-probs of a request depend, bit for bit, on its prompt, its seed, its sampling parameters and the weights
-    alone: not on what else is under way, when it was added, or `rollout.max_batch_size` (`Forward`). That holds on CPUs of one
-    kind with the same number of threads and the same libraries, unless an update or `offload` comes in the middle of a
-    sequence, whose cache is then made anew in one pass. On an accelerator it holds as far as its libraries compute a row of a
-    shape alike wherever it sits, and attention whatever the longest row is; they do not promise it.
+    Tokens and log-probs of a request depend, bit for bit, only on its prompt, seed, sampling parameters and the weights:
+    not on other running requests, the time of its arrival, or `rollout.max_batch_size` (`Forward`). That holds on CPUs of one
+    type with the same number of threads and the same libraries, unless an update or `offload` comes in the middle of a
+    sequence, whose cache is then recomputed in one pass. On an accelerator it holds as far as its libraries compute a row of a
+    shape identically wherever it sits, and attention whatever the longest row is; they do not guarantee it.
 
     Args:
         cfg: The run's configuration.
         model_path: Hugging Face folder or hub name.
-        device: Where to compute.
-        seed: Unused: what a row draws depends on its request's seed.
+        device: Device of the computation.
+        seed: Unused: the tokens of a row depend on its request's seed.
     """
 
     updates_in_part = True
@@ -72,32 +256,34 @@ class HFRollout(Engine):
         config = load_model_config(options.model_path, options.trust_remote_code)
         text_config = config.get_text_config()
         _refuse_recurrent(text_config, options.model_path)
-        self._device, self._max_rows = torch.device(options.device), options.batch
+        self._device = torch.device(options.device)
+        self._max_rows = options.batch
         self.capacity = options.batch
         self._model = self._load(options)
-        self._tokenizer = load_tokenizer(options.model_path, options.trust_remote_code)
+        self._tokenizer = find_tokenizer(options.model_path, options.trust_remote_code)
         self._stop_texts = StopTexts(self._tokenizer, options.model_path)
         self._own_ends = end_tokens(options.model_path, config, self._tokenizer)
         self.vocabulary = int(text_config.vocab_size)
         self.context = context_length(text_config, options)
         self._waiting: deque[Request] = deque()
         with self._memory():
-            self._ledger = Ledger(self._max_rows, self.vocabulary, self._own_ends, self._stop_texts)
+            self._ledger = SequenceTable(self._max_rows, self.vocabulary, self._own_ends, self._stop_texts)
             self._forward = Forward(self._model, self._device, self._max_rows, self.context, self.vocabulary)
         self._forward.routing = self._routers() if options.says_experts else None
         self.choices = 0 if self._forward.routing is None else self._forward.routing.choices
-        self._stale, self._keeps = False, options.keeps_cache
+        self._stale = False
+        self._keeps = options.keeps_cache
         self._as_sent: dict[str, Tensor] = {}
         self._rows: Rows | None = None
         self._last: Tensor = torch.empty(0, dtype=torch.int64, device=self._device)
 
     def _routers(self) -> Routing:
-        found = routing_of(self._model)
-        if found is None:
+        routing = routing_of(self._model)
+        if routing is None:
             raise ConfigError(
                 "rollout.routing_replay: the model has no routers that transformers knows; leave it false"
             )
-        return found
+        return routing
 
     def _load(self, options: EngineOptions) -> Any:
         arguments = {"attn_implementation": options.attn_implementation, **options.engine_kwargs}
@@ -110,7 +296,7 @@ class HFRollout(Engine):
                     trust_remote_code=options.trust_remote_code,
                     **arguments,
                 )
-                tell_places(model)
+                place_by_token_type(model)
                 return moved(model, self._device).eval().requires_grad_(False)
         except (OSError, ValueError, ImportError, TypeError) as error:
             raise ConfigError(
@@ -131,7 +317,7 @@ class HFRollout(Engine):
                 "rollout.dtype bfloat16"
             ) from error
 
-    # --- requests in
+    # --- requests
 
     def _check(self, request: Request) -> None:
         super()._check(request)
@@ -153,50 +339,50 @@ class HFRollout(Engine):
         return done
 
     def _admit(self, requests: list[Request]) -> list[Completion]:
-        """Prefills prompts, each once, and draws the first token of each request."""
+        """Prefills prompts, each once, and samples the first token of each request."""
         by_prompt: dict[tuple[tuple[int, ...], tuple[bytes, ...]], list[Request]] = {}
         for request in requests:
-            shown = () if request.seen is None else request.seen.digests
-            by_prompt.setdefault((request.prompt_ids, shown), []).append(request)
-        taken = [request for alike in by_prompt.values() for request in alike]
-        source = [index for index, alike in enumerate(by_prompt.values()) for _ in alike]
-        firsts = [alike[0] for alike in by_prompt.values()]
+            digests = () if request.seen is None else request.seen.digests
+            by_prompt.setdefault((request.prompt_ids, digests), []).append(request)
+        ordered = [request for same_prompt in by_prompt.values() for request in same_prompt]
+        source = [index for index, same_prompt in enumerate(by_prompt.values()) for _ in same_prompt]
+        firsts = [same_prompt[0] for same_prompt in by_prompt.values()]
         logits = self._forward.prefill([one.prompt_ids for one in firsts], source, [one.seen for one in firsts])
         begin = len(self._ledger)
-        for request, which in zip(taken, source, strict=True):
+        for request, which in zip(ordered, source, strict=True):
             self._ledger.add(request, self._limit(request))
             self._ledger.experts[-1] += self._forward.experts[which : which + 1]
-        rows = Rows(taken, self.vocabulary, self._device)
+        rows = Rows(ordered, self.vocabulary, self._device)
         return self._draw(begin, logits[torch.tensor(source, device=self._device)], rows)
 
     def _draw(self, begin: int, logits: Tensor, sampling: Rows) -> list[Completion]:
-        """Draws a token for each row from `begin` on; gives back and removes the rows that end with it."""
+        """Samples a token for each row from `begin` on; returns and removes the rows that end with it."""
         ledger = self._ledger
         noise = torch.from_numpy(ledger.noise(begin)).to(self._device)
         tokens, logprobs = draw(logits, sampling, noise)
         self._last = torch.cat([self._last[:begin], tokens])
-        ended = ledger.record(begin, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.version)
-        done = [ledger.completion(row, reason) for row, reason in ended]
-        if ended:
-            self._remove([row for row, _ in ended])
-        if ended or begin:
+        finished = ledger.record(begin, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.version)
+        done = [ledger.completion(row, reason) for row, reason in finished]
+        if finished:
+            self._remove([row for row, _ in finished])
+        if finished or begin:
             self._rows = None
         return done
 
     def _remove(self, rows: list[int]) -> None:
-        """Rows make room; the last ones come into their places."""
+        """Removes rows; the last ones replace them."""
         before = len(self._ledger)
-        # A stale cache is filled again from what was said; it may have no rows at all.
+        # A stale cache is recomputed from the tokens; it may have no rows at all.
         moves = moves_into_places(before, rows) if self._stale else self._kv.drop(rows)
-        left = before - len(rows)
-        self._ledger.move(moves, left)
+        remaining = before - len(rows)
+        self._ledger.move(moves, remaining)
         if moves:
             movers, holes = (list(side) for side in zip(*moves, strict=True))
             self._last[holes] = self._last[movers]
-        self._last = self._last[:left]
+        self._last = self._last[:remaining]
 
     def _decode(self) -> list[Completion]:
-        """One token for each row."""
+        """Samples one token for each row."""
         logits = self._forward.decode(self._last)
         for before, chosen in zip(self._ledger.experts, self._forward.experts, strict=False):
             before.append(chosen)
@@ -205,12 +391,12 @@ class HFRollout(Engine):
         return self._draw(0, logits, self._rows)
 
     def _recompute(self) -> None:
-        """Fills the cache again, with what the present weights make of prompts and responses so far."""
+        """Recomputes the cache of prompts and responses so far with the current weights."""
         ledger = self._ledger
         self._kv.clear()
         self._stale = False
-        # The last token of each is the next step's input.
-        sequences = [(*request.prompt_ids, *ledger.said(row)[:-1]) for row, request in enumerate(ledger.requests)]
+        # The last token of each row is the next step's input.
+        sequences = [(*request.prompt_ids, *ledger.response(row)[:-1]) for row, request in enumerate(ledger.requests)]
         if sequences:
             self._forward.prefill(sequences, range(len(sequences)), [request.seen for request in ledger.requests])
             ledger.experts = [self._forward.experts[row : row + 1] for row in range(len(sequences))]
@@ -223,9 +409,9 @@ class HFRollout(Engine):
             self._rows = None
 
     def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
-        """See `DropsRequests.so_far`."""
+        """Returns the tokens of running requests; see `DropsRequests.so_far`."""
         rows = enumerate(self._ledger.requests)
-        return {request.id: self._ledger.said(row) for row, request in rows if request.id in ids}
+        return {request.id: self._ledger.response(row) for row, request in rows if request.id in ids}
 
     def _abort(self) -> list[Completion]:
         aborted = [self._ledger.completion(row, "abort") for row in range(len(self._ledger))]
@@ -242,39 +428,41 @@ class HFRollout(Engine):
     def update_weights(
         self, version: int, named_tensors: Iterable[tuple[str, Tensor | Elements]], *, complete: bool = True
     ) -> None:
-        """Takes in new weights (`RolloutBackend.update_weights`)."""
-        mine = self._model.state_dict(keep_vars=True)
-        shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+        """Loads new weights (`RolloutBackend.update_weights`)."""
+        state = self._model.state_dict(keep_vars=True)
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         needed = {name: shapes.pop(name) for name, _ in self._model.named_parameters()}
         self._begin_update(version)
         with torch.no_grad():
             for name, change in fitting_update(named_tensors, needed, optional=shapes, complete=complete):
-                put(mine[name], change)
-                if mine[name].dtype == change.dtype:
-                    self._as_sent[name] = mine[name]
+                put(state[name], change)
+                if state[name].dtype == change.dtype:
+                    self._as_sent[name] = state[name]
                 else:
                     self._as_sent.pop(name, None)
         self._stale = self._stale or not self._keeps
         self._end_update(version)
 
     def needs(self) -> frozenset[str]:
-        """The weights that a complete update brings."""
+        """Returns the names of the weights in a complete update."""
         return frozenset(name for name, _ in self._model.named_parameters())
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """See `ScoresTexts.score`."""
+        """Returns the log-probs of a text; see `ScoresTexts.score`."""
         ids = torch.tensor([list(token_ids)], device=self._device)
         with torch.inference_mode(), self._memory():
             logprobs = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        found: list[float] = logprobs.gather(1, ids[0, 1:, None]).squeeze(1).tolist()
-        return found
+        scores: list[float] = logprobs.gather(1, ids[0, 1:, None]).squeeze(1).tolist()
+        return scores
 
     def held(self, name: str) -> Tensor | None:
-        """See `TellsWeights.held`."""
+        """Returns a current tensor; see `TellsWeights.held`."""
         return self._as_sent.get(name)
 
     def offload(self) -> None:
-        """See `RolloutBackend.offload`. Weights go to the host; requests under way are recomputed afterwards."""
+        """Frees the accelerator (`RolloutBackend.offload`): moves weights to the host; running requests are recomputed
+        afterwards.
+        """
         self._forward.free()
         self._stale = True
         if self._device.type != "cpu":
@@ -282,7 +470,7 @@ class HFRollout(Engine):
             empty_cache()
 
     def reload(self) -> None:
-        """Takes the accelerator back (`RolloutBackend.reload`)."""
+        """Returns to the accelerator (`RolloutBackend.reload`)."""
         with self._memory():
             self._model.to(self._device)
 
@@ -295,25 +483,25 @@ class HFRollout(Engine):
 
 
 def context_length(config: Any, options: EngineOptions) -> int:
-    """Longest prompt and response together.
+    """Returns the maximum length of prompt and response.
 
     Raises:
-        ConfigError: `rollout.max_model_len` is beyond the model's context, or neither is known.
+        ConfigError: `rollout.max_model_len` is beyond the model's context, or both are unknown.
     """
-    own = getattr(config, "max_position_embeddings", None)
+    model_context = getattr(config, "max_position_embeddings", None)
     if options.max_model_len is None:
-        if own is None:
+        if model_context is None:
             raise ConfigError(
                 f"the model in {options.model_path!r} does not say its context; set rollout.max_model_len"
             )
-        return int(own)
-    if own is not None and options.max_model_len > own:
-        raise ConfigError(beyond_context("rollout.max_model_len", options.max_model_len, own))
+        return int(model_context)
+    if model_context is not None and options.max_model_len > model_context:
+        raise ConfigError(beyond_context("rollout.max_model_len", options.max_model_len, model_context))
     return options.max_model_len
 
 
 def _refuse_recurrent(config: Any, model_path: str) -> None:
-    """Layers that keep a state of their own cannot join a batch of rows of different lengths."""
+    """Raises for recurrent layers, whose state cannot be in a batch of rows of different lengths."""
     kinds = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",

@@ -1,4 +1,4 @@
-"""Generation engines by name."""
+"""Registry of generation engines."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rlhpc.config.typed import changed, plain
 from rlhpc.language.engines.base import AwaitsWeights, EngineFactory, RolloutBackend, SaysForkable
-from rlhpc.language.engines.engine import adapters_apart
-from rlhpc.language.policies import folders_of
+from rlhpc.language.engines.common import adapters_apart
+from rlhpc.language.multi_policy import folders_of
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.plugins import Registry
 
 if TYPE_CHECKING:
     import torch
 
-    from rlhpc.language.config import LanguageConfig
-    from rlhpc.language.engines.lockstep import Link
+    from rlhpc.language.config.run import LanguageConfig
+    from rlhpc.language.engines.multi_rank import EngineLink
 
 Run = TypeVar("Run", bound="LanguageConfig")
 ENGINES: Registry[EngineFactory] = Registry(
@@ -25,70 +25,73 @@ ENGINES: Registry[EngineFactory] = Registry(
 
 
 def make_rollout(
-    cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int, link: Link | None = None
+    cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int, link: EngineLink | None = None
 ) -> RolloutBackend:
     """Builds the engine of `rollout.rollout_backend`.
 
     Args:
         cfg: The run's configuration; sections `rollout` and `actor.model` are read.
-        model_path: Hugging Face folder or hub name of the weights to start from, with its tokenizer.
-        device: Where it computes.
-        seed: Of the engine; what a request draws depends on the request's own.
-        link: To the other ranks of an engine that has several; all of them build theirs at the same time.
+        model_path: Hugging Face folder or hub name of the initial weights, with its tokenizer.
+        device: Device of the computation.
+        seed: Of the engine; the tokens of a request depend on the request's seed.
+        link: Connection to the other ranks of an engine group; all of them build their engines at the same time.
 
     Raises:
-        ConfigError: It cannot be built: an unknown name, a library that is not installed, a model that is not there, or
-            memory that does not suffice.
+        ConfigError: The engine cannot be built: an unknown name, a library that is not installed, a missing model, or too
+            little memory.
     """
     more = {} if link is None else {"link": link}
     return ENGINES.find(cfg.rollout.rollout_backend)(cfg, model_path=model_path, device=device, seed=seed, **more)
 
 
 def make_engine(
-    cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int, link: Link | None = None
+    cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int, link: EngineLink | None = None
 ) -> RolloutBackend:
     """Builds the engine of a run, of one policy or several (`agent.policies`).
 
     Args:
         cfg, device, seed, link: See `make_rollout`.
-        model_path: See there; several policies may have folders of their own in it (`folders_of`).
+        model_path: See `make_rollout`; it may contain a folder for each of several policies (`folders_of`).
 
     Raises:
         ConfigError: See `make_rollout`.
     """
     folders = folders_of(cfg, model_path)
-    begun = {*folders.values()} == {model_path}
-    if "" in folders or (begun and adapters_apart(cfg)):
+    is_initial = {*folders.values()} == {model_path}
+    if "" in folders or (is_initial and adapters_apart(cfg)):
         return make_rollout(cfg, model_path=model_path, device=device, seed=seed, link=link)
     if cfg.rollout.rollout_backend.lower() != "hf":
         raise ConfigError(
             f"rollout.rollout_backend is {cfg.rollout.rollout_backend}, which gets several policies (agent.policies) from a "
             "trainer, as adapters; what was trained is asked by hf: evaluate with --backend hf"
         )
-    from rlhpc.language.engines.several import SeveralPolicies
+    from rlhpc.language.engines.multi_policy import MultiPolicyEngine
 
     def make(name: str) -> RolloutBackend:
         return make_rollout(cfg, model_path=folders[name], device=device, seed=seed)
 
-    return SeveralPolicies([*folders], make)
+    return MultiPolicyEngine([*folders], make)
 
 
 def awaiting_weights(cfg: Run) -> Run:
-    """The configuration for an engine that writes nothing before an update has brought all weights: one that can need not
-    read them from the model's files, unless `rollout.engine_kwargs` says how they are loaded."""
+    """Returns the configuration for an engine that samples nothing before an update has brought all weights.
+
+    If the engine supports it, it does not read the weights from the model's files, unless `rollout.engine_kwargs` sets how
+    they are loaded.
+    """
     engine = ENGINES.find(cfg.rollout.rollout_backend)
     if adapters_apart(cfg) or not isinstance(
         engine, AwaitsWeights
-    ):  # the model's own weights never come, or have to be there
+    ):  # the model's weights never come, or must be loaded
         return cfg
     return changed(cfg, "rollout.engine_kwargs", {**engine.awaiting, **plain(cfg.rollout.engine_kwargs)})
 
 
 def forkable(name: str) -> bool:
-    """Whether the ranks of an engine of `rollout.rollout_backend` may be forked.
+    """Returns whether the ranks of an engine of `rollout.rollout_backend` may be forked.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: The name is unknown.
     """
     engine = ENGINES.find(name)
     return engine.forkable if isinstance(engine, SaysForkable) else True

@@ -1,4 +1,4 @@
-"""Generation with vLLM's own engine, in the rollout rank's process: the GPU build and the CPU build."""
+"""vLLM engine in the rollout rank's process: the GPU build and the CPU build."""
 
 from __future__ import annotations
 
@@ -11,44 +11,190 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhpc.checkpoint.boxes import Box
+from rlhpc.checkpoint.tensor_slice import Box
+from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer
 from rlhpc.language.engines.base import Completion, Request
-from rlhpc.language.engines.ends import (
-    StopTexts,
-    end_tokens,
-    load_model_config,
-    load_tokenizer,
-)
-from rlhpc.language.engines.engine import Engine, EngineOptions, UpdateFailed, fitting_update
-from rlhpc.language.engines.vllm_adapters import Adapters, take_adapters
-from rlhpc.language.engines.vllm_boxes import Boxes, wanted_boxes
-from rlhpc.language.engines.vllm_experts import FileNames, is_mixture, packing_kernels
+from rlhpc.language.engines.common import EngineBase, EngineOptions, UpdateFailed, fitting_update
+from rlhpc.language.engines.vllm_images import image_prompt
+from rlhpc.language.engines.vllm_launch import VLLMProcess
 from rlhpc.language.engines.vllm_logprobs import log_before_filters
-from rlhpc.language.engines.vllm_names import tensors_of, under_all_names
-from rlhpc.language.engines.vllm_pictures import shown
-from rlhpc.language.engines.vllm_process import VLLMProcess
-from rlhpc.language.engines.vllm_receipt import reload_counted, require_all_loaded
-from rlhpc.language.hugging_face import transformers
-from rlhpc.language.tokens.model import auto_class
+from rlhpc.language.engines.vllm_weights import (
+    Boxes,
+    FileNames,
+    is_mixture,
+    packing_kernels,
+    reload_counted,
+    require_all_loaded,
+    tensors_of,
+    under_all_names,
+    wanted_boxes,
+)
+from rlhpc.language.hugging_face import load_model_config, transformers
+from rlhpc.language.models.loading import auto_class
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.weights.cost import COST
+from rlhpc.weights.verification import COST
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import LanguageConfig
-    from rlhpc.language.engines.lockstep import Link
+    from rlhpc.language.config.run import LanguageConfig
+    from rlhpc.language.engines.multi_rank import EngineLink
 
 
-#: The request that asks for a text's log-probs.
+#: Adapter ranks that vLLM's kernels support.
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_PREFIX = "base_model.model."
+
+
+class Adapters:
+    """LoRA adapters of one engine.
+
+    Args:
+        rank, alpha: `actor.lora`.
+        shapes: Of the base model's weights, by their names.
+        policies: Names of several policies, each with separate adapters.
+
+    Raises:
+        ConfigError: vLLM has no kernels for such adapters.
+    """
+
+    def __init__(
+        self, rank: int, alpha: int, shapes: Mapping[str, tuple[int, ...]], policies: Sequence[str] = ()
+    ) -> None:
+        if rank > _RANKS[-1]:
+            raise ConfigError(
+                f"actor.lora.rank is {rank}, and vLLM takes adapters of at most {_RANKS[-1]}; lower it, or set "
+                "rollout.merge_adapters=true"
+            )
+        self._rank = rank
+        self._alpha = alpha
+        self._shapes = shapes
+        self._policies = tuple(policies)
+        self._names = frozenset[str]()
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of the engine."""
+        return {
+            "enable_lora": True,
+            "max_loras": max(1, len(self._policies)),
+            "max_lora_rank": next(r for r in _RANKS if r >= self._rank),
+        }
+
+    def request(self, policy: int) -> Any:
+        """Returns the LoRA request for the adapters of a policy; None before any have come."""
+        if not self._names:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        name = self._policies[policy] if self._policies else "actor"
+        return LoRARequest(name, policy + 1, "nowhere: the weights come from the actor")
+
+    def fitting(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Checks and copies an update's tensors.
+
+        Raises:
+            UpdateFailed: A tensor is not of this model, or missing; names it.
+        """
+        tensors = dict[str, torch.Tensor]()
+        for name, tensor in named:
+            policy, _, tensor_name = name.rpartition("/")
+            layer, _, part = tensor_name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+            of = self._shapes.get(f"{layer}.weight", (0, 0))
+            expected = {"lora_A": (self._rank, of[1]), "lora_B": (of[0], self._rank)}.get(part)
+            if tuple(tensor.shape) != expected or policy not in (self._policies or ("",)):
+                raise UpdateFailed(
+                    f"a weight update brought {name!r} of shape {tuple(tensor.shape)}; "
+                    + (f"{expected} is wanted" if expected and of != (0, 0) else "the model has no such adapter")
+                )
+            if name in tensors:
+                raise UpdateFailed(f"a weight update brought {name!r} twice")
+            tensors[name] = tensor.detach().to("cpu", copy=True)
+        lacking = sorted(
+            (self._names - tensors.keys()) | {_pair(name) for name in tensors if _pair(name) not in tensors}
+        )
+        if lacking or not tensors:
+            raise UpdateFailed(f"a weight update left out {', '.join(lacking[:3]) or 'all adapters'}")
+        if absent := [
+            policy for policy in self._policies if not any(name.startswith(f"{policy}/") for name in tensors)
+        ]:
+            raise UpdateFailed(f"a weight update left out the adapters of policy {absent[0]}")
+        self._names = frozenset(tensors)
+        return tensors
+
+    def by_policy(self, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Returns an update's tensors for each policy, by the names of peft's files."""
+        return [
+            {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            for prefix in [f"{policy}/" for policy in self._policies] or [""]
+        ]
+
+    def config(self, names: Iterable[str]) -> dict[str, Any]:
+        """Returns the part of peft's adapter configuration that vLLM needs."""
+        targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in names})
+        return {"r": self._rank, "lora_alpha": self._alpha, "target_modules": targets}
+
+
+def _pair(name: str) -> str:
+    return name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
+
+
+def _unchanged(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Returns logits unchanged, in place of vLLM's addition of an adapter to the output layer.
+
+    vLLM adds one whether or not there is any, and assumes that the rows are the tokens sampled in this step: the log-probs of
+    a prompt have other rows. With concurrent requests that is an error on CPUs, and elsewhere another request's adapter.
+    """
+    del args, kwargs
+    return logits
+
+
+def take_adapters(worker: Any, tensors: dict[str, torch.Tensor], config: dict[str, Any], policy: int) -> int:
+    """Replaces the adapters of a policy, on vLLM's worker.
+
+    Args:
+        worker: The worker.
+        tensors: By the names of peft's files.
+        config: From `Adapters.config`.
+        policy: Index of the policy.
+
+    Returns:
+        Number of layers with an adapter.
+    """
+    from vllm.lora.peft_helper import PEFTHelper
+
+    manager = worker.model_runner.lora_manager
+    inner, helper = manager._adapter_manager, PEFTHelper.from_dict(config)
+    number = policy + 1
+    helper.validate_legal(manager.lora_config)
+    mapper = getattr(inner.model, "hf_to_vllm_mapper", None)
+    adapter = manager._lora_model_cls.from_lora_tensors(
+        number,
+        tensors,
+        helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+    )
+    layers = len(adapter.loras)
+    if "lm_head" not in config["target_modules"]:
+        for wrapper in inner.punica_wrapper_mapping.values():
+            wrapper.add_lora_logits = _unchanged
+    inner.remove_adapter(number)
+    inner.add_adapter(adapter)
+    inner.activate_adapter(number)
+    return layers
+
+
+#: Name of the request for a text's log-probs.
 _PROBE = "probe"
 
 
 @dataclass
-class _Running:
-    """A request under way.
+class _RunningRequest:
+    """Running request.
 
     Attributes:
         request: The request itself.
-        token_ids, logprobs: What vLLM has handed out of the response.
+        token_ids, logprobs: The response as far as vLLM has returned it.
         marks: (number of tokens, version) at each update during the request: the tokens up to there are of that
             version.
     """
@@ -59,25 +205,25 @@ class _Running:
     marks: list[tuple[int, int]] = field(default_factory=list)
 
     def completion(self, version: int, reason: str) -> Completion:
-        """The result to give back; tokens after the last update are of `version`."""
+        """Returns the completion; tokens after the last update are of `version`."""
         versions: list[int] = []
         for tokens, older in (*self.marks, (len(self.token_ids), version)):
             versions += [older] * (tokens - len(versions))
         return Completion(self.request.id, self.token_ids, self.logprobs, versions, reason)
 
 
-class VLLMRollout(VLLMProcess, Engine):
-    """vLLM's `LLMEngine`, which writes.
+class VLLMRollout(VLLMProcess, EngineBase):
+    """vLLM's `LLMEngine` for sampling.
 
     Args:
         cfg: The run's configuration.
         model_path: Hugging Face folder or hub name.
         device: `cpu` for the CPU build; a GPU build takes the rank's first visible accelerator.
         seed: Of the engine.
-        link: To the other ranks of the engine, if it has several (`lockstep`).
+        link: Connection to the other ranks of an engine group (`multi_rank`).
 
     Raises:
-        ConfigError: vLLM is not installed or of the wrong build, there is no such model, or memory does not suffice.
+        ConfigError: vLLM is not installed or of the wrong build, the model does not exist, or memory does not suffice.
     """
 
     awaiting: ClassVar[Mapping[str, Any]] = {"load_format": "dummy"}
@@ -90,38 +236,39 @@ class VLLMRollout(VLLMProcess, Engine):
         model_path: str,
         device: str | torch.device,
         seed: int = 0,
-        link: Link | None = None,
+        link: EngineLink | None = None,
     ) -> None:
-        Engine.__init__(self)
+        EngineBase.__init__(self)
         options = EngineOptions.from_config(cfg, model_path, device)
         config = load_model_config(options.model_path, options.trust_remote_code)
-        self._tokenizer = load_tokenizer(options.model_path, options.trust_remote_code)
+        self._tokenizer = find_tokenizer(options.model_path, options.trust_remote_code)
         self._stop_texts = StopTexts(self._tokenizer, options.model_path)
         self._own_ends = end_tokens(options.model_path, config, self._tokenizer)
         self.vocabulary = int(config.get_text_config().vocab_size)
         model = _on_meta(config, options)
         self._needed, self._optional, self._aliases = tensors_of(model)
         if self._optional.keys() - {alias for names in self._aliases.values() for alias in names}:
-            # An update need not bring the model's buffers, so they are read, even where all weights are to come.
-            given = {**options.engine_kwargs}
-            if given.get("load_format") == "dummy":
-                del given["load_format"]
-            options = replace(options, engine_kwargs=given)
+            # An update need not bring the model's buffers, so they are read, even if all weights come later.
+            engine_kwargs = {**options.engine_kwargs}
+            if engine_kwargs.get("load_format") == "dummy":
+                del engine_kwargs["load_format"]
+            options = replace(options, engine_kwargs=engine_kwargs)
         self._experts = FileNames(model) if is_mixture(config) else None
         self._adapters = (
             None if options.adapters is None else Adapters(*options.adapters, self._needed, options.policies)
         )
-        self._running: dict[str, _Running] = {}
-        self._torn, self._slept = "", False
+        self._running: dict[str, _RunningRequest] = {}
+        self._torn = ""
+        self._slept = False
         VLLMProcess.__init__(self, options, config, seed, link)
         self.context = int(self._engine.model_config.max_model_len)
         self.capacity = int(self._engine.vllm_config.scheduler_config.max_num_seqs)
         self.chunk = int(self._engine.vllm_config.scheduler_config.max_num_batched_tokens)
-        self._wanted: Boxes | None = None
+        self._needed_boxes: Boxes | None = None
         self._expected = {name: math.prod(shape) for name, shape in self._shapes().items()}
         if link is not None:
-            found = self._boxes()
-            self._expected = {name: sum(box.numel for box in found.get(name, ())) for name in self._expected}
+            boxes = self._boxes()
+            self._expected = {name: sum(box.numel for box in boxes.get(name, ())) for name in self._expected}
         self._filters_logged = all(self._engine.collective_rpc(log_before_filters))
         if self._experts and not self._on_cpu and (kernels := self._engine.collective_rpc(packing_kernels)[0]):
             raise ConfigError(
@@ -130,37 +277,40 @@ class VLLMRollout(VLLMProcess, Engine):
             )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each tensor that the loader must put somewhere, by the names that it knows."""
+        """Returns the shapes of the tensors that the loader must place, by the names that it knows."""
         empty = {name: torch.empty(list(shape), device="meta") for name, shape in self._needed.items()}
         files = self._experts(empty.items()) if self._experts else empty.items()
         return {name: tuple(tensor.shape) for name, tensor in files}
 
     def _boxes(self) -> Boxes:
-        """What this rank's loaders copy out of each tensor, as often as they do, and those of its other names."""
-        if self._wanted is None:
+        """Returns the slices that this rank's loaders copy out of each tensor, as often as they do, also by the tied names."""
+        if self._needed_boxes is None:
             shapes = self._shapes()
-            shapes |= {other: shapes[name] for name, others in self._aliases.items() for other in others}
-            self._wanted = self._engine.collective_rpc(wanted_boxes, args=(shapes,))[0]
-        return self._wanted
+            shapes |= {other: shapes[name] for name, aliases in self._aliases.items() for other in aliases}
+            self._needed_boxes = self._engine.collective_rpc(wanted_boxes, args=(shapes,))[0]
+        return self._needed_boxes
 
     def wants(self) -> dict[str, tuple[Box, ...]]:
-        """See `TakesShards.wants`. Tied weights are wanted by their first name."""
-        found, first = self._boxes(), {other: name for name, others in self._aliases.items() for other in others}
+        """Returns the slices that this rank needs, of tied weights by their first name; see `TakesShards.wants`."""
+        boxes_by_name, first = (
+            self._boxes(),
+            {other: name for name, aliases in self._aliases.items() for other in aliases},
+        )
         merged = dict[str, dict[Box, None]]()
-        for name, boxes in found.items():
+        for name, boxes in boxes_by_name.items():
             merged.setdefault(first.get(name, name), {}).update(dict.fromkeys(boxes))
         return {name: tuple(boxes) for name, boxes in merged.items()}
 
     def _arguments(self) -> dict[str, Any]:
-        # After temperature, which is right but for rows with top-p or top-k: see `log_before_filters`.
+        # After temperature, which is right except for rows with top-p or top-k: see `log_before_filters`.
         arguments: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}
         if self._options.keeps_cache:
-            # A step that is under way at an update would draw by the old weights what counts as the new ones'.
+            # A step that runs during an update would sample with the old weights, but count as the new version.
             arguments["async_scheduling"] = False
         if self._adapters is not None:
             arguments |= self._adapters.arguments()
         if self._experts and not self._on_cpu:
-            # The one kernel that uses experts as they are loaded; the others keep them shuffled.
+            # The only kernel that uses experts as they are loaded; the others shuffle them.
             arguments["moe_backend"] = "triton"
         return arguments
 
@@ -194,23 +344,23 @@ class VLLMRollout(VLLMProcess, Engine):
                 logprobs=0,
                 flat_logprobs=True,
                 detokenize=False,
-                # Handing out each token costs a tenth of a small model's step.
+                # Returning each token costs a tenth of a small model's step.
                 output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
             )
             prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
             if request.seen is not None:
-                prompt = shown(request.prompt_ids, request.seen)
-            if self._options.keeps_cache:  # none of the keys and values of a request that came before an update
+                prompt = image_prompt(request.prompt_ids, request.seen)
+            if self._options.keeps_cache:  # no keys and values of requests before an update
                 prompt["cache_salt"] = str(self.version)
-            self._engine.add_request(name, prompt, parameters, lora_request=self._asked(sampling.policy))
-            self._running[name] = _Running(request)
+            self._engine.add_request(name, prompt, parameters, lora_request=self._lora_request(sampling.policy))
+            self._running[name] = _RunningRequest(request)
 
     def _advance(self) -> list[Completion]:
         with self._explained():
             outputs = self._engine.step()
-        return self._ended(outputs)
+        return self._collect_finished(outputs)
 
-    def _ended(self, outputs: Iterable[Any]) -> list[Completion]:
+    def _collect_finished(self, outputs: Iterable[Any]) -> list[Completion]:
         done: list[Completion] = []
         for output in outputs:
             running = self._running.get(output.request_id)
@@ -221,7 +371,7 @@ class VLLMRollout(VLLMProcess, Engine):
             running.logprobs += new.logprobs.logprobs
             reason = str(new.finish_reason) if output.finished else ""
             stop = running.request.sampling.stop
-            if stop and reason != "stop" and new.token_ids and self._stop_texts.ended(running.token_ids, stop):
+            if stop and reason != "stop" and new.token_ids and self._stop_texts.is_complete(running.token_ids, stop):
                 if not reason:
                     self._engine.abort_request([output.request_id])
                 reason = "stop"
@@ -229,8 +379,8 @@ class VLLMRollout(VLLMProcess, Engine):
                 done.append(self._running.pop(output.request_id).completion(self.version, reason))
         return done
 
-    def _so_far(self) -> Iterator[tuple[_Running, list[int], list[float]]]:
-        """Requests under way with all their tokens and log-probs, also those that vLLM keeps until the end."""
+    def _so_far(self) -> Iterator[tuple[_RunningRequest, list[int], list[float]]]:
+        """Yields running requests with all their tokens and log-probs, also those that vLLM keeps until the end."""
         for state in self._engine.output_processor.request_states.values():
             running = self._running.get(state.external_req_id)
             if running is not None:
@@ -247,7 +397,7 @@ class VLLMRollout(VLLMProcess, Engine):
             self._running.pop(name, None)
 
     def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
-        """See `DropsRequests.so_far`."""
+        """Returns the tokens of running requests; see `DropsRequests.so_far`."""
         return {running.request.id: tokens for running, tokens, _ in self._so_far() if running.request.id in ids}
 
     def _abort(self) -> list[Completion]:
@@ -261,26 +411,26 @@ class VLLMRollout(VLLMProcess, Engine):
     # --- weights
 
     def update_weights(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes in new weights (`RolloutBackend.update_weights`).
+        """Loads new weights (`RolloutBackend.update_weights`).
 
-        vLLM loads them layer by layer into the tensors that its kernels use, and holds on to what it was given until a
-        layer has all of it: a tensor may be dropped, but not written to, before the update is over. Requests under way
-        give their cache back, and prefill prompt and response so far when the next step schedules them; or, with
+        vLLM loads them layer by layer into the tensors of its kernels, and retains the source tensors until a layer is
+        complete: a tensor may be dropped, but not written to, before the update is over. Running requests lose their cache,
+        and prefill prompt and response so far when the next step schedules them; or, with
         `rollout.keep_cache_on_update`, keep it.
         """
         self._begin_load(version)
         if self._adapters is not None:
-            for policy, mine in enumerate(self._adapters.by_policy(self._adapters.fitting(named_tensors))):
-                given = (mine, self._adapters.config(mine), policy)
-                if not self._engine.collective_rpc(take_adapters, args=given)[0]:
+            for policy, tensors in enumerate(self._adapters.by_policy(self._adapters.fitting(named_tensors))):
+                arguments = (tensors, self._adapters.config(tensors), policy)
+                if not self._engine.collective_rpc(take_adapters, args=arguments)[0]:
                     raise UpdateFailed(f"vLLM has put no adapter of version {version} anywhere")
-            self._took(version)
+            self._finish_load(version)
             return
         weights = under_all_names(fitting_update(named_tensors, self._needed, self._optional), self._aliases)
         self._load(version, self._experts(weights) if self._experts else weights)
 
     def update_shards(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See `TakesShards.update_shards`."""
+        """Loads the slices of this rank; see `TakesShards.update_shards`."""
         self._begin_load(version)
         shapes = self._shapes()
         needed = {name: shapes[name] for name in self.wants()}
@@ -290,24 +440,24 @@ class VLLMRollout(VLLMProcess, Engine):
         if self._torn:
             raise UpdateFailed(self._torn)
         self._begin_update(version)
-        # An update that breaks off leaves vLLM with layers half taken apart, which a second update does not mend.
+        # An interrupted update leaves vLLM with partly loaded layers, which a second update does not repair.
         self._torn = f"the update to version {version} of vLLM's weights broke off; restart the rollout group"
 
     def _load(self, version: int, named: Iterator[tuple[str, Tensor]]) -> None:
         (loaded,) = self._engine.collective_rpc(reload_counted, args=(named, bool(self._experts and self._on_cpu)))
         with COST.proving():
             require_all_loaded(loaded, self._expected, version)
-        self._took(version)
+        self._finish_load(version)
 
-    def _asked(self, policy: int) -> Any:
-        """What requests say of adapters."""
+    def _lora_request(self, policy: int) -> Any:
+        """Returns the LoRA request of a policy; None without adapters."""
         return None if self._adapters is None else self._adapters.request(policy)
 
-    def _took(self, version: int) -> None:
-        """All of a version is there."""
+    def _finish_load(self, version: int) -> None:
+        """Finishes an update whose tensors are all loaded: resets caches and sets the version."""
         if not self._options.keeps_cache:
             self._engine.reset_prefix_cache(reset_running_requests=True)
-        if self._looks:  # what the old weights saw
+        if self._has_images:  # computed with the old weights
             self._engine.reset_encoder_cache()
         for running, token_ids, _ in self._so_far():
             running.marks.append((len(token_ids), self.version))
@@ -315,30 +465,35 @@ class VLLMRollout(VLLMProcess, Engine):
         self._end_update(version)
 
     def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
-        """See `ScoresTexts.score`; by the adapters of a policy."""
+        """Returns the log-probs of a text with the adapters of a policy; see `ScoresTexts.score`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         parameters = SamplingParams(
-            temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, flat_logprobs=True, prompt_logprobs=0,
+            temperature=0.0,
+            max_tokens=1,
+            ignore_eos=True,
+            detokenize=False,
+            flat_logprobs=True,
+            prompt_logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
-        )  # fmt: skip
-        asked = self._asked(policy)
-        self._engine.add_request(_PROBE, {"prompt_token_ids": list(token_ids)}, parameters, lora_request=asked)
+        )
+        lora_request = self._lora_request(policy)
+        self._engine.add_request(_PROBE, {"prompt_token_ids": list(token_ids)}, parameters, lora_request=lora_request)
         while True:
             with self._explained():
                 outputs = self._engine.step()
-            self._kept += self._ended(output for output in outputs if output.request_id != _PROBE)
+            self._retained += self._collect_finished(output for output in outputs if output.request_id != _PROBE)
             for output in outputs:
                 if output.request_id == _PROBE and output.finished:
                     rows = len(token_ids) - 1
-                    said = np.asarray(output.prompt_logprobs.logprobs, np.float64).reshape(rows, -1)
-                    return [float(row[0]) for row in said]
+                    logprobs = np.asarray(output.prompt_logprobs.logprobs, np.float64).reshape(rows, -1)
+                    return [float(row[0]) for row in logprobs]
 
     def offload(self) -> None:
-        """See `RolloutBackend.offload`. On the CPU build there is no accelerator to give back.
+        """Frees the accelerator (`RolloutBackend.offload`); the CPU build has none.
 
-        Where updates bring adapters alone, the model's own weights never come again: they are kept on the host.
+        If updates bring only adapters, the base model's weights never come again: they are kept on the host.
         """
         keeps_weights = self._adapters is not None
         if self._sleep(level=1 if keeps_weights else 2):
@@ -347,7 +502,7 @@ class VLLMRollout(VLLMProcess, Engine):
                 self._refuses = "the rollout engine gave its weights away (offload); reload it and send new ones"
 
     def reload(self) -> None:
-        """See `RolloutBackend.reload`. Keys and values of before are gone: what is under way is prefilled again."""
+        """Returns to the accelerator (`RolloutBackend.reload`); running requests are prefilled again."""
         super().reload()
         if self._slept:
             self._engine.reset_prefix_cache(reset_running_requests=True)

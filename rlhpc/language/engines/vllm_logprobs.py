@@ -1,24 +1,34 @@
-"""vLLM's log-probs as the losses need them: after temperature, and before top-p and top-k; of what it draws, and of what it is
-given."""
+"""Log-probs of vLLM as the losses need them: after temperature, and before top-p and top-k; of sampled tokens and of texts."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhpc.language.tokens.divergence import FLOOR
-from rlhpc.language.tokens.rows import chunks, scaled
+from rlhpc.language.engines.common import EngineOptions
+from rlhpc.language.engines.vllm_launch import VLLMProcess
+from rlhpc.language.hugging_face import load_model_config
+from rlhpc.language.models.divergence import FLOOR
+from rlhpc.language.models.logprobs import chunks, scaled
+from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.run import LanguageConfig
 
 
 class _BeforeFilters(nn.Module):
-    """vLLM's last sampling stage, with log-probs of the distribution before top-p and top-k."""
+    """Last sampling stage of vLLM, with log-probs of the distribution before top-p and top-k."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
-        inner.logprobs_mode = "raw_logprobs"  # so that it computes none itself
+        inner.logprobs_mode = "raw_logprobs"  # it then computes none
         self.inner = inner
 
     def forward(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -28,23 +38,23 @@ class _BeforeFilters(nn.Module):
 
 
 def _own_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-    """What vLLM takes from log-probs: those of the tokens drawn or given, and of the most likely ones where it is asked to.
+    """Selects the log-probs that vLLM returns: of the sampled or given tokens, and, if requested, of the most likely ones.
 
-    Its own function also ranks them, which nobody asks for here, and compiles itself for that: on a CPU many seconds at the
+    vLLM's function also ranks them, which is not needed here, and is compiled for that: on a CPU many seconds at the
     first step of every process.
     """
     from vllm.v1.outputs import LogprobsTensors
 
     tokens = token_ids.unsqueeze(-1)
-    found = logprobs.gather(-1, tokens)
+    selected = logprobs.gather(-1, tokens)
     if num_logprobs:
-        most, theirs = logprobs.topk(num_logprobs, dim=-1)
-        tokens, found = torch.cat([tokens, theirs], -1), torch.cat([found, most], -1)
-    return LogprobsTensors(tokens.to(torch.int32), found, torch.zeros_like(token_ids))
+        top_logprobs, top_ids = logprobs.topk(num_logprobs, dim=-1)
+        tokens, selected = torch.cat([tokens, top_ids], -1), torch.cat([selected, top_logprobs], -1)
+    return LogprobsTensors(tokens.to(torch.int32), selected, torch.zeros_like(token_ids))
 
 
 def log_before_filters(worker: Any) -> bool:
-    """Makes vLLM's log-probs those after temperature and before top-p and top-k; whether that could be done.
+    """Makes vLLM's log-probs those after temperature and before top-p and top-k; returns whether it succeeded.
 
     None of its modes does: `raw_logprobs` are before temperature, `processed_logprobs` after the filters.
     """
@@ -67,37 +77,39 @@ def log_before_filters(worker: Any) -> bool:
 
 
 def merged(logits: Tensor, top: int, width: int, temperature: float) -> Tensor:
-    """The most likely tokens' log-probs, and that of all others together as of one token more, in the form of logits.
+    """Returns the log-probs of the most likely tokens, and of the sum of all others as one more token, in the form of logits.
 
-    Their exponentials sum up to 1, so a softmax leaves them as they are. The others' comes from a sum over these, and not from
-    what the most likely ones leave of 1, which float32 does not know where it is little.
+    Their exponentials sum to 1, so a softmax leaves them unchanged. The log-prob of the others is computed from their sum, not
+    as the complement of the most likely ones, which float32 does not resolve where it is small.
 
     Args:
         logits: `[M, V]`.
         top: k: how many tokens, at most `width`.
-        width: Ids from here on are left out.
+        width: Ids from here on are dropped.
         temperature: Divides the logits.
 
     Returns:
-        `[M, width + 1]` float32: finite for k tokens and in the last column, the others'; -inf for these themselves.
+        `[M, width + 1]` float32: finite for k tokens and for the sum of the others in the last column; -inf elsewhere.
     """
-    found = torch.full((len(logits), width + 1), -math.inf, device=logits.device)
+    outcomes = torch.full((len(logits), width + 1), -math.inf, device=logits.device)
     for part in chunks(len(logits), width, logits.device):
         logprobs = torch.log_softmax(scaled(logits[part, :width], 1.0 / temperature), dim=-1)
-        most, ids = logprobs.topk(top, dim=-1)
-        rest = logprobs.scatter(1, ids, -math.inf).logsumexp(-1)
-        found[part] = found[part].scatter(1, ids, most.clamp_min(FLOOR))
-        found[part, width] = rest.clamp_min(FLOOR)
-    return found
+        top_logprobs, ids = logprobs.topk(top, dim=-1)
+        remainder = logprobs.scatter(1, ids, -math.inf).logsumexp(-1)
+        outcomes[part] = outcomes[part].scatter(1, ids, top_logprobs.clamp_min(FLOOR))
+        outcomes[part, width] = remainder.clamp_min(FLOOR)
+    return outcomes
 
 
-def say_outcomes(worker: Any, top: int, width: int, temperature: float) -> None:
-    """Has vLLM's model say what a teacher does, wherever logits are asked of it: at a temperature, which vLLM gives to what it
-    draws alone, and with all but the most likely tokens as one, where there is a number of these.
+def return_outcomes(worker: Any, top: int, width: int, temperature: float) -> None:
+    """Makes vLLM's model return a teacher's outcomes wherever its logits are computed.
+
+    The logits are divided by a temperature, which vLLM applies only to tokens that it samples, and with `top`, all but the
+    most likely tokens are merged into one.
 
     Args:
-        worker: vLLM's; whichever model runner it has takes a prompt's log-probs from its model's `compute_logits`.
-        top: k, or 0 for logits as they are.
+        worker: vLLM's; each of its model runners computes a prompt's log-probs by the model's `compute_logits`.
+        top: k, or 0 for logits of all tokens.
         width: See `merged`.
         temperature: Divides the logits.
     """
@@ -109,5 +121,129 @@ def say_outcomes(worker: Any, top: int, width: int, temperature: float) -> None:
         return merged(logits, top, width, temperature) if top else scaled(logits, 1.0 / temperature)
 
     model.compute_logits = outcomes
-    if isinstance(getattr(sampler, "topk_topp_sampler", None), nn.Module):  # the first model runner's
+    if isinstance(getattr(sampler, "topk_topp_sampler", None), nn.Module):  # of the first model runner
         sampler.gather_logprobs = _own_logprobs
+
+
+#: Maximum number of tokens of one forward pass. All of them have logits at the same time, which vLLM's memory estimate
+#: ignores; longer texts are read in chunks.
+_PASS = 2048
+
+
+class VLLMScores(VLLMProcess):
+    """vLLM's `LLMEngine` for scoring.
+
+    A text is submitted as a prompt, and its log-probs are the prompt's. vLLM requires that it samples one token after each
+    prompt; this token is dropped, but a text must leave space for it in the context.
+
+    Args:
+        cfg: Sections `rollout` and `actor.model` are read, as by `VLLMRollout`.
+        model_path: Hugging Face folder or hub name.
+        device: `cpu` for the CPU build; a GPU build takes the rank's first visible accelerator.
+        seed: Of the engine.
+        temperature: Divides the logits.
+        top: Number of the most likely tokens to return, 0 for the text's tokens alone.
+        vocabulary: Limit of the most likely ones: ids from here on are dropped; None takes all.
+        max_tokens: Maximum number of tokens of one forward pass, if below the default.
+
+    Raises:
+        ConfigError: vLLM is not installed or of the wrong build, the model does not exist, or memory does not suffice.
+
+    Attributes:
+        top: Number of the most likely tokens that it returns, at most the size of the vocabulary.
+        longest: Tokens of the longest text.
+    """
+
+    instead = "set rollout.rollout_backend=null, which computes with transformers"
+
+    def __init__(
+        self,
+        cfg: LanguageConfig,
+        *,
+        model_path: str,
+        device: str | torch.device,
+        seed: int = 0,
+        temperature: float = 1.0,
+        top: int = 0,
+        vocabulary: int | None = None,
+        max_tokens: int = _PASS,
+    ) -> None:
+        options = EngineOptions.from_config(cfg, model_path, device)
+        config = load_model_config(options.model_path, options.trust_remote_code)
+        size = int(config.get_text_config().vocab_size)
+        self._width = min(size, vocabulary or size)
+        self.top = min(top, self._width)
+        self._pass = min(max_tokens, _PASS)
+        if options.max_model_len is not None:
+            context = getattr(config.get_text_config(), "max_position_embeddings", None) or options.max_model_len + 1
+            options = replace(options, max_model_len=min(options.max_model_len + 1, int(context)))
+        super().__init__(options, config, seed)
+        self._engine.collective_rpc(return_outcomes, args=(self.top, self._width, temperature))
+        self._names = map(str, itertools.count())
+        self.longest = int(self._engine.model_config.max_model_len) - 1
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "logprobs_mode": "raw_logprobs",
+            "max_logprobs": self.top + 1,
+            "max_num_batched_tokens": self._pass,
+            "max_num_seqs": None if self._batch is None else min(self._batch, self._pass),
+            "enable_prefix_caching": False,  # a prompt's log-probs are never cached
+        }
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Returns the log-probs of the tokens of some texts.
+
+        Args:
+            texts: Of two tokens or more each.
+
+        Returns:
+            For each text of n tokens, for all but the first: `[n - 1]` float32 log-probs; or, with the k most likely tokens,
+            `[n - 1, k + 1, 2]` (see `rlhpc.language.models.divergence.top_logprobs`).
+
+        Raises:
+            ConfigError: A text is too long.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        size = max(map(len, texts), default=0)
+        if size > self.longest:
+            raise ConfigError(
+                f"a sequence has {size} tokens, and this engine reads at most {self.longest} (rollout.max_model_len, and one "
+                "less than the model's context); raise it, take a model with a longer context, or have shorter responses"
+            )
+        names = list(itertools.islice(self._names, len(texts)))
+        for name, text in zip(names, texts, strict=True):
+            parameters = SamplingParams(
+                temperature=0.0,
+                max_tokens=1,
+                ignore_eos=True,
+                detokenize=False,
+                flat_logprobs=True,
+                prompt_logprobs=self.top + 1 if self.top else 0,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            self._engine.add_request(name, {"prompt_token_ids": list(text)}, parameters)
+        scores: dict[str, Tensor] = {}
+        with self._explained():
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    if output.finished:
+                        scores[output.request_id] = self._read(output.prompt_logprobs, len(output.prompt_token_ids) - 1)
+        return [scores[name] for name in names]
+
+    def _read(self, outputs: Any, rows: int) -> Tensor:
+        """Converts vLLM's flat lists, row by row: the text's token, then the most likely outcomes."""
+        logprobs = np.asarray(outputs.logprobs, np.float32).reshape(rows, -1)
+        if not self.top:
+            return torch.from_numpy(logprobs[:, 0].copy())
+        ids = np.asarray(outputs.token_ids, np.int64).reshape(rows, -1)[:, 1:]
+        of_one = ids != self._width  # of one token, rather than of the sum of all others
+        likely = np.stack([logprobs[:, 1:][of_one], ids[of_one]], -1).reshape(rows, self.top, 2)
+        remainder = np.stack([logprobs[:, 1:][~of_one], np.full(rows, -1.0)], -1)[:, None]
+        return torch.from_numpy(np.concatenate([likely, remainder], 1).astype(np.float32))
+
+    def offload(self) -> None:
+        """Frees the accelerator for another role: the weights stay on the host. See `VLLMProcess._sleep`."""
+        self._sleep(level=1)

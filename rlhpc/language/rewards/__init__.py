@@ -1,4 +1,4 @@
-"""Rewards of texts: verifiers by name, and the pool of processes that judges by them."""
+"""Rewards of texts: reward functions by name, and the pool of processes that computes them."""
 
 from rlhpc.language.rewards.base import Reward, Sample
 from rlhpc.language.rewards.pool import RewardPool, Scored, Term, make_reward

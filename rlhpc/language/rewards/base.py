@@ -1,4 +1,4 @@
-"""The interface of a reward on a text."""
+"""Interface of reward functions on texts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to be judged.
+    """Response to be scored.
 
     Attributes:
         prompt: The last user message.
-        response: What the model wrote, without special tokens.
-        answer: The reference, as text.
-        meta: What the dataset knows of the problem.
+        response: The model's text, without special tokens.
+        answer: The reference answer, as text.
+        meta: Metadata of the problem in its dataset.
         tokens: Length of the response.
-        finished: Whether it ended by itself, rather than at the length limit.
-        messages: The whole conversation before it, as chat templates take it.
-        tools: Definitions of the tools that the model was shown.
+        finished: False if it was truncated at the length limit.
+        messages: The conversation before it, in the form of chat templates.
+        tools: Definitions of the tools in the prompt.
     """
 
     prompt: str
@@ -33,51 +33,53 @@ class Sample:
 
 
 class Reward(Protocol):
-    """Judges one sample. It may raise, hang or die: the pool that calls it gives such a sample its `reward.failed`."""
+    """Reward function of one sample. It may raise, hang or die: the pool that calls it gives such a sample `reward.failed`."""
 
     def __call__(self, sample: Sample) -> float: ...
 
 
-# What some classes of rewards say of themselves.
+# Optional declarations of reward classes.
 
 
 @runtime_checkable
 class SaysInline(Protocol):
-    """Whether a reward is so cheap and harmless that no process is needed: yes or no, or a function of its arguments
-    that says so."""
+    """Reward that declares whether it is so cheap and harmless that it needs no separate process.
+
+    `inline` is a bool, or a function of the reward's arguments that returns one.
+    """
 
     inline: bool | Callable[..., bool]
 
 
 @runtime_checkable
 class ChecksProblems(Protocol):
-    """A reward that can tell, without a response, whether it can judge a problem."""
+    """Reward that can check, without a response, whether it can score a problem."""
 
     @staticmethod
     def check_problem(meta: Mapping[str, Any]) -> None:
-        """Refuses a problem that it cannot judge.
+        """Rejects a problem that it cannot score.
 
         Raises:
-            ValueError: Says what is wrong with it.
+            ValueError: Has the reason.
         """
 
 
 @runtime_checkable
 class Comparing(Protocol):
-    """A reward that compares with the reference answer, so that a problem without one cannot be judged."""
+    """Reward that compares with the reference answer, so that it cannot score a problem without one."""
 
     needs_answer: bool
 
 
 @runtime_checkable
-class Bounded(Protocol):
-    """A reward whose judge gets no more memory than this (MiB)."""
+class MemoryBound(Protocol):
+    """Reward whose judge process is limited to this amount of memory (MiB)."""
 
     memory_mb: int
 
 
 @runtime_checkable
 class Preloading(Protocol):
-    """A reward whose judges are to find these modules imported."""
+    """Reward whose judge processes import these modules before they are forked."""
 
     preload: Sequence[str]

@@ -1,4 +1,4 @@
-"""Judges many samples at once, in processes that can be ended."""
+"""Reward pool: scores many samples at once, in processes that can be ended."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.rewards.base import Reward, Sample, SaysInline
-from rlhpc.language.rewards.judges import judge
+from rlhpc.language.rewards.pool_server import judge
 from rlhpc.language.rewards.registry import REWARDS, build_reward, check_arguments
-from rlhpc.runtime import wire
+from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.import_paths import python_path
+from rlhpc.runtime.imports import python_path
 from rlhpc.runtime.scratch import make_temporary_folder
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import RewardConfig, RewardTermConfig
+    from rlhpc.language.config.rewards import RewardConfig, RewardTermConfig
 
 log = logging.getLogger(__name__)
 _START_S = 120.0
-"""Longest time that a judge may take to build its rewards."""
+"""Maximum time in which a judge must build its rewards."""
 _MOST_FAILED_STARTS = 3
-_SERVER = "from rlhpc.language.rewards.judges import main; main()"
+_SERVER = "from rlhpc.language.rewards.pool_server import main; main()"
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What became of a sample.
+    """Score of a sample.
 
     Attributes:
         total: The weighted sum of the terms, or `reward.failed`.
         terms: By name, unweighted; a term that failed has `reward.failed`.
         failed: Whether a judge raised, hung or died.
-        reason: Why it failed.
+        reason: Reason of the failure.
     """
 
     total: float
@@ -53,7 +53,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the reward: `factory` is a class or a function of a sample."""
+    """Term of the reward: `factory` is a class or a function of a sample."""
 
     name: str
     factory: Callable[..., Any]
@@ -62,7 +62,7 @@ class Term:
 
     @property
     def inline(self) -> bool:
-        """Whether the term is so cheap and harmless that no process is needed."""
+        """True if the term is so cheap and harmless that it needs no separate process."""
         inline = self.factory.inline if isinstance(self.factory, SaysInline) else False
         return bool(inline(**self.kwargs) if callable(inline) else inline)
 
@@ -77,13 +77,13 @@ class _Judge:
 
 
 class RewardPool:
-    """Judges samples by a weighted sum of rewards. Not thread-safe: one thread calls it.
+    """Pool that scores samples by a weighted sum of rewards. Not thread-safe: one thread calls it.
 
     Args:
-        terms: What is summed up.
+        terms: The terms of the sum.
         timeout_s: Wall time of one sample.
         failed: Total of a sample whose judge raised, hung or died.
-        processes: Judges, each of which judges one sample at a time. None is started where all terms are inline.
+        processes: Judge processes, each of which scores one sample at a time. None is started if all terms are inline.
 
     Raises:
         ConfigError: A reward cannot be built.
@@ -92,7 +92,9 @@ class RewardPool:
     def __init__(
         self, terms: Sequence[Term], *, timeout_s: float = 10.0, failed: float = 0.0, processes: int = 1
     ) -> None:
-        self.timeout_s, self.failed, self.processes = timeout_s, failed, processes
+        self.timeout_s = timeout_s
+        self.failed = failed
+        self.processes = processes
         self._weights = {term.name: term.weight for term in terms}
         self._inline: dict[str, Reward] = {
             term.name: build_reward(term.name, term.factory, term.kwargs) for term in terms if term.inline
@@ -103,7 +105,7 @@ class RewardPool:
         self._done: list[tuple[Any, Scored]] = []
         self._ticket = self._number = self._failed_starts = 0
         self._counts = collections.Counter[str]()
-        self._told = 0
+        self._num_failures = 0
         self._judges: dict[int, _Judge] = {}
         self._selector = selectors.DefaultSelector()
         self._server: subprocess.Popen[bytes] | None = None
@@ -112,7 +114,7 @@ class RewardPool:
         if self._remote:
             import cloudpickle
 
-            # By value where they have no module that the server could import.
+            # cloudpickle serializes by value what has no module that the server could import.
             spec = [(term.name, term.factory, term.kwargs) for term in self._remote]
             self._spec = cloudpickle.dumps(spec)
             try:
@@ -123,7 +125,7 @@ class RewardPool:
                 raise
 
     def submit(self, sample_id: Hashable, sample: Sample) -> None:
-        """Queues a sample; `poll` gives its verdict back under `sample_id`."""
+        """Queues a sample; `poll` returns its score with `sample_id`."""
         self._ticket += 1
         self._waiting[self._ticket] = (sample_id, sample)
         if self._remote:
@@ -133,7 +135,7 @@ class RewardPool:
             self._finish(self._ticket, {}, "")
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Any, Scored]]:
-        """Verdicts since the last call, in any order; ends judges that are over their time.
+        """Returns the scores since the last call, in any order; ends judges that exceed their time.
 
         Args:
             timeout_s: How long to wait for the first one; 0 does not wait.
@@ -147,43 +149,43 @@ class RewardPool:
         return done
 
     def score(self, samples: Sequence[Sample]) -> list[Scored]:
-        """Judges them all; in their order. Samples under way from `submit` keep their place."""
-        mine = {object(): i for i in range(len(samples))}
-        for key, sample in zip(mine, samples, strict=True):
+        """Scores all samples and returns the scores in their order. Queued samples from `submit` keep their place."""
+        indices = {object(): i for i in range(len(samples))}
+        for key, sample in zip(indices, samples, strict=True):
             self.submit(key, sample)
-        found: dict[int, Scored] = {}
-        others = []
-        while len(found) < len(mine):
+        scores: dict[int, Scored] = {}
+        other_scores = []
+        while len(scores) < len(indices):
             for key, scored in self.poll(1.0):
-                if key in mine:
-                    found[mine[key]] = scored
+                if key in indices:
+                    scores[indices[key]] = scored
                 else:
-                    others.append((key, scored))
-        self._done = others + self._done
-        return [found[i] for i in range(len(samples))]
+                    other_scores.append((key, scored))
+        self._done = other_scores + self._done
+        return [scores[i] for i in range(len(samples))]
 
     def unfinished(self) -> int:
-        """Samples submitted whose verdict `poll` has not given back."""
+        """Returns the number of samples that were submitted and whose score `poll` has not returned."""
         return len(self._waiting) + len(self._done)
 
     def drain(self) -> None:
-        """Forgets all samples under way."""
+        """Drops all submitted samples."""
         self._queue.clear()
         self._waiting.clear()
         self._done.clear()
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the last call: `scored`, `failed`, and of these `timeouts`, `died` and `raised`."""
+        """Returns counts since the last call: `scored`, `failed`, and of these `timeouts`, `died` and `raised`."""
         counts, self._counts = self._counts, collections.Counter()
         return {name: float(counts[name]) for name in ("scored", "failed", "timeouts", "died", "raised")}
 
     def close(self) -> None:
-        """Ends the judges; waits until they are gone."""
+        """Ends the judges; waits until they have ended."""
         self.drain()
         for one in list(self._judges.values()):
             self._forget(one)
         if self._control is not None:
-            self._control.close()  # the server reads end-of-file, and ends what it started
+            self._control.close()  # the server reads end-of-file, and ends its processes
             self._control = None
         if self._server is not None:
             try:
@@ -204,20 +206,22 @@ class RewardPool:
     # -- judges
 
     def _start_server(self) -> None:
-        control, theirs = socket.socketpair()
+        control, server_end = socket.socketpair()
         self._folder = str(make_temporary_folder("judges"))
         self._server = subprocess.Popen(
-            [sys.executable, "-P", "-c", _SERVER, str(theirs.fileno()), str(os.getpid()), self._folder],
-            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
+            [sys.executable, "-P", "-c", _SERVER, str(server_end.fileno()), str(os.getpid()), self._folder],
+            pass_fds=[server_end.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
             env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        theirs.close()
+        )
+        server_end.close()
         self._control = control
-        wire.send(control, self._spec)
+        pickle_stream.send(control, self._spec)
         control.settimeout(_START_S)
-        told = wire.receive(control)
-        if told is None or "failed" in told:
-            why = f"{told['failed']}" if told else f"the judges' server ended, or did not start within {_START_S:g} s"
+        reply = pickle_stream.receive(control)
+        if reply is None or "failed" in reply:
+            why = f"{reply['failed']}" if reply else f"the judges' server ended, or did not start within {_START_S:g} s"
             raise ConfigError(f"reward.terms: {why}")
         control.settimeout(5.0)
         for _ in range(self.processes):
@@ -226,23 +230,23 @@ class RewardPool:
     def _start_judge(self) -> None:
         assert self._control is not None
         self._number += 1
-        ours, theirs = socket.socketpair()
-        ours.settimeout(5.0)  # a judge that stops in the middle of a message is as good as dead
-        one = _Judge(self._number, ours, time.monotonic() + _START_S)
+        pool_end, judge_end = socket.socketpair()
+        pool_end.settimeout(5.0)  # a judge that stops in the middle of a message counts as dead
+        one = _Judge(self._number, pool_end, time.monotonic() + _START_S)
         try:
-            wire.send(self._control, {"op": "start", "judge": one.number})
-            socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            pickle_stream.send(self._control, {"op": "start", "judge": one.number})
+            socket.send_fds(self._control, [b"f"], [judge_end.fileno()])
         except OSError:
-            ours.close()
+            pool_end.close()
             self._restart()
             return
         finally:
-            theirs.close()
+            judge_end.close()
         self._judges[one.number] = one
-        self._selector.register(ours, selectors.EVENT_READ, one)
+        self._selector.register(pool_end, selectors.EVENT_READ, one)
 
     def _restart(self) -> None:
-        """Starts the server again after it was killed; its judges are gone with it."""
+        """Restarts the server after it was killed; its judges have ended with it."""
         self._failed_starts += 1
         if self._failed_starts > _MOST_FAILED_STARTS:
             raise RlhpcError(f"the judges' server ended {self._failed_starts} times in a row; see its output above")
@@ -255,7 +259,7 @@ class RewardPool:
         if self._server is not None:
             self._server.kill()
             self._server.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)  # it could not do that itself
+        shutil.rmtree(self._folder, ignore_errors=True)  # the killed server could not do that
         for ticket in tickets:
             self._fail(ticket, "died", "the judge died")
         self._start_server()
@@ -270,7 +274,7 @@ class RewardPool:
         assert self._control is not None
         self._forget(one)
         with contextlib.suppress(OSError):
-            wire.send(self._control, {"op": "kill", "judge": one.number})
+            pickle_stream.send(self._control, {"op": "kill", "judge": one.number})
         if one.ticket is not None:
             self._fail(one.ticket, kind, reason)
         if not one.ready:
@@ -289,13 +293,13 @@ class RewardPool:
         )
 
     def _attend(self, timeout_s: float) -> None:
-        """Takes in what judges say, ends those over their time, hands out samples."""
+        """Receives messages from judges, ends those over their time, and sends samples."""
         if not self._remote:
             return
         for key, _ in self._selector.select(timeout_s):
             one: _Judge = key.data
             if one.number in self._judges:
-                self._heard(one)
+                self._receive(one)
         now = time.monotonic()
         for one in [one for one in self._judges.values() if now >= one.deadline]:
             if one.ticket is not None:
@@ -304,19 +308,19 @@ class RewardPool:
                 self._replace(one, "died", f"it built no rewards within {_START_S:g} s")
         self._feed()
 
-    def _heard(self, one: _Judge) -> None:
-        said = wire.receive(one.socket)
-        if said is None:
+    def _receive(self, one: _Judge) -> None:
+        message = pickle_stream.receive(one.socket)
+        if message is None:
             self._replace(one, "died", "the judge died")
-        elif "failed" in said:
-            if said["config"]:
-                raise ConfigError(said["failed"])
-            raise RlhpcError(f"reward.terms: a reward could not be built:\n{said['failed']}")
-        elif "ready" in said:
+        elif "failed" in message:
+            if message["config"]:
+                raise ConfigError(message["failed"])
+            raise RlhpcError(f"reward.terms: a reward could not be built:\n{message['failed']}")
+        elif "ready" in message:
             one.ready, one.deadline, self._failed_starts = True, 1e300, 0
         else:
-            ticket, one.ticket, one.deadline = said["ticket"], None, 1e300
-            self._finish(ticket, *said["verdict"])
+            ticket, one.ticket, one.deadline = message["ticket"], None, 1e300
+            self._finish(ticket, *message["verdict"])
 
     def _feed(self) -> None:
         for one in list(self._judges.values()):
@@ -326,11 +330,11 @@ class RewardPool:
                     continue
                 one.ticket, one.deadline = ticket, time.monotonic() + self.timeout_s
                 try:
-                    wire.send(one.socket, (ticket, self._waiting[ticket][1]))
+                    pickle_stream.send(one.socket, (ticket, self._waiting[ticket][1]))
                 except OSError:
                     one.ticket = None
                     self._queue.appendleft(ticket)
-                    break  # it is gone; its socket says so when it is read
+                    break  # it has ended; the next read of its socket shows that
 
     # -- verdicts
 
@@ -338,8 +342,8 @@ class RewardPool:
         if ticket not in self._waiting:
             return
         sample_id, sample = self._waiting.pop(ticket)
-        found, more = judge(self._inline, sample)
-        values, errors = values | found, "; ".join(part for part in (errors, more) if part)
+        inline_values, more = judge(self._inline, sample)
+        values, errors = values | inline_values, "; ".join(part for part in (errors, more) if part)
         terms = {name: values.get(name, self.failed) for name in self._weights}
         self._counts["scored"] += 1
         if errors:
@@ -362,13 +366,13 @@ class RewardPool:
         self._done.append((sample_id, Scored(self.failed, terms, True, reason)))
 
     def _tell(self, reason: str) -> None:
-        self._told += 1
-        if self._told <= 3 or self._told % 1000 == 0:
-            log.warning("a sample could not be judged (number %d of these): %s", self._told, reason)
+        self._num_failures += 1
+        if self._num_failures <= 3 or self._num_failures % 1000 == 0:
+            log.warning("a sample could not be judged (number %d of these): %s", self._num_failures, reason)
 
 
 def make_reward(cfg: RewardConfig, terms: Sequence[RewardTermConfig] | None = None) -> RewardPool:
-    """Builds what section `reward` describes.
+    """Builds the pool of section `reward`.
 
     Args:
         cfg: The section.
@@ -381,10 +385,10 @@ def make_reward(cfg: RewardConfig, terms: Sequence[RewardTermConfig] | None = No
 
 
 def build_inline(terms: Sequence[Term]) -> None:
-    """Builds the terms that need no process of their own.
+    """Builds the terms that need no separate process.
 
     Raises:
-        ConfigError: One does not accept its arguments.
+        ConfigError: A term does not accept its arguments.
     """
     for term in terms:
         if term.inline:
@@ -392,30 +396,32 @@ def build_inline(terms: Sequence[Term]) -> None:
 
 
 def find_terms(cfg: RewardConfig, terms: Sequence[RewardTermConfig] | None = None) -> list[Term]:
-    """Returns the terms of section `reward`, or only these of them, with checked arguments; starts and builds nothing.
+    """Returns the terms of section `reward`, or only `terms` of them, with checked arguments; starts and builds nothing.
 
     Raises:
         ConfigError: There are no terms, one is unknown or does not take its arguments, or a number is out of range.
     """
-    given_terms = cfg.terms if terms is None else terms
-    if not given_terms:
+    term_configs = cfg.terms if terms is None else terms
+    if not term_configs:
         raise ConfigError("reward.terms is empty; it needs at least one term, such as [{name: math}]")
-    for key, value, most in (("timeout_s", cfg.timeout_s, 0), ("processes", cfg.processes, 0)):
-        if value <= most:
-            raise ConfigError(f"reward.{key} is {value}; it must be above {most}")
-    made: list[Term] = []
-    for given in given_terms:
-        name, kwargs = given.name, _plain(given.kwargs)
+    for key, value, lower_bound in (("timeout_s", cfg.timeout_s, 0), ("processes", cfg.processes, 0)):
+        if value <= lower_bound:
+            raise ConfigError(f"reward.{key} is {value}; it must be above {lower_bound}")
+    built: list[Term] = []
+    for term_config in term_configs:
+        name, kwargs = term_config.name, _plain(term_config.kwargs)
         factory = REWARDS.find(name)
         check_arguments(name, factory, kwargs)
-        taken = [term.name for term in made]
-        unique = next(n for i in range(1, len(taken) + 2) if (n := name if i == 1 else f"{name}#{i}") not in taken)
-        made.append(Term(unique, factory, given.weight, kwargs))
-    return made
+        used_names = [term.name for term in built]
+        unique = next(
+            n for i in range(1, len(used_names) + 2) if (n := name if i == 1 else f"{name}#{i}") not in used_names
+        )
+        built.append(Term(unique, factory, term_config.weight, kwargs))
+    return built
 
 
 def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    found: Any = OmegaConf.to_container(kwargs, resolve=True) if OmegaConf.is_config(kwargs) else dict(kwargs)
-    return {str(name): value for name, value in found.items()}
+    container: Any = OmegaConf.to_container(kwargs, resolve=True) if OmegaConf.is_config(kwargs) else dict(kwargs)
+    return {str(name): value for name, value in container.items()}

@@ -1,28 +1,33 @@
-"""Rewards by name: built in, registered, an entry point of group `rlhpc.text_rewards`, or `module:name`."""
+"""Registry of rewards: built in, registered, an entry point of group `rlhpc.text_rewards`, or `module:name`."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
-from rlhpc.language.rewards.base import Reward
+from rlhpc.language.data.prompts import Located
+from rlhpc.language.rewards.base import ChecksProblems, Comparing, Reward
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.plugins import Registry
 
-#: Of classes whose objects take a `Sample`, and functions of one.
+if TYPE_CHECKING:
+    pass
+from rlhpc.language.data.registry import WordedDataset, _require_answers
+
+#: Classes whose objects are called with a `Sample`, and functions of one.
 REWARDS: Registry[Callable[..., Any]] = Registry(
     "reward", "the name of a term of reward.terms", "rlhpc.text_rewards",
     {
-        "math": "rlhpc.language.rewards.mathematics:MathReward",
-        "exact": "rlhpc.language.rewards.texts:ExactReward",
-        "format": "rlhpc.language.rewards.texts:FormatReward",
-        "length": "rlhpc.language.rewards.texts:LengthReward",
-        "code": "rlhpc.language.rewards.programs:CodeReward",
-        "reasoning_gym": "rlhpc.language.rewards.procedural:ReasoningGymReward",
-        "http": "rlhpc.language.rewards.service:HTTPReward",
-        "agent": "rlhpc.language.agents.judged:AgentReward",
+        "math": "rlhpc.language.rewards.math_verifier:MathReward",
+        "exact": "rlhpc.language.rewards.text_rewards:ExactReward",
+        "format": "rlhpc.language.rewards.text_rewards:FormatReward",
+        "length": "rlhpc.language.rewards.text_rewards:LengthReward",
+        "code": "rlhpc.language.rewards.code_reward:CodeReward",
+        "reasoning_gym": "rlhpc.language.rewards.text_rewards:ReasoningGymReward",
+        "http": "rlhpc.language.rewards.text_rewards:HTTPReward",
+        "agent": "rlhpc.language.rewards.text_rewards:AgentReward",
     },
     form="module:function",
 )  # fmt: skip
@@ -30,7 +35,7 @@ register_reward = REWARDS.register
 
 
 def check_arguments(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    """Whether a reward takes these arguments.
+    """Checks that a reward takes these arguments.
 
     Raises:
         ConfigError: It does not; names those that it takes.
@@ -39,18 +44,18 @@ def check_arguments(name: str, factory: Callable[..., Any], kwargs: dict[str, An
         signature = inspect.signature(factory)
     except ValueError:
         return
-    given = [] if isinstance(factory, type) else [None]  # the sample
+    positional = [] if isinstance(factory, type) else [None]  # the sample
     try:
-        signature.bind(*given, **kwargs)
+        signature.bind(*positional, **kwargs)
     except TypeError as error:
-        names = [p.name for p in signature.parameters.values()][len(given) :]
+        names = [p.name for p in signature.parameters.values()][len(positional) :]
         raise ConfigError(
             f"reward.terms: kwargs of {name!r}: {error}; it takes: {', '.join(names) or 'none'}"
         ) from None
 
 
 def build_reward(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Reward:
-    """A class is built with `kwargs`; a function gets them beside the sample.
+    """Builds a reward: a class is called with `kwargs`; a function gets them in addition to the sample.
 
     Raises:
         ConfigError: The class does not accept them.
@@ -62,3 +67,37 @@ def build_reward(name: str, factory: Callable[..., Any], kwargs: dict[str, Any])
     except (TypeError, ValueError) as error:
         raise ConfigError(f"reward.terms: {name!r} with kwargs {kwargs}: {error}") from None
     return reward
+
+
+def check_problems(terms: Iterable[str], dataset: WordedDataset, key: str) -> None:
+    """Rejects problems that a term of the reward cannot score.
+
+    These are programs without tests, and problems without the reference answer that the term compares with. Files are read to
+    their end; of any other source only the first problem is checked.
+
+    Args:
+        terms: Names of rewards (`reward.terms`).
+        dataset: The problems.
+        key: Name of the section in messages.
+
+    Raises:
+        ConfigError: Names file and row, and the problem's error.
+    """
+    problems = dataset.problems
+    for name in terms:
+        if name.lower() not in REWARDS.names() and ":" not in name:
+            continue  # a scoring group
+        reward = REWARDS.find(name)
+        if isinstance(reward, Comparing) and reward.needs_answer:
+            _require_answers(dataset, f"the reward {name!r}", key)
+        if not isinstance(reward, ChecksProblems):
+            continue
+        for index in range(len(problems) if isinstance(problems, Located) else 1):
+            try:
+                reward.check_problem(problems[index].meta)
+            except ValueError as error:
+                place = problems.place(index) if isinstance(problems, Located) else f"its problem {index}"
+                raise ConfigError(
+                    f"{key}: {place}: reward.terms has {name!r}, which cannot judge this problem: {error}. Mend the row or "
+                    "leave it out; docs/how-to/rewards.md says which tests are read"
+                ) from None

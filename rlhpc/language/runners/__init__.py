@@ -1,1 +1,1 @@
-"""The loops of a language model's run."""
+"""Training loops of language models."""

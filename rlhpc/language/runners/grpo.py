@@ -1,8 +1,8 @@
-"""ReasoningRunner: the loop of a language model's RL on verifiable tasks.
+"""GRPO loop: RL of a language model on verifiable tasks.
 
-A step: rollout ranks answer the step's prompts and have the answers judged; actors take each group as soon as it is whole,
-score it where scores are wanted, and train when all are there; new weights go out. With `algorithm.max_staleness` rollout
-ranks work on later steps meanwhile, and take in new weights between two tokens.
+In a step, the rollout ranks answer the prompts and have the answers scored. The actors receive each group when it is complete,
+compute the columns that the algorithm needs, and train once all groups have arrived. Then the new weights are sent. With
+`algorithm.max_staleness` the rollout ranks work on later steps at the same time, and receive new weights between two tokens.
 """
 
 from __future__ import annotations
@@ -10,31 +10,30 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
-from rlhpc.config.parallel import Sizes
+from rlhpc.algorithms.nonfinite import MOST_IN_A_ROW, nonfinite
+from rlhpc.config.parallel import MeshSizes
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.language.agents.registry import INLINE
-from rlhpc.language.config import GrpoConfig
-from rlhpc.language.roles.mates import ranks_of_engine
-from rlhpc.language.roles.prompts import PromptMap, evaluation_phase
-from rlhpc.language.roles.untrained import PREFIX as UNTRAINED
-from rlhpc.language.roles.untrained import REASONS
-from rlhpc.language.roles.validation import asked_of_all, validation_metrics
-from rlhpc.language.roles.work import Ledger
-from rlhpc.language.runners.agents import Agents
-from rlhpc.language.runners.agreement import ROUNDS, Agreement
-from rlhpc.language.runners.others import Made, Others
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.rollout.engine_group import ranks_of_engine
+from rlhpc.language.rollout.group_builder import PREFIX as UNTRAINED
+from rlhpc.language.rollout.group_builder import REASONS
+from rlhpc.language.rollout.prompt_queue import PromptTracker
+from rlhpc.language.rollout.validation import ask_until_complete, validation_metrics
+from rlhpc.language.runners.auxiliary_groups import Agents, AuxiliaryGroups, StepRollout
+from rlhpc.language.runners.engine_check import ROUNDS, Agreement
 from rlhpc.language.scoring.groups import AGENT, CRITIC, REFERENCE, learning_groups
+from rlhpc.language.training.prompt_dispatch import PromptMap, evaluation_phase
 from rlhpc.metrics import PhaseTimers
-from rlhpc.runs.folder import RunFolder, note
 from rlhpc.runs.replicas import Replicas
+from rlhpc.runs.run_folder import RunFolder, note
 from rlhpc.runs.runner import Runner
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.errors import NothingTrained
-from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.rpc import Handle
+from rlhpc.runtime.worker_group import WorkerGroup
 
-#: What the rollout ranks sum up over their samples; missing from a step whose samples were all left out.
+#: Sums of the rollout ranks over their samples; a step whose samples were all left out has none of them.
 _SUMS = (
     "samples", "groups", "reward", "reward_squared", "accuracy", "length", "truncated", "varied", "failed", "stale",
     "max_length", "max_stale",
@@ -42,23 +41,23 @@ _SUMS = (
 
 
 def _is_unjudged(total: dict[str, float]) -> bool:
-    """Returns whether each sample of a step failed to be judged, or its agent failed."""
+    """Returns whether each sample of a step failed to be scored, or its agent failed."""
     samples, failed, agents = (total.get(name, 0.0) for name in ("samples", "failed", "agent_failed"))
     return failed + agents > 0 and failed >= samples
 
 
 class ReasoningRunner(Runner[GrpoConfig]):
-    """Trains a language model by RL.
+    """Runner that trains a language model by RL.
 
     Args:
-        cfg: Configuration.
+        cfg: The run's configuration.
         actor, rollout: Launched groups of `GrpoActor` and `LanguageRolloutWorker`.
-        others: Launched groups that score, and the critic.
-        run: The run's folder; by default what `runner.run_dir` and `runner.name` say.
-        stop: Asked between steps whether to end early.
+        others: Launched groups by name: those that score or rate, the agents, and the critic.
+        run: Folder of the run; by default the one of `runner.run_dir` and `runner.name`.
+        stop: Request to end early, checked between steps.
 
     Raises:
-        ConfigError: Prompts cannot be shared out evenly over the ranks.
+        ConfigError: The prompts cannot be distributed evenly over the ranks.
     """
 
     def __init__(
@@ -73,34 +72,36 @@ class ReasoningRunner(Runner[GrpoConfig]):
     ) -> None:
         self.critic = others.get(CRITIC)
         super().__init__(cfg, {"actor": actor, **({CRITIC: self.critic} if self.critic else {})}, run=run, stop=stop)
-        self.actor, self.rollout = actor, rollout
+        self.actor = actor
+        self.rollout = rollout
         agents = others.pop(AGENT, None)
-        self.others = Others(cfg, {name: group for name, group in others.items() if name != CRITIC})
+        self.auxiliary = AuxiliaryGroups(cfg, {name: group for name, group in others.items() if name != CRITIC})
         self.every = cfg.reference.update_interval if REFERENCE in others else 0
         self.learning = learning_groups(cfg)
-        self.stateless = frozenset(self.others.groups) - self.learning | ({AGENT} if agents else set())
+        self.stateless = frozenset(self.auxiliary.groups) - self.learning | ({AGENT} if agents else set())
         if self.every:
             self.groups[REFERENCE] = others[REFERENCE]
         names = {"actor_name": actor.name, "rollout_name": rollout.name}
-        scoring = {name: group.world_size for name, group in {**others}.items() if name not in self.others.rating}
+        scoring = {name: group.world_size for name, group in {**others}.items() if name not in self.auxiliary.rating}
         if self.critic:
-            scoring[CRITIC] = Sizes.of(cfg.critic.parallel, self.critic.world_size, "critic.parallel").data
+            scoring[CRITIC] = MeshSizes.of(cfg.critic.parallel, self.critic.world_size, "critic.parallel").data
         self.prompts = PromptMap.from_config(
-            cfg, rollout=rollout.world_size, actor=Sizes.of(cfg.actor.parallel, actor.world_size).data, scoring=scoring,
-            rating={name: group.world_size for name, group in self.others.rating.items()}, **names,
+            cfg, rollout=rollout.world_size, actor=MeshSizes.of(cfg.actor.parallel, actor.world_size).data, scoring=scoring,
+            rating={name: group.world_size for name, group in self.auxiliary.rating.items()}, **names,
         )  # fmt: skip
         self.agents = Agents(agents, self.prompts, self.timeout, lambda: self.max_recoveries)
         self.turns = cfg.actor.offload_in_rollout
         self.ahead = cfg.algorithm.max_staleness > 0
-        self.samples = self._in_vain = self._unjudged = 0
-        self.ledger = Ledger(self.prompts.prompts)
+        self.samples = self._num_untrained_steps = self._unjudged = 0
+        self.ledger = PromptTracker(self.prompts.prompts)
         self.replicas = Replicas(
             self.rollout, self._open_rollout, self._join, lambda: self.max_recoveries,
             "the others have made its prompts, and nothing else is lost", size=ranks_of_engine(cfg),
         )  # fmt: skip
-        self._made: dict[int, Made] = {}
+        self._step_rollouts: dict[int, StepRollout] = {}
         self._reward = math.nan
-        self._looks, self._dropped = "", 0
+        self._inputs_digest = ""
+        self._dropped = 0
         self._devices: list[str] = []
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -108,39 +109,40 @@ class ReasoningRunner(Runner[GrpoConfig]):
     def build(self) -> None:
         """Loads models, engines, datasets and judges on all ranks, and connects them.
 
-        Where they share accelerators, one after the other: an engine measures how much memory is free while it starts, and
-        takes what the actor allocates or frees meanwhile for its own.
+        In a colocated run they load one after the other: an engine measures the free memory while it starts, and counts memory
+        that the actor allocates or frees at that time as its own.
         """
         opened = self._open_rollout(*self.rollout.present)
         loading = [opened]
         if self.turns:
             loading.pop().wait(self.timeout)
             self.rollout.offload().wait(self.timeout)
-            self.others.open_engines(self.prompts, self.timeout)
+            self.auxiliary.open_engines(self.prompts, self.timeout)
         actor = self.actor.init_worker(self.folder.total, self.prompts)
         loading.append(actor)
         if self.critic:
             loading.append(self.critic.init_worker(self.folder.total, self.prompts))
-        loading += self.others.open(self.prompts) + self.agents.open()
+        loading += self.auxiliary.open(self.prompts) + self.agents.open()
         for handle in loading:
             handle.wait(self.timeout)
         facts = opened.wait(self.timeout)
-        self._looks, self._dropped = str(facts[0]["looks"]), int(facts[0]["dropped"])
+        self._inputs_digest = str(facts[0]["looks"])
+        self._dropped = int(facts[0]["dropped"])
         self._devices = [str(fact["device"]) for fact in (*facts, *actor.wait(self.timeout)) if fact]
         if self.turns:
-            self.others.rest(self.timeout)
+            self.auxiliary.offload(self.timeout)
             if self.critic:
                 self.critic.offload().wait(self.timeout)
         self._connect()
 
     def _open_rollout(self, *ranks: int) -> Handle:
         joined = all(rank >= self.rollout.world_size for rank in ranks)
-        looks = self._looks if joined else ""  # it may see other files than those that the run was started with
-        handle: Handle = self.rollout.execute_on(*ranks).init_worker(self.prompts, self.folder.end_step, looks)
+        digest = self._inputs_digest if joined else ""  # a joined rank may read other files than the first ranks
+        handle: Handle = self.rollout.execute_on(*ranks).init_worker(self.prompts, self.folder.end_step, digest)
         return handle
 
     def _join(self, *ranks: int) -> None:
-        """Rollout ranks that have loaded an engine take part after the present step."""
+        """Connects rollout ranks that have loaded an engine, which take part after the present step."""
         self.rollout.execute_on(*ranks).connect().wait(self.timeout)
         self.rollout.execute_on(*ranks).begin(self.step).wait(self.timeout)
         sent = self.actor.welcome(self.step, ranks), self.rollout.execute_on(*ranks).take_weights(self.step)
@@ -152,40 +154,40 @@ class ReasoningRunner(Runner[GrpoConfig]):
             Channel.create(name, home=home)
         self.ledger.open(self.step)
         self.agents.create_queue()
-        groups = [self.actor, self.rollout, *([self.critic] if self.critic else []), *self.others.groups.values()]
+        groups = [self.actor, self.rollout, *([self.critic] if self.critic else []), *self.auxiliary.groups.values()]
         for handle in [*[group.connect() for group in groups], *self.agents.connect()]:
             handle.wait(self.timeout)
 
     def rebuild(self, gone: dict[str, list[int]]) -> None:
-        """Starts again what has ended: all engines, or ranks of groups that score."""
-        self._made.clear()
-        if self.turns:  # it may have been at work when they ended
+        """Restarts the groups with ended ranks: all engines, or ranks of groups that score."""
+        self._step_rollouts.clear()
+        if self.turns:  # the actor may have been in a call when they ended
             self.actor.offload().wait(self.timeout)
-        lost = {name: group for name, group in self.others.groups.items() if name in gone}
+        restarted = {name: group for name, group in self.auxiliary.groups.items() if name in gone}
         if self.rollout.name in gone:
-            lost[self.rollout.name] = self.rollout
+            restarted[self.rollout.name] = self.rollout
         if AGENT in gone:
-            lost[AGENT] = self.agents.group
-        for group in lost.values():
+            restarted[AGENT] = self.agents.group
+        for group in restarted.values():
             group.relaunch()
-        for group in lost.values():
+        for group in restarted.values():
             group.wait_ready()
-        for name, group in lost.items():
+        for name, group in restarted.items():
             if group is self.rollout:
                 self._open_rollout(*self.rollout.present).wait(self.timeout)
                 if self.turns:
                     self.rollout.offload().wait(self.timeout)
             else:
                 group.execute_on(*gone[name]).init_worker(self.prompts).wait(self.timeout)
-                if self.turns and name in self.others.scoring:
+                if self.turns and name in self.auxiliary.scoring:
                     group.execute_on(*gone[name]).offload().wait(self.timeout)
         self._connect()
-        for handle in (self.actor.forget_sent(), self.rollout.forget_sent()):  # one may have been on its way
+        for handle in (self.actor.forget_sent(), self.rollout.forget_sent()):  # an update may have been in flight
             handle.wait(self.timeout)
 
     def unharmed(self, gone: dict[str, list[int]]) -> bool:
-        """Whether only ranks that score were lost, and everyone who learns is where the last step left it: then that step's
-        successor is made anew, from the same weights and seeds."""
+        """Returns whether only ranks that score were lost, and all trainers have the weights of the last step: then the next
+        step is repeated from the same weights and seeds."""
         learning = [self.actor, *([self.critic] if self.critic else [])]
         if self.rollout.name in gone or self.turns or not {*gone} <= self.stateless:
             return False
@@ -193,13 +195,13 @@ class ReasoningRunner(Runner[GrpoConfig]):
         return set(versions) == {self.step}
 
     def begin(self) -> None:
-        """Rollout ranks forget what was under way and get the present weights. If the roles take turns, the engines
-        sleep meanwhile."""
+        """Drops all groups in flight on the rollout ranks, and sends them the present weights. In a colocated run the engines
+        stay offloaded."""
         if self.ahead and self.step:
             note(
                 "async generation: what was under way is made anew, so this resume loses nothing but is not bit for bit"
             )
-        self._made.clear()
+        self._step_rollouts.clear()
         if self.step >= self.folder.end_step:
             return
         self.rollout.begin(self.step).wait(self.timeout)
@@ -212,7 +214,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self._sync(receive=not self.turns)
 
     def _sync(self, *, receive: bool, trial: bool = False, perturbed: bool = False) -> None:
-        """Sends the present weights to the engines, which take them in now, or when they wake."""
+        """Sends the present weights to the engines, which receive them now, or in a colocated run when they are reloaded."""
         sync = [self.actor.sync_weights(self.step, self.replicas.ranks, trial=trial, perturbed=perturbed)]
         if receive and not self.turns:
             sync.append(self.replicas.of_step().take_weights(self.step))
@@ -226,10 +228,10 @@ class ReasoningRunner(Runner[GrpoConfig]):
             self.replicas.of_step().take_weights(self.step).wait(self.timeout)
 
     def _prove(self, agreement: Agreement) -> None:
-        """Has each engine draw and the trainer score what it drew, with each of `agreement.ROUNDS` of weights.
+        """Checks that the trainer's scores agree with each engine's samples, with each of the weights of `ROUNDS`.
 
         Raises:
-            ConfigError: An engine does not compute what is trained.
+            ConfigError: An engine disagrees with the trainer.
         """
         largest = 0.0
         for phase, (perturbed, weights) in enumerate(ROUNDS):
@@ -249,37 +251,37 @@ class ReasoningRunner(Runner[GrpoConfig]):
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def one_step(self) -> dict[str, float]:
-        """Generation, judging, scoring, update, weights."""
+        """Runs a step: generation, rewards, scoring, update, weight sync."""
         self.replicas.tend()
         self.agents.tend()
         step, timers = self.step + 1, PhaseTimers()
         last = step >= self.folder.end_step
         every = self.cfg.runner.val_check_interval
-        due = every > 0 and step % every == 0
+        evaluates = every > 0 and step % every == 0
         waking = self.rollout.reload() if self.turns else None
-        made = self._made.pop(step, None) or self._start(step)
-        made.serve()
-        if self.ahead and not last and not due:
-            self._made[step + 1] = self._start(step + 1)
+        step_rollout = self._step_rollouts.pop(step, None) or self._start(step)
+        step_rollout.serve()
+        if self.ahead and not last and not evaluates:
+            self._step_rollouts[step + 1] = self._start(step + 1)
         received = self.actor.receive(step)
         if waking is not None:
             with timers("turns"):
                 waking.wait(self.timeout)
             with timers("rollout"):
-                made.wait(self.timeout)
+                step_rollout.wait(self.timeout)
             with timers("turns"):
                 self.rollout.offload().wait(self.timeout)
-            made.score(self.timeout)
+            step_rollout.score(self.timeout)
             waking = self.actor.reload()
         update = self.actor.update(step)
         learnt = self.critic.update(step) if self.critic and not self.turns else None
-        sync = [] if last and not due else [self.actor.sync_weights(step, self.replicas.ranks)]
+        sync = [] if last and not evaluates else [self.actor.sync_weights(step, self.replicas.ranks)]
         if waking is not None:
             with timers("turns"):
                 waking.wait(self.timeout)
         with timers("rollout"):
-            generated = made.wait(self.timeout)
-            served = made.served(self.timeout)
+            generated = step_rollout.wait(self.timeout)
+            served = step_rollout.served(self.timeout)
         with timers("receive"):
             receipts = received.wait(self.timeout)
         with timers("update"):
@@ -287,7 +289,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             trained = updated[0]
             valued = learnt.wait(self.timeout)[0] if learnt else {}
         with timers("sync"):
-            if sync and not self.turns and not self._made:
+            if sync and not self.turns and not self._step_rollouts:
                 sync.append(self.replicas.of_step().take_weights(step))
             for handle in sync:
                 handle.wait(self.timeout)
@@ -307,7 +309,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
                     handle.wait(self.timeout)
         self.step = step
         row = self._rollout_metrics(generated)
-        if due:
+        if evaluates:
             with timers("eval"):
                 row |= self._evaluate(step)
         times = ("update_s", "late_score_s", "proof_s", "cpu_s")
@@ -318,36 +320,43 @@ class ReasoningRunner(Runner[GrpoConfig]):
         score = max(receipt["score_s"] for receipt in receipts) + trained["late_score_s"]
         row |= {"time/score_s": score, "time/train_s": trained["update_s"]}
         row |= {
-            f"time/{name}": sum(found.get(name, 0.0) for found in (*generated, *updated))
+            f"time/{name}": sum(metrics.get(name, 0.0) for metrics in (*generated, *updated))
             for name in ("proof_s", "cpu_s")
         }
         row["time/train_tokens_per_s"] = trained["tokens"] * trained["updates"] / max(trained["update_s"], 1e-9)
         self._reward = row["train/reward"]
         return row
 
-    def _start(self, step: int) -> Made:
-        """Has a step's answers written, rated and, unless the roles take turns, scored by groups that do not learn."""
+    def _start(self, step: int) -> StepRollout:
+        """Starts the rollout of a step, with rating and, unless the run is colocated, scoring by groups that do not learn."""
         self.ledger.give(min(step + self.cfg.algorithm.max_staleness, self.folder.end_step))
-        return Made(
-            step, self.ledger, self._generate, self.others, self.critic, self.agents, wait=self.turns, learning=self.learning
-        )  # fmt: skip
+        return StepRollout(
+            step,
+            self.ledger,
+            self._generate,
+            self.auxiliary,
+            self.critic,
+            self.agents,
+            wait=self.turns,
+            learning=self.learning,
+        )
 
     def _generate(self, step: int) -> Handle:
         handle: Handle = self.replicas.of_step().generate(step, len(self.replicas.firsts()))
         return handle
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """The suites' metrics with the weights of a step, which have been sent."""
+        """Returns the suites' metrics with the weights of a step, which are being sent."""
         if self.turns:
             self.rollout.reload()
-        rated, run = self.others.rate(evaluation_phase(step)), self.agents.serve(evaluation_phase(step))
-        rows = asked_of_all(
+        rated, run = self.auxiliary.rate(evaluation_phase(step)), self.agents.serve(evaluation_phase(step))
+        rows = ask_until_complete(
             self.replicas.firsts,
             lambda firsts: self.replicas.of_step().evaluate(step, firsts).wait(self.timeout),
             self.timeout,
         )
         metrics = validation_metrics(rows)
-        self.others.end(evaluation_phase(step))
+        self.auxiliary.end(evaluation_phase(step))
         self.agents.end(evaluation_phase(step))
         run.wait(self.timeout)
         for handle in rated.values():
@@ -357,17 +366,19 @@ class ReasoningRunner(Runner[GrpoConfig]):
         return metrics
 
     def _rollout_metrics(self, sums: list[dict[str, float]]) -> dict[str, float]:
-        """Means over the step's samples, from the ranks' sums."""
+        """Returns means over the step's samples, from the ranks' sums."""
         total: dict[str, float] = {}
-        for found in sums:
-            for name, value in found.items():
+        for rank_sums in sums:
+            for name, value in rank_sums.items():
                 larger = name.startswith("max_") or name in ("seconds", "busy_s", "sync_s")
                 total[name] = max(total.get(name, 0.0), value) if larger else total.get(name, 0.0) + value
         left_out = total.get("nonfinite", 0.0)
-        self._in_vain = 0 if self._trains_something(total) else self._in_vain + 1
+        self._num_untrained_steps = 0 if self._trains_something(total) else self._num_untrained_steps + 1
         self._unjudged = self._unjudged + 1 if _is_unjudged(total) else 0
-        if self._unjudged > self.cfg.reward.max_failed_steps or (not self._unjudged and self._in_vain >= MOST_IN_A_ROW):
-            self._end_in_vain(left_out)
+        if self._unjudged > self.cfg.reward.max_failed_steps or (
+            not self._unjudged and self._num_untrained_steps >= MOST_IN_A_ROW
+        ):
+            self._end_untrained(left_out)
         total = dict.fromkeys(_SUMS, 0.0) | total
         n = max(total["samples"], 1.0)
         self.samples += int(total["samples"])
@@ -403,18 +414,18 @@ class ReasoningRunner(Runner[GrpoConfig]):
         return row
 
     def _trains_something(self, total: dict[str, float]) -> bool:
-        """Returns whether a sample of the step was judged and is trained on."""
+        """Returns whether a sample of the step was scored and is trained on."""
         truncated = total.get("truncated", 0.0) if self.cfg.algorithm.overlong_filter else 0.0
         return max(total.get("failed", 0.0), truncated) < total.get("samples", 0.0)
 
-    def _end_in_vain(self, left_out: float) -> None:
-        """Ends a run that trains on nothing.
+    def _end_untrained(self, left_out: float) -> None:
+        """Ends a run that trains on no sample.
 
         Raises:
-            NonFinite: Nothing was finite.
-            NothingTrained: Nothing could be judged, or trained on, for another reason.
+            NonFinite: No sample was finite.
+            NothingTrained: No sample could be scored or trained on, for another reason.
         """
-        count = self._unjudged or self._in_vain
+        count = self._unjudged or self._num_untrained_steps
         steps = f"{count} steps in a row" if count > 1 else "in the whole step"
         if left_out:
             raise nonfinite(f"step {self.step}: no prompt brought anything finite, {steps}")
@@ -427,20 +438,20 @@ class ReasoningRunner(Runner[GrpoConfig]):
             "runner.resume_dir=auto"
         )
 
-    # -- what the base class asks ---------------------------------------------------------------------------------
+    # -- methods of the base class ---------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The counters that a resumed run continues from."""
+        """Returns the counters that a resumed run continues from."""
         return {"samples": self.samples}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes back what `state` returned when the checkpoint was made."""
+        """Restores the counters that `state` returned for the checkpoint."""
         self.samples = int(state.get("samples", 0))
 
     def result(self) -> dict[str, Any]:
-        """samples, reward (the last step's mean)."""
+        """Returns the number of samples, and the mean reward of the last step."""
         return {"samples": self.samples, "reward": None if math.isnan(self._reward) else self._reward}
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
-        """Reward and rate."""
+        """Returns reward and token rate."""
         return {"reward": row["train/reward"], "tokens_per_s": row["time/tokens_per_s"]}

@@ -1,32 +1,34 @@
-"""The loop of training on a dataset's rows: an optimizer step on some of them, and the evaluation that is due after it."""
+"""Supervised training loop: an optimizer step on rows of a dataset, and the evaluation that is due after it."""
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from rlhpc.config.parallel import Sizes
+from rlhpc.algorithms.preference_losses import find_reward_loss
+from rlhpc.config.parallel import MeshSizes
+from rlhpc.config.typed import plain
 from rlhpc.jobs.signals import StopRequest
-from rlhpc.language.config import SftConfig
-from rlhpc.language.reward_config import RewardRunConfig
-from rlhpc.language.roles.prompts import PromptMap
-from rlhpc.language.roles.validation import validation_metrics
-from rlhpc.runs.folder import RunFolder
+from rlhpc.language.config.run import DpoConfig, RewardRunConfig, SftConfig
+from rlhpc.language.evaluation.reward_model import preference_validation_metrics
+from rlhpc.language.rollout.validation import validation_metrics
+from rlhpc.language.training.prompt_dispatch import PromptMap
+from rlhpc.runs.run_folder import RunFolder
 from rlhpc.runs.runner import Runner
 from rlhpc.runtime.active_time import active_s
-from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.rpc import Handle
+from rlhpc.runtime.worker_group import WorkerGroup
 
 Cfg = TypeVar("Cfg", bound=SftConfig | RewardRunConfig)
 
 
 class SupervisedRunner(Runner[Cfg]):
-    """Trains a language model on rows; a subclass says by which call of the actor.
+    """Runner that trains a language model on rows; a subclass names the actor's method.
 
     Args:
-        cfg: Configuration.
+        cfg: The run's configuration.
         actor: Launched group of a `LanguageActor`.
         rollout: Launched group of `EvaluationWorker`, whose engines answer the suites; None without one.
-        run, stop: As the other runners'.
+        run, stop: See `Runner`.
     """
 
     def __init__(
@@ -34,15 +36,16 @@ class SupervisedRunner(Runner[Cfg]):
         stop: StopRequest | None = None,
     ) -> None:  # fmt: skip
         super().__init__(cfg, {"actor": actor}, run=run, stop=stop)
-        self.actor, self.rollout = actor, rollout
+        self.actor = actor
+        self.rollout = rollout
         self.tokens = self.dropped = 0
 
     def train(self, step: int) -> Handle:
-        """The actor's call for a step, which gives metrics, `tokens` among them."""
+        """Calls the actor for a step; the result has metrics, among them `tokens`."""
         raise NotImplementedError
 
     def validate(self) -> dict[str, float]:
-        """Metrics of the held-out rows, with the present weights, as the actor gives them."""
+        """Returns the actor's metrics of the held-out rows with the present weights."""
         metrics: dict[str, float] = self.actor.validate().wait(self.timeout)[0]
         return {f"eval/{name}": value for name, value in metrics.items()}
 
@@ -55,7 +58,7 @@ class SupervisedRunner(Runner[Cfg]):
         return {**self.validate(), **self.answer_suites(), "time/eval_s": active_s() - begin}
 
     def answer_suites(self) -> dict[str, float]:
-        """Has the engines answer the suites with the present weights; returns the suites' metrics, none without engines."""
+        """Returns the metrics of the suites that the engines answer with the present weights; {} without engines."""
         if self.rollout is None:
             return {}
         ranks = list(range(self.rollout.world_size))
@@ -65,11 +68,11 @@ class SupervisedRunner(Runner[Cfg]):
         return validation_metrics(rows)
 
     def build(self) -> None:
-        """Loads models, engines and datasets: one after the other, as an engine measures how much memory is free."""
+        """Loads models, engines and datasets one after the other, because an engine measures the free memory."""
         self.dropped = int(self.actor.init_worker(self.folder.total).wait(self.timeout)[0]["dropped"])
         if self.rollout is None:
             return
-        actors = Sizes.of(self.cfg.actor.parallel, self.actor.world_size).data
+        actors = MeshSizes.of(self.cfg.actor.parallel, self.actor.world_size).data
         prompts = PromptMap(
             self.cfg.data.prompts_per_step, 1, self.rollout.world_size, actors, self.rollout.name, self.actor.name
         )
@@ -77,7 +80,7 @@ class SupervisedRunner(Runner[Cfg]):
         self.rollout.init_worker(prompts).wait(self.timeout)
 
     def one_step(self) -> dict[str, float]:
-        """One optimizer step, and the evaluation that is due after it."""
+        """Runs one optimizer step, and the evaluation that is due after it."""
         begin = active_s()
         trained = self.train(self.step + 1).wait(self.timeout)[0]
         self.step += 1
@@ -90,17 +93,47 @@ class SupervisedRunner(Runner[Cfg]):
         return row | self.evaluate()
 
     def state(self) -> dict[str, Any]:
-        """The counters that a resumed run continues from."""
+        """Returns the counters that a resumed run continues from."""
         return {"tokens": self.tokens}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes back what `state` returned when the checkpoint was made."""
+        """Restores the counters that `state` returned for the checkpoint."""
         self.tokens = int(state.get("tokens", 0))
 
     def result(self) -> dict[str, Any]:
-        """Tokens trained on so far."""
+        """Returns the number of tokens trained on so far."""
         return {"tokens": self.tokens}
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
-        """Loss and rate."""
+        """Returns loss and token rate."""
         return {"loss": row["train/loss"], "tokens_per_s": row["time/train_tokens_per_s"]}
+
+
+class DpoRunner(SupervisedRunner[DpoConfig]):
+    """Runner that trains a language model on preferences, with a group of `DpoActor`."""
+
+    def train(self, step: int) -> Handle:
+        """Calls `DpoActor.prefer`."""
+        return self.actor.prefer(step)
+
+
+class RewardModelRunner(SupervisedRunner[RewardRunConfig]):
+    """Runner that trains a reward model, with a group of `RewardModelActor`."""
+
+    def train(self, step: int) -> Handle:
+        """Calls `RewardModelActor.prefer`."""
+        return self.actor.prefer(step)
+
+    def validate(self) -> dict[str, float]:
+        """Returns the metrics of all suites of `workflow.eval_suites`."""
+        algorithm = self.cfg.algorithm
+        loss, form = find_reward_loss(algorithm.loss_type, plain(algorithm.loss_kwargs))
+        return preference_validation_metrics(self.actor.validate().wait(self.timeout), form, loss)
+
+
+class SftRunner(SupervisedRunner[SftConfig]):
+    """Runner that trains a language model on demonstrations, with a group of `SftActor`."""
+
+    def train(self, step: int) -> Handle:
+        """Calls `SftActor.imitate`."""
+        return self.actor.imitate(step)

@@ -1,1 +1,1 @@
-"""Groups that score what the model writes, and keep nothing of it: which there are, and what runs on their ranks."""
+"""Scoring groups: reference, teacher, reward models and LLM judges on separate ranks."""

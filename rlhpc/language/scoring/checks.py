@@ -1,57 +1,160 @@
-"""What must hold of the groups beside actor and rollout."""
+"""Checks of the scoring groups, the judges and the critic of a configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rlhpc.config.rules import Fail, check_choice, check_name
+from rlhpc.config.constraints import Fail, check_choice, check_name
 from rlhpc.language.scoring.groups import (
     AGENT,
     BUILT_IN,
     CRITIC,
     ENGINE,
-    TAKEN,
+    RESERVED_NAMES,
     TEACHER,
     distils,
+    explained,
     group_models,
     group_roles,
     needs_critic,
-    needs_values,
     placed,
     process_groups,
     raters,
     scoring_groups,
 )
-from rlhpc.language.scoring.judge_section import check_judges, judges, section_of
-from rlhpc.language.scoring.own_engine import explained
 from rlhpc.language.scoring.registry import check_scorer, rates
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import GrpoConfig
-    from rlhpc.language.model_config import PretrainedConfig
-    from rlhpc.language.scoring.group import ScoringGroup
+    from rlhpc.language.config.models import PretrainedConfig
+    from rlhpc.language.config.run import GrpoConfig
+    from rlhpc.language.scoring.registry import ScoringGroup
+import math
+from typing import TYPE_CHECKING, Any
 
-#: The maker of values that is no group: `rlhpc.language.algorithm.base.VALUE_HEAD`.
-_OWN = "value_head"
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhpc.config.typed import mapping, plain, typed, untouched
+from rlhpc.language.config.scoring import JUDGE_RANGES, JudgeConfig
+from rlhpc.language.engines.registry import ENGINES
+from rlhpc.language.scoring.groups import JUDGE, key_of
+from rlhpc.language.scoring.registry import ScoringGroup
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.run import GrpoConfig
 
 
-def check_group_sections(cfg: GrpoConfig, fail: Fail) -> None:
-    """Names, terms and places. Imports nothing but what the configuration names.
+MODES = ("grade", "compare")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def is_judge(group: ScoringGroup) -> bool:
+    """Returns whether a language model rates the answers of this group."""
+    return group.scorer.lower() == "judge"
+
+
+def section_of(cfg: GrpoConfig, group: ScoringGroup) -> JudgeConfig:
+    """Returns a judge's section: `judge`, or for an entry of `groups` the section built from its `kwargs` and its
+    model.
+
+    Raises:
+        ConfigError: A key is unknown, or a value has another type or is out of range.
+    """
+    if group.name == JUDGE:
+        return cfg.judge
+    where, kwargs = f"groups[{group.name}].kwargs", dict(group.kwargs)
+    if "model" in kwargs:
+        raise ConfigError(f"{where}: a judge's model stands in groups[{group.name}].model")
+    names = sorted(set(JudgeConfig.__dataclass_fields__) - {"model"})
+    for name in kwargs:
+        check_name(name, name, names, lambda key, rule: ConfigError(f"{where}: a judge has no key {key!r}; {rule}"))
+    try:
+        merged = mapping(OmegaConf.merge(untouched(JudgeConfig), kwargs, {"model": plain(group.model)}))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{where}: {str(error).strip().splitlines()[0]}") from None
+    section = typed(JudgeConfig, merged)
+    for name, allowed in JUDGE_RANGES.items():
+        value = merged[name]
+        if isinstance(value, (int, float)) and (not math.isfinite(value) or value not in allowed):
+            raise ConfigError(f"{where}.{name} is {value!r}; {allowed.rule()}")
+    for name, words in (("mode", MODES), ("dtype", _DTYPES)):
+        check_choice(f"{where}.{name}", str(merged[name]), words, lambda key, rule: ConfigError(f"{key}: {rule}"))
+    return section
+
+
+def judges(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
+    """Returns the judges that the terms of the reward name, by name."""
+    groups = scoring_groups(cfg)
+    return {name: groups[name] for name in raters(cfg) if is_judge(groups[name])}
+
+
+def check_judges(cfg: GrpoConfig, fail: Fail) -> None:
+    """Refuses rubrics, scales and engines that cannot work, and comparisons with fewer than two answers.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    rating_judges = judges(cfg)
+    for group in (group for group in scoring_groups(cfg).values() if is_judge(group)):
+        section = section_of(cfg, group)
+
+        def refuse(name: str, rule: str, *, group: ScoringGroup = group, section: JudgeConfig = section) -> ConfigError:
+            if group.name == JUDGE:
+                return fail(f"judge.{name}", rule)
+            return ConfigError(f"{key_of(group, name)} is {plain(getattr(section, name))!r}; {rule}")
+
+        backend = section.rollout_backend
+        if ":" not in backend:
+            check_choice("rollout_backend", backend, ENGINES.choices(), refuse)
+        if section.rubric is not None and "{response}" not in section.rubric:
+            raise refuse("rubric", "it needs {response}, where the answer to be judged is put")
+        scale = list(section.scale)
+        if len(scale) != 2 or not all(map(math.isfinite, scale)) or scale[0] >= scale[1]:
+            raise refuse("scale", "two numbers are needed, the lowest and the highest grade, such as [1, 10]")
+        if group.name in rating_judges and section.mode.lower() == "compare":
+            _check_comparisons(cfg, section, refuse)
+
+
+def _check_comparisons(cfg: GrpoConfig, section: JudgeConfig, refuse: Any) -> None:
+    if cfg.algorithm.group_size < 2:
+        raise refuse("mode", "algorithm.group_size is 1: there is nothing to compare; take grade")
+    for suite in cfg.data.eval:
+        if suite.samples < 2:
+            raise refuse(
+                "mode",
+                f"suite {suite.name!r} of data.eval has samples {suite.samples}: there is nothing to compare; "
+                "set its samples to 2 or more (and its temperature above 0), or take grade",
+            )
+    if section.max_requests < 2:
+        raise refuse("max_requests", "a comparison takes two")
+
+
+#: Source of values that is not a group: `rlhpc.language.algorithms.base.VALUE_HEAD`.
+OWN_VALUES = "value_head"
+
+
+def check_group_sections(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[str]) -> None:
+    """Checks names, reward terms and placement of the scoring groups. Imports only what the configuration names.
+
+    Args:
+        cfg: Configuration of the run.
+        fail: Builds the error of a key.
+        column_makers: Groups whose columns the algorithm requires.
 
     Raises:
         ConfigError: The first rule that is broken.
     """
     names = [group.name for group in cfg.groups]
     for index, name in enumerate(names):
-        if name in TAKEN or names.index(name) < index:
+        if name in RESERVED_NAMES or names.index(name) < index:
             raise ConfigError(f"groups[{index}].name is {name!r}, which is taken: give the group another name")
-    known = scoring_groups(cfg)
+    groups = scoring_groups(cfg)
     for name in names:
-        rates(known[name].scorer)
-        check_scorer(known[name])
-        if known[name].scorer.lower() == ENGINE:
+        rates(groups[name].scorer)
+        check_scorer(groups[name])
+        if groups[name].scorer.lower() == ENGINE:
             raise ConfigError(
                 f"groups[{name}].scorer is {ENGINE!r}, which is the teacher's: see teacher.rollout_backend"
             )
@@ -64,12 +167,12 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail) -> None:
     check_judges(cfg, fail)
     terms = [term.name for term in cfg.reward.terms]
     for index, term in enumerate(cfg.reward.terms):
-        if term.name in known and term.kwargs:
+        if term.name in groups and term.kwargs:
             raise ConfigError(
                 f"reward.terms[{index}].kwargs: {term.name!r} is a group, whose options do not stand here, but in its section"
             )
     for name in raters(cfg):
-        if not rates(known[name].scorer):
+        if not rates(groups[name].scorer):
             raise fail(
                 "reward.terms",
                 f"the group {name!r} says something of tokens, and does not rate answers: it can be one of "
@@ -78,15 +181,15 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail) -> None:
         if terms.count(name) > 1:
             raise fail("reward.terms", f"the group {name!r} is named twice")
     _process_terms(cfg, fail)
-    _placed(cfg, fail)
+    _placed(cfg, fail, column_makers)
 
 
 def _process_terms(cfg: GrpoConfig, fail: Fail) -> None:
-    """Each is a group that says something of tokens, and somebody takes it into account."""
-    known, names = scoring_groups(cfg), process_groups(cfg)
+    """Checks that each process term names a placed group that scores tokens, and that the algorithm uses the scores."""
+    groups, names = scoring_groups(cfg), process_groups(cfg)
     for index, name in enumerate(names):
-        check_name("reward.process_terms", name, known, fail)
-        if rates(known[name].scorer):
+        check_name("reward.process_terms", name, groups, fail)
+        if rates(groups[name].scorer):
             raise fail(
                 "reward.process_terms",
                 f"the group {name!r} rates whole answers: name it in reward.terms, or give it the scorer process",
@@ -101,37 +204,37 @@ def _process_terms(cfg: GrpoConfig, fail: Fail) -> None:
         raise fail("reward.process_terms", "the teacher alone is followed: set algorithm.distillation.task_reward_coef")
 
 
-def _placed(cfg: GrpoConfig, fail: Fail) -> None:
-    """Every group that is needed has a place, and every one with a place is needed."""
-    here, known, rating = placed(cfg), scoring_groups(cfg), raters(cfg)
+def _placed(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[str]) -> None:
+    """Checks that each required group is placed, and that each placed group is required."""
+    placed_names, groups, rating = placed(cfg), scoring_groups(cfg), raters(cfg)
     for name in rating:
-        if name not in here:
+        if name not in placed_names:
             raise fail("reward.terms", f"the group {name!r} has no place: set cluster.component_placement.{name}")
-    if needs_critic(cfg) and CRITIC not in here:
+    if needs_critic(cfg) and CRITIC not in placed_names:
         raise fail(
             "algorithm.adv_type",
             "gae needs a critic: give it a place with cluster.component_placement.critic, set actor.model.value_head, or "
             "choose grpo, rloo, …",
         )
     if cfg.actor.model.value_head:
-        if CRITIC in here:
+        if CRITIC in placed_names:
             raise fail("actor.model.value_head", "there is a group critic already: set it to false, or leave that out")
-        if _OWN not in makers(cfg):
+        if OWN_VALUES not in column_makers:
             raise fail("actor.model.value_head", "nothing asks for values: set algorithm.adv_type=gae, or false")
     if distils(cfg):
         _distillation(cfg, fail)
-    if cfg.reference.update_interval and "reference" not in here:
+    if cfg.reference.update_interval and "reference" not in placed_names:
         raise fail(
             "reference.update_interval",
             "the actor keeps the policy from before training: give the reference a place with "
             "cluster.component_placement.reference, or set 0",
         )
-    asked = makers(cfg) - {"rollout", "actor", _OWN}
-    for name in here:
-        rater = name in known and rates(known[name].scorer)
+    required = column_makers - {"rollout", "actor", OWN_VALUES}
+    for name in placed_names:
+        rater = name in groups and rates(groups[name].scorer)
         if rater and name not in rating:
             raise fail("cluster.component_placement", f"no term of reward.terms is {name!r}: add one, or leave it out")
-        if not rater and (name in known or name == CRITIC) and name not in asked:
+        if not rater and (name in groups or name == CRITIC) and name not in required:
             need = {
                 "reference": "set algorithm.kl_coef",
                 CRITIC: "set algorithm.adv_type=gae",
@@ -139,21 +242,21 @@ def _placed(cfg: GrpoConfig, fail: Fail) -> None:
             }
             hint = need.get(name, "choose an algorithm.name with such a column")
             raise fail("cluster.component_placement", f"nothing asks the group {name!r}: {hint}, or leave it out")
-    for name in asked - {"reference"}:
-        if name not in here:
+    for name in required - {"reference"}:
+        if name not in placed_names:
             raise fail(
                 "cluster.component_placement",
                 f"algorithm.name={cfg.algorithm.name} asks a group {name!r}: give it a place",
             )
-    for name in {*here} & {*BUILT_IN} - {"reference"}:
-        if not known[name].model.model_path:
+    for name in {*placed_names} & {*BUILT_IN} - {"reference"}:
+        if not groups[name].model.model_path:
             raise ConfigError(
-                f"{known[name].model_section}.model_path is not set, but the group {name!r} has a place: name its model"
+                f"{groups[name].model_section}.model_path is not set, but the group {name!r} has a place: name its model"
             )
 
 
 def _distillation(cfg: GrpoConfig, fail: Fail) -> None:
-    """Whom the model learns from, and how."""
+    """Checks the teacher and the mode of distillation."""
     options = cfg.algorithm.distillation
     if not cfg.teacher.model.model_path:
         raise ConfigError(
@@ -174,7 +277,7 @@ def _distillation(cfg: GrpoConfig, fail: Fail) -> None:
 
 
 def _teacher_engine(cfg: GrpoConfig, fail: Fail) -> None:
-    """What an engine can say as a teacher, and where."""
+    """Checks that the teacher's engine is placed and supports the mode of distillation and the longest sequence."""
     backend, length = cfg.teacher.rollout_backend, cfg.teacher.max_model_len
     if backend is None:
         return
@@ -196,7 +299,7 @@ def _teacher_engine(cfg: GrpoConfig, fail: Fail) -> None:
 
 
 def _longest(cfg: GrpoConfig) -> tuple[int, str]:
-    """Most tokens of a sequence, and what they are made of."""
+    """Returns the largest number of tokens of a sequence, and the formula of that number for messages."""
     prompt, response, engine = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens, cfg.rollout.max_model_len
     if engine is not None and engine < prompt + response:
         return engine, f"rollout.max_model_len({engine})"
@@ -206,23 +309,8 @@ def _longest(cfg: GrpoConfig) -> tuple[int, str]:
     )
 
 
-def makers(cfg: GrpoConfig) -> frozenset[str]:
-    """Of whom the algorithm wants columns, but for scorers of its own: groups, and others whose names `Column.by` lists."""
-    from rlhpc.language.algorithm.registry import make_algorithm
-
-    if (distils(cfg) or cfg.algorithm.name.lower() == "policy_gradient") and not cfg.algorithm.kwargs:
-        wanted = {
-            CRITIC: needs_critic(cfg),
-            _OWN: needs_values(cfg) and cfg.actor.model.value_head,
-            "reference": cfg.algorithm.kl_coef,
-            "teacher": distils(cfg) and "teacher" in placed(cfg),
-        }
-        return frozenset([*(name for name, is_wanted in wanted.items() if is_wanted), *process_groups(cfg)])
-    return frozenset(column.by for column in make_algorithm(cfg).columns if isinstance(column.by, str))
-
-
 def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
-    """Refuses models of groups that cannot be used; loads no weights.
+    """Refuses unusable models of groups. Loads no weights.
 
     Raises:
         ConfigError: Names the key.
@@ -230,27 +318,27 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
     from rlhpc.language.data import load_tokenizer
     from rlhpc.language.engines.registry import ENGINES
 
-    roles, known = group_roles(cfg), scoring_groups(cfg)
+    roles, groups = group_roles(cfg), scoring_groups(cfg)
     for name in (n for n in roles if n in ranks and n != AGENT):
-        if name != CRITIC and known[name].scorer.lower() in ("classifier", "process"):
-            from rlhpc.language.scoring.classifier import require_classifier
+        if name != CRITIC and groups[name].scorer.lower() in ("classifier", "process"):
+            from rlhpc.language.scoring.reward_models import require_classifier
 
-            require_classifier(known[name])
-        model = cfg.critic.model if name == CRITIC else known[name].model
+            require_classifier(groups[name])
+        model = cfg.critic.model if name == CRITIC else groups[name].model
         if model.model_path:
-            section = "critic.model" if name == CRITIC else known[name].model_section
+            section = "critic.model" if name == CRITIC else groups[name].model_section
             load_tokenizer(model.model_path, model.trust_remote_code, key=f"{section}.model_path")
-        if name != CRITIC and known[name].scorer.lower() == "process":
-            same_vocabulary(cfg, known[name].model, known[name].model_section)
+        if name != CRITIC and groups[name].scorer.lower() == "process":
+            same_vocabulary(cfg, groups[name].model, groups[name].model_section)
     if CRITIC in ranks and cfg.critic.training_backend.lower() == "deepspeed":
-        from rlhpc.language.tokens.model import compute_dtype
-        from rlhpc.training.zero_config import deepspeed_config
+        from rlhpc.language.models.loading import compute_dtype
+        from rlhpc.training.deepspeed_config import deepspeed_config
 
         deepspeed_config(cfg.critic, compute_dtype(cfg.critic.model, "cpu", "critic.model"))
     if TEACHER in ranks or distils(cfg):
         same_vocabulary(cfg, cfg.teacher.model, "teacher.model")
     if TEACHER in ranks and cfg.teacher.rollout_backend:
-        _room(cfg, known[TEACHER])
+        _room(cfg, groups[TEACHER])
     _check_looking(cfg, ranks)
     for group in judges(cfg).values():
         with explained(group):
@@ -258,37 +346,40 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
 
 
 def _check_looking(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
-    """Refuses models that are to read what one has read that looks at pictures, and read text alone."""
-    from rlhpc.language.data.pictures import looks
-    from rlhpc.language.engines.ends import load_model_config
+    """Refuses text-only models of groups that have to read the conversations of a policy with image input."""
+    from rlhpc.language.data.images import has_vision
+    from rlhpc.language.hugging_face import load_model_config
 
     def looking(model: PretrainedConfig) -> bool:
-        return looks(load_model_config(str(model.model_path), model.trust_remote_code))
+        return has_vision(load_model_config(str(model.model_path), model.trust_remote_code))
 
     if not looking(cfg.actor.model):
         return
-    path, known = cfg.actor.model.model_path, scoring_groups(cfg)
+    path, groups = cfg.actor.model.model_path, scoring_groups(cfg)
     if CRITIC in ranks:
         raise ConfigError(
             f"cluster.component_placement.critic: the model in {path} looks at pictures, and critics read text alone; set "
             "actor.model.value_head=true in its place"
         )
-    readers = [name for name in known if name in ranks and known[name].scorer.lower() == "process"]
+    readers = [name for name in groups if name in ranks and groups[name].scorer.lower() == "process"]
     for name in readers + [TEACHER] * (distils(cfg) and not looking(cfg.teacher.model)):
         raise ConfigError(
-            f"{known[name].model_section}.model_path={known[name].model.model_path}: it reads text alone, and is to read what "
-            f"the model in {path} has read, which looks at pictures; take one that does, too, or leave the group {name!r} out"
+            f"{groups[name].model_section}.model_path={groups[name].model.model_path}: it reads text alone, and is to read "
+            f"what the model in {path} has read, which looks at pictures; take one that does, too, or leave the "
+            f"group {name!r} out"
         )
 
 
 def _room(cfg: GrpoConfig, teacher: ScoringGroup) -> None:
-    """Refuses a teacher whose context has no room for the longest sequence and the token that its engine draws after it."""
-    from rlhpc.language.engines.ends import load_model_config
+    """Refuses a teacher whose context is too short for the longest sequence and the token that its engine samples after
+    it.
+    """
+    from rlhpc.language.hugging_face import load_model_config
 
     model = cfg.teacher.model
     with explained(teacher):
-        found = load_model_config(str(model.model_path), model.trust_remote_code)
-    context = getattr(found.get_text_config(), "max_position_embeddings", None)
+        model_config = load_model_config(str(model.model_path), model.trust_remote_code)
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     needed, why = _longest(cfg)
     if context is not None and needed + 1 > context:
         raise ConfigError(
@@ -299,23 +390,25 @@ def _room(cfg: GrpoConfig, teacher: ScoringGroup) -> None:
 
 
 def same_vocabulary(cfg: GrpoConfig, model: PretrainedConfig, section: str) -> None:
-    """Refuses a model that reads other tokens than the one that is trained, whose tokens it is to score.
+    """Refuses a model whose vocabulary differs from that of the trained model, whose tokens it scores.
 
     Raises:
-        ConfigError: The vocabularies differ; says where.
+        ConfigError: The vocabularies differ; the message names the first difference.
     """
     from rlhpc.language.data import load_tokenizer
 
     one = load_tokenizer(cfg.actor.model.model_path, cfg.actor.model.trust_remote_code)
     other = load_tokenizer(model.model_path, model.trust_remote_code, key=f"{section}.model_path")
-    mine, theirs = one.get_vocab(), other.get_vocab()
-    if mine == theirs and one.eos_token_id == other.eos_token_id:
+    actor_vocab, vocab = one.get_vocab(), other.get_vocab()
+    if actor_vocab == vocab and one.eos_token_id == other.eos_token_id:
         return
-    odd = next((t for t in {**mine, **theirs} if mine.get(t) != theirs.get(t)), None)
+    odd = next((t for t in {**actor_vocab, **vocab} if actor_vocab.get(t) != vocab.get(t)), None)
     why = (
-        f"{odd!r} is {mine.get(odd)} there and {theirs.get(odd)} here" if odd is not None else "their end tokens differ"
+        f"{odd!r} is {actor_vocab.get(odd)} there and {vocab.get(odd)} here"
+        if odd is not None
+        else "their end tokens differ"
     )
     raise ConfigError(
-        f"{section}.model_path={model.model_path}: its vocabulary ({len(theirs)} tokens) is not that of actor.model "
-        f"({len(mine)}): token {why}; it scores tokens that the actor's model wrote, so it must have the same"
+        f"{section}.model_path={model.model_path}: its vocabulary ({len(vocab)} tokens) is not that of actor.model "
+        f"({len(actor_vocab)}): token {why}; it scores tokens that the actor's model wrote, so it must have the same"
     )

@@ -1,4 +1,4 @@
-"""Which groups a configuration has beside actor and rollout, and what each computes. Nothing here imports torch."""
+"""Scoring groups of a configuration, and the worker class of each. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,32 +6,44 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from rlhpc.config.typed import plain, select
-from rlhpc.language.model_config import FrozenModelConfig
-from rlhpc.language.scoring.group import ScoringGroup
+from rlhpc.language.config.models import FrozenModelConfig
+from rlhpc.language.scoring.registry import ScoringGroup
 
 if TYPE_CHECKING:
     from rlhpc.config.sections import RunConfig
-    from rlhpc.language.config import GrpoConfig, LanguageConfig
+    from rlhpc.language.config.run import GrpoConfig, LanguageConfig
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-#: Groups with a section of their own, and the scorer that runs on their ranks.
+from omegaconf import OmegaConf
+
+from rlhpc.config.typed import typed
+from rlhpc.language.config.run import LanguageConfig
+from rlhpc.language.config.scoring import JudgeConfig, TeacherConfig
+from rlhpc.runtime.errors import ConfigError
+
+#: Groups with a configuration section each → the scorer that runs on their ranks.
 BUILT_IN: Mapping[str, str] = {"reference": "logprobs", "teacher": "logprobs", "reward": "classifier", "judge": "judge"}
 CRITIC, JUDGE, REFERENCE, TEACHER = "critic", "judge", "reference", "teacher"
-#: The group that runs agents, where these are not beside the engines.
+#: Group that runs agents, where these do not run in the rollout ranks.
 AGENT = "agent"
-#: The scorer of a teacher with an engine.
+#: Scorer of a teacher with an engine.
 ENGINE = "engine_logprobs"
-#: Names that no group of one's own may have.
-TAKEN = ("actor", "rollout", CRITIC, AGENT, *BUILT_IN)
+#: Names that entries of `groups` may not have.
+RESERVED_NAMES = ("actor", "rollout", CRITIC, AGENT, *BUILT_IN)
 
 
 def placed(cfg: RunConfig) -> list[str]:
-    """The components of `cluster.component_placement`."""
+    """Returns the components of `cluster.component_placement`."""
     return [name.strip() for names in cfg.cluster.component_placement for name in str(names).split(",")]
 
 
 def scoring_groups(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
-    """All scoring groups that the configuration could have, by name: those with a section of their own, then `groups`."""
-    found = {
+    """Returns all scoring groups of a configuration by name: those with a configuration section, then the entries of
+    `groups`.
+    """
+    groups = {
         "reference": ScoringGroup(
             "reference", BUILT_IN["reference"], cfg.actor.model, cfg.reference.max_tokens_per_micro_batch
         ),
@@ -41,19 +53,21 @@ def scoring_groups(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
         ),
         JUDGE: ScoringGroup(JUDGE, BUILT_IN[JUDGE], cfg.judge.model, cfg.judge.max_prompt_tokens),
     }
-    for own in cfg.groups:
-        found[own.name] = ScoringGroup(
-            own.name, own.scorer, own.model, own.max_tokens_per_micro_batch, plain(own.kwargs)
+    for section in cfg.groups:
+        groups[section.name] = ScoringGroup(
+            section.name, section.scorer, section.model, section.max_tokens_per_micro_batch, plain(section.kwargs)
         )
-    return found
+    return groups
 
 
 def group_models(cfg: GrpoConfig) -> dict[str, FrozenModelConfig]:
-    """The groups' models that may be built in, by their sections."""
-    found: dict[str, FrozenModelConfig] = {
-        "critic.model": cfg.critic.model, "teacher.model": cfg.teacher.model, "judge.model": cfg.judge.model,
-    }  # fmt: skip
-    return {**found, **{f"groups[{index}].model": group.model for index, group in enumerate(cfg.groups)}}
+    """Returns the models of the groups that accept built-in models, by their sections."""
+    models: dict[str, FrozenModelConfig] = {
+        "critic.model": cfg.critic.model,
+        "teacher.model": cfg.teacher.model,
+        "judge.model": cfg.judge.model,
+    }
+    return {**models, **{f"groups[{index}].model": group.model for index, group in enumerate(cfg.groups)}}
 
 
 def _teacher(cfg: GrpoConfig) -> ScoringGroup:
@@ -64,65 +78,131 @@ def _teacher(cfg: GrpoConfig) -> ScoringGroup:
 
 
 def group_roles(cfg: GrpoConfig) -> dict[str, str]:
-    """Worker classes, as `module:Class`, of the groups beside actor and rollout that a run has: those that are placed, and
-    those that it cannot do without."""
+    """Returns the worker classes, as `module:Class`, of the placed groups and of those that the run requires, without
+    actor and rollout.
+    """
     from rlhpc.language.scoring.registry import rates
 
-    known, here = scoring_groups(cfg), placed(cfg)
-    found: dict[str, str] = {}
-    if CRITIC in here or needs_critic(cfg):
-        found[CRITIC] = "rlhpc.language.roles.critic:CriticWorker"
-    if AGENT in here:
-        found[AGENT] = "rlhpc.language.roles.agent:AgentWorker"
+    groups, placed_names = scoring_groups(cfg), placed(cfg)
+    worker_classes: dict[str, str] = {}
+    if CRITIC in placed_names or needs_critic(cfg):
+        worker_classes[CRITIC] = "rlhpc.language.workers.critic:CriticWorker"
+    if AGENT in placed_names:
+        worker_classes[AGENT] = "rlhpc.language.workers.agent:AgentWorker"
     needed = raters(cfg)
-    for name, group in known.items():
-        if name in here or name in needed:
+    for name, group in groups.items():
+        if name in placed_names or name in needed:
             worker = "RatingWorker" if rates(group.scorer) else "ScoringWorker"
             worker = "JudgeWorker" if group.scorer.lower() == "judge" else worker
-            found[name] = f"rlhpc.language.roles.scoring:{worker}"
-    if REFERENCE in found and cfg.reference.update_interval:
-        found[REFERENCE] = "rlhpc.language.roles.reference:ReferenceWorker"
-    return found
+            worker_classes[name] = f"rlhpc.language.workers.scoring:{worker}"
+    if REFERENCE in worker_classes and cfg.reference.update_interval:
+        worker_classes[REFERENCE] = "rlhpc.language.workers.scoring:ReferenceWorker"
+    return worker_classes
 
 
 def learning_groups(cfg: GrpoConfig) -> frozenset[str]:
-    """Names of the groups beside actor and rollout whose weights change from step to step, and are in checkpoints."""
+    """Returns the groups, except actor and rollout, whose weights change from step to step and are part of checkpoints."""
     follows = {REFERENCE} if cfg.reference.update_interval else set()
     return frozenset(group_roles(cfg)) & ({CRITIC} | follows)
 
 
 def needs_critic(cfg: GrpoConfig) -> bool:
-    """Whether a built-in algorithm is told to ask a group of that name."""
+    """Returns whether a built-in algorithm is configured to require the group `critic`."""
     return needs_values(cfg) and not cfg.actor.model.value_head
 
 
 def needs_values(cfg: GrpoConfig) -> bool:
-    """Whether a built-in algorithm is told to ask what states are worth."""
+    """Returns whether a built-in algorithm is configured to require values of states."""
     rewarded = distils(cfg) and cfg.algorithm.distillation.task_reward_coef > 0
     return (rewarded or cfg.algorithm.name.lower() == "policy_gradient") and cfg.algorithm.adv_type.lower() == "gae"
 
 
 def distils(cfg: GrpoConfig) -> bool:
-    """Whether the model learns from a teacher by the built-in algorithm."""
+    """Returns whether the built-in distillation algorithm is configured."""
     return cfg.algorithm.name.lower() == "distillation"
 
 
 def rating_names(cfg: LanguageConfig) -> list[str]:
-    """The terms of the reward that groups give, in their order; none in a kind of run that has no such groups."""
+    """Returns the reward terms that groups provide, in order; none for a task type without such groups."""
     return [] if select(cfg, "groups") is None else raters(with_groups(cfg))
 
 
 def raters(cfg: GrpoConfig) -> list[str]:
-    """The terms of the reward that groups give, in their order."""
+    """Returns the reward terms that groups provide, in order."""
     names = scoring_groups(cfg)
     return [term.name for term in cfg.reward.terms if term.name in names]
 
 
 def process_groups(cfg: GrpoConfig) -> list[str]:
-    """The groups that reward tokens on the way, in the order of `reward.process_terms`."""
+    """Returns the groups that reward tokens within an answer, in the order of `reward.process_terms`."""
     return [term.name for term in cfg.reward.process_terms]
 
 
 def with_groups(cfg: LanguageConfig) -> GrpoConfig:
-    """The configuration, of which is known that it has groups, as what it is."""
+    """Returns a configuration that has groups, typed as such."""
     return cast("GrpoConfig", cfg)
+
+
+def key_of(group: ScoringGroup, name: str) -> str:
+    """Returns the configuration key, as messages name it, of an option of a group with an engine."""
+    if group.name in BUILT_IN:
+        return f"{group.name}.{name}"
+    return f"groups[{group.name}].{name}" if name.startswith("model") else f"groups[{group.name}].kwargs.{name}"
+
+
+def engine_config(
+    section: JudgeConfig | TeacherConfig,
+    *,
+    max_new_tokens: int = 1,
+    temperature: float = 0.0,
+    takes_turns: bool = False,
+) -> LanguageConfig:
+    """Builds the configuration of a group's engine. Engines read `rollout` and `actor.model`; here these hold the
+    values of the group, which receives no new weights.
+
+    Args:
+        section: Section of the group.
+        max_new_tokens: Maximum number of tokens of a reply.
+        temperature: Sampling temperature of the replies.
+        takes_turns: Whether the engine alternates on its accelerator with other groups.
+    """
+    model = section.model
+    rollout = {
+        "rollout_backend": section.rollout_backend,
+        "max_new_tokens": max_new_tokens,
+        "max_batch_size": section.max_batch_size,
+        "max_model_len": section.max_model_len,
+        "dtype": section.dtype,
+        "gpu_memory_utilization": section.gpu_memory_utilization,
+        "engine_kwargs": plain(section.engine_kwargs),
+        "temperature": temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_turns": 1,
+        "agent": None,
+    }
+    actor = {
+        "model": {
+            "model_path": model.model_path,
+            "kwargs": {},
+            "dtype": model.dtype,
+            "attn_implementation": model.attn_implementation,
+            "trust_remote_code": model.trust_remote_code,
+        },
+        "offload_in_rollout": takes_turns,
+    }
+    return typed(LanguageConfig, OmegaConf.create({"rollout": rollout, "actor": actor}))
+
+
+@contextmanager
+def explained(group: ScoringGroup) -> Iterator[None]:
+    """Rewrites the configuration keys in an engine's messages to those of the group.
+
+    Raises:
+        ConfigError: The engine's error, with the group's keys.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        message = re.sub(r"\bactor\.model\.(\w+)", lambda match: key_of(group, f"model.{match[1]}"), str(error))
+        raise ConfigError(re.sub(r"\brollout\.(\w+)", lambda match: key_of(group, match[1]), message)) from error

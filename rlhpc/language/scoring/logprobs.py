@@ -1,22 +1,26 @@
-"""The log-probs that a frozen model gives to tokens, and to others in their place: what a reference or a teacher says."""
+"""Log-probs of a frozen model: of sampled tokens and of the most likely alternatives, for a reference or a teacher."""
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
-from rlhpc.language.algorithm.base import Scorer
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.engines.vllm_logprobs import VLLMScores
 from rlhpc.language.hugging_face import transformers
-from rlhpc.language.scoring.group import ScoringGroup
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.divergence import top_logprobs
-from rlhpc.language.tokens.model import compute_dtype, load_causal_lm
-from rlhpc.language.tokens.packing import pack, packs, reads_rows, unpack
-from rlhpc.language.tokens.scores import logit_rows, token_scores
+from rlhpc.language.models.builtin import resolve_model
+from rlhpc.language.models.divergence import top_logprobs
+from rlhpc.language.models.loading import compute_dtype, load_causal_lm
+from rlhpc.language.models.logprobs import logit_rows, token_scores
+from rlhpc.language.models.packing import pack, packs, reads_rows, unpack
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.scoring.groups import engine_config, explained
+from rlhpc.language.scoring.registry import Scorer, ScoringGroup
 
 
 class LogProbs(Scorer):
-    """A causal language model's log-probs of the tokens that another one drew, at `rollout.temperature`."""
+    """Log-probs that a causal language model gives to tokens of another model, at `rollout.temperature`."""
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> None:
         super().__init__(cfg, device, group)
@@ -31,24 +35,24 @@ class LogProbs(Scorer):
         self.temperature = cfg.rollout.temperature
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
-        """See `Scorer.score`."""
+        """Implements `Scorer.score`."""
         return token_scores(self.model, batch, self.temperature).logprobs
 
     def offload(self) -> None:
-        """See `Scorer.offload`."""
+        """Implements `Scorer.offload`."""
         self.model.to("cpu")
 
     def reload(self) -> None:
-        """See `Scorer.reload`."""
+        """Implements `Scorer.reload`."""
         self.model.to(self.device)
 
 
 class TopLogProbs(LogProbs):
-    """For each token that is trained on, the log-probs of the `k` most likely ones in its place, and of all others together,
+    """Log-probs of the `k` most likely tokens at the position of each trained token, and of all other tokens together,
     at `rollout.temperature`: see `top_logprobs`.
 
     Args:
-        k: How many tokens.
+        k: Number of tokens.
     """
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup, k: int = 64) -> None:
@@ -56,14 +60,71 @@ class TopLogProbs(LogProbs):
         self.k, self.vocabulary = k, vocabulary_of(cfg)
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
-        """`[T, k + 1, 2]`."""
+        """Returns log-probs and token ids as in `top_logprobs`, `[T, k + 1, 2]`."""
         rows = logit_rows(self.model, batch)
         return top_logprobs(rows, batch, self.k, self.temperature, self.vocabulary)
 
 
 def vocabulary_of(cfg: GrpoConfig) -> int | None:
-    """How many logits the model that is trained has; another one with the same tokenizer may be filled up to more."""
+    """Returns the number of logits of the trained model. Another model with the same tokenizer may be padded to more."""
     model = cfg.actor.model
-    found = transformers().AutoConfig.from_pretrained(str(model.model_path), trust_remote_code=model.trust_remote_code)
-    size = getattr(found.get_text_config(), "vocab_size", None)
+    model_config = transformers().AutoConfig.from_pretrained(
+        str(model.model_path), trust_remote_code=model.trust_remote_code
+    )
+    size = getattr(model_config.get_text_config(), "vocab_size", None)
     return None if size is None else int(size)
+
+
+class EngineLogProbs(Scorer):
+    """Log-probs of a teacher with a vLLM engine, at `rollout.temperature`: of the tokens that another model sampled or,
+    with `k`, of the most likely tokens at their positions and of all others together.
+
+    Args:
+        k: Number of tokens; 0 for the sampled ones.
+    """
+
+    def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup, k: int = 0) -> None:
+        super().__init__(cfg, device, group)
+        self.group_section, config = group, engine_config(cfg.teacher, takes_turns=cfg.actor.offload_in_rollout)
+        with explained(group):
+            self.engine = VLLMScores(
+                config,
+                model_path=resolve_model(cfg.teacher.model),
+                device=device,
+                seed=cfg.runner.seed,
+                temperature=cfg.rollout.temperature,
+                top=k,
+                vocabulary=vocabulary_of(cfg) if k else None,
+                max_tokens=group.max_tokens,
+            )
+
+    def score(self, batch: TokenBatch) -> torch.Tensor:
+        """Returns log-probs `[T]` of all tokens; or `[T, k + 1, 2]` of the trained tokens, as `top_logprobs`."""
+        k = self.engine.top
+        ids, required = batch.ids.cpu(), torch.ones(batch.tokens, dtype=torch.bool)
+        if k:
+            required = torch.zeros_like(required).index_fill_(0, batch.predictors()[0].cpu(), True)
+        texts, places = list[list[int]](), list[torch.Tensor]()
+        for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+            positions = 1 + torch.nonzero(required[start + 1 : end]).flatten()
+            if len(positions):
+                texts.append(ids[start : start + int(positions[-1]) + 1].tolist())
+                places.append(start + positions)
+        with explained(self.group_section):
+            scores = self.engine.score(texts)
+        values = torch.zeros(batch.tokens, *((k + 1, 2) if k else ()))
+        for values_of_text, place, text in zip(scores, places, texts, strict=True):
+            values[place] = values_of_text[place - (int(place[-1]) + 1 - len(text)) - 1]
+        return values
+
+    def offload(self) -> None:
+        """Implements `Scorer.offload`."""
+        self.engine.offload()
+
+    def reload(self) -> None:
+        """Implements `Scorer.reload`."""
+        self.engine.reload()
+
+    def close(self) -> None:
+        """Implements `Scorer.close`."""
+        self.engine.close()

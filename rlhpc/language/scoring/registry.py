@@ -1,61 +1,66 @@
-"""Scorers by name: built in, registered, an entry point of group `rlhpc.scorers`, or `module:Class`."""
+"""Registry of scorers: built in, registered, an entry point of group `rlhpc.scorers`, or `module:Class`."""
 
 from __future__ import annotations
 
+import abc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.language.config.models import PretrainedConfig
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.plugins import Registry
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
-    from rlhpc.language.config import GrpoConfig
-    from rlhpc.language.scoring.group import ScoringGroup
+    from rlhpc.language.config.run import GrpoConfig
+    from rlhpc.language.models.logprobs import RowReader
+    from rlhpc.language.models.token_batch import TokenBatch
+    from rlhpc.language.rewards.base import Sample
 
 SCORERS: Registry[Callable[..., Any]] = Registry(
     "scorer", "groups[].scorer", "rlhpc.scorers",
     {
         "logprobs": "rlhpc.language.scoring.logprobs:LogProbs",
         "top_logprobs": "rlhpc.language.scoring.logprobs:TopLogProbs",
-        "engine_logprobs": "rlhpc.language.scoring.engine_logprobs:EngineLogProbs",
-        "classifier": "rlhpc.language.scoring.classifier:Classifier",
-        "process": "rlhpc.language.scoring.process:ProcessRewards",
-        "judge": "rlhpc.language.scoring.judge:Judge",
+        "engine_logprobs": "rlhpc.language.scoring.logprobs:EngineLogProbs",
+        "classifier": "rlhpc.language.scoring.reward_models:Classifier",
+        "process": "rlhpc.language.scoring.reward_models:ProcessRewards",
+        "judge": "rlhpc.language.scoring.llm_judge:Judge",
     },
 )  # fmt: skip
 register_scorer = SCORERS.register
-#: Those built in that rate answers; the others say something of tokens.
+#: Built-in scorers that rate answers; the others score tokens.
 _RATERS = ("classifier", "judge")
 
 
 def rates(scorer: str) -> bool:
-    """Whether a scorer is a `Rater`: it rates answers, rather than tokens. Those that are built in are not imported.
+    """Returns whether a scorer is a `Rater`, which rates answers, rather than a `Scorer`, which scores tokens. Does not
+    import built-in scorers.
 
     Raises:
-        ConfigError: It is unknown, or neither a `Scorer` nor a `Rater`.
+        ConfigError: The scorer is unknown, or neither a `Scorer` nor a `Rater`.
     """
     if scorer.lower() in SCORERS.built_in:
         return scorer.lower() in _RATERS
-    from rlhpc.language.algorithm.base import Scorer
-    from rlhpc.language.scoring.base import Rater
 
-    found = SCORERS.find(scorer)
-    if not (isinstance(found, type) and issubclass(found, (Scorer, Rater))):
+    scorer_class = SCORERS.find(scorer)
+    if not (isinstance(scorer_class, type) and issubclass(scorer_class, (Scorer, Rater))):
         raise ConfigError(
             f"{SCORERS.key} is {scorer!r}, which is no subclass of rlhpc.Scorer (values of tokens) or of rlhpc.Rater "
             "(a term of the reward)"
         )
-    return issubclass(found, Rater)
+    return issubclass(scorer_class, Rater)
 
 
 def check_scorer(group: ScoringGroup) -> None:
-    """Whether the scorer of a group of one's own takes `groups[].kwargs`.
+    """Checks that the scorer of an entry of `groups` accepts its `kwargs`.
 
     Raises:
-        ConfigError: It does not; names what it takes.
+        ConfigError: It does not; the message names the accepted options.
     """
     if group.scorer.lower() in SCORERS.built_in and not group.kwargs:
         return
@@ -71,9 +76,172 @@ def check_scorer(group: ScoringGroup) -> None:
 
 
 def make_scorer(cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> Any:
-    """A group's `Scorer` or `Rater`, on one of its ranks.
+    """Builds the `Scorer` or `Rater` of a group on one of its ranks.
 
     Raises:
-        ConfigError: Its model cannot be loaded, or does not fit.
+        ConfigError: The model cannot be loaded, or does not fit.
     """
     return SCORERS.find(group.scorer)(cfg, device, group, **group.kwargs)
+
+
+class Scorer(abc.ABC):
+    """Scorer of tokens: computes a column of a batch. Each rank of the actor or of a scoring group has one object.
+
+    Args:
+        cfg: The configuration.
+        device: Device of the rank.
+        group: Section of the scoring group; None on actor ranks.
+
+    Attributes:
+        packed: Whether micro-batches are packed sequences; otherwise they are padded to at most
+            `max_tokens_per_micro_batch`.
+    """
+
+    packed: bool = False
+
+    def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup | None = None) -> None:
+        self.cfg, self.device, self.group = cfg, device, group
+
+    @abc.abstractmethod
+    def score(self, batch: TokenBatch) -> Tensor:
+        """Returns one value per token, `[T]` or `[T, k]`, float32. The caller disables gradients and passes
+        micro-batches. All actor ranks call it equally often, some with a batch without tokens; ranks of a scoring group
+        call it independently.
+        """
+
+    def offload(self) -> None:  # noqa: B027 (most hold little)
+        """Frees the accelerator's memory for another group (`actor.offload_in_rollout`)."""
+
+    def reload(self) -> None:  # noqa: B027 (as above)
+        """Moves the offloaded memory back."""
+
+    def close(self) -> None:  # noqa: B027 (as above)
+        """Releases resources of the scorer, on ranks of a scoring group."""
+
+
+class LogitReader:
+    """Reader of the trained model's logits, for losses that need more than log-probs and entropies: `TokenScores.read`.
+    Each actor rank has one object. A subclass has `rows` or `read`.
+
+    Args:
+        cfg: The configuration.
+        device: Device of the rank.
+
+    Attributes:
+        packed: Whether micro-batches may be packed sequences, if the trained model reads these.
+    """
+
+    packed: bool = False
+
+    def __init__(self, cfg: GrpoConfig, device: torch.device) -> None:
+        self.cfg, self.device = cfg, device
+
+    def rows(self, batch: TokenBatch) -> RowReader | None:
+        """Returns one number, with its gradient, for each row of logits that predicts a trained token. The caller
+        computes a part of the rows at a time, so that no tensor holds all of them.
+
+        Args:
+            batch: The micro-batch with all columns, possibly without tokens. `batch.predictors()[0]` selects the tokens.
+
+        Returns:
+            None requests `read`, which gets all logits.
+        """
+        return None
+
+    def read(self, logits: Tensor, batch: TokenBatch) -> Tensor:
+        """Returns one value per token, `[T]` float32, with gradients.
+
+        Args:
+            logits: `[N, W, V]`, in the model's precision: those at `[n, t]` predict token t + 1 of sample n. With
+                `batch.packed`, `[1, T, V]` of all samples in a row.
+            batch: The micro-batch with all columns, possibly without tokens. `batch.predictors()` gives the positions of the
+                logits in both cases.
+
+        Raises:
+            NotImplementedError: The subclass has neither `rows` nor `read`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither rows nor read")
+
+    def offload(self) -> None:
+        """Gives the accelerator's memory to another role (`actor.offload_in_rollout`)."""
+
+    def reload(self) -> None:
+        """Takes back what `offload` moved away."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column of a batch that an algorithm requires for each token.
+
+    Attributes:
+        name: Name in `TokenBatch.columns`.
+        by: Source of the column: `rollout` (part of the samples: `LanguageAlgorithm.rollout_columns`), `actor` (log-probs
+            with the weights at the start of the step's training), `value_head` (values with these weights and
+            `actor.model.value_head`), `reference` (log-probs with the weights before training: from the group of that name
+            if it is placed, otherwise from the actor), `critic` (values from that group), the name of another scoring
+            group, or a user's `Scorer`, which then runs on the actor ranks.
+    """
+
+    name: str
+    by: str | type[Scorer]
+
+
+class Rater(abc.ABC):
+    """Rater of answers. Each rank of a group has one object, which keeps no state of rated answers.
+
+    Args:
+        cfg: The configuration.
+        device: Device of the rank.
+        group: Section of the group: its model and options.
+    """
+
+    def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> None:
+        self.cfg, self.device, self.group = cfg, device, group
+
+    @abc.abstractmethod
+    def rate(self, samples: Sequence[Sample]) -> Sequence[float | None]:
+        """Rates the answers to one problem.
+
+        Args:
+            samples: All answers, always in the same order.
+
+        Returns:
+            One number for each, in that order; None for an answer that cannot be rated, which gets `reward.failed`.
+        """
+
+    def counts(self) -> dict[str, float]:
+        """Returns counters since the last call. Their sum over the ranks becomes the metric `<group>/<name>`, or
+        `time/<group>_<name>` for a name that begins with `time/`: those may differ in a run that was interrupted.
+        """
+        return {}
+
+    def close(self) -> None:  # noqa: B027 (most start nothing)
+        """Releases resources of the rater."""
+
+
+#: Configuration sections with the models of groups; the reference's model is the actor's.
+_SECTIONS = {"reference": "actor", "teacher": "teacher", "reward": "reward", "judge": "judge"}
+
+
+@dataclass(frozen=True)
+class ScoringGroup:
+    """Scoring group of a configuration.
+
+    Attributes:
+        name: Name in `cluster.component_placement`.
+        scorer: Scorer that runs on its ranks: a name of `rlhpc.language.scoring.registry.SCORERS`.
+        model: Model of the group, if it has one.
+        max_tokens: Maximum number of tokens in one forward pass on a rank, padding included.
+        kwargs: Options of the scorer.
+    """
+
+    name: str
+    scorer: str
+    model: PretrainedConfig
+    max_tokens: int
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def model_section(self) -> str:
+        """Configuration section of the group's model, as messages name it."""
+        return f"{_SECTIONS.get(self.name, f'groups[{self.name}]')}.model"

@@ -1,4 +1,4 @@
-"""Where metric rows go besides metrics.jsonl: TensorBoard, tracking services, and loggers of one's own."""
+"""Loggers of metric rows: TensorBoard, W&B, MLflow, SwanLab, Trackio, and user-defined ones."""
 
 from rlhpc.metrics.loggers.base import RunFacts, RunLogger
 from rlhpc.metrics.loggers.registry import check_loggers, find_logger, logger_names

@@ -1,8 +1,10 @@
-"""What a logger is, and what it is told about the run."""
+"""Logger interface, and the facts about the run that a logger receives."""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import struct
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhpc.runtime.lookup import required
+from rlhpc.runtime.plugins import required
 
 _switching = threading.Lock()
 _printing = 0
@@ -19,50 +21,52 @@ _stdout = sys.stdout
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The run whose rows a logger gets."""
+    """Facts about the run whose rows a logger receives."""
 
     name: str
     """`runner.name`."""
     folder: Path
-    """The run folder; a logger keeps its files in a folder of its own below it."""
+    """The run folder; a logger writes its files to its own folder below it."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The configuration, nested, without secrets."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """What the logger must know when the run is resumed, such as the service's id of the run: JSON-able, kept in
+    """State that the logger needs when the run is resumed, such as the service's id of the run: JSON values, stored in
     `loggers.json` after `open`, `commit` and `close`. Empty at a fresh start."""
 
 
 class RunLogger(Protocol):
-    """A place for metric rows. Built with what `runner.logger.kwargs` has for its name.
+    """Destination of metric rows, built with the arguments under its name in `runner.logger.kwargs`.
 
-    All methods are called on one thread, which is not the one that trains. Whatever they raise ends this logger with
-    a warning; the run and the other loggers go on.
+    All methods are called on one thread, which is not the training thread. Any exception ends this logger with a
+    warning; the run and the other loggers continue.
     """
 
     def open(self, run: RunFacts, resume_step: int | None) -> int | None:
-        """Begins, or goes on where the run is resumed.
+        """Starts the logger, or continues if the run is resumed.
 
         Args:
             run: The run.
             resume_step: The step that the run continues from; None for a fresh start.
 
         Returns:
-            The last step that is there already. Rows up to it are not given to `log`; those after it that
-            metrics.jsonl has are given first. None: nothing is there.
+            The last step that the destination already has. `log` receives no rows up to it; later rows of metrics.jsonl
+            are passed first. None if it has no rows.
         """
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         """Adds a row; values may be NaN. Steps ascend; a step may come twice, with other metrics."""
 
     def commit(self) -> None:
-        """A checkpoint is about to be written: what was logged should not be lost."""
+        """Makes the logged rows durable as far as possible, because a checkpoint is about to be written."""
 
     def close(self) -> None:
-        """The end of this start; the run may be resumed later. Also called after a failure of `open` or `log`."""
+        """Closes the logger at the end of this start; the run may be resumed later. Also called after a failure of `open` or
+        `log`.
+        """
 
 
 class ServiceLogger:
-    """What the loggers share whose library has an object for a run, with `log` and `finish`; `open` puts it into `_run`."""
+    """Base class of loggers whose library has a run object with `log` and `finish`; `open` stores it in `_run`."""
 
     _run: Any = None
 
@@ -70,7 +74,9 @@ class ServiceLogger:
         self._run.log(dict(row), step=step)
 
     def commit(self) -> None:
-        """The library writes by itself; what a killed start had in memory is handed over again at a resume."""
+        """Does nothing: the library writes by itself, and rows that a killed start had in memory are passed again at a
+        resume.
+        """
 
     def close(self) -> None:
         if self._run is not None:
@@ -79,18 +85,20 @@ class ServiceLogger:
 
 
 def require(name: str) -> Any:
-    """The package that a logger is called after, which not everybody has.
+    """Imports the optional package that a logger is named after.
 
     Raises:
-        ConfigError: It is not there; says what to install.
+        ConfigError: The package is missing; the message names what to install.
     """
     return required(name, f"logger {name!r} needs a package that cannot be imported", name)
 
 
 @contextlib.contextmanager
 def printing_to_stderr() -> Iterator[None]:
-    """For libraries that print: standard output belongs to rlhpc's own results. Several threads may be in here at once, and
-    none waits for another, whose service may hang: the last one to leave puts standard output back."""
+    """Redirects standard output, which is reserved for rlhpc's own results, to stderr for libraries that print. Several
+    threads may be inside at once, and none waits for another, whose service may hang: the last one to leave restores standard
+    output.
+    """
     global _printing, _stdout
     with _switching:
         if not _printing:
@@ -103,3 +111,83 @@ def printing_to_stderr() -> Iterator[None]:
             _printing -= 1
             if not _printing:
                 sys.stdout = _stdout
+
+
+_HIDDEN = "***"
+#: Complete words of a key, so that `max_new_tokens` and `token_level` do not match.
+_SECRET_KEY = re.compile(
+    r"(^|[_\-.])(token|secret|password|passwd|passphrase|credentials?|authorization|cookie|api_?key|access_?key|"
+    r"private_?key|auth)$",
+    re.IGNORECASE,
+)
+#: Sections in which all texts are secret.
+_SECRET_SECTION = re.compile(r"^(headers|env|environ|environment|secrets|cookies)$", re.IGNORECASE)
+_LOGIN_IN_URL = re.compile(r"(\w+://)[^/\s@]+@")
+_SECRET_IN_URL = re.compile(r"([?&](?:\w*token|\w*key|password|secret)=)[^&\s]+", re.IGNORECASE)
+
+
+def public_config(raw: Any, resolved: Any) -> Any:
+    """Returns a configuration without secrets.
+
+    It hides texts whose key names a secret, all texts below `headers` and similar sections, and user names and keys within
+    addresses. References to the environment stay `${oc.env:NAME}`.
+
+    Args:
+        raw: Nested containers as written, interpolations unresolved.
+        resolved: The same, resolved.
+    """
+    return _public("", raw, resolved, hidden=False)
+
+
+def _public(key: str, raw: Any, value: Any, *, hidden: bool) -> Any:
+    if isinstance(raw, str) and "${oc.env:" in raw:
+        return raw
+    if isinstance(value, Mapping):
+        below = raw if isinstance(raw, Mapping) else value
+        inside = hidden or bool(_SECRET_SECTION.match(key))
+        return {str(k): _public(str(k), below.get(k, v), v, hidden=inside) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = raw if isinstance(raw, (list, tuple)) and len(raw) == len(value) else value
+        return [_public(key, items[i], v, hidden=hidden) for i, v in enumerate(value)]
+    if isinstance(value, str):
+        if value and (hidden or _SECRET_KEY.search(key)):
+            return _HIDDEN
+        return _SECRET_IN_URL.sub(rf"\1{_HIDDEN}", _LOGIN_IN_URL.sub(rf"\1{_HIDDEN}@", value))
+    return value
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested keys joined by dots; lists are not flattened."""
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            out.update(flat(value, f"{prefix}{key}."))
+        else:
+            out[f"{prefix}{key}"] = value
+    return out
+
+
+_BLOCK = 32768
+#: The file's header, and each fragment's (checksum, length, kind), have the same length.
+_HEADER = 7
+_FULL, _FIRST, _LAST = 1, 2, 4
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """Yields the complete records of a file, up to the point where a process was killed."""
+    raw = path.read_bytes()
+    at, record = _HEADER, b""
+    while at + _HEADER <= len(raw):
+        block_remainder = _BLOCK - at % _BLOCK
+        if block_remainder < _HEADER:  # padding
+            at += block_remainder
+            continue
+        _, length, kind = struct.unpack_from("<IHB", raw, at)
+        at += _HEADER
+        if not _FULL <= kind <= _LAST or at + length > len(raw):
+            return
+        fragment = raw[at : at + length]
+        at += length
+        record = fragment if kind in (_FULL, _FIRST) else record + fragment
+        if kind in (_FULL, _LAST):
+            yield record

@@ -1,4 +1,4 @@
-"""One logger on a thread of its own: the network, a full disk or a hanging service never hold up training."""
+"""Feed of a logger on a separate thread, so that the network, a full disk or a hanging service never delays training."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.metrics.loggers.base import RunFacts, RunLogger
-from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.files import replace_durably
 
-#: Rows that may wait for a logger before it is given up.
+#: Maximum number of waiting rows before a logger is given up.
 _ROWS = 20_000
-#: Seconds that all loggers together have to finish.
+#: Seconds within which all loggers must finish.
 CLOSE_S = 60.0
 _COMMIT, _END = object(), object()
 
@@ -25,7 +25,7 @@ Row = tuple[int, Mapping[str, float]]
 
 
 class Memory:
-    """`loggers.json`: what each logger must know when the run is resumed."""
+    """State of the loggers for a resumed run (`loggers.json`)."""
 
     def __init__(self, path: Path, *, fresh: bool) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -34,15 +34,15 @@ class Memory:
             path.unlink(missing_ok=True)
             return
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads(path.read_text())
-            self._content = {key: value for key, value in found.items() if isinstance(value, dict)}
+            content = json.loads(path.read_text())
+            self._content = {key: value for key, value in content.items() if isinstance(value, dict)}
 
     def recall(self, name: str) -> dict[str, Any]:
-        """A copy of what a logger had kept."""
+        """Returns a copy of a logger's stored state."""
         return dict(self._content.get(name, {}))
 
     def keep(self, name: str, content: dict[str, Any]) -> None:
-        """Replaces it, in the file too."""
+        """Replaces a logger's state, also in the file."""
         with self._lock:
             if self._content.get(name, {}) != content:
                 self._content[name] = dict(content)
@@ -50,7 +50,7 @@ class Memory:
 
 
 class Feed:
-    """Gives rows to one logger, in order, and ends it at its first failure with a warning."""
+    """Feed of one logger: passes rows in order, and ends at the first failure with a warning."""
 
     def __init__(
         self,
@@ -61,15 +61,15 @@ class Feed:
         resume_step: int | None = None,
         backlog: Sequence[Row] = (),
     ) -> None:
-        """Starts.
+        """Starts the thread.
 
         Args:
-            name: Of the logger, for messages and `loggers.json`.
-            logger: Not yet opened.
+            name: Name of the logger, for messages and `loggers.json`.
+            logger: Logger that is not yet open.
             run: Facts of the run; its memory is the logger's.
-            memory: All loggers' memories.
+            memory: State of all loggers.
             resume_step: As for `RunLogger.open`.
-            backlog: Rows that metrics.jsonl has from earlier starts: what the logger lacks of them it gets first.
+            backlog: Rows of metrics.jsonl from earlier starts; the logger first receives those that it lacks.
         """
         self._name, self._logger, self._run, self._memory = name, logger, run, memory
         self._resume_step, self._backlog = resume_step, backlog
@@ -79,7 +79,7 @@ class Feed:
         self._thread.start()
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
-        """Hands a row over; returns at once."""
+        """Queues a row; returns at once."""
         self._put((step, row))
 
     def commit(self) -> None:
@@ -91,7 +91,7 @@ class Feed:
         self._put(_END)
 
     def wait(self, deadline: float) -> None:
-        """Until it has ended, or until `deadline` (of `time.monotonic`), with a warning."""
+        """Waits until the logger has ended, or until `deadline` (of `time.monotonic`), with a warning."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive() and not self._over:
             self._give_up("it did not end in time")
@@ -131,7 +131,7 @@ class Feed:
             self._logger.close()
             self._memory.keep(self._name, self._run.memory)
         except Exception as error:
-            # Whatever a service or its library raises: nothing of it may reach the training.
+            # No exception of a service or its library may reach the training.
             if not self._over:
                 first = next(iter(str(error).strip().splitlines()), "")
                 self._give_up(f"{type(error).__name__}: {first}")
@@ -142,7 +142,7 @@ class Feed:
 
 
 def end_all(feeds: Iterable[Feed]) -> None:
-    """Ends all at once, within `CLOSE_S` seconds together."""
+    """Ends all feeds at once, within `CLOSE_S` seconds."""
     feeds = list(feeds)
     for feed in feeds:
         feed.end()

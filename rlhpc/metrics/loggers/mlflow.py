@@ -1,4 +1,4 @@
-"""MLflow."""
+"""MLflow logger."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rlhpc.metrics.loggers.base import RunFacts, require
-from rlhpc.metrics.loggers.public import flat
+from rlhpc.metrics.loggers.base import RunFacts, flat, require
 
-#: What MLflow takes at once.
+#: Maximum batch sizes of MLflow.
 _PARAMS, _METRICS = 100, 1000
 _LONGEST_VALUE = 6000
 
 
 class MLflowLogger:
-    """A run of MLflow; in the run's own database, `<run>/mlflow.db`, where no server is named."""
+    """Logger to an MLflow run; without a server it writes to the run's own database, `<run>/mlflow.db`."""
 
     def __init__(
         self, *, tracking_uri: str | None = None, experiment: str = "rlhpc", tags: Mapping[str, str] | None = None
     ) -> None:
-        """
+        """Creates the logger.
+
         Args:
             tracking_uri: The server or store; by default `MLFLOW_TRACKING_URI`, else the run's own database.
-            experiment: MLflow's experiment; it is made where it does not exist.
-            tags: Of the run.
+            experiment: MLflow's experiment; created if it does not exist.
+            tags: Tags of the run.
         """
         self._uri, self._experiment, self._tags = tracking_uri, experiment, dict(tags or {})
         self._client: Any = None
@@ -37,19 +37,19 @@ class MLflowLogger:
         require("mlflow")
         from mlflow.tracking import MlflowClient
 
-        own = f"sqlite:///{run.folder / 'mlflow.db'}"
-        uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or own
+        local_uri = f"sqlite:///{run.folder / 'mlflow.db'}"
+        uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or local_uri
         self._client = MlflowClient(tracking_uri=uri)
         if run.memory.get("run_id"):
             self._run_id = run.memory["run_id"]
             self._client.update_run(self._run_id, status="RUNNING")
             return self._last_step()
-        found = self._client.get_experiment_by_name(self._experiment)
-        if found is not None:
-            experiment = found.experiment_id
+        existing = self._client.get_experiment_by_name(self._experiment)
+        if existing is not None:
+            experiment = existing.experiment_id
         else:
-            place = str(run.folder / "mlflow") if uri == own else None
-            experiment = self._client.create_experiment(self._experiment, artifact_location=place)
+            artifact_location = str(run.folder / "mlflow") if uri == local_uri else None
+            experiment = self._client.create_experiment(self._experiment, artifact_location=artifact_location)
         created = self._client.create_run(experiment, run_name=run.name, tags=self._tags)
         self._run_id = run.memory["run_id"] = created.info.run_id
         self._log_config(run.config)
@@ -64,7 +64,7 @@ class MLflowLogger:
             self._client.log_batch(self._run_id, metrics=metrics[begin : begin + _METRICS], synchronous=True)
 
     def commit(self) -> None:
-        """Each row was a transaction."""
+        """Does nothing: each row was a transaction."""
 
     def close(self) -> None:
         if self._run_id:
@@ -72,9 +72,11 @@ class MLflowLogger:
 
     def _last_step(self) -> int | None:
         names = self._client.get_run(self._run_id).data.metrics
-        # A metric that every row has spares asking for all the others.
-        asked = ["time/wall_s"] if "time/wall_s" in names else list(names)
-        steps = [metric.step for name in asked for metric in self._client.get_metric_history(self._run_id, name)]
+        # A metric that every row has is sufficient.
+        names_to_read = ["time/wall_s"] if "time/wall_s" in names else list(names)
+        steps = [
+            metric.step for name in names_to_read for metric in self._client.get_metric_history(self._run_id, name)
+        ]
         return max(steps, default=None)
 
     def _log_config(self, config: Mapping[str, Any]) -> None:
@@ -86,5 +88,5 @@ class MLflowLogger:
 
 
 def _allowed(name: str) -> str:
-    """MLflow's names have letters, digits and `_-. /` only."""
+    """Returns a name with the characters that MLflow allows: letters, digits and `_-. /`."""
     return re.sub(r"[^\w\-. /]", "_", name)[:250]

@@ -1,4 +1,4 @@
-"""Loggers by name: built in, an entry point of group `rlhpc.loggers`, or `module:Class`."""
+"""Registry of loggers: built in, an entry point of group `rlhpc.loggers`, or `module:Class`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhpc.metrics.loggers.base import RunLogger
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry, nearest
+from rlhpc.runtime.plugins import Registry, nearest
 
 #: Written by MetricLogger itself.
 JSONL = "jsonl"
@@ -24,20 +24,20 @@ LOGGERS: Registry[Callable[..., RunLogger]] = Registry(
         "trackio": "rlhpc.metrics.loggers.trackio:TrackioLogger",
     },
 )  # fmt: skip
-#: Packages that they import, where those are not named as they are.
+#: Packages that a logger imports, if they differ from its name.
 _PACKAGES = {"mlflow": ("mlflow", "sqlalchemy", "alembic")}
 
 
 def logger_names() -> list[str]:
-    """All names."""
+    """Returns all names of loggers."""
     return [JSONL, *LOGGERS.names()]
 
 
 def find_logger(name: str) -> Callable[..., RunLogger]:
-    """The class of a logger; imports nothing of the service.
+    """Returns the class of a logger; imports no package of the service.
 
     Raises:
-        ConfigError: Unknown, or its package is not installed.
+        ConfigError: The logger is unknown, or its package is not installed.
     """
     lower = name.lower()
     if ":" not in name and lower not in LOGGERS.names():
@@ -49,35 +49,35 @@ def find_logger(name: str) -> Callable[..., RunLogger]:
             f"{_KEY} has {name!r}, whose package {missing[0]} is not installed; install it with: "
             f"pip install 'rlhpc[{lower}]'"
         )
-    found = LOGGERS.find(name)
-    if not all(hasattr(found, method) for method in ("open", "log", "commit", "close")):
+    logger_class = LOGGERS.find(name)
+    if not all(hasattr(logger_class, method) for method in ("open", "log", "commit", "close")):
         raise ConfigError(f"{_KEY} has {name!r}, which is not a class with the methods open, log, commit and close")
-    return found
+    return logger_class
 
 
 def build_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> dict[str, RunLogger]:
-    """The loggers of a run by name, without `jsonl`, not yet opened.
+    """Returns the loggers of a run by name, without `jsonl`, not yet open.
 
     Args:
         names: `runner.logger.logger_backends`.
-        kwargs: `runner.logger.kwargs`: name → what its class is built with.
+        kwargs: `runner.logger.kwargs`: name → arguments of its class.
 
     Raises:
-        ConfigError: A name is unknown, a package is missing, or an argument is not taken.
+        ConfigError: A name is unknown, a package is missing, or an argument is not accepted.
     """
     classes = {name: find_logger(name) for name in names if name.lower() != JSONL}
-    known = {*map(str.lower, classes), *logger_names()}
+    allowed = {*map(str.lower, classes), *logger_names()}
     for name, arguments in kwargs.items():
-        if str(name).lower() not in known:
+        if str(name).lower() not in allowed:
             raise ConfigError(_unknown("runner.logger.kwargs", str(name)))
         if not isinstance(arguments, Mapping):
             raise ConfigError(f"runner.logger.kwargs.{name} is {arguments!r}; write a mapping of arguments")
-    given = {str(name).lower(): dict(arguments) for name, arguments in kwargs.items()}
-    return {name: _build(name, cls, given.get(name.lower(), {})) for name, cls in classes.items()}
+    arguments_by_name = {str(name).lower(): dict(arguments) for name, arguments in kwargs.items()}
+    return {name: _build(name, cls, arguments_by_name.get(name.lower(), {})) for name, cls in classes.items()}
 
 
 def check_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> None:
-    """Whether a run can have these loggers; raises as `build_loggers` does and writes nothing."""
+    """Checks that a run can have these loggers; raises as `build_loggers` does and writes nothing."""
     build_loggers(names, kwargs)
 
 
@@ -86,11 +86,11 @@ def _build(name: str, cls: Callable[..., RunLogger], arguments: dict[str, Any]) 
         inspect.signature(cls).bind(**arguments)
         return cls(**arguments)
     except (TypeError, ValueError) as error:
-        taken = ", ".join(inspect.signature(cls).parameters)
-        raise ConfigError(f"runner.logger.kwargs.{name}: {error}; it takes: {taken or 'none'}") from None
+        parameters = ", ".join(inspect.signature(cls).parameters)
+        raise ConfigError(f"runner.logger.kwargs.{name}: {error}; it takes: {parameters or 'none'}") from None
 
 
 def _unknown(key: str, name: str) -> str:
     names = logger_names()
-    said = f"{key}: {name!r} is not a logger{nearest(name, names)} choose from {', '.join(names)}"
-    return f"{said}, or name a class as module:Class"
+    message = f"{key}: {name!r} is not a logger{nearest(name, names)} choose from {', '.join(names)}"
+    return f"{message}, or name a class as module:Class"

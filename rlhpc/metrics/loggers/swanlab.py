@@ -1,4 +1,4 @@
-"""SwanLab."""
+"""SwanLab logger."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from rlhpc.metrics.loggers.base import RunFacts, ServiceLogger, printing_to_stderr, require
-from rlhpc.metrics.loggers.record_log import records
+from rlhpc.metrics.loggers.base import RunFacts, ServiceLogger, printing_to_stderr, records, require
 
 
 class SwanLabLogger(ServiceLogger):
-    """A run of SwanLab; offline, in `<run>/swanlab`, where nobody is logged in."""
+    """Logger to a SwanLab run; offline, in `<run>/swanlab`, without a login."""
 
     def __init__(self, *, project: str = "rlhpc", mode: str | None = None, **options: Any) -> None:
-        """
+        """Creates the logger.
+
         Args:
             project: SwanLab's project.
-            mode: `online`, `offline` or `local`; by default `SWANLAB_MODE`, else online where an API key is found.
+            mode: `online`, `offline` or `local`; by default `SWANLAB_MODE`, else online with an API key.
             options: Further arguments of `swanlab.init`: workspace, group, tags, settings…
         """
         self._project, self._mode, self._options = project, mode, options
@@ -39,26 +39,27 @@ class SwanLabLogger(ServiceLogger):
         _remove_empty(folder)
         last = None if resume_step is None else _last_step(folder, run.memory["id"])
         with printing_to_stderr():
-            made = swanlab.Settings(**settings)
-            mode = self._mode or os.environ.get("SWANLAB_MODE") or ("online" if made.api_key else "offline")
+            swanlab_settings = swanlab.Settings(**settings)
+            mode = self._mode or os.environ.get("SWANLAB_MODE") or ("online" if swanlab_settings.api_key else "offline")
             arguments = {
                 "project": self._project, "name": run.name, "id": run.memory["id"], "resume": "allow", "mode": mode,
                 "log_dir": str(folder), "config": dict(run.config), **options,
             }  # fmt: skip
-            self._run = swanlab.init(**arguments, settings=made)
+            self._run = swanlab.init(**arguments, settings=swanlab_settings)
         return last
 
 
 def _remove_empty(folder: Path) -> None:
-    """Removes what starts left that were killed before anything of them was written: `swanlab sync` of several folders
-    ends at the first one without a record. SwanLab writes in pieces of 8 KiB."""
+    """Removes folders of starts that were killed before anything was written: `swanlab sync` of several folders stops at the
+    first one without a record. SwanLab writes in pieces of 8 KiB.
+    """
     for path in folder.glob("run-*/run-*.swanlab"):
         if next(records(path), None) is None:
             shutil.rmtree(path.parent)
 
 
 def _last_step(folder: Path, run_id: str) -> int | None:
-    """The last step in the files of earlier starts."""
+    """Returns the last step in the files of earlier starts."""
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
     steps = [

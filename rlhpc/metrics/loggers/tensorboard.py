@@ -1,7 +1,7 @@
-"""TensorBoard's event files, through one handle.
+"""TensorBoard logger: event files, through one handle.
 
-tensorboard's own writer, where TensorFlow is missing, opens and closes its file for each record, and torch's makes a
-record of each scalar: on a shared file system every metric of every step costs a round trip for an open and a close.
+Without TensorFlow, tensorboard's own writer opens and closes its file for each record, and torch's writer makes a record
+of each scalar: on a shared file system every metric of every step costs a round trip for an open and a close.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.loggers.base import RunFacts
 from rlhpc.runtime.host import node_name
 
-#: What `loggers.json` calls the last step whose row was written.
+#: Key in `loggers.json` of the last step whose row was written.
 _LAST = "step"
 
 
 class TensorBoardLogger:
-    """One event a row, with all its scalars; one write an event."""
+    """Logger to TensorBoard's event files: one event a row, with all its scalars; one write an event."""
 
     def __init__(self) -> None:
         self._folder = Path()
@@ -35,9 +35,9 @@ class TensorBoardLogger:
         if resume_step is None or not any(self._folder.glob("events.out.tfevents.*")):
             return None
         last = self._memory.get(_LAST)
-        there = None if last is None else min(int(last), resume_step)
-        self._purge_step = 0 if there is None else there + 1
-        return there
+        logged_step = None if last is None else min(int(last), resume_step)
+        self._purge_step = 0 if logged_step is None else logged_step + 1
+        return logged_step
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -50,7 +50,7 @@ class TensorBoardLogger:
         self._memory[_LAST] = step
 
     def commit(self) -> None:
-        """Nothing waits in memory."""
+        """Does nothing: no rows wait in memory."""
 
     def close(self) -> None:
         if self._file is not None:
@@ -70,7 +70,7 @@ class TensorBoardLogger:
         self._records = RecordWriter(self._file)
         self._write(Event(wall_time=now, file_version="brain.Event:2"))
         if self._purge_step is not None:
-            # TensorBoard then hides what earlier starts logged from the first step on that this one logs.
+            # TensorBoard then hides rows of earlier starts from the first step of this start on.
             start = SessionLog(status=SessionLog.START)
             self._write(Event(wall_time=now, step=self._purge_step, session_log=start))
 

@@ -1,4 +1,4 @@
-"""Trackio, Hugging Face's local-first tracker."""
+"""Trackio logger, for Hugging Face's local-first tracker."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from rlhpc.metrics.loggers.base import RunFacts, ServiceLogger, printing_to_stde
 
 
 class TrackioLogger(ServiceLogger):
-    """A run of Trackio; in `<run>/trackio` unless a Space or a server is named."""
+    """Logger to a Trackio run; in `<run>/trackio` unless a Space or a server is named."""
 
     def __init__(self, *, project: str = "rlhpc", **options: Any) -> None:
-        """
+        """Creates the logger.
+
         Args:
             project: Trackio's project.
             options: Further arguments of `trackio.init`: space_id, server_url, group, auto_log_gpu…
@@ -27,7 +28,7 @@ class TrackioLogger(ServiceLogger):
             from trackio.fragments import import_inbox_dir
 
             if resume_step is not None:
-                import_inbox_dir()  # rows that it keeps in files beside the database on a network's file system
+                import_inbox_dir()  # rows in files next to the database on a network file system
             arguments = {
                 "project": self._project, "name": run.name, "config": dict(run.config), "embed": False,
                 "resume": "never" if resume_step is None else "allow", "auto_log_gpu": False, "auto_log_cpu": False,
@@ -35,6 +36,6 @@ class TrackioLogger(ServiceLogger):
             }  # fmt: skip
             self._run = trackio.init(**arguments)
         run.memory["id"] = self._run.id
-        # Where the run's next row would go; asked of its database or server, whichever it has.
+        # Step of the run's next row, from its database or server.
         following = int(getattr(self._run, "_next_step", 0))
         return following - 1 if resume_step is not None and following > 0 else None

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Weights & Biases logger."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhpc.metrics.loggers.base import RunFacts, require
-from rlhpc.metrics.loggers.record_log import records
+from rlhpc.metrics.loggers.base import RunFacts, records, require
 
 
 class WandbLogger:
-    """A run of W&B; offline, in `<run>/wandb`, where nothing says who is logged in."""
+    """Logger to a W&B run; offline, in `<run>/wandb`, without a login."""
 
     def __init__(self, *, project: str = "rlhpc", mode: str | None = None, **options: Any) -> None:
-        """
+        """Creates the logger.
+
         Args:
             project: W&B's project.
-            mode: `online` or `offline`; by default `WANDB_MODE`, else online where an API key is found.
+            mode: `online` or `offline`; by default `WANDB_MODE`, else online with an API key.
             options: Further arguments of `wandb.init`: entity, group, tags, notes, settings…
         """
         self._project, self._mode, self._options = project, mode, options
@@ -52,7 +52,7 @@ class WandbLogger:
         self._run.log(dict(row), step=step, commit=True)
 
     def commit(self) -> None:
-        """wandb's own process has the rows."""
+        """Does nothing: wandb's own process has the rows."""
 
     def close(self) -> None:
         if self._run is not None:
@@ -70,7 +70,7 @@ def _logged_in() -> bool:
 
 
 def _last_step(folder: Path, run_id: str) -> int | None:
-    """The last step in the files of earlier offline starts."""
+    """Returns the last step in the files of earlier offline starts."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     steps = [

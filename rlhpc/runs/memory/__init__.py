@@ -1,1 +1,1 @@
-"""What the ranks of a run hold in memory, term by term, and whether that fits; worked out before anything starts."""
+"""Memory plan: the memory of each rank, term by term, before anything starts."""

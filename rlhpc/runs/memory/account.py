@@ -1,4 +1,4 @@
-"""The account of one rank's memory: what it holds at each moment of a step, term by term. Pure numbers; imports nothing."""
+"""Memory account of one rank: its memory at each moment of a step, term by term. Pure numbers without imports."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-#: Part of an accelerator's memory that is left free for what an account cannot know: fragmentation, kernels' work space.
+#: Share of an accelerator's memory that stays free for unknown terms: fragmentation, kernels' work space.
 SPARE = 0.08
 
 
 @dataclass(frozen=True)
-class Term:
-    """Something that takes memory.
+class MemoryTerm:
+    """Term of a memory account.
 
     Attributes:
-        name: What it is.
-        nbytes: How much.
-        note: How it comes about, in a few words.
+        name: Name of the term.
+        nbytes: Bytes.
+        note: Origin of the number, in a few words.
     """
 
     name: str
@@ -28,34 +28,34 @@ class Term:
 
 @dataclass(frozen=True)
 class Moment:
-    """Everything that is there at one time.
+    """Memory terms that exist at one moment of a step.
 
     Attributes:
-        name: What is done then.
-        terms: What is there.
+        name: Phase of the step.
+        terms: Terms at that moment.
     """
 
     name: str
-    terms: tuple[Term, ...]
+    terms: tuple[MemoryTerm, ...]
 
     @property
     def nbytes(self) -> float:
-        """The sum."""
+        """Sum of all terms, in bytes."""
         return math.fsum(term.nbytes for term in self.terms)
 
     @property
-    def largest(self) -> Term:
-        """The term that takes most."""
+    def largest(self) -> MemoryTerm:
+        """Largest term."""
         return max(self.terms, key=lambda term: term.nbytes)
 
 
 @dataclass(frozen=True)
-class Change:
-    """Another configuration that would fit.
+class SuggestedChange:
+    """Configuration change that would fit.
 
     Attributes:
-        overrides: What to set.
-        nbytes: What a rank then holds at most.
+        overrides: Overrides to set.
+        nbytes: Maximum bytes of a rank with them.
     """
 
     overrides: tuple[str, ...]
@@ -64,54 +64,54 @@ class Change:
 
 @dataclass(frozen=True)
 class Account:
-    """What a rank of a group holds.
+    """Memory account of a rank of a group.
 
     Attributes:
         group: The group.
-        about: What it works with, in a line.
-        moments: What is where the rank computes: on its accelerator, or in the host's memory if it has none.
-        host: What it also holds of the host's memory, where it computes on an accelerator.
-        pinned: That part of the host's memory whose pages are locked.
-        shared: What it writes to its host's /dev/shm.
-        spare: What it would also take of the host's memory if there is room, and does without otherwise.
-        turns: It gives its accelerator away while another group that takes turns with it works.
-        unknown: Why nothing can be said; then there are no moments.
-        remarks: What else there is to say, such as how many sequences fit.
-        refusals: Why it could not start, whatever else is on its accelerator.
-        changes: Given what one accelerator or rank may hold: the nearest configurations that fit, best first.
-        measured: Has PyTorch follow a step without contents, and says what it found, for `rlhpc plan --measure`; None if that
-            cannot be.
-        most: Given that: what could be raised, as key, value and unit.
+        about: Model or environment of the rank, in a line.
+        moments: Memory of the device where the rank computes: its accelerator, or the host without one.
+        host: Additional host memory of a rank that computes on an accelerator.
+        pinned: Additional host memory with locked pages.
+        shared: Bytes that it writes to its host's /dev/shm.
+        spare: Optional host memory, which it uses only if enough is free.
+        turns: True if it offloads its accelerator memory while a colocated group works.
+        unknown: Reason for a missing account; the account then has no moments.
+        remarks: Further remarks, such as the number of sequences that fit.
+        refusals: Reasons why it could not start, independent of the other groups on its accelerator.
+        changes: Returns the nearest configurations that fit into a number of bytes per accelerator or rank, best first.
+        measured: Lets PyTorch trace a step without data, and returns the result in a line, for `rlhpc plan --measure`; None if
+            that is not possible.
+        most: Returns the largest values of keys that fit into a number of bytes: key → value and unit.
     """
 
     group: str
     about: str = ""
     moments: tuple[Moment, ...] = ()
-    host: tuple[Term, ...] = ()
-    pinned: tuple[Term, ...] = ()
-    shared: tuple[Term, ...] = ()
-    spare: tuple[Term, ...] = ()
+    host: tuple[MemoryTerm, ...] = ()
+    pinned: tuple[MemoryTerm, ...] = ()
+    shared: tuple[MemoryTerm, ...] = ()
+    spare: tuple[MemoryTerm, ...] = ()
     turns: bool = False
     unknown: str = ""
     remarks: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
-    changes: Callable[[float], Sequence[Change]] = field(default=lambda room: (), compare=False)
+    changes: Callable[[float], Sequence[SuggestedChange]] = field(default=lambda room: (), compare=False)
     measured: Callable[[], str] | None = field(default=None, compare=False)
     most: Callable[[float], Mapping[str, str]] = field(default=lambda room: {}, compare=False)
 
     @property
     def peak(self) -> Moment | None:
-        """The moment at which it holds most; None if nothing is known."""
+        """Moment with the most memory; None if no moment is known."""
         return max(self.moments, key=lambda moment: moment.nbytes, default=None)
 
     @property
-    def least(self) -> float:
-        """Bytes that it holds at every moment."""
+    def min_nbytes(self) -> float:
+        """Minimum over all moments, in bytes."""
         return min((moment.nbytes for moment in self.moments), default=0.0)
 
     @property
     def on_host(self) -> float:
-        """Bytes beside those where it computes."""
+        """Bytes of host memory in addition to the memory of the moments."""
         return math.fsum(term.nbytes for term in (*self.host, *self.pinned))
 
     @property
@@ -121,14 +121,14 @@ class Account:
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """What a group's account is asked for.
+class GroupRanks:
+    """Ranks of a group, as input of its memory account.
 
     Attributes:
-        number: Ranks of the group.
-        accelerated: Whether they compute on accelerators.
-        room: Bytes of an accelerator, or of a host where there is none; None if nobody knows.
-        per_node: Ranks of the group on one node, at most.
+        number: Number of ranks of the group.
+        accelerated: True if they compute on accelerators.
+        room: Bytes of an accelerator, or of a host without accelerators; None if unknown.
+        per_node: Maximum number of ranks of the group on one node.
     """
 
     number: int
@@ -138,10 +138,10 @@ class Ranks:
 
 
 def gib(nbytes: float) -> str:
-    """`12.3 GiB`, or MiB below one hundredth of that."""
+    """Formats a number of bytes: `12.3 GiB`, or MiB below 0.1 GiB."""
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= 0.1 * GIB else f"{nbytes / MIB:.0f} MiB"
 
 
-def terms(**found: float) -> tuple[Term, ...]:
-    """Terms by name (underscores are blanks) that are not nothing."""
-    return tuple(Term(name.replace("_", " "), nbytes) for name, nbytes in found.items() if nbytes > 0)
+def terms(**nbytes_by_name: float) -> tuple[MemoryTerm, ...]:
+    """Returns terms by name (underscores become blanks), without terms of 0 bytes."""
+    return tuple(MemoryTerm(name.replace("_", " "), nbytes) for name, nbytes in nbytes_by_name.items() if nbytes > 0)

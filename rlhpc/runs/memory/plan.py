@@ -1,163 +1,239 @@
-"""Whether a run's ranks fit where they are placed: the accounts of all groups, added up by accelerator and by node."""
+"""Memory plan: the accounts of all groups, summed by accelerator and by node, compared with the available memory."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import re
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlhpc.config.sections import RunConfig
-from rlhpc.jobs.plan import Plan, build_plan
-from rlhpc.runs.kinds import kind_of
-from rlhpc.runs.memory.account import SPARE, Account, Ranks, gib
-from rlhpc.runs.memory.rooms import accelerator_room, host_room
-from rlhpc.runtime.cluster import Cluster
+from rlhpc.config.typed import mapping
+from rlhpc.jobs.plan import JobPlan, build_plan
+from rlhpc.runs.memory.account import GIB, MIB, SPARE, Account, GroupRanks, MemoryTerm, gib
+from rlhpc.runs.task_type import kind_of
+from rlhpc.runtime.cluster import Cluster, read_key
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.lookup import load_attribute
+from rlhpc.runtime.os_resources import total_memory
 from rlhpc.runtime.placement import HybridComponentPlacement, Placement
+from rlhpc.runtime.plugins import load_attribute
+
+_UNITS = {"": 20, "K": 10, "M": 20, "G": 30, "T": 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_ASK_S = 10.0
+
+
+def parse_bytes(text: str) -> float | None:
+    """Parses a size in Slurm's form into bytes: `80G`, `512M`; a bare number is in MiB. Returns None for another form, or for
+    0 (all memory).
+    """
+    match = _SIZE.fullmatch(text.strip())
+    return float(match[1]) * (1 << _UNITS[match[2].upper()]) or None if match else None
+
+
+def accelerator_room(cfg: RunConfig, cluster: Cluster, node: int) -> tuple[float | None, str]:
+    """Returns the bytes of an accelerator of a node, and the source of the number.
+
+    Args:
+        cfg: The configuration.
+        cluster: The nodes.
+        node: Rank of the node.
+    """
+    for raw in read_key(cfg.cluster, "node_groups", ()):
+        label = str(read_key(raw, "label"))
+        group_memory = read_key(raw, "accelerator_memory")
+        if group_memory is not None and node in cluster.node_group(label).node_ranks:
+            return parse_bytes(str(group_memory)), f"cluster.node_groups[{label}].accelerator_memory"
+    if (common := read_key(cfg.cluster, "accelerator_memory")) is not None:
+        return parse_bytes(str(common)), "cluster.accelerator_memory"
+    detected = _detected_memory() if len(cluster.nodes) == 1 else None
+    return detected, "nvidia-smi" if detected else ""
+
+
+@functools.cache
+def _detected_memory() -> float | None:
+    """Returns the bytes of this machine's smallest accelerator, from its driver; None without an accelerator."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(query, capture_output=True, text=True, timeout=_ASK_S, check=True).stdout
+        return min(float(line) * (1 << 20) for line in output.splitlines() if line.strip())
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def host_room(cfg: RunConfig, cluster: Cluster, node: int, *, here: bool) -> tuple[float | None, str]:
+    """Returns the bytes of a node that the run may use, and the source of the number.
+
+    Args:
+        cfg: The configuration.
+        cluster: The nodes.
+        node: Rank of the node.
+        here: True if the run starts on this machine rather than in a job.
+    """
+    for raw in read_key(cfg.cluster, "node_groups", ()):
+        label = str(read_key(raw, "label"))
+        if read_key(raw, "mem") is not None and node in cluster.node_group(label).node_ranks:
+            return parse_bytes(str(mapping(raw)["mem"])), f"cluster.node_groups[{label}].mem"
+    if cfg.cluster.mem is not None and not here:
+        return parse_bytes(cfg.cluster.mem), "cluster.mem"
+    if here:
+        return float(total_memory()), "this machine"
+    return None, ""
+
 
 log = logging.getLogger(__name__)
 
 REFUSE, WARN, OFF = "refuse", "warn", "off"
-#: Part of a node's memory that /dev/shm has where nobody says otherwise.
+#: Default share of a node's memory that /dev/shm has.
 _SHM = 0.5
 
 
 class Accounting(Protocol):
-    """What a kind of run names as its `account`."""
+    """Function of a task type that returns the memory accounts of its groups (`Kind.account`)."""
 
-    def __call__(self, cfg: Any, ranks: Mapping[str, Ranks], *, build: bool, measure: bool) -> Sequence[Account]:
-        """What a rank of each group holds.
+    def __call__(self, cfg: Any, ranks: Mapping[str, GroupRanks], *, build: bool, measure: bool) -> Sequence[Account]:
+        """Returns the memory account of a rank of each group.
 
         Args:
             cfg: The configuration.
-            ranks: The groups, and where they are.
-            build: Whether models may be built, without their weights, to be looked at; that imports torch.
-            measure: Whether also what takes longer may be done, such as to make an environment.
+            ranks: Ranks of each group.
+            build: Allow building models without their weights for inspection; that imports torch.
+            measure: Also allow slower measurements, such as the creation of an environment.
         """
 
 
 @dataclass(frozen=True)
-class Place:
-    """An accelerator, or a node's memory, and who is there.
+class MemoryPool:
+    """Memory of an accelerator or a node, with the bytes of each group.
 
     Attributes:
         name: `node0, accelerators 0-7` or `node0, host memory`.
-        held: Group → bytes, of all its ranks there.
-        room: Bytes that there are; None if nobody knows.
-        said: Who says so.
-        usable: Part of them that may be filled.
-        turns: Groups among them of which only one is there at a time.
-        least: What is there whatever micro-batches turn out to be; on an accelerator, where nothing can be swapped out, all
-            of it.
+        held: Group → bytes of all its ranks in the pool.
+        room: Available bytes; None if unknown.
+        source: Source of that number.
+        usable: Share of `room` that may be used.
+        turns: Colocated groups, of which only one is in the pool at a time.
+        certain_nbytes: Bytes that are used for any size of micro-batches; on an accelerator, which cannot swap, all bytes.
     """
 
     name: str
     held: Mapping[str, float]
     room: float | None
-    said: str
+    source: str
     usable: float
     turns: frozenset[str]
-    least: float | None = None
+    certain_nbytes: float | None = None
 
     @property
     def nbytes(self) -> float:
-        """What is there at most."""
+        """Maximum use in bytes."""
         always = math.fsum(n for group, n in self.held.items() if group not in self.turns)
         return always + max((n for group, n in self.held.items() if group in self.turns), default=0.0)
 
     @property
     def fits(self) -> bool | None:
-        """None if nobody knows."""
+        """True if the groups fit; None if `room` is unknown."""
         return None if self.room is None else self.nbytes <= self.usable * self.room
 
     @property
     def refused(self) -> bool:
-        """Whether it is certain that it does not fit."""
-        least = self.nbytes if self.least is None else self.least
-        return self.room is not None and least > self.usable * self.room
+        """True if the groups certainly do not fit."""
+        nbytes = self.nbytes if self.certain_nbytes is None else self.certain_nbytes
+        return self.room is not None and nbytes > self.usable * self.room
 
     def left_for(self, group: str) -> float | None:
-        """Bytes that the others leave a group."""
+        """Returns the bytes that the other groups leave to a group."""
         if self.room is None:
             return None
-        others = {name: n for name, n in self.held.items() if name != group and not ({name, group} <= self.turns)}
-        return self.usable * self.room - math.fsum(others.values())
+        other_groups = {name: n for name, n in self.held.items() if name != group and not ({name, group} <= self.turns)}
+        return self.usable * self.room - math.fsum(other_groups.values())
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """All that is to be said about memory.
+    """Memory plan of a run.
 
     Attributes:
-        accounts: Of the groups.
-        places: Where they are; alike ones once.
-        left: Group → bytes that one of its ranks may hold; None if nobody knows.
-        rooms: Group → whether its ranks compute on accelerators.
+        accounts: Memory accounts of the groups.
+        places: Memory pools; neighbouring equal pools are merged into one.
+        available: Group → bytes that one of its ranks may use; None if unknown.
+        accelerated: Group → True if its ranks compute on accelerators.
     """
 
     accounts: Sequence[Account]
-    places: Sequence[Place]
-    left: Mapping[str, float | None]
+    places: Sequence[MemoryPool]
+    available: Mapping[str, float | None]
     accelerated: Mapping[str, bool]
 
     def refusals(self) -> list[str]:
-        """Why it cannot fit; one for each group or place."""
-        found = [
-            f"{account.group}: {words}" + _fitting(account, self.left.get(account.group))
+        """Returns the reasons why the run cannot fit, one for each group or pool."""
+        reasons = [
+            f"{account.group}: {words}" + _fitting(account, self.available.get(account.group))
             for account in self.accounts
             for words in account.refusals
         ]
-        said = {account.group for account in self.accounts if account.refusals}
-        return found + [_overfull(self, place) for place in self.places if place.refused and said != set(place.held)]
+        refused_groups = {account.group for account in self.accounts if account.refusals}
+        return reasons + [
+            _overfull(self, place) for place in self.places if place.refused and refused_groups != set(place.held)
+        ]
 
     def doubts(self) -> list[str]:
-        """What may not fit: where ranks have a node's memory alone, and micro-batches may be smaller than they may be."""
+        """Returns the pools that may overflow: host memory of ranks, if micro-batches are not smaller than their limit."""
         return [_overfull(self, place) for place in self.places if place.fits is False and not place.refused]
 
 
-def memory_plan(cfg: RunConfig, plan: Plan, *, build: bool = True, measure: bool = False) -> MemoryPlan:
-    """Works out what each group's ranks hold, and what that makes where they are.
+def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: bool = False) -> MemoryPlan:
+    """Computes the memory of each group's ranks, and the totals of each memory pool.
 
     Args:
         cfg: The configuration.
-        plan: What would be started where.
-        build: Whether models of families that are not known by their configuration may be built to be looked at.
-        measure: Whether also what takes longer may be done.
+        plan: Placement of all ranks.
+        build: Allow building models for inspection if their family is not known by its configuration.
+        measure: Also allow slower measurements.
     """
     cluster = Cluster.planned(cfg.cluster)
-    asked: dict[str, Ranks] = {}
+    ranks_by_group: dict[str, GroupRanks] = {}
     for group, ranks in plan.placements.items():
         accelerated = bool(ranks[0].accelerators)
         room, _ = accelerator_room(cfg, cluster, ranks[0].node_rank) if accelerated else (None, "")
         nodes = [rank.node_rank for rank in ranks]
-        asked[group] = Ranks(len(ranks), accelerated, room, max(map(nodes.count, nodes)))
-    accounts = _accounts(_placed(cfg, cluster), asked, build, measure)
+        ranks_by_group[group] = GroupRanks(len(ranks), accelerated, room, max(map(nodes.count, nodes)))
+    accounts = _accounts(_placed(cfg, cluster), ranks_by_group, build, measure)
     places = [*_accelerators(cfg, cluster, plan, accounts), *_hosts(cfg, cluster, plan, accounts)]
-    left = {account.group: _left(account.group, asked[account.group], places) for account in accounts}
-    return MemoryPlan(accounts, _alike(places), left, {name: ranks.accelerated for name, ranks in asked.items()})
+    available = {
+        account.group: _available_bytes(account.group, ranks_by_group[account.group], places) for account in accounts
+    }
+    return MemoryPlan(
+        accounts, _merge_equal(places), available, {name: ranks.accelerated for name, ranks in ranks_by_group.items()}
+    )
 
 
 def _placed(cfg: RunConfig, cluster: Cluster) -> RunConfig:
-    """The configuration with what follows from the placement: how many ranks an engine has."""
+    """Returns the configuration with the values that follow from the placement: the number of ranks of an engine."""
     placement = HybridComponentPlacement(cfg, cluster)
-    found = {name: placement.get_strategy(name).replica for name in placement.components}
-    placed: RunConfig = kind_of(cfg).placed(cfg, found)
+    replicas = {name: placement.get_strategy(name).replica for name in placement.components}
+    placed: RunConfig = kind_of(cfg).placed(cfg, replicas)
     return placed
 
 
-def _accounts(cfg: RunConfig, asked: Mapping[str, Ranks], build: bool, measure: bool) -> Sequence[Account]:
+def _accounts(cfg: RunConfig, ranks: Mapping[str, GroupRanks], build: bool, measure: bool) -> Sequence[Account]:
     kind = kind_of(cfg)
     if not kind.account:
         return ()
     account: Accounting = load_attribute(kind.account, f"the account of the kind {kind.name}")
-    return account(cfg, asked, build=build, measure=measure)
+    return account(cfg, ranks, build=build, measure=measure)
 
 
 def memory_at_start(cfg: RunConfig, launcher: str) -> MemoryPlan | None:
-    """Returns what a start of the run goes by; None where it goes by nothing.
+    """Returns the memory plan that a start of the run checks; None if it checks none.
 
     Args:
         cfg: The configuration.
@@ -169,35 +245,35 @@ def memory_at_start(cfg: RunConfig, launcher: str) -> MemoryPlan | None:
         plan = build_plan(cfg, launcher=launcher)
     except PlacementError:  # only a job knows its accelerators where the configuration leaves them open
         return None
-    # Models of families that are not known are built for `rlhpc plan` alone: that takes longer than a submission may.
+    # Only `rlhpc plan` builds models of unknown families: that takes too long for a submission.
     return memory_plan(cfg, plan, build=False)
 
 
 def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
-    """Refuses a run whose ranks cannot fit, before anything is started or submitted.
+    """Raises an error for a run whose ranks cannot fit, before anything is started or submitted.
 
     Args:
-        cfg: The configuration; `cluster.memory_check` says whether it is refused, warned of, or not looked at.
-        source: What the configuration is called.
+        cfg: The configuration; `cluster.memory_check` selects an error, a warning, or no check.
+        source: Name of the configuration.
         launcher: `slurm` or `local`.
 
     Raises:
-        ConfigError: It does not fit; names the term that is too large, and the nearest sizes that fit.
+        ConfigError: The run does not fit; names the largest term, and the nearest sizes that fit.
     """
     accounted = memory_at_start(cfg, launcher)
     if accounted is None:
         return
     for doubt in accounted.doubts():
         log.warning("%s: memory may not suffice:\n  %s", source, doubt)
-    found = accounted.refusals()
-    if not found:
+    refusals = accounted.refusals()
+    if not refusals:
         return
-    told = "\n  ".join(found)
+    text = "\n  ".join(refusals)
     if cfg.cluster.memory_check == WARN:
-        log.warning("%s: memory does not suffice:\n  %s", source, told)
+        log.warning("%s: memory does not suffice:\n  %s", source, text)
         return
     raise ConfigError(
-        f"{source}: memory does not suffice, so nothing is started:\n  {told}\n  all terms: rlhpc plan {source}; to start it "
+        f"{source}: memory does not suffice, so nothing is started:\n  {text}\n  all terms: rlhpc plan {source}; to start it "
         "all the same: cluster.memory_check=warn"
     )
 
@@ -205,25 +281,25 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
 # -- places -----------------------------------------------------------------------------------------------------------
 
 
-def _accelerators(cfg: RunConfig, cluster: Cluster, plan: Plan, accounts: Sequence[Account]) -> list[Place]:
-    known = {account.group: account for account in accounts if account.peak is not None}
-    there: dict[tuple[int, int], dict[str, float]] = {}
-    for group, account in known.items():
+def _accelerators(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
+    accounted = {account.group: account for account in accounts if account.peak is not None}
+    held_by_device: dict[tuple[int, int], dict[str, float]] = {}
+    for group, account in accounted.items():
         for rank in plan.placements[group]:
             for index in rank.accelerators:
-                held = there.setdefault((rank.node_rank, index), {})
+                held = held_by_device.setdefault((rank.node_rank, index), {})
                 held[group] = held.get(group, 0.0) + _peak(account) / len(rank.accelerators)
-    turns = frozenset(group for group, account in known.items() if account.turns)
-    found = []
-    for (node, index), held in sorted(there.items()):
-        room, said = accelerator_room(cfg, cluster, node)
-        found.append(Place(f"node{node}, accelerator {index}", held, room, said, 1.0 - SPARE, turns & set(held)))
-    return found
+    turns = frozenset(group for group, account in accounted.items() if account.turns)
+    pools = []
+    for (node, index), held in sorted(held_by_device.items()):
+        room, source = accelerator_room(cfg, cluster, node)
+        pools.append(MemoryPool(f"node{node}, accelerator {index}", held, room, source, 1.0 - SPARE, turns & set(held)))
+    return pools
 
 
-def _hosts(cfg: RunConfig, cluster: Cluster, plan: Plan, accounts: Sequence[Account]) -> list[Place]:
-    found: list[Place] = []
-    mapped: list[Place] = []
+def _hosts(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
+    pools: list[MemoryPool] = []
+    mapped: list[MemoryPool] = []
     for node in range(len(plan.nodes)):
         held: dict[str, float] = {}
         shared: dict[str, float] = {}
@@ -233,22 +309,29 @@ def _hosts(cfg: RunConfig, cluster: Cluster, plan: Plan, accounts: Sequence[Acco
             if here and account.peak is not None:
                 held[account.group] = math.fsum(_of_host(account, rank) for rank in here)
                 shared[account.group] = account.in_shared
-                sums += [account.on_host + (0.0 if rank.accelerators else account.least) for rank in here]
+                sums += [account.on_host + (0.0 if rank.accelerators else account.min_nbytes) for rank in here]
         if not held:
             continue
-        room, said = host_room(cfg, cluster, node, here=plan.launcher == "local")
+        room, source = host_room(cfg, cluster, node, here=plan.launcher == "local")
         in_memory = max(shared.values())  # those who write and those who read share it
-        whole = {name: n for name, n in {**held, "/dev/shm": in_memory}.items() if n}
-        if whole:
+        host_terms = {name: n for name, n in {**held, "/dev/shm": in_memory}.items() if n}
+        if host_terms:
             sure = math.fsum(sums) + in_memory
-            found.append(Place(f"node{node}, host memory", whole, room, said, 1.0, frozenset(), sure))
+            pools.append(MemoryPool(f"node{node}, host memory", host_terms, room, source, 1.0, frozenset(), sure))
         if in_memory:
             half = None if room is None else _SHM * room
-            most = dict([max(shared.items(), key=lambda one: one[1])])
+            largest_share = dict([max(shared.items(), key=lambda one: one[1])])
             mapped.append(
-                Place(f"node{node}, /dev/shm", most, half, f"half of {said}" if said else "", 1.0, frozenset())
+                MemoryPool(
+                    f"node{node}, /dev/shm",
+                    largest_share,
+                    half,
+                    f"half of {source}" if source else "",
+                    1.0,
+                    frozenset(),
+                )
             )
-    return found + mapped
+    return pools + mapped
 
 
 def _of_host(account: Account, rank: Placement) -> float:
@@ -259,47 +342,51 @@ def _peak(account: Account) -> float:
     return 0.0 if account.peak is None else account.peak.nbytes
 
 
-def _left(group: str, ranks: Ranks, places: Sequence[Place]) -> float | None:
-    """What one of a group's ranks may hold where it computes, in the fullest place."""
+def _available_bytes(group: str, ranks: GroupRanks, places: Sequence[MemoryPool]) -> float | None:
+    """Returns the bytes that one of a group's ranks may use where it computes, in the fullest pool."""
     word = "accelerator" if ranks.accelerated else "host memory"
     of = [place.left_for(group) for place in places if word in place.name and group in place.held]
-    known = [one for one in of if one is not None]
-    if not known:
+    available = [nbytes for nbytes in of if nbytes is not None]
+    if not available:
         return None
-    return min(known) / (1 if ranks.accelerated else ranks.per_node)
+    return min(available) / (1 if ranks.accelerated else ranks.per_node)
 
 
-def _alike(places: Sequence[Place]) -> list[Place]:
-    """Places one after the other that hold the same, under one name."""
-    found: list[list[Place]] = []
+def _merge_equal(places: Sequence[MemoryPool]) -> list[MemoryPool]:
+    """Merges neighbouring pools with equal contents under one name."""
+    groups: list[list[MemoryPool]] = []
     for place in places:
-        same = found and _what(found[-1][0]) == _what(place)
-        if same:
-            found[-1].append(place)
+        is_equal = groups and _contents(groups[-1][0]) == _contents(place)
+        if is_equal:
+            groups[-1].append(place)
         else:
-            found.append([place])
+            groups.append([place])
     return [
-        group[0] if len(group) == 1 else Place(f"{group[0].name} to {group[-1].name}", *_rest(group[0]))
-        for group in found
+        group[0]
+        if len(group) == 1
+        else MemoryPool(f"{group[0].name} to {group[-1].name}", *_fields_after_name(group[0]))
+        for group in groups
     ]
 
 
-def _what(place: Place) -> tuple[object, ...]:
-    return place.name.split(" ", 1)[1].rstrip("0123456789 "), *_rest(place)  # without the node's number
+def _contents(place: MemoryPool) -> tuple[object, ...]:
+    return place.name.split(" ", 1)[1].rstrip("0123456789 "), *_fields_after_name(place)  # without the node's number
 
 
-def _rest(place: Place) -> tuple[Mapping[str, float], float | None, str, float, frozenset[str], float | None]:
-    return place.held, place.room, place.said, place.usable, place.turns, place.least
+def _fields_after_name(
+    place: MemoryPool,
+) -> tuple[Mapping[str, float], float | None, str, float, frozenset[str], float | None]:
+    return place.held, place.room, place.source, place.usable, place.turns, place.certain_nbytes
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-def _overfull(plan: MemoryPlan, place: Place) -> str:
-    """What is too much in a place, who is it, and what would fit."""
+def _overfull(plan: MemoryPlan, place: MemoryPool) -> str:
+    """Formats the excess of a pool, the groups in it, and changes that would fit."""
     assert place.room is not None
-    kept = f", of which {1 - place.usable:.0%} is left free" if place.usable < 1 else ""
-    words = f"{place.name}: {gib(place.nbytes)} would be there, and it has {gib(place.room)} ({place.said}{kept})"
+    reserve = f", of which {1 - place.usable:.0%} is left free" if place.usable < 1 else ""
+    words = f"{place.name}: {gib(place.nbytes)} would be there, and it has {gib(place.room)} ({place.source}{reserve})"
     accounts = {account.group: account for account in plan.accounts}
     for group in sorted(place.held, key=lambda name: -place.held[name]):
         account = accounts.get(group)
@@ -308,7 +395,7 @@ def _overfull(plan: MemoryPlan, place: Place) -> str:
         moment, term = account.peak, account.peak.largest
         words += f"\n    {group}: most at the {moment.name}, {gib(moment.nbytes)} a rank; "
         words += f"largest term: {term.name}, {gib(term.nbytes)}"
-        room = plan.left.get(group)
+        room = plan.available.get(group)
         words += _fitting(account, room)
     return words
 
@@ -316,3 +403,96 @@ def _overfull(plan: MemoryPlan, place: Place) -> str:
 def _fitting(account: Account, room: float | None) -> str:
     changes = account.changes(room) if room is not None and room > 0 else ()
     return "".join(f"\n      fits: {' '.join(c.overrides)} ({gib(c.nbytes)} a rank)" for c in changes)
+
+
+_NAME = 38
+
+
+def render_memory(plan: MemoryPlan, *, measure: bool = False) -> str:
+    """Formats the accounts of all groups, and their memory pools.
+
+    Args:
+        plan: The memory plan.
+        measure: Also let PyTorch trace a step of the trained groups.
+    """
+    if not plan.accounts:
+        return ""
+    lines = ["memory"]
+    for account in plan.accounts:
+        lines += _of_group(account, accelerated=plan.accelerated[account.group], room=plan.available[account.group])
+        if measure and account.measured is not None:
+            lines.append(f"    {account.measured()}")
+    lines += ["", *(f"  {_of_place(place)}" for place in plan.places)]
+    refused = plan.refusals()
+    if refused:
+        lines += ["", "does not fit; rlhpc submit, run and train refuse it (cluster.memory_check):"]
+        lines += [f"  {words}" for words in refused]
+    for doubt in plan.doubts():
+        lines += ["", "may not fit:", f"  {doubt}"]
+    if any(place.room is None and "accelerator" in place.name for place in plan.places):
+        lines += [
+            "",
+            "  nobody says how much memory an accelerator has: set cluster.accelerator_memory, such as 80G, best in the site "
+            "file",
+        ]
+    return "\n".join(lines)
+
+
+def _of_group(account: Account, *, accelerated: bool, room: float | None) -> list[str]:
+    if account.unknown:
+        return ["", f"  {account.group}: not known: {account.unknown}"]
+    lines = ["", f"  {account.group}: {account.about}" if account.about else f"  {account.group}"]
+    where = "on its accelerator" if accelerated else "of its node"
+    unit = GIB if max((moment.nbytes for moment in account.moments), default=0.0) >= GIB else MIB
+    where += ", GiB" if unit == GIB else ", MiB"
+    lines.append(
+        f"    {'a rank holds ' + where:<{_NAME}}" + "".join(f"  {m.name:>{_wide(m.name)}}" for m in account.moments)
+    )
+    for name in dict.fromkeys(term.name for moment in account.moments for term in moment.terms):
+        cells = []
+        for moment in account.moments:
+            sizes = [term.nbytes for term in moment.terms if term.name == name]
+            cells.append(f"  {_number(sum(sizes) / unit) if sizes else '':>{_wide(moment.name)}}")
+        lines.append(f"      {name:<{_NAME - 2}}" + "".join(cells))
+    lines.append(
+        f"    {'together':<{_NAME}}"
+        + "".join(f"  {_number(m.nbytes / unit):>{_wide(m.name)}}" for m in account.moments)
+    )
+    if (peak := account.peak) is not None:
+        lines.append(
+            f"    most: {peak.name}, {gib(peak.nbytes)}; largest term: {peak.largest.name}, {gib(peak.largest.nbytes)}"
+        )
+    for label, terms in (
+        ("host memory of a rank", account.host),
+        ("pinned host memory of a rank", account.pinned),
+        ("host memory of a rank, if there is room", account.spare),
+        ("/dev/shm of a node", account.shared),
+    ):
+        if terms:
+            lines.append(f"    {label}: {_listed(terms)}")
+    lines += [f"    {remark}" for remark in account.remarks]
+    if room is not None and room > 0:
+        lines += [f"    fits up to: {key}={value}" for key, value in account.most(room).items()]
+    return lines
+
+
+def _wide(name: str) -> int:
+    return max(7, len(name))
+
+
+def _number(size: float) -> str:
+    return f"{size:.2f}" if size < 10 else f"{size:.1f}"
+
+
+def _listed(terms: Sequence[MemoryTerm]) -> str:
+    return ", ".join(f"{term.name} {gib(term.nbytes)}" for term in terms)
+
+
+def _of_place(place: MemoryPool) -> str:
+    always = [f"{name} {gib(n)}" for name, n in place.held.items() if name not in place.turns]
+    turns = [f"{name} {gib(n)}" for name, n in place.held.items() if name in place.turns]
+    held = " + ".join([*always, *([f"{' or '.join(turns)} (in turns)"] if len(turns) > 1 else turns)])
+    if place.room is None:
+        return f"{place.name}: {held} = {gib(place.nbytes)}"
+    verdict = "fits" if place.fits else "does not fit" if place.refused else "may not fit"
+    return f"{place.name}: {held} = {gib(place.nbytes)} of {gib(place.room)} ({place.source}): {verdict}"

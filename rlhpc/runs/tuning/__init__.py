@@ -1,6 +1,5 @@
-"""`rlhpc tune`: from short real runs to what a step costs, and from that to where a run's groups should be.
+"""`rlhpc tune`: measures short real runs, and searches the placement with the shortest step.
 
-workload: what a step consists of, as a kind of run says · costs: what was measured · shape: machines, and places on them ·
-model: how long a step takes somewhere · search: the best of all places and settings · measure: the short runs · plan: all of
-it.
+workload: phases of a step, from the task type · calibrate: short runs · costs: measured costs · shapes: machines and
+placements · queueing_model: predicted step time · search: best placement and settings · tune: the command.
 """

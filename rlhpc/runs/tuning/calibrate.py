@@ -1,42 +1,241 @@
-"""From short runs to costs: which runs there are, and what each of them says."""
+"""Calibration of the cost model: short runs, and the costs computed from each of them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import math
 import os
+import shutil
+import signal
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import psutil
+
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.metrics.logger import read_metrics
 from rlhpc.runs.tuning.costs import Costs, Curve, word_of
-from rlhpc.runs.tuning.measure import Measured, ShortRuns
-from rlhpc.runs.tuning.model import Model
-from rlhpc.runs.tuning.shape import Candidate, Place, Shape
+from rlhpc.runs.tuning.queueing_model import QueueingModel
+from rlhpc.runs.tuning.shapes import Candidate, ClusterShape, GroupPlacement
 from rlhpc.runs.tuning.workload import Knob, Workload
-from rlhpc.runtime.errors import RlhpcError, Stopped
+from rlhpc.runtime.errors import ConfigError, RlhpcError, Stopped
+from rlhpc.runtime.host import node_name
 
-#: Runs a name with overrides, on some cores.
-Run = Callable[[str, Sequence[str], frozenset[int]], Measured]
+#: Steps of a short run that do not count: the first ones, which set things up, and the last, which has no successor.
+_FIRST, _LAST = 2, 1
+_POLL_S, _GRACE_S = 0.1, 30.0
+#: Python program that restricts its process to some cores and then executes a command.
+_BOUND = "import os, sys; os.sched_setaffinity(0, eval(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
 
-#: Plain runs that are further apart say that the machine is not ours alone; then there is one beside every other run.
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """Measurements of a short run.
+
+    Attributes:
+        step_s: Median of the seconds from the end of a step to the end of the next.
+        metrics: Metric → its median over the steps.
+        memory: Group → maximum bytes of host memory of a rank on this machine, shared pages in proportion.
+        device_memory: Group → maximum bytes of accelerator memory of a rank on this machine.
+    """
+
+    step_s: float
+    metrics: Mapping[str, float]
+    memory: Mapping[str, float] = field(default_factory=dict)
+    device_memory: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ShortRuns:
+    """Short runs of a configuration, a few steps each.
+
+    Attributes:
+        config: File of the configuration, with all values resolved.
+        folder: Folder of the short runs' folders, which are removed, and of `logs`, which stay.
+        always: Overrides of every run.
+        steps: Steps that count.
+        deadline_s: Seconds that a run may take.
+    """
+
+    config: Path
+    folder: Path
+    always: tuple[str, ...]
+    steps: int
+    deadline_s: float
+
+    def run(self, name: str, overrides: Sequence[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts:
+        """Runs the configuration with some changes.
+
+        Args:
+            name: Name of the run and of its log.
+            overrides: The changes.
+            cores: Cores that the run may use; empty for all.
+
+        Raises:
+            RlhpcError: The run failed, with its last message, or did not end in time.
+        """
+        log = self.folder / "logs" / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        count = _FIRST + self.steps + _LAST
+        words = [
+            *self.always, *overrides, f"runner.run_dir={json.dumps(str(self.folder / 'runs'))}", f"runner.name={name}",
+            f"runner.max_steps={count}", "runner.segments=1", "runner.save_interval=-1", "runner.resume_dir=null",
+            "runner.logger.logger_backends=[jsonl]",
+        ]  # fmt: skip
+        command = [sys.executable, "-P", "-m", "rlhpc.cli", "train", str(self.config), *words]
+        if cores:
+            command = [sys.executable, "-P", "-c", _BOUND, repr(set(cores)), *command]
+        paths = RunPaths.of(self.folder / "runs", name)
+        try:
+            with log.open("wb") as output:
+                watched = _watch(command, output, paths, self.deadline_s)
+            if watched.code != 0:
+                raise _failure(name, watched.code, log)
+            rows = read_metrics(paths.metrics)
+        finally:
+            shutil.rmtree(paths.root, ignore_errors=True)
+        return _summed_up(rows, watched)
+
+
+@dataclass
+class _Watched:
+    code: int = 0
+    memory: dict[str, float] = field(default_factory=dict)
+    device_memory: dict[str, float] = field(default_factory=dict)
+
+
+def _watch(command: Sequence[str], output: Any, paths: RunPaths, deadline_s: float) -> _Watched:
+    """Runs a command to its end, and samples the memory of the run's ranks."""
+    watched, started_at, sampled_at = _Watched(), time.monotonic(), 0.0
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
+    try:
+        while process.poll() is None:
+            now = time.monotonic()
+            if now - started_at > deadline_s:
+                raise RlhpcError(
+                    f"a short run did not end within {deadline_s:.0f} s (log {output.name}); give it longer with --deadline, "
+                    "or fewer steps with --steps"
+                )
+            if now - sampled_at > min(1.0, (now - started_at) / 20):  # more often in short runs
+                sampled_at = now
+                _look(paths, watched)
+            time.sleep(_POLL_S)
+    finally:
+        _end(process)
+    watched.code = process.returncode
+    return watched
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a run that is still working; it need not save."""
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the second one ends it at once
+        if process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+
+
+def _look(paths: RunPaths, watched: _Watched) -> None:
+    """Updates the maximum memory of a rank of each group so far."""
+    here, pids = node_name(), dict[int, str]()
+    for file in paths.registry.glob("*/members/*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            record = json.loads(file.read_bytes())
+            if record["node"] == here or str(record["node"]).startswith(f"{here}-v"):
+                pids[int(record["pid"])] = str(record["group"])
+    on_devices = _device_memory() if pids else {}
+    for pid, group in pids.items():
+        with contextlib.suppress(psutil.Error):
+            held = float(psutil.Process(pid).memory_full_info().pss)
+            watched.memory[group] = max(watched.memory.get(group, 0.0), held)
+        if pid in on_devices:
+            watched.device_memory[group] = max(watched.device_memory.get(group, 0.0), on_devices[pid])
+
+
+def _device_memory() -> dict[int, float]:
+    """Returns the bytes of accelerator memory of each process that computes on one."""
+    nbytes_by_pid: dict[int, float] = {}
+    for line in _nvidia_smi("--query-compute-apps=pid,used_memory"):
+        pid, _, held = line.partition(",")
+        if pid.strip().isdigit() and held.strip().isdigit():
+            nbytes_by_pid[int(pid)] = nbytes_by_pid.get(int(pid), 0.0) + float(held) * 2**20
+    return nbytes_by_pid
+
+
+def device_size() -> int:
+    """Returns the bytes of the smallest accelerator's memory; 0 without an accelerator, or if unknown."""
+    sizes = [int(line) for line in _nvidia_smi("--query-gpu=memory.total") if line.strip().isdigit()]
+    return min(sizes, default=0) * 2**20
+
+
+def _nvidia_smi(query: str) -> list[str]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def _failure(name: str, code: int, log: Path) -> RlhpcError:
+    """Returns the error of a failed run, with the run's last message."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    marked = next((i for i, line in enumerate(lines) if line.startswith("rlhpc: error: ")), None)
+    words = "\n".join(lines[-1:] if marked is None else lines[marked:]).removeprefix("rlhpc: error: ")
+    kind = ConfigError if code == ConfigError.exit_code else RlhpcError
+    return kind(f"the short run {name} failed (log {log}): {words or f'exit code {code}'}")
+
+
+def _summed_up(rows: Sequence[Mapping[str, Any]], watched: _Watched) -> MeasuredCosts:
+    ends = [float(row["time/wall_s"]) for row in rows]
+    apart = [after - before for before, after in zip(ends[_FIRST - 1 :], ends[_FIRST:], strict=False)]
+    counted = rows[_FIRST : len(rows) - _LAST]
+    names = {name for row in counted for name, value in row.items() if isinstance(value, (int, float))}
+    medians = {
+        name: statistics.median(float(row[name]) for row in counted if isinstance(row.get(name), (int, float)))
+        for name in names
+    }
+    return MeasuredCosts(statistics.median(apart[: len(counted)]), medians, watched.memory, watched.device_memory)
+
+
+#: Makes a run of a name with overrides, on some cores.
+Run = Callable[[str, Sequence[str], frozenset[int]], MeasuredCosts]
+
+#: Spread of plain runs above which other work disturbs the machine; a plain run then accompanies every other run.
 _STEADY = 0.1
 
 
 @dataclasses.dataclass
 class Calibration:
-    """Measures what the phases of a workload cost on this machine.
+    """Measurement of the costs of a workload's phases on this machine.
 
     Attributes:
-        workload: What a step consists of.
-        shape: The machines of the configuration.
-        configured: The configuration's places and settings.
-        runs: Makes short runs.
-        say: Tells somebody what goes on.
+        workload: Phases of a step.
+        shape: Machines of the configuration.
+        configured: Placement and settings of the configuration.
+        runs: Short runs.
+        say: Prints progress messages.
     """
 
     workload: Workload
-    shape: Shape
+    shape: ClusterShape
     configured: Candidate
     runs: ShortRuns
     say: Callable[[str], None]
@@ -49,38 +248,38 @@ class Calibration:
         }
         self.plain = dataclasses.replace(self.configured, settings=settings)
         self.samples: dict[str, list[tuple[float, float]]] = {phase.name: [] for phase in self.workload.phases}
-        self.first: list[Measured] = []
+        self.first: list[MeasuredCosts] = []
         self.refused: dict[str, str] = {}
 
     def costs(self) -> Costs:
-        """Makes all short runs.
+        """Makes all short runs and returns the costs.
 
         Raises:
-            RlhpcError: The configuration itself does not run.
+            RlhpcError: The unchanged configuration does not run.
         """
         for name in ("plain", "again"):
             self._add(self._level(self._plain(name), self.first[-1].step_s))
         for part, words in self.workload.smaller.items():
-            if (found := self._try(f"part_{part}", words)) is not None:
-                self._add(found, part)
+            if (measured := self._try(f"part_{part}", words)) is not None:
+                self._add(measured, part)
         costs = self._without_factors()
         costs = dataclasses.replace(costs, scaling=self._scaling(costs))
-        costs = dataclasses.replace(costs, together_s=self._together(costs))
+        costs = dataclasses.replace(costs, together_s=self._multi_rank_costs(costs))
         for knob in self.workload.knobs:
             for value in knob.values:
                 if value != self.plain.settings[knob.key]:
                     costs = self._with(costs, knob, value)
         self._plain("last")
-        usual = statistics.median(found.step_s for found in self.first)
+        usual = statistics.median(measured.step_s for measured in self.first)
         return dataclasses.replace(costs.times(usual / self.first[0].step_s), spread=self._spread())
 
     def _spread(self) -> float:
-        """How far runs of the same thing, from the beginning to the end of all this, were apart."""
-        steps = [found.step_s for found in self.first]
+        """Returns the relative spread of equal runs, from the beginning to the end of the calibration."""
+        steps = [measured.step_s for measured in self.first]
         return (max(steps) - min(steps)) / statistics.fmean(steps)
 
     def knobs(self) -> tuple[Knob, ...]:
-        """The keys with those of their values that runs did not fail with."""
+        """Returns the keys with the values whose runs did not fail."""
         return tuple(
             Knob(knob.key, tuple(v for v in knob.values if word_of(knob.key, v) not in self.refused))
             for knob in self.workload.knobs
@@ -88,19 +287,19 @@ class Calibration:
 
     # -- runs -----------------------------------------------------------------------------------------------------
 
-    def _run(self, name: str, words: Iterable[str], cores: frozenset[int] = frozenset()) -> Measured:
-        found = self.runs.run(name, [*self.workload.measured_with, *words], cores)
-        self.say(f"{' '.join(words) or 'as it is'}: {found.step_s:.3g} s a step")
-        return found
+    def _run(self, name: str, words: Iterable[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts:
+        measured = self.runs.run(name, [*self.workload.measured_with, *words], cores)
+        self.say(f"{' '.join(words) or 'as it is'}: {measured.step_s:.3g} s a step")
+        return measured
 
-    def _try(self, name: str, words: Sequence[str], cores: frozenset[int] = frozenset()) -> Measured | None:
-        """Makes a run that the costs can do without."""
+    def _try(self, name: str, words: Sequence[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts | None:
+        """Makes a run that is optional for the costs."""
         try:
-            found = self._run(name, words, cores)
+            measured = self._run(name, words, cores)
             if self._spread() <= _STEADY:
-                return found
-            before = self.first[-1].step_s  # others are at work here: how much, the runs before and after this one say
-            return self._level(found, (before + self._plain("plain").step_s) / 2)
+                return measured
+            before = self.first[-1].step_s  # other work disturbs the machine: the runs before and after show how much
+            return self._level(measured, (before + self._plain("plain").step_s) / 2)
         except Stopped:
             raise
         except RlhpcError as error:
@@ -108,49 +307,52 @@ class Calibration:
             self.say(f"{' '.join(words)}: left out: {error}")
             return None
 
-    def _plain(self, name: str) -> Measured:
-        """Runs the configuration as it is."""
+    def _plain(self, name: str) -> MeasuredCosts:
+        """Runs the unchanged configuration."""
         self.first.append(self._run(name, ()))
         return self.first[-1]
 
-    def _level(self, found: Measured, now: float) -> Measured:
-        """A run as it would have been at first, from the seconds of a plain step at its time."""
+    def _level(self, measured: MeasuredCosts, now: float) -> MeasuredCosts:
+        """Returns a run's measurements as they would have been at first, from the seconds of a plain step at its time."""
         drift = now / self.first[0].step_s
-        metrics = {name: value / drift if name.startswith("time/") else value for name, value in found.metrics.items()}
-        return dataclasses.replace(found, step_s=found.step_s / drift, metrics=metrics)
+        metrics = {
+            name: value / drift if name.startswith("time/") else value for name, value in measured.metrics.items()
+        }
+        return dataclasses.replace(measured, step_s=measured.step_s / drift, metrics=metrics)
 
-    def _add(self, found: Measured, part: int = 1) -> None:
+    def _add(self, measured: MeasuredCosts, part: int = 1) -> None:
         for phase in self.workload.phases:
             share = 1.0 / self.plain.ranks(phase.group) / part
-            self.samples[phase.name].append((share, found.metrics.get(phase.metric, 0.0)))
+            self.samples[phase.name].append((share, measured.metrics.get(phase.metric, 0.0)))
 
-    # -- what they say --------------------------------------------------------------------------------------------
+    # -- evaluation -----------------------------------------------------------------------------------------------
 
     def _without_factors(self) -> Costs:
-        """Curves, what is in no phase, threads and memory."""
+        """Returns curves, overhead, threads and memory."""
         curves = {name: Curve.through(samples) for name, samples in self.samples.items()}
-        plain = [self._level(found, found.step_s) for found in self.first]
+        plain = [self._level(measured, measured.step_s) for measured in self.first]
         turns = [phase for phase in self.workload.phases if phase.turn]
         hops = [
-            found.metrics.get(self.workload.turns, 0.0) - sum(found.metrics.get(phase.metric, 0.0) for phase in turns)
-            for found in plain
+            measured.metrics.get(self.workload.turns, 0.0)
+            - sum(measured.metrics.get(phase.metric, 0.0) for phase in turns)
+            for measured in plain
         ]
         costs = Costs(
             curves,
             hop_s=max(0.0, statistics.median(hops)) if turns else 0.0,
             threads=self._threads(),
-            memory=_most(found.memory for found in self.first),
-            device_memory=_most(found.device_memory for found in self.first),
+            memory=_maximum_by_group(measured.memory for measured in self.first),
+            device_memory=_maximum_by_group(measured.device_memory for measured in self.first),
             spread=self._spread(),
         )
-        known = self._model(costs).predict(self.plain).step_s
-        return dataclasses.replace(costs, overhead_s=max(0.0, self.first[0].step_s - known))
+        predicted_s = self._model(costs).predict(self.plain).step_s
+        return dataclasses.replace(costs, overhead_s=max(0.0, self.first[0].step_s - predicted_s))
 
-    def _model(self, costs: Costs) -> Model:
-        return Model(self.workload, costs, self.shape)
+    def _model(self, costs: Costs) -> QueueingModel:
+        return QueueingModel(self.workload, costs, self.shape)
 
     def _threads(self) -> dict[str, int]:
-        """Threads of a rank of each group, as the runtime gives them."""
+        """Returns the threads of a rank of each group, as the runtime assigns them."""
         on_node: dict[int, int] = {}
         nodes: dict[str, set[int]] = {}
         for group, place in self.plain.places.items():
@@ -163,24 +365,26 @@ class Calibration:
         }
 
     def _scaling(self, costs: Costs) -> dict[str, float]:
-        """How the phases speed up with threads: one run in which each rank has one."""
+        """Measures the speed-up of the phases with threads: one run in which each rank has one thread."""
         ranks = sum(len(place.processes) for place in self.plain.places.values())
         granted = sorted(os.sched_getaffinity(0))
         if max(costs.threads.values()) < 2 or len(self.shape.cores) > 1 or "SLURM_JOB_ID" in os.environ:
             return {}
-        found = self._try("one_thread", (), frozenset(granted[: max(1, ranks)]))
-        if found is None:
+        measured = self._try("one_thread", (), frozenset(granted[: max(1, ranks)]))
+        if measured is None:
             return {}
         scaling = {}
         for phase in self.workload.phases:
             before = costs.curves[phase.name].at(1.0 / self.plain.ranks(phase.group))
-            now, threads = found.metrics.get(phase.metric, 0.0), costs.threads[phase.group]
+            now, threads = measured.metrics.get(phase.metric, 0.0), costs.threads[phase.group]
             if before > 0 and now > before and threads > 1:
                 scaling[phase.name] = min(1.0, math.log(now / before) / math.log(threads))
         return scaling
 
-    def _together(self, costs: Costs) -> dict[str, float]:
-        """What phases take longer on two ranks than one with half of the work: one run with twice as many, if they fit."""
+    def _multi_rank_costs(self, costs: Costs) -> dict[str, float]:
+        """Measures the extra time of phases on two ranks over one rank with half of the work: one run with twice as many
+        ranks, if they fit.
+        """
         places = {}
         for group, place in self.plain.places.items():
             pool, count = self.shape.pools[place.label], len(place.resources)
@@ -188,49 +392,51 @@ class Calibration:
                 continue
             node = pool.resources[0][0]
             if pool.by_node and self.shape.cores[node] > 1:
-                places[group] = Place.of(place.label, 0, 1, 2)
+                places[group] = GroupPlacement.of(place.label, 0, 1, 2)
             elif not pool.by_node and len(pool.resources) >= 2 * count:
-                places[group] = Place.of(place.label, 0, 2)
+                places[group] = GroupPlacement.of(place.label, 0, 2)
         if not places:
             return {}
         doubled = dataclasses.replace(self.plain, places={**self.plain.places, **places})
-        found = self._try("two_ranks", [word_of("cluster.component_placement", doubled.placement())])
-        if found is None:
+        measured = self._try("two_ranks", [word_of("cluster.component_placement", doubled.placement())])
+        if measured is None:
             return {}
         expected = self._model(costs).predict(doubled).phases
         return {
-            phase.name: max(0.0, found.metrics.get(phase.metric, 0.0) - expected[phase.name])
+            phase.name: max(0.0, measured.metrics.get(phase.metric, 0.0) - expected[phase.name])
             for phase in self.workload.phases
             if phase.group in places
         }
 
     def _with(self, costs: Costs, knob: Knob, value: Any) -> Costs:
-        """The costs with what a value of a key changes."""
+        """Returns the costs with the changes by a value of a key."""
         word = word_of(knob.key, value)
-        found = self._try(f"{knob.key.rpartition('.')[2]}_{value}", [word])
-        if found is None:
+        measured = self._try(f"{knob.key.rpartition('.')[2]}_{value}", [word])
+        if measured is None:
             return costs
         changed = dataclasses.replace(self.plain, settings={**self.plain.settings, knob.key: value})
         expected = self._model(costs).predict(changed).phases
         factors = {
-            phase.name: found.metrics[phase.metric] / expected[phase.name]
+            phase.name: measured.metrics[phase.metric] / expected[phase.name]
             for phase in self.workload.phases
-            if expected[phase.name] > 0 and found.metrics.get(phase.metric, 0.0) > 0 and self._is_work(knob, phase.name)
+            if expected[phase.name] > 0
+            and measured.metrics.get(phase.metric, 0.0) > 0
+            and self._is_work(knob, phase.name)
         }
         costs = dataclasses.replace(costs, factors={**costs.factors, word: factors})
-        extra = found.step_s - self._model(costs).predict(changed).step_s
+        extra = measured.step_s - self._model(costs).predict(changed).step_s
         return dataclasses.replace(costs, extra_s={**costs.extra_s, word: extra})
 
     def _is_work(self, knob: Knob, name: str) -> bool:
-        """Whether a phase's metric still says how long its group is at work: where steps overlap, waits say something else."""
+        """Returns whether a phase's metric still measures the work of its group; where steps overlap, waits do not."""
         phase = next(phase for phase in self.workload.phases if phase.name == name)
         return knob.key != self.workload.staleness or not phase.waits
 
 
-def _most(found: Iterable[dict[str, float] | Any]) -> dict[str, float]:
-    """Group → the most of all runs."""
-    most: dict[str, float] = {}
-    for one in found:
-        for group, held in one.items():
-            most[group] = max(most.get(group, 0.0), held)
-    return most
+def _maximum_by_group(runs: Iterable[dict[str, float] | Any]) -> dict[str, float]:
+    """Returns group → maximum over all runs."""
+    maxima: dict[str, float] = {}
+    for nbytes_by_group in runs:
+        for group, held in nbytes_by_group.items():
+            maxima[group] = max(maxima.get(group, 0.0), held)
+    return maxima

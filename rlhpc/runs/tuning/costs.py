@@ -1,4 +1,4 @@
-"""What the phases of a step cost, from what was measured."""
+"""Costs of the phases of a step, from measurements."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds a step of a rank, over its share of the step's work: straight lines between the points that were measured.
+    """Seconds per step of a rank as a function of its share of the step's work: linear interpolation of the measured points.
 
-    Beyond them the line through the outermost two goes on, but never below 0 seconds, nor downwards.
+    Outside the points it extrapolates the line through the outermost two, but never below 0 seconds, nor downwards.
 
     Attributes:
         points: (share, seconds), by share; at least one.
@@ -23,17 +23,19 @@ class Curve:
 
     @classmethod
     def through(cls, samples: Sequence[tuple[float, float]]) -> Curve:
-        """The curve through medians of what was measured at each share, made monotone: more work takes no less time."""
+        """Returns the curve through the medians of the measurements at each share, made monotone: more work takes no less
+        time.
+        """
         shares = sorted({share for share, _ in samples})
-        found: list[tuple[float, float]] = []
+        points: list[tuple[float, float]] = []
         for share in shares:
             middle = statistics.median(seconds for at, seconds in samples if at == share)
-            found.append((share, max(middle, found[-1][1] if found else 0.0)))
-        return cls(tuple(found))
+            points.append((share, max(middle, points[-1][1] if points else 0.0)))
+        return cls(tuple(points))
 
     def at(self, share: float) -> float:
-        """Seconds with this share of the work."""
-        if len(self.points) == 1:  # nothing says what a smaller share would save: take it as proportional
+        """Returns the seconds for a share of the work."""
+        if len(self.points) == 1:  # the saving of a smaller share is not measured: assume proportional
             return self.points[0][1] * share / self.points[0][0]
         upper = next((i for i, (at, _) in enumerate(self.points) if at >= share), len(self.points) - 1)
         (x0, y0), (x1, y1) = self.points[max(upper, 1) - 1], self.points[max(upper, 1)]
@@ -42,20 +44,20 @@ class Curve:
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured.
+    """Measured costs of a workload.
 
     Attributes:
         curves: Phase → seconds over the share of the work.
-        overhead_s: Seconds of a step that belong to no phase: the driver's.
-        hop_s: Seconds of a step that phases that take turns spend on the way between each other.
-        together_s: Phase → seconds that it takes longer where two ranks work together instead of one with half the work.
-        threads: Threads of a rank while this was measured, by group.
-        scaling: Phase → exponent of the speed-up with threads: 0 is none, 1 is as many times faster as there are threads.
-        factors: `key=value` → phase → how many times longer it takes with that value.
-        extra_s: `key=value` → seconds that the step takes longer besides; below 0, less long.
+        overhead_s: Seconds of a step outside all phases: the driver's.
+        hop_s: Seconds of a step for the messages between phases that alternate.
+        together_s: Phase → extra seconds on two ranks over one rank with half the work.
+        threads: Threads of a rank during the measurement, by group.
+        scaling: Phase → exponent of the speed-up with threads: 0 for none, 1 for linear.
+        factors: `key=value` → phase → ratio of its time with that value to its time without.
+        extra_s: `key=value` → further extra seconds of the step; negative if it is shorter.
         memory: Group → bytes of host memory of a rank.
         device_memory: Group → bytes of accelerator memory of a rank.
-        spread: How far two medians of the same thing were apart, relative to their mean.
+        spread: Difference of two medians of equal runs, relative to their mean.
     """
 
     curves: Mapping[str, Curve]
@@ -71,7 +73,7 @@ class Costs:
     spread: float = 0.0
 
     def times(self, ratio: float) -> Costs:
-        """The same on a machine that takes `ratio` times as long."""
+        """Returns the costs on a machine that takes `ratio` times as long."""
 
         def all_of(seconds: Mapping[str, float]) -> dict[str, float]:
             return {name: value * ratio for name, value in seconds.items()}
@@ -86,7 +88,7 @@ class Costs:
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Returns the costs as JSON values."""
         return {
             **asdict(self),
             "curves": {name: [list(p) for p in curve.points] for name, curve in self.curves.items()},
@@ -94,10 +96,10 @@ class Costs:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Costs:
-        """What `to_json` gave.
+        """Restores the costs that `to_json` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: It is something else.
+            KeyError, TypeError, ValueError: The content has another form.
         """
         curves = {
             str(name): Curve(tuple((float(share), float(seconds)) for share, seconds in points))
@@ -107,5 +109,5 @@ class Costs:
 
 
 def word_of(key: str, value: Any) -> str:
-    """A key with its value, as an override."""
+    """Formats a key with its value as an override."""
     return f"{key}={json.dumps(value)}"

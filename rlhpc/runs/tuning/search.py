@@ -1,7 +1,7 @@
-"""The best of all places and settings, found exactly: by a bound that does not depend on where ranks are, best first.
+"""Exact search for the best placement and settings: best-first, by a bound that does not depend on the location of ranks.
 
-What is fixed first are the numbers of ranks and the settings. The bound says how fast these can be anywhere; in its order, all
-ways to lay the groups out on the machines are predicted, until no bound is below what has been found.
+The search first fixes the numbers of ranks and the settings. The bound is the shortest step of these in any layout. In its
+order, the search predicts all layouts of the groups on the machines, until no bound is below the best prediction.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlhpc.runs.tuning.model import Model, Prediction
-from rlhpc.runs.tuning.shape import Candidate, Place, Pool
+from rlhpc.runs.tuning.queueing_model import Prediction, QueueingModel
+from rlhpc.runs.tuning.shapes import Candidate, GroupPlacement, Pool
 
-#: Pools up to this size are searched at every offset and every number; larger ones at multiples and where others end.
+#: Pools up to this size are searched at every offset and number; larger ones at multiples and at the ends of other groups.
 _SMALL = 8
 #: (resources, ranks on each)
 Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Found:
-    """A candidate with what is expected of it."""
+class RankedCandidate:
+    """Candidate with its prediction."""
 
     candidate: Candidate
     prediction: Prediction
@@ -31,30 +31,30 @@ class Found:
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates.
+    """Search space of candidates.
 
     Attributes:
         model: Workload, costs and machines.
-        configured: The candidate that the configuration is; groups without a phase stay where it has them.
+        configured: Candidate of the configuration; groups without a phase keep its placement.
     """
 
-    model: Model
+    model: QueueingModel
     configured: Candidate
 
     def settings(self) -> Iterator[dict[str, Any]]:
-        """All combinations of the keys' values."""
+        """Yields all combinations of the keys' values."""
         knobs = self.model.workload.knobs
         for values in itertools.product(*(knob.values for knob in knobs)):
             yield {knob.key: value for knob, value in zip(knobs, values, strict=True)}
 
     def sizes(self, group: str) -> list[Size]:
-        """All numbers of resources and of ranks on each that a group may have."""
+        """Returns all numbers of resources, with the ranks on each, that a group may have."""
         pool = self.pool(group)
         total = len(pool.resources)
         counts = [n for n in range(1, total + 1) if total <= _SMALL or not total % n or n & (n - 1) == 0]
         divides = self.model.workload.divides.get(group, 0)
-        found = [(count, per) for count in counts for per in self._per(group, pool)]
-        return [size for size in found if not divides or divides % math.prod(size) == 0]
+        sizes = [(count, per) for count in counts for per in self._per(group, pool)]
+        return [size for size in sizes if not divides or divides % math.prod(size) == 0]
 
     def _per(self, group: str, pool: Pool) -> list[int]:
         on_node = max(sum(node == other for other, _ in pool.resources) for node, _ in pool.resources)
@@ -64,23 +64,23 @@ class Space:
         return [n for n in range(1, cores + 1) if cores <= _SMALL or not cores % n or n & (n - 1) == 0]
 
     def pool(self, group: str) -> Pool:
-        """The resources that a group's place is counted in."""
+        """Returns the resources in which a group's placement is counted."""
         return self.model.shape.pools[self.configured.places[group].label]
 
     def counted(self) -> Iterator[Candidate]:
-        """Every number of ranks with all settings; each group lies at the beginning of its pool."""
+        """Yields every number of ranks with all settings; each group lies at the beginning of its pool."""
         groups = self.model.workload.groups
         settings = list(self.settings())
         for sizes in itertools.product(*(self.sizes(group) for group in groups)):
             places = {
-                group: Place.of(self.pool(group).label, 0, count, per)
+                group: GroupPlacement.of(self.pool(group).label, 0, count, per)
                 for group, (count, per) in zip(groups, sizes, strict=True)
             }
             for chosen in settings:
                 yield Candidate({**self.configured.places, **places}, chosen)
 
     def laid_out(self, counted: Candidate) -> Iterator[Candidate]:
-        """The same numbers at every offset."""
+        """Yields the same numbers of ranks at every offset."""
         groups = self.model.workload.groups
         starts: list[list[int]] = []
         for group in groups:
@@ -92,22 +92,24 @@ class Space:
             for group, first in zip(groups, firsts, strict=True):
                 place = counted.places[group]
                 count = len(place.resources)
-                places[group] = Place.of(place.label, first, count, len(place.processes) // count)
+                places[group] = GroupPlacement.of(place.label, first, count, len(place.processes) // count)
             yield Candidate({**counted.places, **places}, counted.settings)
 
     def _joints(self, counted: Candidate, group: str) -> set[int]:
-        """Where a group may begin in a large pool: at its beginning, after other groups, and at its end."""
+        """Returns the offsets at which a group may start in a large pool: at its beginning, after other groups, and at its
+        end.
+        """
         label = counted.places[group].label
-        others = [
+        other_counts = [
             len(place.resources) for name, place in counted.places.items() if name != group and place.label == label
         ]
-        sums = {sum(some) for n in range(len(others) + 1) for some in itertools.combinations(others, n)}
+        sums = {sum(some) for n in range(len(other_counts) + 1) for some in itertools.combinations(other_counts, n)}
         return sums | {len(self.pool(group).resources) - len(counted.places[group].resources)}
 
 
-def order(found: Found, configured: Candidate) -> tuple[float, float, float, int, int, str]:
-    """What is better comes first: a shorter step; where that is the same, less memory, then fewer ranks and fewer changes."""
-    candidate, prediction = found.candidate, found.prediction
+def order(ranked: RankedCandidate, configured: Candidate) -> tuple[float, float, float, int, int, str]:
+    """Returns the sort key of a candidate: a shorter step first; then less memory, fewer ranks and fewer changes."""
+    candidate, prediction = ranked.candidate, ranked.prediction
     ranks = sum(len(place.processes) for place in candidate.places.values())
     changes = sum(configured.settings.get(key) != value for key, value in candidate.settings.items())
     changes += sum(configured.places[group].processes != place.processes for group, place in candidate.places.items())
@@ -117,54 +119,56 @@ def order(found: Found, configured: Candidate) -> tuple[float, float, float, int
     )  # fmt: skip
 
 
-def _looks(found: Found) -> object:
-    """What two candidates have in common that nobody would tell apart."""
+def _equivalence_key(ranked: RankedCandidate) -> object:
+    """Returns a key that is equal for candidates that a user would not distinguish."""
     sizes = tuple(
-        (group, len(place.resources), len(place.processes)) for group, place in found.candidate.places.items()
+        (group, len(place.resources), len(place.processes)) for group, place in ranked.candidate.places.items()
     )
-    return sizes, found.candidate.mode, round(found.prediction.step_s, 9)
+    return sizes, ranked.candidate.mode, round(ranked.prediction.step_s, 9)
 
 
-def search(space: Space, count: int, allowed: Callable[[Candidate], bool] = lambda candidate: True) -> list[Found]:
-    """The best candidates, the best first.
+def search(
+    space: Space, count: int, allowed: Callable[[Candidate], bool] = lambda candidate: True
+) -> list[RankedCandidate]:
+    """Returns the best candidates, the best first.
 
     Args:
         space: All candidates.
-        count: How many; of several that differ only in where ranks lie, the best of each mode counts, and of several that
-            differ only in settings which change nothing, the one with the fewest changes.
-        allowed: Asked of those that would be among them, since it may take long.
+        count: Number of candidates; of several that differ only in the location of ranks, the best of each mode counts, and of
+            several that differ only in settings without an effect, the one with the fewest changes.
+        allowed: Returns whether a candidate is allowed; called only for candidates to return, since it may be slow.
     """
-    model, best = space.model, dict[object, Found]()
+    model, best = space.model, dict[object, RankedCandidate]()
     refused: set[object] = set()
 
     def worst() -> float:
         rows = best_first() if len(best) >= count else []
         return rows[count - 1].prediction.step_s if len(rows) >= count else math.inf
 
-    def best_first() -> list[Found]:
-        rows: dict[object, Found] = {}
-        for found in sorted(best.values(), key=lambda found: order(found, space.configured)):
-            rows.setdefault(_looks(found), found)
+    def best_first() -> list[RankedCandidate]:
+        rows: dict[object, RankedCandidate] = {}
+        for ranked in sorted(best.values(), key=lambda ranked: order(ranked, space.configured)):
+            rows.setdefault(_equivalence_key(ranked), ranked)
         return list(rows.values())
 
     bounded = sorted(
-        ((model.least(one), index, one) for index, one in enumerate(space.counted())), key=lambda row: row[:2]
+        ((model.lower_bound_s(one), index, one) for index, one in enumerate(space.counted())), key=lambda row: row[:2]
     )
-    for least, index, counted in bounded:
+    for bound, index, counted in bounded:
         limit = worst()
-        if least > limit + 1e-9:
+        if bound > limit + 1e-9:
             break
         for candidate in space.laid_out(counted):
             key = (index, candidate.mode)
             if key in refused:
                 continue
-            found = Found(candidate, model.predict(candidate))
-            if found.prediction.step_s > limit + 1e-9 or not model.fits(found.prediction):
+            ranked_candidate = RankedCandidate(candidate, model.predict(candidate))
+            if ranked_candidate.prediction.step_s > limit + 1e-9 or not model.fits(ranked_candidate.prediction):
                 continue
             if key in best:
-                best[key] = min(best[key], found, key=lambda one: order(one, space.configured))
+                best[key] = min(best[key], ranked_candidate, key=lambda one: order(one, space.configured))
             elif allowed(candidate):
-                best[key] = found
+                best[key] = ranked_candidate
             else:
                 refused.add(key)
     return best_first()[:count]

@@ -1,4 +1,4 @@
-"""`rlhpc tune`: measure, search, run the best for a few steps, and write down what to change."""
+"""`rlhpc tune`: measures, searches, runs the best candidates for a few steps, and writes the changed configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +18,46 @@ import yaml
 from rlhpc.config import config_to_yaml, find_config, total_steps
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import select
-from rlhpc.config.yaml_loader import ConfigDumper
+from rlhpc.config.yaml_files import ConfigDumper
 from rlhpc.jobs.paths import CONFIG, RunPaths
-from rlhpc.runs.changes import training_fingerprint
+from rlhpc.metrics.page import size
+from rlhpc.runs.config_changes import training_fingerprint
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import all_kinds, kind_of
 from rlhpc.runs.memory.plan import memory_at_start
-from rlhpc.runs.tuning.calibrate import Calibration
+from rlhpc.runs.task_type import all_kinds, kind_of
+from rlhpc.runs.tuning.calibrate import Calibration, ShortRuns, device_size
 from rlhpc.runs.tuning.costs import Costs
-from rlhpc.runs.tuning.measure import ShortRuns, device_size
-from rlhpc.runs.tuning.model import Model
-from rlhpc.runs.tuning.search import Found, Space, search
-from rlhpc.runs.tuning.shape import Candidate, Shape, placed
+from rlhpc.runs.tuning.queueing_model import QueueingModel
+from rlhpc.runs.tuning.search import RankedCandidate, Space, search
+from rlhpc.runs.tuning.shapes import Candidate, ClusterShape, placed
 from rlhpc.runs.tuning.workload import Workload
-from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.lookup import load_attribute
-from rlhpc.runtime.memory import total_memory
+from rlhpc.runtime.files import replace_durably
+from rlhpc.runtime.os_resources import total_memory
 from rlhpc.runtime.ownership import require_own_run_folder
-from rlhpc.runtime.storage import unwritten
+from rlhpc.runtime.plugins import load_attribute
 
-#: Candidates in the table and in tune.json.
-_SHOWN = 10
-#: Keys that a short run does without, in the kinds of run that have them.
+#: Number of candidates in the table and in tune.json.
+_NUM_LISTED = 10
+#: Values of keys in short runs, for the task types that have the keys.
 NOT_IN_SHORT_RUNS = {
     "runner.val_check_interval": "-1", "runner.stop_return": "null", "runner.keep_best": "null", "runner.patience": "0",
 }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What `rlhpc tune` was asked for.
+class TuneRequest:
+    """Options of `rlhpc tune`.
 
     Attributes:
-        config: The configuration's file.
-        overrides: And its overrides.
+        config: File of the configuration.
+        overrides: Overrides of the configuration.
         site: Site file.
-        nodes, accelerators: Machines to place the run on, if not those that the configuration asks for.
-        verify: How many of the best are run.
+        nodes, accelerators: Machines to place the run on, if not those that the configuration requests.
+        verify: Number of the best candidates that are run.
         ahead: Largest `algorithm.max_staleness` that is considered; None for the configured one.
-        samples: Number of samples for which hours are given; None for those of the whole run.
+        samples: Number of samples for which hours are computed; None for those of the complete run.
         steps: Steps of a short run that count.
         deadline_s: Seconds that a short run may take.
     """
@@ -74,67 +74,67 @@ class Asked:
     deadline_s: float = 1800.0
 
     def machines(self) -> tuple[str, ...]:
-        """Overrides for the machines."""
+        """Returns the overrides for the machines."""
         words = [] if self.nodes is None else [f"cluster.num_nodes={self.nodes}"]
         return (*words, *([] if self.accelerators is None else [f"cluster.accelerators_per_node={self.accelerators}"]))
 
 
 def workload_of(cfg: RunConfig, ahead: int | None) -> Workload:
-    """What a step of a run consists of.
+    """Returns the workload of a step of a run.
 
     Raises:
-        ConfigError: The kind of run does not say.
+        ConfigError: The task type has no workload.
     """
     kind = kind_of(cfg)
     if not kind.workload:
-        there = ", ".join(sorted(one.name for one in all_kinds() if one.workload))
+        tunable = ", ".join(sorted(one.name for one in all_kinds() if one.workload))
         raise ConfigError(
             f"runner.task_type is {kind.name}, and what a step of such a run consists of is not known; rlhpc tune "
-            f"takes: {there}"
+            f"takes: {tunable}"
         )
     configured = int(select(cfg, "algorithm.max_staleness") or 0)
-    made = load_attribute(kind.workload, f"the workload of the kind {kind.name}")
-    workload: Workload = made(cfg, configured if ahead is None else ahead)
+    build_workload = load_attribute(kind.workload, f"the workload of the kind {kind.name}")
+    workload: Workload = build_workload(cfg, configured if ahead is None else ahead)
     return workload
 
 
-def space_of(asked: Asked, workload: Workload, costs: Costs, cfg: RunConfig, *, here: bool) -> Space:
-    """All candidates on the machines that were asked for, which `here` says are like this one."""
-    target = load_config(asked.config, [*asked.overrides, *asked.machines()], site=asked.site, check=False)
+def space_of(request: TuneRequest, workload: Workload, costs: Costs, cfg: RunConfig, *, here: bool) -> Space:
+    """Returns all candidates on the requested machines; `here` is true if these are like this machine."""
+    target = load_config(request.config, [*request.overrides, *request.machines()], site=request.site, check=False)
     configured = configured_candidate(cfg, workload)
     labels = {place.label for place in configured.places.values()}
     memory = total_memory() if here else 0
-    shape = Shape.of(target, labels, memory, device_size() if here else 0)
-    return Space(Model(workload, costs, shape), configured)
+    shape = ClusterShape.of(target, labels, memory, device_size() if here else 0)
+    return Space(QueueingModel(workload, costs, shape), configured)
 
 
 def configured_candidate(cfg: RunConfig, workload: Workload) -> Candidate:
-    """Places and settings as they are configured."""
+    """Returns the placement and settings of the configuration."""
     roles = kind_of(cfg).roles_of(cfg)
     places = {group: place for group, place in placed(cfg).items() if group in roles}
     return Candidate(places, {knob.key: select(cfg, knob.key) for knob in workload.knobs})
 
 
-def tune(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
-    """Finds out how a run should be placed.
+def tune(request: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
+    """Searches the best placement of a run.
 
     Args:
-        asked: What of, and how.
-        say: Tells somebody what goes on.
+        request: Configuration and options.
+        say: Prints progress messages.
 
     Returns:
-        What tune.json has.
+        The content of tune.json.
 
     Raises:
-        ConfigError, PlacementError: Before anything runs.
+        ConfigError, PlacementError: A check failed; nothing ran.
         RlhpcError: The configuration does not run.
     """
-    cfg = load_config(asked.config, asked.overrides, site=asked.site)
-    if asked.machines() and cfg.cluster.node_groups:
+    cfg = load_config(request.config, request.overrides, site=request.site)
+    if request.machines() and cfg.cluster.node_groups:
         raise ConfigError(
             "--nodes and --gpus are for configurations without cluster.node_groups; change those in the file"
         )
-    workload = workload_of(cfg, asked.ahead)
+    workload = workload_of(cfg, request.ahead)
     configured = configured_candidate(cfg, workload)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     require_own_run_folder(paths.root)
@@ -145,9 +145,9 @@ def tune(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
     except OSError as error:
         raise unwritten(error, paths.tuning) from error
     always = [f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items() if key in kind_of(cfg).schema]
-    runs = ShortRuns(folder / CONFIG, folder, tuple(always), asked.steps, asked.deadline_s)
+    runs = ShortRuns(folder / CONFIG, folder, tuple(always), request.steps, request.deadline_s)
     try:
-        record = _find(asked, cfg, workload, configured, runs, say)
+        record = _find(request, cfg, workload, configured, runs, say)
     except RlhpcError:  # it may name a log
         shutil.rmtree(folder / "runs", ignore_errors=True)
         raise
@@ -155,45 +155,45 @@ def tune(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
-    _write(paths, asked, record)
+    _write(paths, request, record)
     return record
 
 
 def _find(
-    asked: Asked,
+    request: TuneRequest,
     cfg: RunConfig,
     workload: Workload,
     configured: Candidate,
     runs: ShortRuns,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measures, searches, and runs the best."""
+    """Measures, searches, and runs the best candidates."""
     labels = {place.label for place in configured.places.values()}
-    calibration = Calibration(workload, Shape.of(cfg, labels), configured, runs, say)
+    calibration = Calibration(workload, ClusterShape.of(cfg, labels), configured, runs, say)
     costs = calibration.costs()
     workload = dataclasses.replace(workload, knobs=calibration.knobs())
-    space = space_of(asked, workload, costs, cfg, here=True)
+    space = space_of(request, workload, costs, cfg, here=True)
     say(f"searching {sum(1 for _ in space.counted())} numbers of ranks and settings")
-    best = search(space, max(_SHOWN, asked.verify), lambda candidate: is_allowed(asked, candidate, here=True))
+    best = search(space, max(_NUM_LISTED, request.verify), lambda candidate: is_allowed(request, candidate, here=True))
     if not best:
         raise ConfigError(
             f"no placement of {', '.join(workload.groups)} on {_machines(space.model.shape)} is allowed; rlhpc plan "
             "says why of one"
         )
-    record = _record(asked, cfg, space, best, calibration.refused)
-    _verify(record, asked, runs, say)
+    record = _record(request, cfg, space, best, calibration.refused)
+    _verify(record, request, runs, say)
     return record
 
 
-def is_allowed(request: Asked, candidate: Candidate, *, here: bool) -> bool:
-    """Tells whether a candidate passes the configuration's own checks, and that of memory at a start of it.
+def is_allowed(request: TuneRequest, candidate: Candidate, *, here: bool) -> bool:
+    """Returns whether a candidate passes the configuration's checks, and the memory check of a start.
 
-    What short runs measured of memory holds for their number of ranks alone.
+    The memory that short runs measured is valid only for their number of ranks.
 
     Args:
-        request: What is tuned, and for which machines.
-        candidate: Places and settings.
-        here: The machines are like this one.
+        request: Configuration, options and machines.
+        candidate: Placement and settings.
+        here: True if the machines are like this one.
     """
     words = [*request.overrides, *request.machines(), *candidate.overrides()]
     try:
@@ -204,38 +204,38 @@ def is_allowed(request: Asked, candidate: Candidate, *, here: bool) -> bool:
     return accounted is None or not accounted.refusals()
 
 
-def _machines(shape: Shape) -> str:
+def _machines(shape: ClusterShape) -> str:
     nodes = len(shape.cores)
     each = f"{shape.accelerators // nodes} accelerators" if shape.accelerators else f"{max(shape.cores)} cores"
     return f"{nodes} node{'s' * (nodes != 1)} with {each}"
 
 
 def _record(
-    asked: Asked, cfg: RunConfig, space: Space, best: Sequence[Found], refused: dict[str, str]
+    request: TuneRequest, cfg: RunConfig, space: Space, best: Sequence[RankedCandidate], refused: dict[str, str]
 ) -> dict[str, Any]:
     model, workload = space.model, space.model.workload
-    steps = total_steps(cfg) if asked.samples is None else math.ceil(asked.samples / workload.samples)
+    steps = total_steps(cfg) if request.samples is None else math.ceil(request.samples / workload.samples)
     unit_count = model.shape.accelerators or len(model.shape.cores)
     rows = []
-    own = space.configured
-    if not asked.machines() and not any(_same(own, found.candidate) for found in best):
-        best = [*best, Found(own, model.predict(own))]
-    for found in best:
-        step_s = found.prediction.step_s
+    configured = space.configured
+    if not request.machines() and not any(_is_same_candidate(configured, ranked.candidate) for ranked in best):
+        best = [*best, RankedCandidate(configured, model.predict(configured))]
+    for ranked in best:
+        step_s = ranked.prediction.step_s
         rows.append(
             {
-                "mode": found.candidate.mode,
-                "configured": not asked.machines() and _same(own, found.candidate),
-                "placement": found.candidate.placement(),
+                "mode": ranked.candidate.mode,
+                "configured": not request.machines() and _is_same_candidate(configured, ranked.candidate),
+                "placement": ranked.candidate.placement(),
                 "settings": {
-                    key: value for key, value in found.candidate.settings.items() if value != own.settings[key]
+                    key: value for key, value in ranked.candidate.settings.items() if value != configured.settings[key]
                 },
-                "overrides": [*asked.machines(), *found.candidate.overrides()],
+                "overrides": [*request.machines(), *ranked.candidate.overrides()],
                 "step_s": step_s,
-                "idle": found.prediction.idle,
-                "memory": found.prediction.memory,
-                "device_memory": found.prediction.device_memory,
-                "phases": dict(found.prediction.phases),
+                "idle": ranked.prediction.idle,
+                "memory": ranked.prediction.memory,
+                "device_memory": ranked.prediction.device_memory,
+                "phases": dict(ranked.prediction.phases),
                 "hours": step_s * steps * unit_count / 3600,
                 "measured_step_s": None,
                 "error": None,
@@ -244,8 +244,8 @@ def _record(
     return {
         "format": 1,
         "made": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "config": asked.config,
-        "overrides": list(asked.overrides),
+        "config": request.config,
+        "overrides": list(request.overrides),
         "kind": kind_of(cfg).name,
         "fingerprint": training_fingerprint(cfg),
         "machines": {
@@ -266,46 +266,46 @@ def _record(
     }
 
 
-def _same(one: Candidate, other: Candidate) -> bool:
+def _is_same_candidate(one: Candidate, other: Candidate) -> bool:
     processes = [{name: place.processes for name, place in each.places.items()} for each in (one, other)]
     return processes[0] == processes[1] and one.settings == other.settings
 
 
-def _verify(record: dict[str, Any], asked: Asked, runs: ShortRuns, say: Callable[[str], None]) -> None:
-    """Runs the best, and the configuration as it is, for a few steps.
+def _verify(record: dict[str, Any], request: TuneRequest, runs: ShortRuns, say: Callable[[str], None]) -> None:
+    """Runs the best candidates, and the unchanged configuration, for a few steps.
 
-    The winner is the fastest; but what is configured stays where the fastest is ahead by no more than runs of the same differ.
+    The winner is the fastest; but the configured candidate wins if the fastest is ahead by no more than equal runs differ.
     """
-    if not asked.verify:
+    if not request.verify:
         return
     rows = record["rows"]
-    chosen = [row for index, row in enumerate(rows) if index < asked.verify or row["configured"]]
+    chosen = [row for index, row in enumerate(rows) if index < request.verify or row["configured"]]
     for index, row in enumerate(chosen):
         try:
-            found = runs.run(f"verify_{index}", row["overrides"])
+            measured_costs = runs.run(f"verify_{index}", row["overrides"])
         except RlhpcError as error:
             row["note"] = str(error).splitlines()[0]
             say(f"verify {index + 1} of {len(chosen)}: {error}")
             continue
-        row["measured_step_s"] = found.step_s
-        row["error"] = row["step_s"] / found.step_s - 1
+        row["measured_step_s"] = measured_costs.step_s
+        row["error"] = row["step_s"] / measured_costs.step_s - 1
         say(
-            f"verify {index + 1} of {len(chosen)}: {found.step_s:.3g} s a step, predicted {row['step_s']:.3g} s "
+            f"verify {index + 1} of {len(chosen)}: {measured_costs.step_s:.3g} s a step, predicted {row['step_s']:.3g} s "
             f"({row['error']:+.0%})"
         )
     measured = [row for row in chosen if row["measured_step_s"] is not None]
     if measured:
         fastest = min(measured, key=lambda row: row["measured_step_s"])
         enough = fastest["measured_step_s"] * (1 + record["costs"]["spread"])
-        same = [row for row in measured if row["configured"] and row["measured_step_s"] <= enough]
-        record["winner"] = rows.index((same or [fastest])[0])
+        configured_rows = [row for row in measured if row["configured"] and row["measured_step_s"] <= enough]
+        record["winner"] = rows.index((configured_rows or [fastest])[0])
 
 
-def _write(paths: RunPaths, asked: Asked, record: dict[str, Any]) -> None:
-    """tune.json, and a configuration that takes the given one and changes what the winner changes."""
+def _write(paths: RunPaths, request: TuneRequest, record: dict[str, Any]) -> None:
+    """Writes tune.json, and a configuration that includes the original one and applies the changes of the winner."""
     winner = record["rows"][record["winner"]]
-    given = find_config(asked.config).absolute()
-    base = os.path.relpath(given, paths.tuning) if given.is_relative_to(Path.cwd()) else str(given)
+    original = find_config(request.config).absolute()
+    base = os.path.relpath(original, paths.tuning) if original.is_relative_to(Path.cwd()) else str(original)
     content: dict[str, Any] = {"defaults": [base]}
     for word in winner["overrides"]:
         key, value = word.split("=", 1)
@@ -319,3 +319,72 @@ def _write(paths: RunPaths, asked: Asked, record: dict[str, Any]) -> None:
         replace_durably(paths.tuned_config, (head + yaml.dump(content, Dumper=ConfigDumper, sort_keys=False)).encode())
     except OSError as error:
         raise unwritten(error, paths.tuning) from error
+
+
+#: Relative spread of equal runs above which other work disturbs the machine.
+_NOISY = 0.2
+_BUSY = "that much says that others are at work on this machine: measure again when it is quiet, or with more --steps"
+
+
+def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
+    """Formats the content of tune.json as text.
+
+    Args:
+        record: Content of tune.json.
+        tuned: Configuration of the winner.
+        command: Command that runs it.
+    """
+    accelerators = record["hours_of"] == "accelerators"
+    verified = any(row["measured_step_s"] is not None for row in record["rows"])
+    head = ["", "placement", "changes", "s a step", "idle", "memory", "GPU-hours" if accelerators else "node hours"]
+    table = [[*head, *(["measured", "error"] if verified else [])]]
+    for index, row in enumerate(record["rows"]):
+        cells = [
+            f"{index + 1}{'*' if index == record['winner'] else ''}",
+            _placement(row["placement"]) + (" (as configured)" if row["configured"] else ""),
+            " ".join(f"{key}={_word(value)}" for key, value in row["settings"].items()) or "-",
+            f"{row['step_s']:.3g}",
+            f"{row['idle']:.0%}",
+            size(row["device_memory"] if accelerators else row["memory"]),
+            f"{row['hours']:.3g}",
+        ]
+        if verified:
+            seconds, error = row["measured_step_s"], row["error"]
+            cells += ["-", "-"] if seconds is None else [f"{seconds:.3g}", f"{error:+.0%}"]
+        table.append(cells)
+    machines, spread = record["machines"], record["costs"]["spread"]
+    with_ = f", {machines['accelerators']} accelerators" if accelerators else f", {sum(machines['cores'])} cores"
+    lines = [
+        f"{machines['nodes']} node{'s' * (machines['nodes'] != 1)}{with_}; hours for {record['samples']} {record['unit']}; "
+        f"runs of the same were up to {spread:.0%} apart",
+        *([_BUSY] if spread > _NOISY else []),
+        *_aligned(table),
+        f"* {tuned}",
+        f"  {command}",
+    ]
+    return "\n".join(lines)
+
+
+def _placement(placement: Mapping[str, Any]) -> str:
+    """Formats a placement; groups with equal placements are listed in one entry."""
+    by_place: dict[str, list[str]] = {}
+    for group, place in placement.items():
+        text = f"{place['node_group']} {place['placement']}" if isinstance(place, Mapping) else str(place)
+        by_place.setdefault(text, []).append(group)
+    return "; ".join(f"{','.join(groups)}: {text}" for text, groups in by_place.items())
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    text = (0, 1, 2)
+    return [
+        "  ".join(
+            cell.ljust(width) if i in text else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]

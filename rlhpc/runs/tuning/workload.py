@@ -1,4 +1,4 @@
-"""What a step of a run consists of, and what may vary: what `rlhpc tune` asks a kind of run."""
+"""Workload of a step: its phases and the keys that may vary, as each task type describes them for `rlhpc tune`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a step that one group does, its ranks at the same time and with equal shares.
+    """Phase of a step: work of one group, whose ranks work at the same time and with equal shares.
 
     Attributes:
-        name: What it is called in tables.
-        group: Who does it.
-        metric: The metric with its seconds a step: those of the slowest rank at work.
-        turn: One of the phases that answer each other all through the step: policy and simulators.
-        streams: Begins with the first pieces that the phase before it has finished.
-        on_cores: Computes on cores also where its group has accelerators.
-        waits: Its metric is how long the driver waits, which says nothing where steps overlap.
+        name: Name in tables.
+        group: Group that does the work.
+        metric: Metric with its seconds per step: those of the slowest working rank.
+        turn: True for phases that alternate throughout the step: policy and simulators.
+        streams: True if it starts with the first pieces that the preceding phase has finished.
+        on_cores: True if it computes on cores even where its group has accelerators.
+        waits: True if its metric is the driver's wait, which measures no work where steps overlap.
     """
 
     name: str
@@ -32,11 +32,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Knob:
-    """A key whose value may vary.
+    """Key whose value may vary.
 
     Attributes:
         key: The key.
-        values: All that are tried, the configured one among them.
+        values: Candidate values, including the configured one.
     """
 
     key: str
@@ -45,21 +45,21 @@ class Knob:
 
 @dataclass(frozen=True)
 class Workload:
-    """A step of a run.
+    """Workload of a step of a run.
 
     Attributes:
-        phases: In the order in which they follow one another.
-        samples: What a step makes.
-        unit: What these samples are.
-        knobs: What may vary besides the placement.
-        stages: Key of the number of stages in which phases that take turns overlap; "" if there is none.
-        turns: Metric with the seconds a step of the phases that take turns, together; "" if there are none.
-        staleness: Key of the number of steps by which those who sample may be ahead of those who train; "" if there is none.
+        phases: Phases in their order.
+        samples: Number of samples of a step.
+        unit: Unit of these samples.
+        knobs: Keys that may vary besides the placement.
+        stages: Key of the number of stages in which alternating phases overlap; "" without one.
+        turns: Metric with the seconds per step of all alternating phases; "" without one.
+        staleness: Key of the maximum staleness in steps of rollout relative to training; "" without one.
         measured_with: Overrides under which no phase overlaps another.
-        smaller: Divisor → overrides under which a step has that part of the work, in as many pieces.
+        smaller: Divisor → overrides under which a step has that share of the work, in as many pieces.
         divides: Group → a number that the number of its ranks must divide; 0 for any.
         several: Groups that may have several ranks on one accelerator.
-        pieces: Batches in which a step's samples are made if there is one rank; for phases that stream.
+        pieces: Number of batches in which one rank makes a step's samples; for phases that stream.
     """
 
     phases: tuple[Phase, ...]
@@ -77,5 +77,5 @@ class Workload:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The groups that phases belong to, in the order of the phases."""
+        """Groups that phases belong to, in the order of the phases."""
         return tuple(dict.fromkeys(phase.group for phase in self.phases))

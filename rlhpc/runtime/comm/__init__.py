@@ -1,1 +1,1 @@
-"""Bytes between processes: serialization, shared memory, channels, point to point and collectives."""
+"""Communication between processes: serialization, shared memory, channels, send/recv and collectives."""

@@ -32,7 +32,7 @@ class AsyncWork:
         return self._future.done()
 
     async def async_wait(self) -> Any:
-        """As `wait`, for coroutines: other tasks of the event loop run meanwhile."""
+        """Waits as `wait` does, for coroutines: other tasks of the event loop run during the wait."""
         return await asyncio.wrap_future(self._future)
 
 
@@ -44,7 +44,8 @@ _lanes_lock = threading.Lock()
 def in_background(lane: str, function: Callable[[], Any]) -> AsyncWork:
     """Runs `function` on the lane's single thread: operations of one lane keep their order.
 
-    It must return only once the other side has confirmed it: the next one may come from another thread and connection.
+    `function` must return only once the other side has confirmed the operation: the next one may use another thread and
+    connection.
     """
     future: Future[Any] = Future()
     with _lanes_lock:
@@ -58,21 +59,21 @@ def in_background(lane: str, function: Callable[[], Any]) -> AsyncWork:
 
 def _run(lane: str, work: queue.SimpleQueue[_Work]) -> None:
     try:
-        while (found := _next(lane, work)) is not None:
-            future, function = found
+        while (operation := _next(lane, work)) is not None:
+            future, function = operation
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function())
                 except BaseException as error:
                     future.set_exception(error)
-            del future, function, found  # what came is not kept alive by a thread that waits
+            del future, function, operation  # a waiting thread must not keep the operation alive
     finally:
         if (context := installed()) is not None:
             context.service.peers.close()
 
 
 def _next(lane: str, work: queue.SimpleQueue[_Work]) -> _Work | None:
-    """The lane's next operation; None, and the lane is removed, if none has come for a while."""
+    """Returns the lane's next operation; removes the lane and returns None if no operation arrives for a while."""
     try:
         return work.get(timeout=LINGER_S)
     except queue.Empty:

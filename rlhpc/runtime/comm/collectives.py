@@ -7,22 +7,31 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.context import current
-from rlhpc.runtime.device import collective_backends, torch_device
-from rlhpc.runtime.spec import WorkerSpec
+from rlhpc.runtime.devices import collective_backends, torch_device
+from rlhpc.runtime.worker_spec import WorkerSpec
 
 if TYPE_CHECKING:
     import torch
+import contextlib
+import time
+
+import torch.distributed as dist
+
+from rlhpc.runtime.comm.zmq_sockets import choose
+from rlhpc.runtime.context import Context
+from rlhpc.runtime.errors import DeadlineExceeded
 
 
 class Collectives:
-    """The group's process group, with the few operations that roles use.
+    """The group's process group, with the few operations that worker classes use.
 
     Args:
         group: Worker group.
-        rank: This rank's number among those that belong together.
-        world_size: How many these are.
-        spec: What this process was told.
-        first: Rank in the worker group of the first of them, where they are some neighbours; None for the whole group.
+        rank: This rank's number among the ranks of the process group.
+        world_size: Number of these ranks.
+        spec: This process's specification.
+        first: Rank in the worker group of the first rank if the process group is some neighbouring ranks; None for the whole
+            group.
     """
 
     def __init__(
@@ -37,15 +46,13 @@ class Collectives:
             return None
         import torch.distributed as dist
 
-        from rlhpc.runtime.comm.store import ServiceStore
-
         if not self._ready:
             assert self._spec is not None
             if not self._spec.tcp_address:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             context = current()
             limit = min(context.wait_deadline, 1800)
-            # Some of a group may have joined one by one, with names of their own.
+            # Some ranks of a group may have joined one by one, with separate names.
             first = self._first or 0
             name = self._spec.incarnation if self._first is None else context.member(self.group, first)["incarnation"]
             dist.init_process_group(
@@ -59,7 +66,7 @@ class Collectives:
         return dist.group.WORLD
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        """In place; "mean" divides the sum by the world size."""
+        """Reduces a tensor in place; "mean" divides the sum by the world size."""
         if self.process_group() is None:
             return tensor
         import torch.distributed as dist
@@ -76,7 +83,9 @@ class Collectives:
         return tensor.div_(self.world_size) if op == "mean" else tensor
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """The ranks' objects, in rank order, over the authenticated inboxes: torch.distributed would unpickle from anybody."""
+        """Collects the ranks' objects, in rank order, over the authenticated inboxes: torch.distributed would unpickle data
+        from any sender.
+        """
         from rlhpc.runtime.comm import p2p
 
         if self.rank == 0:
@@ -95,3 +104,100 @@ class Collectives:
             import torch.distributed as dist
 
             dist.barrier()
+
+
+#: How often a rank that holds the store and waits checks whether the run has failed.
+_LOOK_S = 0.2
+#: torch keeps only the C++ half of a store: without a reference here, the Python object would lose its methods.
+_alive: list[ServiceStore] = []
+
+
+class ServiceStore(dist.Store):
+    """Keys and values of one process group.
+
+    Args:
+        context: This process's context.
+        group: Worker group; one of its ranks holds the store.
+        name: Keeps the stores of one holder apart.
+        timeout_s: How long to wait for a key that another rank sets.
+        holder: The rank that holds it.
+    """
+
+    def __init__(self, context: Context, group: str, name: str, timeout_s: float, holder: int = 0) -> None:
+        super().__init__()
+        self._context, self._group, self._name, self._timeout_s = context, group, name, timeout_s
+        self._rank = holder
+        _alive.append(self)
+
+    def _ask(self, op: bytes, key: str, *frames: bytes, timeout: float | None = None) -> list[bytes]:
+        service, endpoint = self._context.service, self._holder()
+        if endpoint is None:
+            return service.held.act(op, self._full(key), *frames)
+        whom = f"{self._group}-{self._rank} to answer for the process group"
+        limit = self._timeout_s if timeout is None else timeout
+        return service.peers.request(endpoint, b"STORE", [op, self._full(key), *frames], limit, whom)
+
+    def _holder(self) -> str | None:
+        """Returns the endpoint of the process that holds the store; None if this process does."""
+        record = self._context.member(self._group, self._rank)["data"]
+        return None if record["ipc"] == self._context.service.endpoint["ipc"] else choose(record)
+
+    def _full(self, key: str) -> bytes:
+        return f"{self._name}/{key}".encode()
+
+    def _value(self, key: str, deadline: float) -> bytes:
+        """Returns the value of a key, once a rank has set it.
+
+        Raises:
+            DeadlineExceeded: No rank has set it in time.
+        """
+        limit = max(0.0, deadline - time.monotonic())
+        if self._holder() is not None:
+            with contextlib.suppress(DeadlineExceeded):
+                return self._ask(b"wait", key, timeout=limit)[0]
+        else:
+            while True:
+                self._context.check()
+                remaining_s = deadline - time.monotonic()
+                value = self._context.service.held.wait(self._full(key), max(0.0, min(remaining_s, _LOOK_S)))
+                if value is not None:
+                    return value
+                if remaining_s <= 0:
+                    break
+        raise DeadlineExceeded(f"{self._context.name} waited {limit:.0f} s for the ranks of {self._group!r} "
+                               f"to form their process group (key {key})")  # fmt: skip
+
+    def set(self, key: str, value: Any) -> None:
+        self._ask(b"set", key, value if isinstance(value, bytes) else str(value).encode())
+
+    def get(self, key: str) -> bytes:
+        return self._value(key, time.monotonic() + self._timeout_s)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask(b"add", key, str(amount).encode())[0])
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        sides = [side if isinstance(side, bytes) else str(side).encode() for side in (expected, desired)]
+        return self._ask(b"swap", key, *sides)[0]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._ask(b"has", key)[0] == b"1" for key in keys)
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        limit = self._timeout_s if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + limit
+        for key in keys:
+            self._value(key, deadline)
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask(b"del", key)[0] == b"1"
+
+    def num_keys(self) -> int:
+        return int(self._ask(b"count", "")[0])
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    def clone(self) -> ServiceStore:
+        """Returns a second handle on the same store, from which torch makes a subgroup's store."""
+        return ServiceStore(self._context, self._group, self._name, self._timeout_s, self._rank)

@@ -23,7 +23,7 @@ from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 
 _HEADER = 512
 # 64-bit counters at the start of a direction's header; the last two say that someone sleeps on the first or the second
-_WRITTEN, _TAKEN, _FORM, _FORM_SIZE, _AWAITS_WRITTEN, _AWAITS_TAKEN = range(6)
+_WRITTEN, _CONSUMED, _FORM, _FORM_SIZE, _AWAITS_WRITTEN, _AWAITS_CONSUMED = range(6)
 _TEXT = 64  # where dtype and shape are, as text
 #: Longest poll before sleeping; a peer that takes longer is not worth a core.
 _POLL_S = 0.0005
@@ -41,7 +41,7 @@ _NAP = _Timespec(0, _NAP_NS)
 
 
 def available() -> bool:
-    """Whether this machine orders stores as the counters need it: data first, then the counter. x86 does."""
+    """Returns whether this machine orders stores as the counters need it: data first, then the counter. x86 does."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
@@ -52,8 +52,8 @@ class Mailbox:
     Args:
         path: In a folder that only this user can enter; the file is made if it is missing, and must be new to the pair.
         capacity: Bytes of the largest array; the same at both ends. Memory is used only as it is touched.
-        first: Which end this is.
-        peer: Who the other end is, for messages.
+        first: Whether this is the first end.
+        peer: Name of the other end, for messages.
         deadline: Seconds after which a wait gives up.
         check: Called during long waits; raises to end one.
     """
@@ -95,8 +95,8 @@ class Mailbox:
             DeadlineExceeded: The peer did not take the last one.
         """
         counters = self._out_counters
-        if counters[_TAKEN] != self._sent:
-            self._wait(counters, self._out_address, _TAKEN, self._sent, "to take an array from")
+        if counters[_CONSUMED] != self._sent:
+            self._wait(counters, self._out_address, _CONSUMED, self._sent, "to take an array from")
         if array.shape != self._out_array.shape or array.dtype != self._out_array.dtype or not self._sent:
             self._announce(array)
         np.copyto(self._out_array, array)
@@ -106,14 +106,14 @@ class Mailbox:
             _wake(counters, self._out_address, _WRITTEN)
 
     def ready(self) -> bool:
-        """Whether the peer's next array is there."""
+        """Returns whether the peer's next array has arrived."""
         return bool(self._in_counters[_WRITTEN] == self._got + 1)
 
     def get(self) -> np.ndarray:
-        """A copy of the peer's next array.
+        """Returns a copy of the peer's next array.
 
         Raises:
-            DeadlineExceeded: None came.
+            DeadlineExceeded: No array arrived.
         """
         counters = self._in_counters
         expected = self._got + 1
@@ -128,9 +128,9 @@ class Mailbox:
             # Both ends have it open now. Without a name it disappears with the last of them, however they end.
             self.path.unlink(missing_ok=True)
         self._got = expected
-        counters[_TAKEN] = expected
-        if counters[_AWAITS_TAKEN]:
-            _wake(counters, self._in_address, _TAKEN)
+        counters[_CONSUMED] = expected
+        if counters[_AWAITS_CONSUMED]:
+            _wake(counters, self._in_address, _CONSUMED)
         return array
 
     def _announce(self, array: np.ndarray) -> None:
@@ -148,8 +148,8 @@ class Mailbox:
         count = int(np.prod(shape, dtype=np.int64))
         return np.frombuffer(half, dtype, count, _HEADER).reshape(shape)
 
-    def _wait(self, counters: memoryview, address: int, index: int, value: int, what: str) -> None:
-        """Polls, yielding to other processes, then sleeps; learns whether polling pays off with this peer."""
+    def _wait(self, counters: memoryview, address: int, index: int, value: int, purpose: str) -> None:
+        """Waits by polling, yielding to other processes, then sleeps; adapts the time of polling to this peer."""
         started = now = time.perf_counter()
         end = started + self._poll
         while now < end:
@@ -161,15 +161,15 @@ class Mailbox:
             now = time.perf_counter()
         while True:
             counters[_AWAITS_WRITTEN + index] = 1
-            seen = counters[index]
-            if seen == value:
+            counter = counters[index]
+            if counter == value:
                 break
             # The kernel checks again, so that no wake-up is missed; if one comes late all the same, it costs one nap.
             _libc.syscall(
                 _SYS_FUTEX,
                 ctypes.c_void_p(address + 8 * index),
                 _FUTEX_WAIT,
-                ctypes.c_uint32(seen),
+                ctypes.c_uint32(counter),
                 ctypes.byref(_NAP),
                 None,
                 0,
@@ -178,7 +178,7 @@ class Mailbox:
                 break
             now = time.perf_counter()
             if now - started > self._deadline:
-                raise DeadlineExceeded(f"waited {self._deadline:.0f} s {what} {self._peer}")
+                raise DeadlineExceeded(f"waited {self._deadline:.0f} s {purpose} {self._peer}")
             self._check()
         counters[_AWAITS_WRITTEN + index] = 0
         waited = time.perf_counter() - started

@@ -1,32 +1,184 @@
-"""What other processes may ask of a service, by name. Each runs on the thread that leads the service's event loop."""
+"""Operations that other processes may request of a service, by name. Each runs on the thread that runs the service's event
+loop.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from rlhpc.runtime.comm.answers import RemoteAnswer
-from rlhpc.runtime.comm.held import HeldValues
-from rlhpc.runtime.comm.lane import Lane
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.queues import ChannelState, Refusal, Taker
-from rlhpc.runtime.comm.segments import discard
+from rlhpc.runtime.comm.device_memory import Crossing, DeviceMappings, DevicePool, NotReadable
+from rlhpc.runtime.comm.payload import Origin
+from rlhpc.runtime.comm.queues import ChannelState, Refusal, RemoteAnswer, Taker
+from rlhpc.runtime.comm.serialization import rebuild_tensor
+from rlhpc.runtime.comm.shared_memory import SegmentPool, discard
+from rlhpc.runtime.comm.zmq_sockets import Peers, choose
 from rlhpc.runtime.errors import ChannelError
+from rlhpc.runtime.scratch import Scratch
+
+
+class HeldValues:
+    """Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}
+        self._waiting: dict[bytes, list[Callable[[bytes], None]]] = {}
+        self._grew = threading.Condition()
+
+    def act(self, op: bytes, key: bytes, *values: bytes) -> list[bytes]:
+        """Executes one of the store's operations, by torch's names.
+
+        Raises:
+            KeyError: The key has not been set.
+            ValueError: There is no such operation.
+        """
+        with self._grew:
+            held = self._values
+            if op == b"set":
+                held[key] = values[0]
+                self._tell(key)
+                return [b""]
+            if op == b"get":
+                return [held[key]]
+            if op == b"has":
+                return [b"1" if key in held else b"0"]
+            if op == b"add":
+                held[key] = str(int(held.get(key, b"0")) + int(values[0])).encode()
+                self._tell(key)
+                return [held[key]]
+            if op == b"swap":  # torch's compare_set: an absent key counts as an empty value
+                if held.get(key, b"") == values[0]:
+                    held[key] = values[1]
+                    self._tell(key)
+                return [held.get(key, values[0])]
+            if op == b"del":
+                return [b"1" if held.pop(key, None) is not None else b"0"]
+            if op == b"count":
+                return [str(sum(stored_key.startswith(key) for stored_key in held)).encode()]
+        raise ValueError(f"no store operation {op!r}")
+
+    def _tell(self, key: bytes) -> None:
+        self._grew.notify_all()
+        for answer in self._waiting.pop(key, ()):
+            answer(self._values[key])
+
+    def when_set(self, key: bytes, answer: Callable[[bytes], None]) -> None:
+        """Calls `answer` with the value of a key: now, or once it has been set."""
+        with self._grew:
+            if key in self._values:
+                answer(self._values[key])
+            else:
+                self._waiting.setdefault(key, []).append(answer)
+
+    def wait(self, key: bytes, timeout: float) -> bytes | None:
+        """Returns the value of a key; None if it is not set within `timeout` seconds."""
+        with self._grew:
+            self._grew.wait_for(lambda: key in self._values, timeout)
+            return self._values.get(key)
+
+
+#: Seconds for the sender's service to copy a message to the host.
+_DEADLINE_S = 60.0
+
+#: `(origin, path, bytes)` -> memory laid out as a segment.
+Read = Callable[[Origin, str, int], memoryview]
+
+
+class DeviceChannel:
+    """This process's ends of the device channel.
+
+    Args:
+        scratch: The session's folders on this host.
+        endpoint: This process's service.
+        peers: Connections to other processes.
+        read: Reads a segment, of this host or another.
+
+    Attributes:
+        pool: Buffers that this process sends from.
+        takers: Host and accelerator of the ranks that this process has sent to.
+    """
+
+    def __init__(self, scratch: Scratch, endpoint: dict[str, str], peers: Peers, read: Read) -> None:
+        self.pool = DevicePool(scratch, endpoint)
+        self._mappings = DeviceMappings(self.pool.local)
+        self._peers, self._read = peers, read
+        self.takers: dict[tuple[str, int], Taker] = {}
+
+    @property
+    def crossed(self) -> int:
+        """Messages of this process whose tensors stayed on the accelerator."""
+        return self.pool.crossed
+
+    def to(self, takers: Iterable[Taker]) -> DevicePool | None:
+        """Returns the pool to send from to these consumers; None if it does not reach all of them, as far as is known."""
+        has_consumer = False
+        for host, device in takers:
+            if not device or not self.pool.reaches(host, device):
+                return None
+            has_consumer = True
+        return self.pool if has_consumer else None
+
+    def settle(self) -> None:
+        """Releases buffers that have been copied; called before this process waits."""
+        if not self._mappings.reading:
+            return
+        with contextlib.suppress(RuntimeError):  # of an accelerator that has failed; who uses it will say so
+            self._mappings.settle()
+
+    def park(self) -> None:
+        """Releases the accelerator memory of messages, and closes other processes' buffers."""
+        self._mappings.park()
+        self.pool.park()
+
+    def forget(self) -> None:
+        """Drops all unread messages and known locations after other ranks have died: ranks may restart elsewhere."""
+        self.pool.forget()
+        self.takers.clear()
+
+    def close(self) -> None:
+        """Ends everything."""
+        with contextlib.suppress(RuntimeError):
+            self._mappings.park()
+        self.pool.forget()
+
+    def land(self, crossing: Crossing, origin: Origin, reader: int) -> list[Any]:
+        """Returns the tensors of a message, on this process's accelerator, or on the CPU if it has none.
+
+        Raises:
+            SegmentGone: The sender has ended, or has forgotten the message.
+            ChannelError: As above, when the sender was asked for a copy on the host.
+        """
+        try:
+            return self._mappings.take(crossing, reader)
+        except NotReadable as error:
+            return self._through_the_host(crossing, origin, reader, str(error))
+
+    def _through_the_host(self, crossing: Crossing, origin: Origin, reader: int, why: str) -> list[Any]:
+        body = pickle.dumps((crossing.path, reader, why))
+        whom = "the sender of a message to copy it from its accelerator"
+        reply = self._peers.request(choose(crossing.endpoint), b"TO_HOST", [body], _DEADLINE_S, whom)
+        path, start = pickle.loads(reply[0])
+        view = self._read(origin, path, crossing.size)[start:]
+        return [
+            rebuild_tensor(view[part.offset : part.offset + part.nbytes], part.dtype, part.shape, "", False, False)
+            for part in crossing.parts
+        ]
 
 
 class Home(Protocol):
-    """What the operations need of a service; its attributes say more (`service.Service`)."""
+    """The service's attributes that the operations use; documented in `service.Service`."""
 
     lock: threading.Lock
     channels: dict[str, ChannelState]
     held: HeldValues
     pool: SegmentPool
-    lane: Lane
+    lane: DeviceChannel
     aborted: int
 
-    def members_changed(self, epoch: int, ended: Iterable[str] = ()) -> None: ...
+    def members_changed(self, epoch: int, processes: Iterable[str] = ()) -> None: ...
     @property
     def doing(self) -> Callable[[], Any]: ...
     @property
@@ -58,7 +210,7 @@ def _get(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
         if not wait and not state.count(key):
             answer(Refusal("empty"))
         else:
-            state.get(key, (owner, answer.who), target, answer)
+            state.get(key, (owner, answer.connection_name), target, answer)
 
 
 def _ack(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
@@ -88,19 +240,21 @@ def _cancel(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
         for state in service.channels.values():
             for item in state.cancel(matches):
                 discard(item.segment) if item.segment else None
-            state.consumer_died(answer.who)  # an answer that crossed this: its items go back to the front
+            state.consumer_died(answer.connection_name)  # an answer that crossed this: its items go back to the front
 
 
 def _store(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     op, key, *values = (bytes(frame) for frame in frames)
-    if op == b"wait":  # answered once somebody has set it
+    if op == b"wait":  # answered once it has been set
         service.held.when_set(key, answer.frames)
     else:
         answer.frames(*service.held.act(op, key, *values))
 
 
 def _to_host(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
-    """For a reader that cannot read a buffer on this process's accelerator; that is rare, and the only copy made here."""
+    """Answers a reader that cannot read a buffer on this process's accelerator with a copy on the host. This is rare; no other
+    operation here copies.
+    """
     copied = service.lane.pool.to_host(*pickle.loads(frames[0]))
     path, spans = service.pool.write([memoryview(copied.numpy())])
     answer.frames(pickle.dumps((path, spans[0][0])))

@@ -11,14 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
-from rlhpc.runtime.comm.devices import address
-from rlhpc.runtime.comm.payload import Packed, forgo
-from rlhpc.runtime.comm.queues import ChannelState, Item, Outlook, Taker
-from rlhpc.runtime.comm.segments import SegmentGone, discard
+from rlhpc.runtime.comm.device_memory import address
+from rlhpc.runtime.comm.payload import Packed, Share, forgo
+from rlhpc.runtime.comm.queues import ChannelState, Item, PutEstimate, Taker
 from rlhpc.runtime.comm.serialization import owned
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES, INBOX, Service
-from rlhpc.runtime.comm.share import Share
-from rlhpc.runtime.comm.sockets import choose
+from rlhpc.runtime.comm.shared_memory import SegmentGone, discard
+from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.host import process_key
@@ -47,7 +46,8 @@ def _begin(
     """Starts sending a message to a rank's inbox.
 
     Returns:
-        A function of seconds that waits at most so long until it is there, and says whether the rank was waiting for it.
+        A function of seconds: it waits at most that long for the message to arrive, and returns whether the rank was waiting
+            for it.
     """
     whom = f"{dst_group}-{dst_rank} to take a message from {context.name}"
     record = context.member(dst_group, dst_rank)["data"]
@@ -68,8 +68,8 @@ def _begin(
     pending = peers.begin(choose(record), b"PUT", frames, whom, context.wait_deadline)
 
     def arrived(timeout: float) -> bool:
-        left = functools.partial(context.has_left, dst_group, dst_rank)
-        outlook = Outlook(*pickle.loads(peers.reply_to(pending, timeout, left)[0]))
+        has_left = functools.partial(context.has_left, dst_group, dst_rank)
+        outlook = PutEstimate(*pickle.loads(peers.reply_to(pending, timeout, has_left)[0]))
         if outlook.host:
             context.service.lane.takers[dst_group, dst_rank] = outlook.taker
         return outlook.waiting
@@ -78,9 +78,9 @@ def _begin(
 
 
 def _taker(context: Context, group: str, rank: int) -> Taker:
-    """Where a rank is, as far as is known; one that was started again elsewhere is not where it was."""
-    found = context.service.lane.takers.get((group, rank), Taker())
-    return found if found.host == context.member(group, rank)["host"] else Taker()
+    """Returns the known location of a rank; a rank that was restarted on another host has an unknown location."""
+    taker = context.service.lane.takers.get((group, rank), Taker())
+    return taker if taker.host == context.member(group, rank)["host"] else Taker()
 
 
 def send(
@@ -133,10 +133,10 @@ def recv(src_group: str, src_rank: int, *, tag: str = "o") -> Any:
 
 
 def post(obj: Any, key: str, dst_group: str, dst_rank: int) -> bool:
-    """Puts an object into a rank's inbox, for `poll` by the same key there; all of it is there when this returns.
+    """Puts an object into a rank's inbox, for `poll` with the same key there. The inbox has all of it on return.
 
     Returns:
-        Whether the rank takes part: its group may go on without it.
+        Whether the rank takes part: its group may continue without it.
     """
     context = current()
     try:
@@ -162,10 +162,10 @@ def await_post(key: str, timeout: float, whom: str) -> Any:
 
 
 def poll(key: str) -> Any:
-    """Takes the next object that was posted here.
+    """Takes the next object that was posted to this rank.
 
     Raises:
-        queue.Empty: There is none.
+        queue.Empty: The inbox is empty.
     """
     service = current().service
     current().check()
@@ -232,49 +232,49 @@ def begin_broadcast(
     """Starts sending to all receivers of a broadcast.
 
     Args:
-        obj: What is sent; must not change before all have it.
+        obj: The object to send; must not change before all receivers have it.
         group: Of the sender.
         rank: Of the sender.
         groups: Groups and ranks that receive.
-        segment: One that the object speaks of and whose reader k is the k-th receiver in the order of `readers_of`: it is
-            freed for those that the object does not reach.
+        segment: A segment that the object refers to and whose reader k is the k-th receiver in the order of `readers_of`: it
+            is freed for receivers that the object does not reach.
 
     Returns:
-        Waits until the object has reached everybody; to be called by the same thread.
+        A function that waits until the object has reached all receivers; the same thread must call it.
     """
     context = current()
     targets = [(g, r) for g, ranks in groups for r in ranks if (g, r) != (group, rank)]
     readers = readers_of(context, targets)
     if not readers:
         return lambda: None
-    far = all(context.member(*together[0])["host"] != context.host for together in readers)
+    far = all(context.member(*sharers[0])["host"] != context.host for sharers in readers)
     takers = [_taker(context, *target) for target in targets]
     # Ranks of another host that share a copy free it together: the end of one of them frees nothing.
     holders = [process_key(context.member(*them[0])["data"]) if len(them) == 1 else "" for them in readers]
     packed = context.service.pack(obj, len(readers), lend=far, takers=takers, holders=holders)
     key = _key("b", group, rank)
     under_way: list[Callable[[float], bool | None]] = []
-    begun = 0
+    num_started = 0
 
     def finish() -> None:
         reached: set[int] = set()
         try:
             packed.settle(_all_arrived(under_way, context.wait_deadline, reached), context.check)
         finally:
-            packed.discard(begun)
+            packed.discard(num_started)
             for number in range(len(targets) if segment else 0):
                 if number not in reached:
                     discard(str(segment), number)
 
     try:
         # Send to all before waiting for one: waking them one after the other would take as long again.
-        for reader, together in enumerate(readers):
-            name = secrets.token_hex(8) if len(together) > 1 else ""
-            keys = tuple(process_key(context.member(*target)["data"]) for target in together) if name else ()
-            for index, target in enumerate(together):
-                share = Share(name, index, len(together), keys) if name else None
+        for reader, sharers in enumerate(readers):
+            name = secrets.token_hex(8) if len(sharers) > 1 else ""
+            keys = tuple(process_key(context.member(*target)["data"]) for target in sharers) if name else ()
+            for index, target in enumerate(sharers):
+                share = Share(name, index, len(sharers), keys) if name else None
                 under_way.append(_unless_left(context, target, _begin_to(context, packed, key, target, reader, share)))
-                begun = reader + 1
+                num_started = reader + 1
     except BaseException:
         with contextlib.suppress(RlhpcError):  # the first failure is the one to be seen
             finish()
@@ -285,7 +285,7 @@ def begin_broadcast(
 def _begin_to(
     context: Context, packed: Packed, key: str, target: tuple[str, int], reader: int, share: Share | None
 ) -> Callable[[float], bool]:
-    """`_begin`, whose failure shows when the message is waited for."""
+    """Starts sending as `_begin` does, but raises its failure when the message is waited for."""
     try:
         return _begin(context, packed, key, *target, reader, share)
     except ChannelError as error:
@@ -300,7 +300,7 @@ def _begin_to(
 def _unless_left(
     context: Context, target: tuple[str, int], arrived: Callable[[float], bool]
 ) -> Callable[[float], bool | None]:
-    """What `arrived` says; None where the message did not reach a rank whose group goes on without it."""
+    """Wraps `arrived` to return None if the message did not reach a rank whose group continues without it."""
 
     def answer(timeout: float) -> bool | None:
         try:
@@ -318,9 +318,9 @@ def _all_arrived(under_way: list[Callable[[float], bool | None]], deadline: floa
     waiting, failure = True, None
     for number, arrived in enumerate(under_way):
         try:
-            said = arrived(deadline if failure is None else _LAST_CHANCE_S)
-            if said is not None:
-                waiting = said and waiting
+            was_waiting = arrived(deadline if failure is None else _LAST_CHANCE_S)
+            if was_waiting is not None:
+                waiting = was_waiting and waiting
                 reached.add(number)
         except BaseException as error:
             failure = failure or error
@@ -330,15 +330,17 @@ def _all_arrived(under_way: list[Callable[[float], bool | None]], deadline: floa
 
 
 def readers_of(context: Context, targets: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
-    """The readers of a segment of this process: each receiver on this host is one, those on another host are one together."""
-    alone, together = [], dict[str, list[tuple[str, int]]]()
+    """Returns the readers of a segment of this process: each receiver on this host is one reader, those on another host are
+    one reader together.
+    """
+    alone, by_host = [], dict[str, list[tuple[str, int]]]()
     for target in targets:
         host = context.member(*target)["host"]
         if host == context.host:
             alone.append([target])
         else:
-            together.setdefault(host, []).append(target)
-    return [*together.values(), *alone]
+            by_host.setdefault(host, []).append(target)
+    return [*by_host.values(), *alone]
 
 
 def clear_inbox(service: Service) -> None:

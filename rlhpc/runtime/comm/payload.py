@@ -5,19 +5,85 @@ Large tensors on an accelerator stay there if the readers compute on the same on
 
 from __future__ import annotations
 
+import fcntl
+import os
 import pickle
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhpc.runtime.comm.crossings import Crossing
-from rlhpc.runtime.comm.device_pool import DevicePool
-from rlhpc.runtime.comm.devices import own
-from rlhpc.runtime.comm.loans import LEND_LIMIT, PREFIX, Loan, Loans
-from rlhpc.runtime.comm.mappings import Mappings
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.segments import AND, HEADER, discard
+from rlhpc.runtime.comm.device_memory import Crossing, DevicePool, current_device
 from rlhpc.runtime.comm.serialization import Apart, Buffer, dumps, loads, owned
-from rlhpc.runtime.comm.share import Share
+from rlhpc.runtime.comm.shared_memory import AND, HEADER, Mappings, SegmentPool, discard
+from rlhpc.runtime.comm.zero_copy import LEND_LIMIT, PREFIX, Loan, Loans
+from rlhpc.runtime.errors import DeadlineExceeded
+
+#: The first receiver has memory that is still warm from last time; the others wait this long for it.
+_PRECEDENCE_S = 0.05
+_PAUSE_S = 0.001
+
+
+class Share(NamedTuple):
+    """A receiver's place among the receivers on its host.
+
+    Attributes:
+        name: Name of the message on this host.
+        number, of: Which receiver this is, of how many.
+        holders: Their processes (`host.process_key`), where these are known.
+    """
+
+    name: str
+    number: int
+    of: int
+    holders: tuple[str, ...] = ()
+
+
+def once_for_all(
+    folder: Path, share: Share, fetch: Callable[[], str], check: Callable[[], None], timeout: float = 600.0
+) -> str:
+    """Fetches the message, or waits for the receiver that does; returns the path of its segment on this host.
+
+    Args:
+        folder: The session's folder on this host.
+        share: The requesting receiver.
+        fetch: Fetches the message into a segment for all receivers; called by one of them.
+        check: Called while waiting; raises when the run has failed.
+        timeout: Seconds.
+
+    Raises:
+        DeadlineExceeded: Another receiver on this host was still fetching after that time.
+    """
+    meeting = folder / f"share-{share.name}"
+    started = time.monotonic()
+    while share.number and not meeting.exists() and time.monotonic() - started < _PRECEDENCE_S:
+        time.sleep(_PAUSE_S)
+    fd = os.open(meeting, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while not _lock(fd):
+            check()
+            if time.monotonic() - started > timeout:
+                raise DeadlineExceeded(f"waited {timeout:.0f} s for another rank of this host to fetch {share.name}")
+            time.sleep(_PAUSE_S)
+        come, _, path = os.pread(fd, 4096, 0).decode().partition(" ")
+        path = path or fetch()
+        number = int(come or 0) + 1
+        if number == share.of:
+            meeting.unlink(missing_ok=True)
+        else:
+            os.pwrite(fd, f"{number} {path}".encode(), 0)
+        return path
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
 
 INLINE_LIMIT = 32 * 1024
 
@@ -68,10 +134,10 @@ class Packed:
             obj: Anything that can be pickled.
             pool: Of this process.
             origin: This process, for readers on other hosts.
-            readers: How many processes will read it; processes that share what one of them fetches to their host count once.
+            readers: How many processes will read it; processes of one host that share a fetched copy count once.
             loans: Given if all readers are on other hosts: large data then stays where it is until `settle`.
             lane: Given if all readers compute on this process's accelerator: large tensors then stay there, if there is room.
-            inline: All of it travels in the message, which then needs nothing of this process any more.
+            inline: All data travels in the message, which then no longer depends on this process.
             holders: The readers' processes, see `segments.Segment`.
         """
         self._crossing: Crossing | None = None
@@ -98,8 +164,8 @@ class Packed:
             self.segment = AND.join(filter(None, (self._path, self._crossing.path)))
 
     def _cross(self, obj: Any, lane: DevicePool, readers: int, holders: Sequence[str]) -> list[Any] | None:
-        """Pickles without the tensors on the accelerator; the buffers, or None where nothing is to stay there."""
-        device = own()
+        """Pickles without the tensors on the accelerator; returns the buffers, or None if no tensor can stay there."""
+        device = current_device()
         if device is None:
             return None
         apart = Apart(device.holds)
@@ -110,11 +176,11 @@ class Packed:
         return None if self._crossing is None else buffers
 
     def frames(self, reader: int = 0, share: Share | None = None) -> list[Any]:
-        """Message frames for one reader: the pickle stream, a descriptor, and the buffers that travel inline.
+        """Returns message frames for one reader: the pickle stream, a descriptor, and the buffers that travel inline.
 
         Args:
             reader: Number of the reader.
-            share: Its place among the processes of another host that together are this reader.
+            share: Its index among the processes of another host that together are this reader.
         """
         if self.segment is None:
             return [self._data, b"", *self._inline]
@@ -124,14 +190,14 @@ class Packed:
         return [self._data, pickle.dumps(about), *self._inline]
 
     def owned(self) -> None:
-        """Copies what still refers to the caller's memory, so that the object may change while it is in transit."""
+        """Copies data that still refers to the caller's memory, so that the object may change while it is in transit."""
         self._inline = owned(self._inline)
 
     def settle(self, handed: bool, check: Callable[[], None]) -> None:
-        """Call once the message has been sent: afterwards the object's memory is no longer read.
+        """Releases the object's memory after the message has been sent: it is not read afterwards.
 
         Args:
-            handed: All readers were waiting for it already.
+            handed: Whether all readers were waiting for the message already.
             check: Called while waiting; raises when the run has failed.
         """
         if self._loan is not None:
@@ -152,7 +218,7 @@ Land = Callable[[Crossing, Origin, int], list[Any]]
 
 
 def nowhere(crossing: Crossing, origin: Origin, reader: int) -> list[Any]:
-    """For processes that never compute on an accelerator."""
+    """Refuses tensors in accelerator memory, in processes that never compute on an accelerator."""
     raise ValueError(f"a message from {crossing.address}, to a process that computes on no accelerator")
 
 
@@ -173,10 +239,10 @@ def unpack(
         mappings: Of this process.
         fetch: Gets a segment from another host.
         land: Gets tensors from a buffer on an accelerator.
-        borrow: The caller only reads what it gets, so nothing has to be copied on a write if there are other readers.
+        borrow: The caller only reads the result, so no copy on write is needed if there are other readers.
 
     Returns:
-        The object. Where its data lies in a segment, that is the reader's until the last view of it is gone.
+        The object. A segment that holds its data stays in use by this reader until the last view is gone.
     """
     data, descriptor, *inline = frames
     if not len(descriptor):
@@ -194,7 +260,7 @@ def unpack(
 
 
 def forgo(frames: Sequence[Buffer]) -> None:
-    """Gives up a message's claim on an accelerator's memory, without a look at it."""
+    """Releases a message's claim on an accelerator's memory, without reading it."""
     if len(frames[1]):
         _, _, _, reader, _, _, crossing = pickle.loads(frames[1])
         if crossing:

@@ -1,26 +1,29 @@
-"""The state of a channel at its home process, and of a worker's inbox: plain data structures, no sockets.
+"""State of a channel at its home process, and of a worker's inbox: plain data structures, no sockets.
 
-All methods are called with the service's lock held. A waiter is a callable that is given the answer once; it returns False
-when whoever waited is gone, and the answer goes to the next one.
+All methods are called with the service's lock held. A waiter is a callable that gets the answer once; it returns False if
+the waiting process is gone, and the answer goes to the next waiter.
 """
 
 from __future__ import annotations
 
 import collections
 import itertools
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from rlhpc.runtime.comm.unix_sockets import UnixConnection
 from rlhpc.runtime.errors import ChannelError
 
 _ids = itertools.count(1)
-#: Keys of a channel whose last consumer is remembered.
+#: Maximum of keys of a channel whose last consumer is remembered.
 _MAX_TAKERS = 4096
 
 
 class Item(NamedTuple):
-    """One queued object: its transport frames and what back pressure and batching need to know."""
+    """A queued object: its transport frames, and its size and weight for back pressure and batching."""
 
     number: int
     frames: list[Any]
@@ -30,19 +33,19 @@ class Item(NamedTuple):
 
 
 class Taker(NamedTuple):
-    """Where a key's last consumer is.
+    """Location of a key's last consumer.
 
     Attributes:
         host: Its host; empty before the first.
-        device: Which of that host's accelerators it computes on; empty for none.
+        device: Address of the accelerator that it computes on; empty for none.
     """
 
     host: str = ""
     device: str = ""
 
 
-class Outlook(NamedTuple):
-    """What a producer can expect for its item.
+class PutEstimate(NamedTuple):
+    """Location of the consumer that a producer can expect for its item.
 
     Attributes:
         host, device: Of the key's last consumer, see `Taker`.
@@ -59,12 +62,12 @@ class Outlook(NamedTuple):
 
 
 class Refusal(str):
-    """Why a call that does not wait got nothing: the queue was full, or empty."""
+    """Reason why a call that does not wait got nothing: the queue was full, or empty."""
 
     __slots__ = ()
 
 
-class Refused(ChannelError):
+class ChannelRefused(ChannelError):
     """The home of a channel answered with a `Refusal`."""
 
 
@@ -130,11 +133,13 @@ class ChannelState:
         if queue is not None and not (queue.items or queue.getters or queue.putters):
             del self.queues[key]
 
-    def outlook(self, key: str) -> Outlook:
-        """Tells a producer what to expect before it puts; a consumer that waits for a batch may not take the item at once."""
+    def outlook(self, key: str) -> PutEstimate:
+        """Returns an estimate for a producer before it puts; a consumer that waits for a batch may not take the item at
+        once.
+        """
         queue = self.queues.get(key)
         waiting = queue is not None and bool(queue.getters) and queue.getters[0][1] is None
-        return Outlook(*self._takers.get(key, Taker()), waiting)
+        return PutEstimate(*self._takers.get(key, Taker()), waiting)
 
     def put(self, key: str, frames: list[Any], nbytes: int, weight: float, segment: str, answer: Answer | None) -> bool:
         """Queues an item, or the producer that waits with it. Without an `answer`, a full queue refuses and returns False."""
@@ -151,19 +156,19 @@ class ChannelState:
         self._serve(key, queue)
         return True
 
-    def get(self, key: str, who: tuple[str, ...], target: float | None, answer: Answer | None) -> bool:
-        """Gives one item (`target` None) or a batch of weight `target`; without an `answer` an empty queue refuses.
+    def get(self, key: str, owners: tuple[str, ...], target: float | None, answer: Answer | None) -> bool:
+        """Delivers one item (`target` None) or a batch of weight `target`; without an `answer` an empty queue refuses.
 
         Args:
             key: Of the queue.
-            who: Names by which the end of the consumer may become known; none where it needs no acknowledgement.
+            owners: Names under which the end of the consumer may be reported; empty if the items need no acknowledgement.
             target: See above.
-            answer: Given the items.
+            answer: Called with the items.
         """
         if answer is None:
             return False
         queue = self.queue(key)
-        queue.getters.append((who, target, answer))
+        queue.getters.append((owners, target, answer))
         self._serve(key, queue)
         return True
 
@@ -173,7 +178,9 @@ class ChannelState:
         self.nbytes += item.nbytes
 
     def _take(self, queue: KeyQueue, target: float | None) -> list[Item] | None:
-        """Items for one consumer, or None while it must wait; FIFO, a batch stops before the item that would pass it."""
+        """Returns items for one consumer, or None while it must wait; FIFO. A batch stops before the item that would exceed
+        its target.
+        """
         if not queue.items:
             return None
         if target is None:
@@ -203,7 +210,7 @@ class ChannelState:
                 answer([])
             if not queue.getters:
                 return
-            who, target, answer = queue.getters[0]
+            owners, target, answer = queue.getters[0]
             items = self._take(queue, target)
             if items is None:
                 return
@@ -211,8 +218,8 @@ class ChannelState:
             for item in items:
                 queue.nbytes -= item.nbytes
                 self.nbytes -= item.nbytes
-                if who:
-                    self.unacknowledged[item.number] = (key, who, item)
+                if owners:
+                    self.unacknowledged[item.number] = (key, owners, item)
             if not answer(items):
                 self._put_back(key, items)
 
@@ -225,24 +232,24 @@ class ChannelState:
             self.nbytes += item.nbytes
 
     def acknowledge(self, numbers: Iterable[int]) -> None:
-        """The consumer has the data: the items are no longer the channel's concern."""
+        """Removes items whose data the consumer has."""
         for number in numbers:
             self.unacknowledged.pop(number, None)
 
-    def consumer_died(self, who: str) -> int:
-        """Puts the items that `who` had not acknowledged back to the front; returns how many."""
-        lost: dict[str, list[Item]] = {}
+    def consumer_died(self, consumer: str) -> int:
+        """Puts the items that `consumer` had not acknowledged back to the front; returns how many."""
+        requeued: dict[str, list[Item]] = {}
         for key, owner, item in list(self.unacknowledged.values()):
-            if who in owner:
-                lost.setdefault(key, []).append(item)
+            if consumer in owner:
+                requeued.setdefault(key, []).append(item)
         for queue in self.queues.values():
-            queue.getters = deque(g for g in queue.getters if who not in g[0])
-        for key, items in lost.items():
+            queue.getters = deque(g for g in queue.getters if consumer not in g[0])
+        for key, items in requeued.items():
             self._put_back(key, sorted(items, key=lambda item: item.number))
             self._serve(key, self.queue(key))
         for key in list(self.queues):
             self._drop_idle(key)
-        return sum(map(len, lost.values()))
+        return sum(map(len, requeued.values()))
 
     def cancel(self, matches: Callable[[Answer], bool]) -> list[Item]:
         """Forgets a waiter that gave up; returns the items of cancelled puts."""
@@ -256,10 +263,67 @@ class ChannelState:
         return dropped
 
     def close(self, reason: str) -> None:
-        """Tells all waiters that the channel has been closed."""
+        """Answers all waiters that the channel has been closed."""
         for queue in self.queues.values():
             waiting = [g[2] for g in queue.getters] + [p[1] for p in queue.putters]
             queue.getters.clear()
             queue.putters.clear()
             for answer in waiting:
                 answer(reason)
+
+
+#: Sends frames to a peer: over its connection, or by its ZeroMQ identity.
+Reply = Callable[[UnixConnection | bytes, list[Any]], None]
+
+
+class RemoteAnswer:
+    """Answers a request that came over a socket."""
+
+    __slots__ = ("number", "outlook", "peer", "reply")
+
+    def __init__(self, reply: Reply, peer: UnixConnection | bytes, number: bytes) -> None:
+        self.reply, self.peer, self.number = reply, peer, number
+        self.outlook: PutEstimate | None = None
+
+    @property
+    def connection_name(self) -> str:
+        """The connection's name: when the connection closes, items that were not acknowledged over it return to the queue."""
+        return self.peer.name if isinstance(self.peer, UnixConnection) else self.peer.hex()
+
+    def frames(self, *frames: Any) -> None:
+        self.reply(self.peer, [self.number, b"ok", *frames])
+
+    def __call__(self, items: list[Item] | str) -> bool:
+        if isinstance(self.peer, UnixConnection) and self.peer.closed:
+            return False
+        if not self.number:
+            return True  # posted: no process waits for an answer
+        if isinstance(items, str):
+            kind = b"refused" if isinstance(items, Refusal) else b"error"
+            self.reply(self.peer, [self.number, kind, items.encode()])
+            return True
+        if self.outlook is not None:
+            self.frames(pickle.dumps(tuple(self.outlook)))
+            return True
+        head = pickle.dumps([(item.number, len(item.frames)) for item in items])
+        self.frames(head, *(frame for item in items for frame in item.frames))
+        return True
+
+
+class LocalAnswer:
+    """Answers a thread of this process."""
+
+    __slots__ = ("abandoned", "items", "wakes")
+
+    def __init__(self) -> None:
+        self.items: list[Item] | str | None = None
+        self.abandoned = False
+        #: An item here tells the thread to check again.
+        self.wakes: SimpleQueue[None] = SimpleQueue()
+
+    def __call__(self, items: list[Item] | str) -> bool:
+        if self.abandoned:
+            return False
+        self.items = items
+        self.wakes.put(None)
+        return True

@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from rlhpc.runtime.device import landing_device
+from rlhpc.runtime.devices import landing_device
 
 Buffer = bytes | bytearray | memoryview
 _BY_REFERENCE = (type, FunctionType)
@@ -88,7 +88,7 @@ class _ByValuePickler(cloudpickle.Pickler):
 
 
 def _know_torch() -> None:
-    """Registers the tensor reductions once somebody has imported torch; never imports it."""
+    """Registers the tensor reductions once torch has been imported; never imports it."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "nn") or torch.Tensor in _Pickler.dispatch_table:
         return
@@ -98,13 +98,13 @@ def _know_torch() -> None:
 
 
 class Apart:
-    """Tensors that stay where they are while what they are part of is pickled.
+    """Tensors that stay in place while the object that contains them is pickled.
 
     Args:
-        stays: Which do, of those that need no gradient.
+        stays: Selects the tensors that stay, among those that need no gradient.
 
     Attributes:
-        tensors: Those that were met, each once.
+        tensors: The selected tensors, each once.
     """
 
     def __init__(self, stays: Callable[[Any], bool]) -> None:
@@ -118,7 +118,7 @@ class Apart:
         self._numbers.clear()
 
     def __call__(self, obj: Any) -> int | None:
-        """The number of a tensor that stays; None for anything else."""
+        """Returns the number of a tensor that stays; None for any other object."""
         if type(obj) is not self._kind or obj.requires_grad or not obj.is_contiguous() or not self._stays(obj):
             return None
         if id(obj) not in self._numbers:
@@ -187,11 +187,11 @@ def _dump(kind: Any, obj: Any, apart: Apart | None) -> tuple[bytes, list[pickle.
 
 
 def owned(buffers: Iterable[Any]) -> list[Any]:
-    """Returns buffers that stay as they are whatever their owners write: all but `bytes` are copied.
+    """Returns buffers that do not change when their owners write: all but `bytes` are copied.
 
-    A call has copied its arguments when it returns. What is sent before that needs no copy; everything that is sent or
-    handed over later (a queue, a full socket, another thread) goes through here. A read-only view is no exception: the
-    memory behind it may be written by its owner.
+    A call has copied its arguments when it returns. Data that is sent before that needs no copy; data that is sent or handed
+    over later (a queue, a full socket, another thread) goes through here. A read-only view is no exception: its owner may
+    write to the memory behind it.
     """
     return [buffer if _is_immutable(buffer) else bytes(buffer) for buffer in buffers]
 

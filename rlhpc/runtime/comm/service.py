@@ -1,45 +1,186 @@
-"""The service thread: one in every process of a session. It is the home of channels and inboxes and serves payloads.
+"""Service thread of a process: every process of a session has one. It is the home of channels and inboxes and serves payloads.
 
 It never runs user code and never unpickles a payload, so it answers in microseconds whatever the main thread computes.
 Other threads of the same process use the same state directly, under one lock, without a socket.
 
-While a thread waits for an item of its own process, it runs the event loop itself, so that a message wakes the thread
-that needs it and no other; the service thread parks, and takes the loop back when nobody else runs it.
+While a thread waits for an item of its process, it runs the event loop itself, so that a message wakes only the thread
+that needs it; the service thread parks, and takes the loop back when no other thread runs it.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import logging
+import os
 import queue
+import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
 
-from rlhpc.runtime.comm.answers import LocalAnswer, RemoteAnswer
-from rlhpc.runtime.comm.bulk import BulkServer
-from rlhpc.runtime.comm.fetching import Fetching
-from rlhpc.runtime.comm.held import HeldValues
-from rlhpc.runtime.comm.lane import Lane
-from rlhpc.runtime.comm.loans import Loans
-from rlhpc.runtime.comm.mappings import Mappings
-from rlhpc.runtime.comm.offers import Offers
-from rlhpc.runtime.comm.operations import OPERATIONS
+from rlhpc.runtime.comm.bulk_transfer import BulkServer
+from rlhpc.runtime.comm.operations import OPERATIONS, DeviceChannel, HeldValues
 from rlhpc.runtime.comm.payload import Origin, Packed, unpack
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.queues import ChannelState, Item, Taker, TooEarly
-from rlhpc.runtime.comm.segments import discard
-from rlhpc.runtime.comm.sockets import Door, Peers, ZapDoor, make_socket
-from rlhpc.runtime.comm.traffic import Traffic
-from rlhpc.runtime.comm.unix import Connection, Listener, token_of
+from rlhpc.runtime.comm.queues import ChannelState, Item, LocalAnswer, RemoteAnswer, Taker, TooEarly
+from rlhpc.runtime.comm.remote_fetch import Fetching
+from rlhpc.runtime.comm.shared_memory import Mappings, SegmentPool, discard
+from rlhpc.runtime.comm.unix_sockets import Listener, UnixConnection, token_of
+from rlhpc.runtime.comm.zero_copy import Loans, Offers
+from rlhpc.runtime.comm.zmq_sockets import (
+    Peers,
+    TcpPort,
+    ZapDoor,
+    divided,
+    join_pieces,
+    make_socket,
+    readable,
+    shut_where_crowded,
+)
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.host import host_id, process_id
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
+
+#: Who has sent something: a connection on this host, or the ZeroMQ identity of one from another.
+Peer = UnixConnection | bytes
+
+
+class Traffic:
+    """The sockets of a service.
+
+    Args:
+        listener: For processes of this host.
+        token: Secret that connecting processes prove to know.
+        zap: Authenticator of ZeroMQ's connections.
+        router: For processes of other hosts, if there are any.
+        bulk: For large data of other hosts.
+        handle: Called with each message and its sender.
+        on_close: Called with the name of a connection that has closed.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        token: bytes,
+        zap: ZapDoor,
+        router: zmq.Socket[Any] | None,
+        bulk: BulkServer | None,
+        *,
+        handle: Callable[[Peer, list[bytes]], None],
+        on_close: Callable[[str], None],
+    ) -> None:
+        self._listener, self._token, self._zap, self._router, self._bulk = listener, token, zap, router, bulk
+        self._handle = handle
+        self._on_close = on_close
+        self._outbox: collections.deque[tuple[Peer, list[Any]]] = collections.deque()
+        self._connections: dict[int, UnixConnection] = {}
+        self._doors: dict[int, TcpPort] = {}
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # not by `close`: another thread may be about to write to it, and its number may be a file's by then
+        weakref.finalize(self, os.close, self._wake)
+        self._epoll = select.epoll()
+        for fd in (listener.sock.fileno(), self._wake, int(zap.socket.FD)):
+            self._epoll.register(fd, select.EPOLLIN)
+        if router:
+            self._epoll.register(int(router.FD), select.EPOLLIN)
+        if bulk:
+            self._epoll.register(bulk.sock.fileno(), select.EPOLLIN)
+
+    def mind(self, door: TcpPort) -> None:
+        """Checks a port at once when a process connects to it."""
+        self._doors[door.listener.fileno()] = door
+        self._epoll.register(door.listener.fileno(), select.EPOLLIN | select.EPOLLET)
+
+    def look_at_doors(self) -> None:
+        """Shuts the ports where the process has too few descriptors left, and opens them again."""
+        shut_where_crowded(self._doors.values())
+
+    def post(self, peer: Peer, frames: list[Any]) -> None:
+        """Queues a message to be sent at the end of an iteration."""
+        self._outbox.append((peer, frames))
+
+    def wake(self) -> None:
+        """Ends a turn that waits."""
+        os.eventfd_write(self._wake, 1)
+
+    def turn(self, timeout: float) -> bool:
+        """Receives arrived messages and sends queued ones; waits at most `timeout` seconds. Returns False if nothing
+        happened.
+        """
+        events = self._epoll.poll(timeout)
+        for fd, event in events:
+            if fd in self._connections:
+                self._serve(fd, event)
+            elif fd == self._wake:
+                os.eventfd_read(self._wake)
+            elif fd == self._listener.sock.fileno():
+                while (accepted := self._listener.accept(self._token)) is not None:
+                    self._connections[accepted.sock.fileno()] = accepted
+                    self._epoll.register(accepted.sock.fileno(), select.EPOLLIN)
+            elif self._bulk and fd == self._bulk.sock.fileno():
+                self._bulk.accept()
+            elif fd in self._doors:
+                self.look_at_doors()
+            # ZeroMQ's descriptor only says that its state changed: read until there is nothing more.
+            elif self._router and fd == self._router.FD:
+                pass
+            else:
+                while readable(self._zap.socket):
+                    self._zap.answer()
+        self._exchange()
+        return bool(events)
+
+    def _serve(self, fd: int, event: int) -> None:
+        connection = self._connections[fd]
+        if event & select.EPOLLOUT and not connection.flush():
+            self._epoll.modify(fd, select.EPOLLIN)
+        if event & ~select.EPOLLOUT:
+            for message in connection.receive():
+                self._handle(connection, message)
+        if connection.closed:
+            self._epoll.unregister(fd)
+            del self._connections[fd]
+            connection.sock.close()
+            self._on_close(connection.name)
+
+    def _exchange(self) -> None:
+        """Receives messages of other hosts, and sends all queued ones."""
+        router = self._router
+        while True:
+            while router and readable(router):
+                identity, *body = router.recv_multipart()
+                self._handle(identity, join_pieces(body))
+            # Sending also notices what has arrived, and the descriptor then no longer signals it: check again.
+            if not self._outbox:
+                return
+            while self._outbox:
+                peer, frames = self._outbox.popleft()
+                if isinstance(peer, bytes):
+                    assert router is not None
+                    router.send_multipart([peer, *divided(frames)])
+                elif not peer.closed and peer.send(frames):
+                    self._epoll.modify(peer.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+
+    def close(self) -> None:
+        """Closes all sockets."""
+        for connection in self._connections.values():
+            connection.sock.close()
+        self._listener.sock.close()
+        self._epoll.close()
+        for door in self._doors.values():
+            door.listener.close()
+        if self._router:
+            self._router.close()
+        if self._bulk:
+            self._bulk.close()
+        self._zap.socket.close()
+
 
 log = logging.getLogger(__name__)
 INBOX = "\0inbox"
@@ -59,17 +200,17 @@ class Service:
         tcp_address: Address to listen on for other hosts; None where all processes share this host.
         check: Called while waiting; raises when the run has failed.
         on_tick: Called every `tick_s` on the service thread (heartbeats).
-        tick_s: Seconds between ticks. Each wakes the process, which is all that an idle one costs.
+        tick_s: Seconds between ticks. Each tick wakes the process; an idle process costs nothing else.
         on_note: Called on the service thread with each note (HELLO, heartbeat) that another process posted.
-        on_join: Gives a process that asks a place in the run, where this one may.
-        on_broken: Called on the service thread when an error ends it; from then on nobody answers for this process.
-        doing: Says what this process is doing, for those that ask.
+        on_join: Places a process that asks to join the run, in the process that may do so.
+        on_broken: Called on the service thread when an error ends it; from then on this process does not answer.
+        doing: Returns what this process is doing, for other processes that ask.
     """
 
     def __init__(
         self,
         name: str,
-        keys: Keys,
+        keys: CurveKeys,
         scratch: Scratch,
         tcp_address: str | None = None,
         check: Callable[[], None] = lambda: None,
@@ -92,9 +233,9 @@ class Service:
         self.held = HeldValues()
         #: Number of the newest recovery for which the driver wants the main thread's present call to be given up.
         self.aborted = 0
-        #: By connection: why an item was refused whose sender waits for no answer.
+        #: By connection: reason for the refusal of an item whose sender waits for no answer.
         self._refusals: dict[str, bytes] = {}
-        #: How often ranks have come or gone, as far as is known: what was read of a member before is read again.
+        #: How often ranks have come or gone, as far as is known: records that were read earlier are read again.
         self.epoch = 0
         zap = ZapDoor(self.context, keys)
         path = scratch.sockets / f"d-{process_id()}-{next(_numbers)}"
@@ -103,15 +244,15 @@ class Service:
         router = self._bulk = None
         if tcp_address:
             router = make_socket(self.context, zmq.ROUTER, keys, server=True)
-            door = Door(router, tcp_address)
+            door = TcpPort(router, tcp_address)
             self.endpoint["tcp"] = door.endpoint
             self._bulk = BulkServer(name, keys, tcp_address, (scratch.shm, scratch.spill), self.loans, self.offers)
             self.endpoint["bulk"] = self._bulk.endpoint
-        self.lane = Lane(scratch, self.endpoint, self.peers, self._read)
+        self.lane = DeviceChannel(scratch, self.endpoint, self.peers, self._read)
         self.origin = Origin(host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self.endpoint["bulk"])
         self.doing = doing
         self._traffic = Traffic(
-            listener, token_of(keys), zap, router, self._bulk, handle=self._handle, gone=self.consumer_died
+            listener, token_of(keys), zap, router, self._bulk, handle=self._handle, on_close=self.consumer_died
         )
         self._on_tick, self._tick_s, self._on_broken = on_tick, tick_s, on_broken
         self.on_note, self.on_join = on_note, on_join
@@ -128,13 +269,13 @@ class Service:
 
     # -- called by any thread -------------------------------------------------------------------------------------
 
-    def mind(self, door: Door) -> None:
+    def mind(self, door: TcpPort) -> None:
         """Keeps a port shut while the process has too few descriptors left for its own files."""
         self._traffic.mind(door)
 
     @property
     def stopped(self) -> bool:
-        """Whether this process has left the run."""
+        """True if this process has left the run."""
         return self._stopping
 
     def check(self) -> None:
@@ -143,7 +284,7 @@ class Service:
             raise ChannelError(f"{self.name} has left the run: its session ended while it waited")
         self._run_failed()
 
-    def reply(self, peer: Connection | bytes, frames: list[Any]) -> None:
+    def reply(self, peer: UnixConnection | bytes, frames: list[Any]) -> None:
         """Queues a reply; the thread that leads the loop sends it."""
         self._traffic.post(peer, frames)
         if threading.get_ident() != self._leader:
@@ -193,32 +334,34 @@ class Service:
         return answer.items
 
     def _await(self, answer: LocalAnswer, deadline: float) -> None:
-        """Returns when the answer is there or the deadline has passed; runs the loop meanwhile if no other guest does."""
+        """Returns when the answer has arrived or the deadline has passed; runs the event loop if no other waiting thread
+        does.
+        """
         with self.lock:
             self._guests += 1
         began = time.monotonic()
         try:
             while answer.items is None and not self._stopping:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
                     return
                 if self._leader == self._thread.ident:
                     self._traffic.wake()  # ask the service thread to step aside
-                if self._loop.acquire(timeout=min(0.002, left)):
+                if self._loop.acquire(timeout=min(0.002, remaining_s)):
                     try:
                         self._leader = threading.get_ident()
                         while answer.items is None and not self._stopping:
-                            left = deadline - time.monotonic()
-                            if left <= 0:
+                            remaining_s = deadline - time.monotonic()
+                            if remaining_s <= 0:
                                 break
-                            if not self._iterate(min(0.2, left)):
+                            if not self._iterate(min(0.2, remaining_s)):
                                 self.check()
                     finally:
                         self._leader = None
                         self._loop.release()
                         self._call_followers()
                 else:
-                    self._follow(answer, min(0.2, left))
+                    self._follow(answer, min(0.2, remaining_s))
         finally:
             with self.lock:
                 self._guests -= 1
@@ -226,8 +369,11 @@ class Service:
                 self._unparked.set()
 
     def _follow(self, answer: LocalAnswer, timeout: float) -> None:
-        """Waits while another guest leads, who gets this one's answer, too. Not while it is the service thread, which only has
-        to step aside: with nobody to lead, nothing would come."""
+        """Waits for the answer while another waiting thread runs the event loop.
+
+        Returns at once if the service thread runs it: that thread is about to step aside, and no thread would then run the
+        loop.
+        """
         with self.lock:
             self._followers.append(answer)
         try:
@@ -241,7 +387,7 @@ class Service:
                 self._followers.remove(answer)
 
     def _call_followers(self) -> None:
-        """Wakes those who have followed a guest that has got what it waited for: one of them is to lead."""
+        """Wakes the followers of a thread that has received its answer: one of them takes over the event loop."""
         with self.lock:
             for follower in self._followers:
                 follower.wakes.put(None)
@@ -253,19 +399,19 @@ class Service:
                 for item in state.cancel(lambda a: a is answer):
                     discard(item.segment) if item.segment else None
 
-    def consumer_died(self, who: str) -> None:
+    def consumer_died(self, consumer: str) -> None:
         """Puts items that a dead consumer had not acknowledged back into the queues."""
-        self._refusals.pop(who, None)
+        self._refusals.pop(consumer, None)
         with self.lock:
             for state in self.channels.values():
-                state.consumer_died(who)
+                state.consumer_died(consumer)
         self._traffic.wake()
 
-    def members_changed(self, epoch: int, ended: Iterable[str] = ()) -> None:
-        """Takes in that ranks have come, or have ended (`host.process_key`), which the driver counts by `epoch`."""
+    def members_changed(self, epoch: int, processes: Iterable[str] = ()) -> None:
+        """Registers that ranks have come, or have ended (`host.process_key`); the driver counts these changes by `epoch`."""
         self.epoch = max(self.epoch, epoch)
-        for process in ended:
-            self.peers.ended.add(process)
+        for process in processes:
+            self.peers.ended_processes.add(process)
             self.consumer_died(process)
             self.pool.forget_process(process)
             self.loans.forget_process(process)
@@ -298,13 +444,13 @@ class Service:
     def unpack(
         self, frames: Sequence[Any], *, borrow: bool = False, later: list[Callable[[], None]] | None = None
     ) -> Any:
-        """Rebuilds an object from the frames that transport delivered.
+        """Rebuilds an object from the frames that the transport delivered.
 
         Args:
-            frames: What came.
-            borrow: The caller only reads what it gets.
-            later: Gets what to call once the item is acknowledged, for data of another host; by default it is called
-                now.
+            frames: The received frames.
+            borrow: The caller only reads the result.
+            later: List that gets the functions to call once the item is acknowledged, for data of another host; by default
+                they are called now.
         """
         fetch = functools.partial(self.fetch, own=borrow, later=later)
         return unpack(frames, self.endpoint["host"], self.mappings, fetch, self.lane.land, borrow=borrow)
@@ -315,7 +461,7 @@ class Service:
         return self.fetch(origin, path, size, 0, None, own=True)
 
     def bytes_sent(self) -> int:
-        """Bytes of data that other hosts have got from this process."""
+        """Returns the bytes of data that other hosts have received from this process."""
         return self._bulk.sent if self._bulk else 0
 
     def stop(self) -> None:
@@ -327,7 +473,7 @@ class Service:
             self.peers.close()
         self.pool.close()
         self.lane.close()
-        # it ends once all sockets of it are closed: a thread that waits at one is told
+        # it ends once all its sockets are closed: threads that wait at one get an error
         threading.Thread(target=self.context.term, name=f"rlhpc-end-{self.name}", daemon=True).start()
 
     # -- the thread -----------------------------------------------------------------------------------------------
@@ -361,7 +507,7 @@ class Service:
             self.peers.close()
 
     def _iterate(self, timeout: float) -> bool:
-        """One turn of the event loop, by the thread that runs it; False when nothing happened."""
+        """Runs one iteration of the event loop, on the thread that runs it; returns False if nothing happened."""
         happened = self._traffic.turn(timeout)
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_s
@@ -371,10 +517,10 @@ class Service:
                 self._on_tick(self)
         return happened
 
-    def _handle(self, peer: Connection | bytes, message: list[bytes]) -> None:
+    def _handle(self, peer: UnixConnection | bytes, message: list[bytes]) -> None:
         number, op, *frames = message
         answer = RemoteAnswer(self.reply, peer, number)
-        if number and (refusal := self._refusals.pop(answer.who, None)):
+        if number and (refusal := self._refusals.pop(answer.connection_name, None)):
             self.reply(peer, [number, b"error", refusal])
             return
         try:
@@ -386,4 +532,4 @@ class Service:
             elif (
                 op == b"PUT"
             ):  # the first cause, for the sender's next request, which `Peers.confirm` makes at the latest
-                self._refusals.setdefault(answer.who, b"an item put before was refused: " + text)
+                self._refusals.setdefault(answer.connection_name, b"an item put before was refused: " + text)

@@ -1,4 +1,4 @@
-"""Placement: which rank of which component runs on which node and accelerators. Pure functions, no I/O.
+"""Placement: nodes and accelerators of each rank. Pure functions without I/O.
 
 The grammar of `cluster.component_placement` is `resource ranks[:process ranks]`, comma-separated:
 

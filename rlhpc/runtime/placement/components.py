@@ -18,7 +18,7 @@ class Clustered(Protocol):
 
     @property
     def cluster(self) -> ClusterConfig:
-        """Which, and which component runs where."""
+        """The machines, and the placement of components on them."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ComponentPlacementStrategy:
         processes: Resource ranks of each process.
         node_group: Label of the node group in which they are counted.
         by_node: The resources are nodes, not accelerators.
-        replica: So many neighbouring ranks are one: an engine. 1 for all components but `ENGINES`.
+        replica: Number of neighbouring ranks that form one engine; 1 for all components but `ENGINES`.
     """
 
     component: str
@@ -40,33 +40,33 @@ class ComponentPlacementStrategy:
     replica: int = 1
 
     def place(self, cluster: Cluster) -> list[Placement]:
-        """Where each process of the component goes on this cluster, in rank order."""
-        who = f"cluster.component_placement.{self.component}"
-        nodes = group_nodes(cluster, self.node_group, who)
+        """Returns the place of each process of the component on this cluster, in rank order."""
+        key = f"cluster.component_placement.{self.component}"
+        nodes = group_nodes(cluster, self.node_group, key)
         if self.by_node:
-            return on_nodes([ranks[0] for ranks in self.processes], nodes, self.node_group, who)
-        return on_accelerators(self.processes, cluster, self.node_group, who)
+            return on_nodes([ranks[0] for ranks in self.processes], nodes, self.node_group, key)
+        return on_accelerators(self.processes, cluster, self.node_group, key)
 
 
 class HybridComponentPlacement:
     """The placement of every component of a configuration, without constraints between components.
 
-    A process of a component of `ENGINES` whose section has `parallel` is an engine: each of its resources is a rank of its
-    own, and so many neighbouring ranks are one engine.
+    A process of a component of `ENGINES` whose section has `parallel` is an engine: each of its resources is a separate rank,
+    and these neighbouring ranks form one engine.
 
     Args:
         cfg: A configuration with `cluster.component_placement`.
         cluster: Where to place.
 
     Raises:
-        PlacementError: A rule is broken; names the rule, the component and the place.
+        PlacementError: A rule is broken; the message names the rule, the component and the place.
     """
 
     ENGINES = ("rollout",)
 
     def __init__(self, cfg: Clustered | Mapping[str, Any], cluster: Cluster) -> None:
         self.cluster = cluster
-        parallel = {name: _found(cfg, name, "parallel") for name in self.ENGINES}
+        parallel = {name: _read_path(cfg, name, "parallel") for name in self.ENGINES}
         self._parallel = {name: section for name, section in parallel.items() if section is not None}
         raw = read_key(read_key(cfg, "cluster"), "component_placement")
         if not raw:
@@ -98,11 +98,11 @@ class HybridComponentPlacement:
         nodes = group_nodes(self.cluster, label, f"{at}: node_group {label!r}")
         accelerators = self.cluster.accelerators_of(label)
         by_node = label == "node" or not accelerators
-        total, what = (len(nodes), "node") if by_node else (len(accelerators), "accelerator")
-        processes = parse_placement(name, str(text), total, what, label)
+        total, resource = (len(nodes), "node") if by_node else (len(accelerators), "accelerator")
+        processes = parse_placement(name, str(text), total, resource, label)
         replica = 1
         if name in self._parallel:
-            processes, replica = self._ranks_of_engines(name, f"{at}: {str(text)!r}", what, processes)
+            processes, replica = self._ranks_of_engines(name, f"{at}: {str(text)!r}", resource, processes)
         if by_node and (wide := next((ranks for ranks in processes if len(ranks) > 1), None)):
             raise PlacementError(
                 f"{at}: {str(text)!r}: one process on nodes {wide}; rule: without accelerators each process has one node"
@@ -115,31 +115,32 @@ class HybridComponentPlacement:
         self._strategies[name] = strategy
 
     def _ranks_of_engines(
-        self, name: str, at: str, what: str, processes: list[list[int]]
+        self, name: str, at: str, unit: str, processes: list[list[int]]
     ) -> tuple[list[list[int]], int]:
-        """A process for each resource of each process, and how many are an engine.
+        """Returns one process for each resource of each process, and the number of them that form an engine.
 
         Raises:
-            PlacementError: Engines would not be of equal size, or of another than the configuration says.
+            PlacementError: Engines would differ in size, or from the size in the configuration.
         """
-        key, asked = f"{name}.parallel.tensor", _found(self._parallel[name], "tensor")
+        key, tp_size = f"{name}.parallel.tensor", _read_path(self._parallel[name], "tensor")
         widths = sorted({len(ranks) for ranks in processes})
         if len(widths) > 1:
-            raise PlacementError(f"{at}: processes have {widths} {what}s; rule: all engines are of one size")
-        size = widths[0] if asked is None or widths[0] > 1 else int(asked)
-        if asked is not None and size != asked:
+            raise PlacementError(f"{at}: processes have {widths} {unit}s; rule: all engines are of one size")
+        size = widths[0] if tp_size is None or widths[0] > 1 else int(tp_size)
+        if tp_size is not None and size != tp_size:
             raise PlacementError(
-                f"{at}: each process has {size} {what}s, and {key} is {asked}; rule: each {what} of a process is a rank "
+                f"{at}: each process has {size} {unit}s, and {key} is {tp_size}; rule: each {unit} of a process is a rank "
                 f"of its engine, so write {key}={size}, or leave it out"
             )
         ranks = [[resource] for process in processes for resource in process]
         if size < 1 or len(ranks) % size:
             raise PlacementError(f"{at}: {len(ranks)} ranks are no whole number of engines of {size} ({key})")
         for first in range(0, len(ranks), size):
-            own = [rank[0] for rank in ranks[first : first + size]]
-            if what == "accelerator" and len({*own}) < size:
+            placed_on = [rank[0] for rank in ranks[first : first + size]]
+            if unit == "accelerator" and len({*placed_on}) < size:
                 raise PlacementError(
-                    f"{at}: the {size} ranks of an engine ({key}) are on accelerators {own}; rule: each has one of its own"
+                    f"{at}: the {size} ranks of an engine ({key}) are on accelerators {placed_on}; "
+                    "rule: each has one of its own"
                 )
         return ranks, size
 
@@ -148,7 +149,7 @@ class HybridComponentPlacement:
         return list(self._strategies)
 
     def get_strategy(self, component: str) -> ComponentPlacementStrategy:
-        """The placement strategy of a component.
+        """Returns the placement strategy of a component.
 
         Raises:
             PlacementError: The component has no placement.
@@ -163,19 +164,19 @@ class HybridComponentPlacement:
         return component in self._strategies
 
     def get_world_size(self, component: str) -> int:
-        """Number of processes of the component."""
+        """Returns the number of processes of the component."""
         return len(self.get_strategy(component).processes)
 
     def placements(self) -> dict[str, list[Placement]]:
-        """The placements of all components, by name."""
+        """Returns the placements of all components, by name."""
         return {name: strategy.place(self.cluster) for name, strategy in self._strategies.items()}
 
 
 class ModelParallelComponentPlacement(HybridComponentPlacement):
     """Placement of `actor` and `rollout` (and `inference`, `critic`, `critic_inference`) for large models.
 
-    Collocated: actor and rollout take turns on the same accelerators. Disaggregated: each of the five has accelerators of
-    its own. Other components (env, reward, …) may be anywhere.
+    Collocated: actor and rollout alternate on the same accelerators. Disaggregated: each of the five has separate
+    accelerators. Other components (env, reward, …) may be anywhere.
 
     Raises:
         PlacementError: Actor or rollout has no placement, its accelerators have gaps, it overlaps in part, or a mode's needs
@@ -204,7 +205,7 @@ class ModelParallelComponentPlacement(HybridComponentPlacement):
             self._check_disaggregated(used)
 
     def _resources(self, name: str) -> frozenset[int]:
-        """Global accelerator ranks of a component; node ranks if it is placed by node."""
+        """Returns the global accelerator ranks of a component, or its node ranks if it is placed by node."""
         strategy = self._strategies[name]
         if strategy.by_node:
             return frozenset(p.node_rank for p in strategy.place(self.cluster))
@@ -241,8 +242,8 @@ class ModelParallelComponentPlacement(HybridComponentPlacement):
                     )
 
 
-def _found(source: Any, *path: str) -> Any:
-    """What a mapping, a DictConfig or a dataclass has there; None where there is nothing."""
+def _read_path(source: Any, *path: str) -> Any:
+    """Returns the value at a path in a mapping, a DictConfig or a dataclass; None if it is absent."""
     for key in path:
         if source is None:
             return None

@@ -44,7 +44,7 @@ def _numbers(text: str, total: int | None, fail: Fail) -> list[int]:
 def _segments(text: str, resources: int, fail: Fail) -> list[_Segment]:
     """Splits a placement into segments.
 
-    Parts without `:` before one with `:` are either segments of their own, one process per resource, or the head of a comma
+    Parts without `:` before one with `:` are either separate segments, one process per resource, or the head of a comma
     list whose processes the last part names. The first process rank after the `:` decides: either it counts the processes of
     those parts, or it does not.
     """
@@ -58,12 +58,12 @@ def _segments(text: str, resources: int, fail: Fail) -> list[_Segment]:
         done += len(ranks)
 
     for part in (p.strip() for p in text.split(",")):
-        left, colon, right = part.partition(":")
-        if not left.strip() or (colon and not right.strip()):
+        resource_text, colon, right = part.partition(":")
+        if not resource_text.strip() or (colon and not right.strip()):
             raise fail(part, "ranks are missing; write resource ranks, or resource ranks:process ranks")
         if ":" in right:
             raise fail(part, "more than one ':'; separate segments with commas")
-        ranks = _numbers(left, resources, fail)
+        ranks = _numbers(resource_text, resources, fail)
         if not colon:
             head.append((part, ranks))
             continue
@@ -72,11 +72,13 @@ def _segments(text: str, resources: int, fail: Fail) -> list[_Segment]:
             for bare in head:
                 each(*bare)
             head = []
-        whole = ",".join([*(p for p, _ in head), part])
+        segment_text = ",".join([*(p for p, _ in head), part])
         if names[0] != done:
-            raise fail(whole, f"process ranks start at {names[0]} instead of {done}: they count up from 0 without gaps")
+            raise fail(
+                segment_text, f"process ranks start at {names[0]} instead of {done}: they count up from 0 without gaps"
+            )
         joined = [r for _, rs in head for r in rs] + ranks
-        segments.append(_Segment(whole, tuple(joined), tuple(names)))
+        segments.append(_Segment(segment_text, tuple(joined), tuple(names)))
         done, head = done + len(names), []
     for bare in head:
         each(*bare)
@@ -84,15 +86,15 @@ def _segments(text: str, resources: int, fail: Fail) -> list[_Segment]:
 
 
 def parse_placement(
-    component: str, text: str, resources: int, what: str = "resource", label: str = "cluster"
+    component: str, text: str, resources: int, unit: str = "resource", label: str = "cluster"
 ) -> list[list[int]]:
     """Parses one placement string.
 
     Args:
         component: Name, for messages.
         text: `resource ranks[:process ranks]`, comma-separated.
-        resources: How many resources there are.
-        what: What they are (accelerator or node), for messages.
+        resources: Number of resources.
+        unit: Their type (accelerator or node), for messages.
         label: Their node group, for messages.
 
     Returns:
@@ -105,7 +107,7 @@ def parse_placement(
     def fail(part: str, rule: str) -> PlacementError:
         where = "" if part.strip() == text.strip() else f" in {text!r}"
         return PlacementError(
-            f"cluster.component_placement.{component}: {part!r}{where}: {rule} ({extent(label, what, resources)})"
+            f"cluster.component_placement.{component}: {part!r}{where}: {rule} ({extent(label, unit, resources)})"
         )
 
     processes: list[list[int]] = []
@@ -114,15 +116,15 @@ def parse_placement(
         for rank in segment.resources:
             if rank <= last:
                 raise fail(
-                    segment.text, f"{what} {rank} follows {last}; resource ranks are unique and ascending, and each "
+                    segment.text, f"{unit} {rank} follows {last}; resource ranks are unique and ascending, and each "
                     f"comma after a ':' begins the next segment"
                 )  # fmt: skip
             last = rank
         n, p = len(segment.resources), len(segment.processes)
         if n == 0:
-            raise fail(segment.text, f"there is no {what}")
+            raise fail(segment.text, f"there is no {unit}")
         if n % p and p % n:
-            raise fail(segment.text, f"{n} {what}s and {p} processes: one count must divide the other")
+            raise fail(segment.text, f"{n} {unit}s and {p} processes: one count must divide the other")
         if n >= p:
             each = n // p
             processes += [list(segment.resources[i * each : (i + 1) * each]) for i in range(p)]

@@ -12,7 +12,7 @@ from rlhpc.runtime.errors import ConfigError, PlacementError
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one process runs.
+    """Place of one process.
 
     Attributes:
         rank: Its rank in the group.
@@ -41,47 +41,47 @@ def _finish(where: Sequence[tuple[int, tuple[int, ...]]], node_group: str) -> li
     totals: dict[int, int] = {}
     for node, _ in where:
         totals[node] = totals.get(node, 0) + 1
-    seen: dict[int, int] = {}
+    num_on_node: dict[int, int] = {}
     placements = []
     for rank, (node, accelerators) in enumerate(where):
-        local = seen.get(node, 0)
-        seen[node] = local + 1
+        local = num_on_node.get(node, 0)
+        num_on_node[node] = local + 1
         placements.append(Placement(rank, node, local, totals[node], accelerators, node_group))
     return placements
 
 
-def group_nodes(cluster: Cluster, label: str, who: str) -> tuple[int, ...]:
-    """Node ranks of a node group; of the whole cluster for the reserved labels."""
+def group_nodes(cluster: Cluster, label: str, label_text: str) -> tuple[int, ...]:
+    """Returns the node ranks of a node group; those of the whole cluster for the reserved labels."""
     try:
         return cluster.node_group(label).node_ranks
     except ConfigError as error:
-        raise PlacementError(f"{who}: {error}") from None
+        raise PlacementError(f"{label_text}: {error}") from None
 
 
-def extent(label: str, what: str, total: int) -> str:
-    """The resources that exist, in words, for messages."""
+def extent(label: str, resource: str, total: int) -> str:
+    """Describes the available resources, for messages."""
     place = "the cluster" if label in ("cluster", "node") else f"node group {label!r}"
     numbers = {0: "", 1: " (0)"}.get(total, f" (0 to {total - 1})")
-    return f"{place} has {total} {what}{'' if total == 1 else 's'}{numbers}"
+    return f"{place} has {total} {resource}{'' if total == 1 else 's'}{numbers}"
 
 
 def _one_node(
-    available: Sequence[tuple[int, int]], label: str, ranks: Sequence[int], who: str
+    available: Sequence[tuple[int, int]], label: str, ranks: Sequence[int], origin: str
 ) -> tuple[int, tuple[int, ...]]:
-    """Global accelerator ranks of one process → its node and the indices there.
+    """Returns the node of one process and its indices there, from its global accelerator ranks.
 
-    A node is in at most one node group, so the accelerators of a node are of one kind.
+    A node is in at most one node group, so the accelerators of a node are of one type.
     """
     for rank in ranks:
         if not 0 <= rank < len(available):
             raise PlacementError(
-                f"{who}: accelerator {rank} does not exist; {extent(label, 'accelerator', len(available))}"
+                f"{origin}: accelerator {rank} does not exist; {extent(label, 'accelerator', len(available))}"
             )
     chosen = [available[r] for r in ranks]
     nodes = sorted({node for node, _ in chosen})
     if len(nodes) > 1:
         raise PlacementError(
-            f"{who}: accelerators {list(ranks)} lie on nodes {nodes}; rule: a process's accelerators share one node"
+            f"{origin}: accelerators {list(ranks)} lie on nodes {nodes}; rule: a process's accelerators share one node"
         )
     return nodes[0], tuple(index for _, index in chosen)
 
@@ -116,16 +116,16 @@ class PackedPlacementStrategy:
         self.stride, self.node_group = stride, node_group or "cluster"
 
     def place(self, cluster: Cluster) -> list[Placement]:
-        """See `PlacementStrategy`."""
-        who = f"PackedPlacementStrategy({self.start}, {self.end})"
-        nodes = group_nodes(cluster, self.node_group, who)
+        """Implements `PlacementStrategy.place`."""
+        origin = f"PackedPlacementStrategy({self.start}, {self.end})"
+        nodes = group_nodes(cluster, self.node_group, origin)
         if self.node_group == "node" or not cluster.accelerators_of(self.node_group):
             if self.per_process > 1:
                 raise PlacementError(
-                    f"{who}: num_accelerators_per_process is {self.per_process}, but "
+                    f"{origin}: num_accelerators_per_process is {self.per_process}, but "
                     f"{extent(self.node_group, 'accelerator', 0)}; rule: without accelerators each process has one node"
                 )
-            return on_nodes(list(range(self.start, self.end + 1)), nodes, self.node_group, who)
+            return on_nodes(list(range(self.start, self.end + 1)), nodes, self.node_group, origin)
         block = self.per_process * self.stride
         return on_accelerators(
             [
@@ -135,7 +135,7 @@ class PackedPlacementStrategy:
             ],
             cluster,
             self.node_group,
-            who,
+            origin,
         )
 
 
@@ -151,7 +151,7 @@ class FlexiblePlacementStrategy:
         self.accelerators, self.node_group = [list(a) for a in accelerators], node_group or "cluster"
 
     def place(self, cluster: Cluster) -> list[Placement]:
-        """See `PlacementStrategy`."""
+        """Implements `PlacementStrategy.place`."""
         group_nodes(cluster, self.node_group, "FlexiblePlacementStrategy")
         return on_accelerators(self.accelerators, cluster, self.node_group, "FlexiblePlacementStrategy")
 
@@ -165,19 +165,19 @@ class NodePlacementStrategy:
         self.node_ranks, self.node_group = list(node_ranks), node_group or "cluster"
 
     def place(self, cluster: Cluster) -> list[Placement]:
-        """See `PlacementStrategy`."""
-        who = f"NodePlacementStrategy({self.node_ranks})"
-        return on_nodes(self.node_ranks, group_nodes(cluster, self.node_group, who), self.node_group, who)
+        """Implements `PlacementStrategy.place`."""
+        origin = f"NodePlacementStrategy({self.node_ranks})"
+        return on_nodes(self.node_ranks, group_nodes(cluster, self.node_group, origin), self.node_group, origin)
 
 
-def on_accelerators(processes: Sequence[Sequence[int]], cluster: Cluster, label: str, who: str) -> list[Placement]:
+def on_accelerators(processes: Sequence[Sequence[int]], cluster: Cluster, label: str, origin: str) -> list[Placement]:
     available = cluster.accelerators_of(label)
-    where = [_one_node(available, label, ranks, f"{who}: process {p}") for p, ranks in enumerate(processes)]
+    where = [_one_node(available, label, ranks, f"{origin}: process {p}") for p, ranks in enumerate(processes)]
     return _finish(where, label)
 
 
-def on_nodes(ranks: Sequence[int], nodes: Sequence[int], label: str, who: str) -> list[Placement]:
+def on_nodes(ranks: Sequence[int], nodes: Sequence[int], label: str, origin: str) -> list[Placement]:
     for rank in ranks:
         if not 0 <= rank < len(nodes):
-            raise PlacementError(f"{who}: node {rank} does not exist; {extent(label, 'node', len(nodes))}")
+            raise PlacementError(f"{origin}: node {rank} does not exist; {extent(label, 'node', len(nodes))}")
     return _finish([(nodes[rank], ()) for rank in ranks], label)

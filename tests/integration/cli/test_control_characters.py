@@ -68,7 +68,7 @@ def test_logs_show_colours_plain_and_bars_line_by_line(runs: Path, tmp_path: Pat
 
 def test_a_bar_may_overwrite_its_line_and_foreign_text_may_not(tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom rlhpc.runtime.streams import standard_streams\nstandard_streams()\n"
+        "import sys\nfrom rlhpc.runtime.standard_streams import standard_streams\nstandard_streams()\n"
         r"for text in ('one\n', '\r\x1b[2K  two\x1b[2K', '\r  \rthree', '\n', 'safe\rforged\r\nnext\n'):"
         " sys.stderr.write(text)"
     )

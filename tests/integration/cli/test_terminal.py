@@ -18,7 +18,7 @@ import pytest
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.status import run_state
-from rlhpc.runtime.descriptors import readable
+from rlhpc.runtime.os_resources import readable
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -46,7 +46,7 @@ from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import encode_text
 from rlhpc.embodied.export import load_exported
 from rlhpc.embodied.models import build_model
-from rlhpc.embodied.models.guidance import Guide, overlap_weights
+from rlhpc.embodied.models.base import Guide, overlap_weights
 from rlhpc.embodied.models.lerobot import openpi
 
 #: What stands in a folder as its vision-language model, or tokenizer, and the folder that is taken for it.
@@ -171,7 +171,7 @@ def hold_steps(policy: Any) -> None:
 
 def hold_history(mine: Any, theirs: Any, before: Any, after: Any) -> None:
     """What LeRobot keeps of observations in its queue, step by step, is shown here at once: actions and loss."""
-    obs, looks = observations(), mine.described.looks
+    obs, looks = observations(), mine.described.num_obs_steps
     noise = mine.sample_start((4,), torch.Generator().manual_seed(7))
     steps = [{key: obs[key].roll(i, 0) for key in ("rgb", "state")} for i in range(3)]
     theirs.reset()

@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from rlhpc.embodied.envs.gymnasium_env import GymnasiumVectorEnv
 from rlhpc.embodied.models.mlp import MLPPolicy
-from rlhpc.runtime.comm import devices
+from rlhpc.runtime.comm import device_memory
 from tests.stand_in_device import StandIn
 
 #: How often a row shows the same: messages of few bytes do not take the lane.
@@ -24,9 +24,9 @@ FOLDER, ADDRESS = "RLHPC_TEST_LANE", "RLHPC_TEST_LANE_OF_POLICY"
 
 def begin(address: str) -> StandIn | None:
     """Makes the stand-in this process's own."""
-    if FOLDER in os.environ and devices.own() is None:
-        devices.use(StandIn(Path(os.environ[FOLDER]), address))
-    own: Any = devices.own()
+    if FOLDER in os.environ and device_memory.current_device() is None:
+        device_memory.use(StandIn(Path(os.environ[FOLDER]), address))
+    own: Any = device_memory.current_device()
     return own
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlhpc.embodied.models.mlp import MLPPolicy
-from rlhpc.training.replicated import ReplicatedBackend
+from rlhpc.training.data_parallel import ReplicatedBackend
 
 
 def note(role: str, resident: bool) -> None:

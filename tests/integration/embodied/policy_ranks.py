@@ -10,10 +10,10 @@ import torch
 from gymnasium import spaces
 from omegaconf import OmegaConf
 
+from rlhpc.embodied.algorithms.ppo import PolicyUpdate
 from rlhpc.embodied.config import BcConfig, PpoConfig
-from rlhpc.embodied.roles.bc import BcActor
-from rlhpc.embodied.roles.trainer import Trainer
-from rlhpc.embodied.update.ppo import PolicyUpdate
+from rlhpc.embodied.workers.actor import PolicyTrainer
+from rlhpc.embodied.workers.bc_actor import BcActor
 
 ROWS, BATCH, LR = 24, 12, 3e-3
 SPACES = {
@@ -65,7 +65,7 @@ def spoil_what_fills_up(module: torch.nn.Module) -> None:
             part.data[max(left, 0) :] = torch.nan
 
 
-class PolicyTrainer(Trainer[Any]):
+class PolicyTrainer(PolicyTrainer[Any]):
     """Trains by PPO on rollouts that are made up."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rlhpc import cli
-from rlhpc.embodied.video import shrink, tile
+from rlhpc.embodied.data.video import shrink, tile
 from tests.extras import need_extra
 
 

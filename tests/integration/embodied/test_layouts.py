@@ -124,7 +124,7 @@ def test_another_layout_resumes(runs: Runs, whole: str) -> None:
 
 
 def test_a_checkpoint_is_evaluated_on_its_own(runs: Runs, whole: str, tmp_path: Path) -> None:
-    from rlhpc.embodied.evaluate import evaluate_checkpoint
+    from rlhpc.embodied.evaluation.evaluate import evaluate_checkpoint
 
     output = tmp_path / "eval.json"
     result = evaluate_checkpoint(runs.checkpoint(whole, 8), output=output)

@@ -135,9 +135,9 @@ def test_a_recording_of_ours_succeeds_again_in_their_simulator(tmp_path: Path, m
 def test_scripted_experts(task: str, tmp_path: Path) -> None:
     from omegaconf import OmegaConf
 
-    from rlhpc.embodied.actors import load_actor
     from rlhpc.embodied.config import EvalEnvConfig
-    from rlhpc.embodied.recording import record
+    from rlhpc.embodied.evaluation.evaluate import load_actor
+    from rlhpc.embodied.evaluation.recorder import record
 
     env_id = {"pick_cube": "PickCube-v1", "stack_cube": "StackCube-v1"}[task]
     cfg = OmegaConf.structured(

@@ -8,7 +8,7 @@ import pytest
 from tiny_run import TinyRun
 
 from rlhpc.checkpoint.state import load_tensors
-from rlhpc.embodied.evaluate import evaluate_checkpoint
+from rlhpc.embodied.evaluation.evaluate import evaluate_checkpoint
 
 SHORT = (
     "runner.max_steps=4", "runner.save_interval=4", "runner.val_check_interval=2", "env.train.num_envs=8",

@@ -17,7 +17,7 @@ from tiny_run import ROOT, TinyRun, kill_tree, wait_until
 
 from rlhpc.checkpoint.state import load_state, load_tensors
 from rlhpc.cli import main
-from rlhpc.embodied.data.replay_files import StoredReplay
+from rlhpc.embodied.data.replay_buffer import StoredReplay
 from rlhpc.embodied.export import load_exported
 
 RANKS = 'cluster.component_placement={actor: "0:0-1", rollout: "0:0-1", env: "0:0-1"}'

@@ -33,7 +33,12 @@ BACKENDS = ("fsdp", "zero1", "zero2", "zero3")
 #: Two layers to gather one at a time, and adapters on frozen ones.
 VLA = {"actor.model.model_type": "vla", "actor.model.model_path": "builtin:tiny"}
 OPENVLA = {**VLA, "actor.model.model_type": "openvla", "actor.model.kwargs": {"head": "l1"}}
-PRELOAD = ("deepspeed", "transformers.models.llava.modeling_llava", "rlhpc.embodied.roles.bc", "torch.distributed.fsdp")
+PRELOAD = (
+    "deepspeed",
+    "transformers.models.llava.modeling_llava",
+    "rlhpc.embodied.workers.bc_actor",
+    "torch.distributed.fsdp",
+)
 
 
 def on(backend: str, **more: Any) -> dict[str, Any]:

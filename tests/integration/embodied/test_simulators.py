@@ -18,7 +18,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EnvSideConfig
-from rlhpc.embodied.envs import make_env, processes
+from rlhpc.embodied.envs import make_env
+from rlhpc.embodied.envs import subprocess_env as processes
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from tests import warm
 
@@ -189,7 +190,7 @@ def test_a_run_goes_on_and_counts(tmp_path: Path) -> None:
             assert run.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         processes = psutil.Process(run.pid).children(recursive=True)
-        simulators = [p for p in processes if "rlhpc.embodied.envs.simulator" in " ".join(p.cmdline())]
+        simulators = [p for p in processes if "rlhpc.embodied.envs.subprocess_main" in " ".join(p.cmdline())]
         assert len(simulators) == 2
         simulators[0].kill()
         assert run.wait(timeout=120) == 0, run.stderr and run.stderr.read()

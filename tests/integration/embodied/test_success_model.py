@@ -19,7 +19,7 @@ from rlhpc import cli, load_exported
 from rlhpc.config.typed import typed
 from rlhpc.embodied.config import PlayedEnvConfig
 from rlhpc.embodied.envs import make_env
-from rlhpc.embodied.envs.judged import JudgedEnv
+from rlhpc.embodied.rewards.success_reward import SuccessRewardEnv
 
 SIDE, LOT = 8, np.random.default_rng(0)
 
@@ -126,7 +126,7 @@ def test_rewards_are_its_probabilities(here: Path, relative: bool) -> None:
     cfg = PlayedEnvConfig(**TASK["env"]["train"])  # type: ignore[arg-type]
     cfg.reward_model, cfg.reward_scale, cfg.use_rel_reward, cfg.max_episode_steps = "runs/judge", 2.0, relative, 3
     cfg = typed(PlayedEnvConfig, OmegaConf.structured(cfg))
-    envs = [JudgedEnv(make_env(cfg, 4, 0, seed=1), cfg, torch.device("cpu")) for _ in range(2)]
+    envs = [SuccessRewardEnv(make_env(cfg, 4, 0, seed=1), cfg, torch.device("cpu")) for _ in range(2)]
     plain = make_env(cfg, 4, 0, seed=1)
     for env in (*envs, plain):
         env.reset()

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from rlhpc.jobs.cancel import cancel
-from rlhpc.jobs.claim import read_json
-from rlhpc.jobs.handover import SHELL_COMMAND, SHELL_PROGRAM
-from rlhpc.jobs.record import JobRecord
+from rlhpc.jobs.job_record import JobRecord
+from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.wait_client import SHELL_COMMAND, SHELL_PROGRAM
 from tests.integration.jobs.test_submit import Run, until
 from tests.waiting import program, watchers
 
@@ -62,7 +62,7 @@ def test_one_process_waits_for_all(runs: list[WaitedFor]) -> None:
     lost = runs[0].claim()
     assert lost.driver is not None
     os.kill(lost.driver.pid, signal.SIGKILL)
-    until(lambda: read_json(runs[0].files.exit), "the job notes how its driver ended")
+    until(lambda: read_json_file(runs[0].files.exit), "the job notes how its driver ended")
     os.kill(first, signal.SIGKILL)
     _, err = waiters[0].communicate(timeout=30)
     assert waiters[0].returncode == 137 and "rlhpc: error: the driver was ended by SIGKILL" in err
@@ -128,7 +128,7 @@ def test_who_found_a_job_becomes_a_shell_too(runs: list[WaitedFor]) -> None:
 
 def test_waits_by_itself_where_others_might_listen(runs: list[WaitedFor], tmp_path: Path) -> None:
     """The folder where they meet is open to others: no watcher is asked, and none is started."""
-    code = "from rlhpc.jobs.shared import meeting_place; print(meeting_place())"
+    code = "from rlhpc.jobs.shared_probe import meeting_place; print(meeting_place())"
     environment = {**os.environ, **runs[0].environment}
     place = Path(subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True,
                                 check=True).stdout.strip())  # fmt: skip
@@ -146,7 +146,7 @@ def test_waits_by_itself_where_no_watcher_lives(runs: list[WaitedFor], tmp_path:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import os, sys\n"
-        "if 'rlhpc.jobs.watcher' in sys.orig_argv:\n"
+        "if 'rlhpc.jobs.wait_server' in sys.orig_argv:\n"
         f"    open({str(tmp_path / 'tried')!r}, 'a').write('x')\n"
         "    os._exit(1)\n"
     )

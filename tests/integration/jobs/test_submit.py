@@ -20,11 +20,9 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhpc.jobs.attempts import Attempts
-from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
-from rlhpc.jobs.lock import SubmitLock
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobReport, JobState, ProcessId, SlurmProbe
+from rlhpc.jobs.segment import Attempts, Claim, SegmentFiles, read_json_file
 from rlhpc.jobs.state import Facts, run_state
 from rlhpc.jobs.status import print_logs, render_runs, render_status
 from rlhpc.jobs.submit import (
@@ -37,6 +35,7 @@ from rlhpc.jobs.submit import (
     cancel,
     submit_segment,
 )
+from rlhpc.jobs.submit_lock import SubmitLock
 from rlhpc.runtime.errors import DeadlineExceeded, SubmitError, UserError
 
 pytestmark = pytest.mark.timeout(120)
@@ -92,9 +91,9 @@ import signal
 import sys
 from pathlib import Path
 from rlhpc.runtime.exit_codes import report_errors
-from rlhpc.cli.start import tell
-from rlhpc.runtime import environment_values
-from rlhpc.jobs.handover import Wait, hand_over
+from rlhpc.cli.train import tell
+from rlhpc.runtime import env_references
+from rlhpc.jobs.wait_client import Wait, hand_over
 from rlhpc.jobs.probes import ProcessId
 from rlhpc.jobs import submit
 from rlhpc.jobs.submit import submit_segment
@@ -104,7 +103,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 asked_by = ProcessId.of(int(os.environ["ASKED_BY"])) if "ASKED_BY" in os.environ else None
 if "KEY_OF_MINE" in os.environ:  # as a configuration would
     from omegaconf import OmegaConf
-    environment_values.watch()
+    env_references.watch()
     OmegaConf.create({"key": "${oc.env:KEY_OF_MINE}"}).key
 def main():
     tell(submit_segment("c.yaml", run_root=Path(sys.argv[1]), executor="local", command=sys.argv[2:], poll_s=0.1,
@@ -283,7 +282,7 @@ def test_killed_processes(run: Run, victims: str) -> None:
         assert run.submit(3.0)["state"] == "finished" and len(run.starts()) == 1
         return
     if victims == "driver":
-        ended = until(lambda: read_json(run.files.exit), "the job notes how its driver ended")
+        ended = until(lambda: read_json_file(run.files.exit), "the job notes how its driver ended")
         assert (ended["signal"], ended["exit_code"]) == ("SIGKILL", 137)
     assert run.submit(3.0)["state"] == "finished"
     assert len(run.starts()) == 2
@@ -458,7 +457,7 @@ def test_status_is_of_the_newest_attempt(run: Run) -> None:
     other = {"state": "failed", "stop_reason": "env[0] was killed", "pid": claim.driver.pid + 1, "step": 7}
     status = {**json.loads(run.paths.driver_state.read_text()), **other}
     found = Facts(run.paths, status, run.files, JobRecord.read(run.files), claim).state()
-    assert (found.state, found.own) == ("starting", False) and found.why == f"local job {claim.job_id}"
+    assert (found.state, found.is_current) == ("starting", False) and found.why == f"local job {claim.job_id}"
     cancel(run.paths)
     ended = {**status, "elapsed_s": 3700.0}
     run.paths.driver_state.write_text(json.dumps(ended))
@@ -637,7 +636,7 @@ def test_an_allocation_that_has_ended(run: Run, fake_slurm: Path, source: str) -
 
 
 def test_an_allocation_that_lives_or_is_not_known_of(fake_slurm: Path) -> None:
-    from rlhpc.jobs.granted import require_live_allocation
+    from rlhpc.jobs.driver_lock import require_live_allocation
 
     job = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n1"}
     for answer in ("echo '42|RUNNING|None'", "echo '42|COMPLETING|None'", "echo 'Unable to contact' >&2; exit 1"):
@@ -650,7 +649,7 @@ def test_an_allocation_that_lives_or_is_not_known_of(fake_slurm: Path) -> None:
 
 
 HOLD = (
-    "import sys; from pathlib import Path; from rlhpc.jobs.sole import sole_driver; "
+    "import sys; from pathlib import Path; from rlhpc.jobs.driver_lock import sole_driver; "
     "from rlhpc.jobs.paths import RunPaths\n"
     "with sole_driver(RunPaths(Path(sys.argv[1]))): print('held', flush=True); sys.stdin.read()"
 )
@@ -689,14 +688,14 @@ def test_one_run_has_one_driver(run: Run, fake_slurm: Path, monkeypatch: pytest.
 
 
 def sole(run: Run) -> Any:
-    from rlhpc.jobs.sole import sole_driver
+    from rlhpc.jobs.driver_lock import sole_driver
 
     return sole_driver(run.paths)
 
 
 def test_waiting_commands_share_one_query(fake_slurm: Path, tmp_path: Path) -> None:
     """Each asks at every look; Slurm is asked once an interval, for all, and nothing is left in the end."""
-    from rlhpc.jobs.shared import SharedProbe
+    from rlhpc.jobs.shared_probe import SharedProbe
 
     (fake_slurm / "squeue").write_text(
         f'#!/bin/bash\necho "$*" >> {fake_slurm}/asked\nfor i in $(seq 0 39); do echo "$i|PENDING|Priority"; done\n'
@@ -733,7 +732,7 @@ exit 1
 @pytest.fixture
 def full_slurm(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where sbatch says what is in the file `limit`, until that is `gone`."""
-    monkeypatch.setattr("rlhpc.jobs.room.FIRST_S", 0.5)
+    monkeypatch.setattr("rlhpc.jobs.submit_backoff.FIRST_S", 0.5)
     (fake_slurm / "sbatch").rename(fake_slurm / "sbatch.real")
     (fake_slurm / "sbatch").write_text(FULL.replace("\n", f"\ncd {fake_slurm}\n", 1))
     (fake_slurm / "sbatch").chmod(0o755)

@@ -9,7 +9,7 @@ import torch
 from lm_ranks import LR, TEMPERATURE, loss_of, share, train
 
 from rlhpc import Worker
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.training.trainer import TokenTrainer
 from rlhpc.runs.device import own_device
 
 

@@ -9,7 +9,7 @@ import pytest
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama of 64 tokens, for files that have none of their own."""
-    from rlhpc.language.data.tiny import make_tiny_model
+    from rlhpc.language.models.tiny import make_tiny_model
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     make_tiny_model(folder, vocabulary=string.printable[:60], hidden=32, layers=2)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lm_ranks import Trainer, loss_of, share, train
 
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.training.trainer import TokenTrainer
 
 
 class ZeroTrainer(Trainer):

@@ -13,7 +13,8 @@ import transformers
 from omegaconf import OmegaConf
 
 from rlhpc.config.typed import untouched
-from rlhpc.language.config import EngineConfig, LanguageActorConfig
+from rlhpc.language.config.engines import EngineConfig
+from rlhpc.language.config.run import LanguageActorConfig
 from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams
 from tests.accelerators import OTHERS_ON_CARD, kind_of_others
 

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from engine_models import DEVICE, config
 
-from rlhpc.checkpoint.boxes import Box, cut, whole
+from rlhpc.checkpoint.tensor_slice import Box, cut, whole
 from rlhpc.language.engines import RolloutBackend, make_rollout
-from rlhpc.language.engines.engine import UpdateFailed
-from rlhpc.language.engines.lockstep import Follower, Leader, Told
-from rlhpc.language.engines.vllm_launched import cores_are_apart
-from rlhpc.weights.routes import Held, route
+from rlhpc.language.engines.common import UpdateFailed
+from rlhpc.language.engines.multi_rank import Commands, FollowerEngine, Leader
+from rlhpc.language.engines.vllm_launch import cores_are_apart
+from rlhpc.weights.transfer_plan import Held, route
 from tests.accelerators import OTHERS_ON_CARD
 from tests.extras import need_extra
 from tests.forked import Rank
@@ -43,15 +43,15 @@ class Pipes:
         store = dist.FileStore(self._store, self.size)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: Commands) -> None:
         self.hand(told)
 
     def hand(self, what: Any) -> None:
         for pipe in self.pipes:
             pipe.send(what)
 
-    def hear(self) -> Told:
-        told: Told = self.pipes[0].recv()
+    def hear(self) -> Commands:
+        told: Commands = self.pipes[0].recv()
         return told
 
     def mourn(self, error: BaseException) -> None:
@@ -185,7 +185,7 @@ def _follow(cfg: Any, options: dict[str, Any], link: Pipes) -> None:
             else:
                 engine.update_weights(version, iter(weights))
 
-        follower = Follower(engine, link, take)
+        follower = FollowerEngine(engine, link, take)
         while True:
             try:
                 follower.follow()

@@ -15,10 +15,10 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlhpc.language.agents.harnesses import Program
-from rlhpc.language.agents.outside import Options, OutsideEpisodes
-from rlhpc.language.agents.parsers import Parsers
-from rlhpc.language.agents.sessions import Limits
+from rlhpc.language.agents.agent_processes import Program
+from rlhpc.language.agents.external import AgentOptions, OutsideEpisodes
+from rlhpc.language.agents.gateway.output_parsers import Parsers
+from rlhpc.language.agents.gateway.sessions import EpisodeLimits
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion, Request, SamplingParams
 from rlhpc.runtime.errors import ConfigError
@@ -187,7 +187,7 @@ def episodes_of(
     tokenizer = chat_tokenizer()
     kind = kind or ("command" if command else "python")
     program = Program(kind, target or None, command, python, processes, options or {}, {}, sandbox)
-    options = Options(Limits(*limits, roles, untrained), timeout_s, kwargs, feedback_s)
+    options = AgentOptions(EpisodeLimits(*limits, roles, untrained), timeout_s, kwargs, feedback_s)
     found = OutsideEpisodes(engine, tokenizer, Parsers(tokenizer, *parsers), engine.context, program, options)
     try:
         yield found

@@ -12,14 +12,14 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from rlhpc import Session, Worker
-from rlhpc.checkpoint import beside
-from rlhpc.checkpoint.beside import Copies, Writes
+from rlhpc.checkpoint import async_writer as beside
+from rlhpc.checkpoint.async_writer import HostBuffers, Writes
 from rlhpc.config.typed import untouched
-from rlhpc.language.config import GrpoConfig as Config
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import micro_batches
-from rlhpc.language.tokens.scores import TokenScores
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.config.run import GrpoConfig as Config
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.micro_batching import micro_batches
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.trainer import TokenTrainer
 from tests.accelerators import OTHERS_ON_CARD, cards, cluster_of, need, placed, same
 
 TEMPERATURE, ENTROPY_COEF, LR = 0.8, 0.01, 3e-3
@@ -127,7 +127,7 @@ def train(worker: Worker, cfg: Any, steps: range = range(4), load: Path | None =
         norms.append(backend.optimizer_step(LR))
     scores = backend.forward(probe_batch(), temperature=TEMPERATURE)
     reference = backend.reference(probe_batch(), temperature=TEMPERATURE)
-    writes = Writes(Path(then.get("save", ".")), Copies())
+    writes = Writes(Path(then.get("save", ".")), HostBuffers())
     if "save" in then:
         with mock.patch.object(beside, "_SMALL", 0), writes.collecting():  # copies all
             backend.save(Path(then["save"]))

@@ -10,10 +10,10 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhpc.config.typed import untouched
-from rlhpc.language.config import GrpoConfig
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.scores import TokenScores
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.trainer import TokenTrainer
 from tests.forked import Rank
 
 #: glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: with fixed ones, whatever is freed leaves the process at once.

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from rlhpc import Column, Scorer, TokenBatch
 from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.algorithm.base import Reduce, Whole
-from rlhpc.language.algorithm.policy_gradient import PolicyGradient
+from rlhpc.language.algorithms.base import Reduce, Whole
+from rlhpc.language.algorithms.policy_gradient import PolicyGradient
+from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.rewards.pool import Scored
-from rlhpc.language.tokens.scores import TokenScores
 
 
 class Evenness(Scorer):

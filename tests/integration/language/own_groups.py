@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from rlhpc import Column, Rater, Scorer, TokenBatch
-from rlhpc.language.algorithm.policy_gradient import PolicyGradient
+from rlhpc.language.algorithms.policy_gradient import PolicyGradient
 from rlhpc.language.rewards import Sample
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from lm_ranks import LR, TEMPERATURE, make_config
 
-from rlhpc.language.data.pictures import Seen
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.pictures import Pictures
-from rlhpc.language.tokens.scores import TokenScores
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.data.images import PromptImages
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.vision import Pictures
+from rlhpc.language.training.trainer import TokenTrainer
 
-Sample = tuple[list[int], Seen | None]
+Sample = tuple[list[int], PromptImages | None]
 #: Which sample each of two ranks reads in each micro-batch of a step; None reads nothing.
 DEALT: tuple[tuple[int | None, int | None], ...] = ((1, 0), (0, 2), (2, None), (0, 0))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhpc.language.algorithm.policy_gradient import PolicyGradient
+from rlhpc.language.algorithms.policy_gradient import PolicyGradient
 from rlhpc.language.engines import Completion, Request
 from rlhpc.language.engines.hf import HFRollout
 
@@ -46,7 +46,7 @@ class Slow(HFRollout):
         pause = Path(os.environ["RLHPC_TEST_STEP"])
         with contextlib.suppress(FileNotFoundError, ValueError):
             time.sleep(float(pause.read_text()))
-            write("step", tokens=max([len(self._ledger.said(row)) for row in range(len(self._ledger))], default=0))
+            write("step", tokens=max([len(self._ledger.response(row)) for row in range(len(self._ledger))], default=0))
         return super().step()
 
     def abort(self) -> list[Completion]:

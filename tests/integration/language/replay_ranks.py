@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from mesh_ranks import by_names, make_config, whole
 
 from rlhpc.language.engines.hf import HFRollout
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.routing import EXPERTS
-from rlhpc.language.tokens.scores import TokenScores
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.moe_routing import EXPERTS
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.trainer import TokenTrainer
 from tests.forked import Rank
 
 #: Of each four experts of a layer three are equally likely, but for so much, where two are chosen.

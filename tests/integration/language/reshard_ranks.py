@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from rlhpc import Worker
-from rlhpc.checkpoint.boxes import Box, cut
+from rlhpc.checkpoint.tensor_slice import Box, cut
 from rlhpc.runs.device import own_device
-from rlhpc.training.regions import boxes
-from rlhpc.weights import make_sync, reshard, together, transport
+from rlhpc.training.shard_layout import boxes
+from rlhpc.weights import make_sync, reshard, reshard_collective, transport
 from rlhpc.weights.reshard import Shard as Part
 from rlhpc.weights.reshard import ShardSync
-from rlhpc.weights.roads import GLOO
-from rlhpc.weights.window import Window
+from rlhpc.weights.sender import ChunkWindow
+from rlhpc.weights.transport_select import GLOO
 
 EXPERTS = 4
 #: Tensors of a model's files. The embedding, and norms, never change.
@@ -81,17 +81,17 @@ _MMAP_THRESHOLD = -3
 PART = 4 << 20
 
 
-class Begun(Window):
+class Begun(ChunkWindow):
     """Of readers that have begun with a version, as those have that are not busy with something else."""
 
     def __init__(self, pool: Any, readers: Any, **options: Any) -> None:
         super().__init__(pool, readers, **options)
-        self._begun = set(range(len(readers)))
+        self._started = set(range(len(readers)))
 
 
 def small_parts(part: int = PART) -> None:
     reshard.PART_BYTES = reshard._LEAST_PART = part
-    transport.Window = Begun  # type: ignore[misc]
+    transport.ChunkWindow = Begun  # type: ignore[misc]
 
 
 class ByGroup(ShardSync):
@@ -102,7 +102,7 @@ class ByGroup(ShardSync):
     def __init__(self, *args: Any) -> None:  # what `make_sync` gives
         super().__init__(*args)
         small_parts(64 << 10)
-        together.READY_S = 60.0
+        reshard_collective.READY_S = 60.0
 
 
 class Resident:

@@ -21,7 +21,7 @@ from accelerator_ranks import Sharing, Without
 from lm_ranks import make_config
 
 from rlhpc import NodePlacementStrategy, Session
-from rlhpc.language.data.tiny import make_tiny_model
+from rlhpc.language.models.tiny import make_tiny_model
 from tests.accelerators import ON_CPU, STAND_IN, cluster_of, kind, placed
 
 pytestmark = pytest.mark.gpu

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway_things import QUESTION as PROMPT
 from gateway_things import Scripted, chat_tokenizer, episodes_of, product, run_all
 
-from rlhpc.language.agents.judged import tokens_of
+from rlhpc.language.agents.episodes import tokens_of
 
 pytestmark = pytest.mark.long
 

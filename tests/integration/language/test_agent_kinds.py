@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway_things import QUESTION, Scripted, chat_tokenizer, episodes_of, product, run_all
 from test_agent_clients import CLIENTS, VERIFIERS
 
-from rlhpc.language.agent_config import ServiceConfig
+from rlhpc.language.agents.runner.mcp_client import ToolServer
+from rlhpc.language.agents.runner.shell import Shell
 from rlhpc.language.agents.services import Services, placed_in
-from rlhpc.language.agents.shells import Shell
-from rlhpc.language.agents.tool_servers import ToolServer
+from rlhpc.language.config.agents import ServiceConfig
 from rlhpc.runtime.errors import ConfigError
 from tests.sandboxes import SANDBOXES
 

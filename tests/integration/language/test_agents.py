@@ -8,8 +8,8 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.typed import untouched
 from rlhpc.language.agents.registry import Agent, run_episodes
-from rlhpc.language.config import GrpoActorConfig as ActorConfig
-from rlhpc.language.config import GrpoRolloutConfig as RolloutConfig
+from rlhpc.language.config.engines import GrpoRolloutConfig as RolloutConfig
+from rlhpc.language.config.training import GrpoActorConfig as ActorConfig
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
 from tests.extras import need_extra
 
@@ -30,7 +30,7 @@ class Echo(Agent):
 @pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.long)])
 def test_log_probs_over_all_turns(tmp_path, backend):
     need_extra("vllm" if backend == "vllm" else "llm")
-    from rlhpc.language.data.tiny import VOCABULARY, make_tiny_model
+    from rlhpc.language.models.tiny import VOCABULARY, make_tiny_model
 
     make_tiny_model(tmp_path, vocabulary=VOCABULARY + ":", hidden=64, heads=2, layers=2, context=512, seed=1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)

@@ -23,7 +23,7 @@ LONG = ("data.max_prompt_tokens=100", "actor.model.kwargs={}")
 def windowed(folder: Path) -> str:
     from transformers import MistralConfig, MistralForCausalLM
 
-    from rlhpc.language.data.tiny import VOCABULARY, character_tokenizer
+    from rlhpc.language.models.tiny import VOCABULARY, character_tokenizer
 
     tokenizer = character_tokenizer(VOCABULARY)
     config = MistralConfig(

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from rlhpc import cli
-from rlhpc.runtime.descriptors import readable
+from rlhpc.runtime.os_resources import readable
 from tests.extras import need_extra
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -26,13 +26,13 @@ from safetensors.torch import load_file
 from rlhpc import Worker
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language.data.pictures import FAMILIES as LOOKING
-from rlhpc.language.data.tiny_vision import make_tiny_vision_model
-from rlhpc.language.engines.vllm_experts import PROVEN
+from rlhpc.language.data.images import FAMILIES as LOOKING
+from rlhpc.language.engines.vllm_weights import PROVEN
 from rlhpc.language.export import export_language_model, import_model
-from rlhpc.language.memory.model import FAMILIES as SIZED
-from rlhpc.language.tokens.blueprint import ScalarBlueprint
-from rlhpc.language.tokens.files import model_files
+from rlhpc.language.models.loading import model_files
+from rlhpc.language.models.tiny_vision import make_tiny_vision_model
+from rlhpc.language.planning.model_size import FAMILIES as SIZED
+from rlhpc.language.training.blueprint import ScalarBlueprint
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_experts": 4, "head_dim": 32}
 ROUTED: dict[str, Any] = {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}

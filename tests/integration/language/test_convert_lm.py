@@ -27,10 +27,10 @@ from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.checkpoint.manifest import COMPLETE, MANIFEST
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language.data.tiny_vision import make_tiny_vision_model
 from rlhpc.language.export import CONVERSION, export_language_model, import_model
-from rlhpc.language.tokens.scores import token_scores
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.models.logprobs import token_scores
+from rlhpc.language.models.tiny_vision import make_tiny_vision_model
+from rlhpc.language.training.trainer import TokenTrainer
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
 Saved = Callable[..., tuple[Path, dict[str, Any]]]
@@ -249,7 +249,7 @@ def test_files_that_deepspeed_did_not_write_are_not_unpickled(saved: Saved, tmp_
     checkpoint, _ = saved(1, "deepspeed", **{"deepspeed.zero_stage": 2})
     victim = checkpoint / "deepspeed" / "state" / "mp_rank_00_model_states.pt"
     torch.save({"param_shapes": Evil(tmp_path / "ran")}, victim)
-    from rlhpc.training.zero_files import full_parameters
+    from rlhpc.training.deepspeed_checkpoint import full_parameters
 
     with pytest.raises(CheckpointError, match=r"not a file that DeepSpeed wrote; loading it would call posix\.mkdir"):
         dict(full_parameters(victim.parent))
@@ -271,7 +271,7 @@ class Evil:
 @pytest.mark.parametrize("backend", ["local", "fsdp"])
 def test_adapters_of_another_scale_are_refused(saved: Saved, model: Path, backend: str) -> None:
     """What they learnt would be multiplied by another number; also where a checkpoint says its scale in `about` alone."""
-    from rlhpc.language.kinds import SFT
+    from rlhpc.language.task_types import SFT
 
     checkpoint, report = saved(1, backend, **{"lora.rank": 2, "lora.alpha": 16})
     cfg = {

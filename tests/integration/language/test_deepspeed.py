@@ -24,10 +24,10 @@ from deepspeed_ranks import ZeroTrainer
 from lm_ranks import ENTROPY_COEF, LR, TEMPERATURE, alone, count, groups_of, make_config, probe_batch, sequences, train
 
 from rlhpc import Session
-from rlhpc.language.tokens.model import compute_dtype
-from rlhpc.language.tokens.scores import token_scores
+from rlhpc.language.models.loading import compute_dtype
+from rlhpc.language.models.logprobs import token_scores
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training.zero_config import deepspeed_config
+from rlhpc.training.deepspeed_config import deepspeed_config
 from tests.accelerators import OTHERS_ON_CARD, loose, same
 
 STAGES = (1, 2, 3)

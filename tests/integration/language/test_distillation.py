@@ -14,8 +14,8 @@ need_extra("llm")
 from test_groups import FirstStep, places
 from test_reasoning import TWO_ACTORS, LanguageRun
 
-from rlhpc.language.data.builtin import resolve_model
-from rlhpc.language.model_config import FrozenModelConfig, LanguageModelConfig
+from rlhpc.language.config.models import FrozenModelConfig, LanguageModelConfig
+from rlhpc.language.models.builtin import resolve_model
 
 pytestmark = pytest.mark.long(together=True)
 

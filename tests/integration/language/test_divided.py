@@ -18,8 +18,8 @@ from engine_models import EXPERTS, save_model, save_tokenizer
 from omegaconf import OmegaConf
 
 from rlhpc.config.typed import untouched
-from rlhpc.language.config import GrpoConfig
-from rlhpc.language.roles.opening import check_model
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.rollout.preflight import check_model
 from rlhpc.runtime.errors import ConfigError
 
 

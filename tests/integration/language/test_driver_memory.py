@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_reasoning import LanguageRun
 
-from rlhpc.language.data.tiny import make_tiny_model
+from rlhpc.language.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.long
 

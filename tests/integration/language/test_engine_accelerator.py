@@ -20,9 +20,9 @@ from engine_models import change, error_of, requests_of, run_out, save_model
 from transformers import AutoModelForCausalLM
 
 from rlhpc.config.typed import typed, untouched
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines import Completion, RolloutBackend, make_rollout
-from rlhpc.language.engines.engine import UpdateFailed
+from rlhpc.language.engines.common import UpdateFailed
 from tests.accelerators import ON_CPU, kind
 
 pytestmark = pytest.mark.gpu

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhpc.language.engines import Completion
-from rlhpc.language.engines.engine import UpdateFailed
-from rlhpc.language.engines.vllm_boxes import wanted_boxes
+from rlhpc.language.engines.common import UpdateFailed
+from rlhpc.language.engines.vllm_weights import wanted_boxes
 from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)

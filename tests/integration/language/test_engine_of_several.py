@@ -43,7 +43,7 @@ from test_rollout_backends import (  # noqa: F401 (tests and fixtures: they run 
 )
 
 from rlhpc.language.engines import RolloutBackend
-from rlhpc.language.engines.lockstep import EnginesDiffer, Follower
+from rlhpc.language.engines.multi_rank import EnginesDiffer, FollowerEngine
 from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)
@@ -105,7 +105,7 @@ class _Draws:
 
 
 def test_ranks_that_draw_different_tokens_are_found_out() -> None:
-    from rlhpc.language.engines.lockstep import Leader
+    from rlhpc.language.engines.multi_rank import Leader
 
     said: list[Any] = []
     link: Any = _Told()
@@ -114,8 +114,8 @@ def test_ranks_that_draw_different_tokens_are_found_out() -> None:
     first.add(requests_of(2))
     first.step()
     first.end()
-    follower = Follower(_Draws(5), _Told(*said), lambda: None)  # type: ignore[arg-type]
+    follower = FollowerEngine(_Draws(5), _Told(*said), lambda: None)  # type: ignore[arg-type]
     follower.follow()
-    other = Follower(_Draws(6), _Told(*said), lambda: None)  # type: ignore[arg-type]
+    other = FollowerEngine(_Draws(6), _Told(*said), lambda: None)  # type: ignore[arg-type]
     with pytest.raises(EnginesDiffer, match="rank 1 of engine has drawn other tokens"):
         other.follow()

@@ -20,7 +20,7 @@ from test_policies import SELF_PLAY
 from test_reasoning import WORDS, LanguageRun, improves
 from test_replicas import Disturbed
 
-from rlhpc.language.data.tiny import VOCABULARY, character_tokenizer
+from rlhpc.language.models.tiny import VOCABULARY, character_tokenizer
 
 pytestmark = pytest.mark.long
 

@@ -22,18 +22,16 @@ from gateway_things import Scripted, chat_tokenizer, run_all
 from test_reasoning import LanguageRun
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language.agents.outside import Options, OutsideEpisodes
-from rlhpc.language.agents.parsers import Parsers
-from rlhpc.language.agents.played import World
-from rlhpc.language.agents.sessions import Limits
-from rlhpc.language.agents.transcript import transcript
+from rlhpc.language.agents.external import AgentOptions, OutsideEpisodes
+from rlhpc.language.agents.gateway.output_parsers import Parsers
+from rlhpc.language.agents.gateway.sessions import EpisodeLimits
+from rlhpc.language.agents.inline_agents import InlineEnvironment
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.environments.base import Environment, Message, Said, Step
-from rlhpc.language.environments.kuhn import KuhnPoker
-from rlhpc.language.environments.numbers import Guess
-from rlhpc.language.environments.proposer import Proposer
-from rlhpc.language.environments.search import Search
-from rlhpc.language.episodes_page import write_episodes_page
+from rlhpc.language.envs.base import Environment, Message, Said, Step
+from rlhpc.language.envs.games import Guess, KuhnPoker, Proposer
+from rlhpc.language.envs.search import Search
+from rlhpc.language.evaluation.evaluate import transcript
+from rlhpc.language.reporting.sample_pages import write_episodes_page
 
 
 @contextmanager
@@ -41,9 +39,14 @@ def played(
     engine: Any, environment: Any, *, turns: int = 10, timeout_s: float = 60.0, roles: tuple[str, ...] = ()
 ) -> Any:
     tokenizer = chat_tokenizer()
-    options = Options(Limits(turns, 4000, roles), timeout_s, {})
+    options = AgentOptions(EpisodeLimits(turns, 4000, roles), timeout_s, {})
     found = OutsideEpisodes(
-        engine, tokenizer, Parsers(tokenizer, "hermes", "think"), engine.context, World(environment, 4), options
+        engine,
+        tokenizer,
+        Parsers(tokenizer, "hermes", "think"),
+        engine.context,
+        InlineEnvironment(environment, 4),
+        options,
     )
     try:
         yield found

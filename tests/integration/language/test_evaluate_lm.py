@@ -23,14 +23,13 @@ from rlhpc import Worker
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.config.typed import untouched
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language.compare import compare
-from rlhpc.language.config import GrpoConfig as Config
-from rlhpc.language.config import RewardTermConfig
-from rlhpc.language.data.tiny import make_tiny_model
-from rlhpc.language.evaluate import describe, evaluate_language_model, find_suite, vote
+from rlhpc.language.config.rewards import RewardTermConfig
+from rlhpc.language.config.run import GrpoConfig as Config
+from rlhpc.language.evaluation.evaluate import describe, evaluate_language_model, find_suite, vote
 from rlhpc.language.export import export_language_model
-from rlhpc.language.pass_at_k import summarize
-from rlhpc.language.samples_page import read_samples
+from rlhpc.language.models.tiny import make_tiny_model
+from rlhpc.language.reporting.eval_metrics import summarize
+from rlhpc.language.reporting.sample_pages import compare, read_samples
 from rlhpc.metrics.statistics import wilson
 from rlhpc.runs.report import write_report
 from rlhpc.runtime.errors import CheckpointError, ConfigError

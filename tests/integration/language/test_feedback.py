@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway_things import Scripted, episodes_of, run_all
 from test_reasoning import LanguageRun
 
-from rlhpc.language.agents.outside import OutsideEpisodes
+from rlhpc.language.agents.external import OutsideEpisodes
 
 TARGET = "outside_agents:awaits_feedback"
 
@@ -51,7 +51,7 @@ def paid(generation: OutsideEpisodes, count: int) -> list[tuple[Any, Any]]:
     found, deadline = list[tuple[Any, Any]](), time.monotonic() + 60
     while len(found) < count:
         assert time.monotonic() < deadline
-        found += generation.paid()
+        found += generation.delayed_rewards()
         time.sleep(0.01)
     return found
 
@@ -71,7 +71,7 @@ def test_whoever_has_the_scorers_key_says_once_what_a_completion_was_worth(tmp_p
         ):  # fmt: skip
             assert give(url, key, body)[0] == 400
         assert give(url, key, {"id": "chatcmpl-none", "reward": 1.0})[0] == 404
-        assert not generation.paid()
+        assert not generation.delayed_rewards()
         assert give(url, key, reward)[0] == 200 and give(url, key, reward)[0] == 200, "a client may ask again"
         code, said = give(url, key, {**reward, "reward": 1})
         assert code == 409 and "0.5" in said
@@ -87,7 +87,7 @@ def test_whoever_has_the_scorers_key_says_once_what_a_completion_was_worth(tmp_p
         until = time.monotonic() + 20
         while give(url, key, {"id": second["id"], "reward": 1.0})[0] != 404:
             assert time.monotonic() < until
-        assert not generation.paid()
+        assert not generation.delayed_rewards()
 
 
 def test_a_reward_may_come_before_its_agent_is_done_and_no_reward_is_a_failure(tmp_path: Path) -> None:

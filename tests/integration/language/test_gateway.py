@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from gateway_things import Scripted, chat_tokenizer
 
-from rlhpc.language.agents import sessions
-from rlhpc.language.agents.gateway import Drawing, Gateway
-from rlhpc.language.agents.messages import Refused
-from rlhpc.language.agents.parsers import Parsers
-from rlhpc.language.agents.sessions import Limits, Session
+from rlhpc.language.agents.gateway import sessions
+from rlhpc.language.agents.gateway.output_parsers import Parsers
+from rlhpc.language.agents.gateway.server import Drawing, Gateway
+from rlhpc.language.agents.gateway.sessions import EpisodeLimits, GatewaySession
+from rlhpc.language.agents.turn_tree import RequestError
 from rlhpc.language.engines.base import Request, SamplingParams
 from rlhpc.runtime.errors import ConfigError
 
@@ -46,18 +46,18 @@ class Served:
     def _work(self) -> None:
         under_way: dict[int, Drawing] = {}
         while not self._stop.is_set():
-            while not self.gateway.asked.empty():
-                drawing = self.gateway.asked.get()
+            while not self.gateway.engine_queue.empty():
+                drawing = self.gateway.engine_queue.get()
                 self._numbers += 1
                 try:
                     self.engine.add([Request(self._numbers, drawing.prompt_ids, drawing.sampling, drawing.seed)])
                 except ConfigError as error:
-                    drawing.answer(Refused(str(error), code="context_length_exceeded"))
+                    drawing.answer(RequestError(str(error), code="context_length_exceeded"))
                     continue
                 under_way[self._numbers] = drawing
             for number in [n for n, drawing in under_way.items() if drawing.given_up or drawing.session.closed]:
                 self.engine.drop([number])
-                under_way.pop(number).answer(Refused("the episode has ended", 401))
+                under_way.pop(number).answer(RequestError("the episode has ended", 401))
             if not self.held.is_set():
                 for completion in self.engine.step():
                     under_way.pop(completion.id).answer(completion)
@@ -65,12 +65,12 @@ class Served:
                 under_way[number].show(ids)
             time.sleep(0.0005)
 
-    def open(self, seed: int = 0, most: int = 100, turns: int = 80, tokens: int = 10_000) -> Session:
-        session = Session(seed, SamplingParams(max_new_tokens=most), seed, Limits(turns, tokens))
+    def open(self, seed: int = 0, most: int = 100, turns: int = 80, tokens: int = 10_000) -> GatewaySession:
+        session = GatewaySession(seed, SamplingParams(max_new_tokens=most), seed, EpisodeLimits(turns, tokens))
         self.gateway.open(session)
         return session
 
-    def end(self, session: Session) -> None:
+    def end(self, session: GatewaySession) -> None:
         self.gateway.loop.call_soon_threadsafe(self.gateway.end, session)
 
     def post(self, key: str, path: str, body: Any, **headers: str) -> tuple[int, Any]:
@@ -85,7 +85,9 @@ class Served:
             return response.status, [json.loads(part) for part in re.findall(r"^data: (\{.*\})$", text, re.MULTILINE)]
         return response.status, json.loads(text) if text.startswith("{") else text
 
-    def chat(self, session: Session, messages: list[Any], *, headers: dict[str, str] | None = None, **more: Any) -> Any:
+    def chat(
+        self, session: GatewaySession, messages: list[Any], *, headers: dict[str, str] | None = None, **more: Any
+    ) -> Any:
         body = {"model": "policy", "messages": messages, **more}
         status, found = self.post(session.key, "/v1/chat/completions", body, **(headers or {}))
         assert status == 200, found
@@ -109,7 +111,7 @@ def message_of(reply: Any) -> dict[str, Any]:
     return reply["choices"][0]["message"]
 
 
-def linear(served: Served, session: Session, turns: int) -> list[Any]:
+def linear(served: Served, session: GatewaySession, turns: int) -> list[Any]:
     """A conversation of so many turns."""
     messages: list[Any] = [{"role": "system", "content": "S"}, {"role": "user", "content": "u1"}]
     for turn in range(turns):
@@ -117,7 +119,7 @@ def linear(served: Served, session: Session, turns: int) -> list[Any]:
     return messages
 
 
-def exact(session: Session) -> list[Any]:
+def exact(session: GatewaySession) -> list[Any]:
     """The samples, after a look at what must hold of any: each drawn token is trained on once, where it was drawn."""
     samples = session.tree.samples(0)
     assert sum(sum(s.loss_mask) for s in samples) == sum(len(t.token_ids) for t in session.tree.turns if t.received)
@@ -130,7 +132,7 @@ def exact(session: Session) -> list[Any]:
     return samples
 
 
-def drifts(session: Session) -> int:
+def drifts(session: GatewaySession) -> int:
     """Turns whose prompt would be other tokens, were its text encoded again."""
     tokenizer, found = chat_tokenizer(), 0
     for turn in session.tree.turns:
@@ -216,7 +218,7 @@ def test_a_client_that_hangs_up_gets_its_reply_when_it_asks_again_and_else_it_is
     for body in bodies:
         connection = http.client.HTTPConnection(served.gateway.url.removeprefix("http://"), timeout=10)
         connection.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {session.key}"})
-        while len(served.engine.requests) + served.gateway.asked.qsize() <= bodies.index(body):
+        while len(served.engine.requests) + served.gateway.engine_queue.qsize() <= bodies.index(body):
             time.sleep(0.005)
         connection.close()
     time.sleep(0.1)  # the gateway hears of it
@@ -348,7 +350,7 @@ def test_keys(served: Served) -> None:
     served.held.set()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         late = pool.submit(served.post, one.key, "/v1/chat/completions", body)
-        while served.gateway.asked.empty() and len(served.engine.requests) < 2:
+        while served.gateway.engine_queue.empty() and len(served.engine.requests) < 2:
             time.sleep(0.005)
         served.end(one)
         served.held.clear()

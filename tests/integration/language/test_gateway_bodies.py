@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway_things import Scripted, chat_tokenizer
 from test_gateway import Served, exact, message_of
 
-from rlhpc.language.agents.bodies import MAX_STOP_IDS, MAX_STOP_TEXTS
-from rlhpc.language.agents.parsers import Parsers
+from rlhpc.language.agents.gateway.output_parsers import Parsers
+from rlhpc.language.agents.gateway.request_schema import MAX_STOP_IDS, MAX_STOP_TEXTS
 
 USER = {"role": "user", "content": "u"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

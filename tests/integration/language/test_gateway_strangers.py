@@ -27,10 +27,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway_things import Scripted, episodes_of
 from test_gateway import Served
 
-from rlhpc.language.agent_config import ServiceConfig
-from rlhpc.language.agents import connections, services
+from rlhpc.language.agents import services
+from rlhpc.language.agents.gateway import connections
+from rlhpc.language.agents.gateway.sessions import EpisodeLimits, GatewaySession
 from rlhpc.language.agents.services import Services
-from rlhpc.language.agents.sessions import Limits, Session
+from rlhpc.language.config.agents import ServiceConfig
 from rlhpc.language.engines.base import Request, SamplingParams
 from rlhpc.runtime import tcp_sockets
 from rlhpc.runtime.errors import ConfigError
@@ -91,7 +92,7 @@ def test_strangers_do_not_use_up_the_descriptors(served: Served, monkeypatch: py
     session, mine = served.open(), connect(served)
     port, before = mine.getsockname()[1], psutil.Process().num_fds()
 
-    def uids(owners: tcp_sockets.PeerOwners, arrived: Sequence[tcp_sockets.Connection]) -> list[int | None]:
+    def uids(owners: tcp_sockets.PeerOwners, arrived: Sequence[tcp_sockets.TcpConnection]) -> list[int | None]:
         """All clients but one are another user's."""
         return [os.getuid() if one.peer[1] == port else os.getuid() + 1 for one in arrived]
 
@@ -244,7 +245,7 @@ def test_one_request_that_the_engine_cannot_take_fails_alone(error: Exception) -
 
     with episodes_of(Choosy(lambda prompt: "An answer."), "outside_agents:own_loop") as generation:
         gateway, replies = generation._gateway, dict[str, tuple[int, Any]]()
-        session = Session(0, SamplingParams(max_new_tokens=50), 0, Limits(9, 900))
+        session = GatewaySession(0, SamplingParams(max_new_tokens=50), 0, EpisodeLimits(9, 900))
         gateway.open(session)
 
         def ask() -> None:

@@ -23,15 +23,15 @@ from test_reasoning import LanguageRun, json_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhpc.config.typed import changed
+from rlhpc.language.config.models import FrozenModelConfig, PretrainedConfig
 from rlhpc.language.data import PromptSampler, load_tokenizer
-from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
-from rlhpc.language.model_config import FrozenModelConfig, PretrainedConfig
+from rlhpc.language.models.builtin import resolve_model
+from rlhpc.language.models.loading import load_causal_lm
+from rlhpc.language.models.value_head import add_value_head, load_scalar_model
 from rlhpc.language.rewards import Sample
-from rlhpc.language.roles.opening import open_prompts
-from rlhpc.language.roles.prompts import seed_of
-from rlhpc.language.tokens.model import load_causal_lm
-from rlhpc.language.tokens.scalar import add_value_head, load_scalar_model
+from rlhpc.language.rollout.preflight import open_prompts
+from rlhpc.language.training.prompt_dispatch import seed_of
 from rlhpc.runs.configuration import load_config
 from tests.classifiers import save_classifier
 

@@ -21,10 +21,10 @@ from gateway_things import Scripted, run_all
 from test_environments import played
 from test_gateway import Served
 
-from rlhpc.language.agents.frameworks import _called
-from rlhpc.language.agents.parsers import hermes
-from rlhpc.language.agents.policy_text import MAX_DEPTH, parse_arguments, parse_json
-from rlhpc.language.environments.registry import ENVIRONMENTS
+from rlhpc.language.agents.gateway.output_parsers import hermes
+from rlhpc.language.agents.runner.frameworks import _called
+from rlhpc.language.envs.registry import ENVIRONMENTS
+from rlhpc.language.policy_text import MAX_DEPTH, parse_arguments, parse_json
 
 DEEP = 1500
 #: What stands where a call has its arguments, or a text has them.

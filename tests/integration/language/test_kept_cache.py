@@ -21,7 +21,7 @@ from engine_ranks import engine_of
 from transformers import AutoModelForCausalLM
 
 from rlhpc.language.engines import Completion, Request, RolloutBackend
-from rlhpc.language.engines.alike import tiles
+from rlhpc.language.engines.batch_invariance import tiles
 
 pytestmark = pytest.mark.long(together=True)
 

@@ -32,14 +32,14 @@ print(scratch.sockets, flush=True)
 #: What a rank is doing when it is killed, by the name of the folder that it has for that.
 WORK = {
     "services": """
-from rlhpc.language.agent_config import ServiceConfig
+from rlhpc.language.config.agents import ServiceConfig
 from rlhpc.language.agents.services import Services
 program = "import time; print('up', flush=True); time.sleep(1000)"
 services = Services([ServiceConfig("search", [sys.executable, "-c", program], ready="line: up")])
 import time; time.sleep(1000)
 """,
     "box": """
-from rlhpc.language.rewards.sandbox import Sandbox
+from rlhpc.language.sandbox.python import Sandbox
 sandbox = Sandbox(wall_s=1000.0, cpu_s=1000.0, allow_unconfined=True)  # which tries itself out, in a folder that goes
 (scratch.sockets / "begun").touch()
 sandbox.run("import time; time.sleep(1000)")

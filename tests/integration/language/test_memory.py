@@ -11,10 +11,9 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc.config.parallel import Sizes
-from rlhpc.language.memory.known import KNOWN
-from rlhpc.language.memory.model import FAMILIES, size_of
-from rlhpc.language.memory.training import Training
+from rlhpc.config.parallel import MeshSizes
+from rlhpc.language.planning.memory_model import Training
+from rlhpc.language.planning.model_size import FAMILIES, HUB_CONFIGS, size_of
 from tests.forked import forked
 
 #: Small, and yet so large that what libraries hold is little beside it.
@@ -47,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def training(folder: str, ranks: int, tokens: int, changes: dict[str, Any]) -> Training:
     backend = changes.get("training_backend", "local")
     given = {key.removeprefix("parallel."): size for key, size in changes.items() if key.startswith("parallel.")}
-    sizes = Sizes(**given) if given else Sizes(shard=ranks) if backend == "fsdp" else Sizes(replicate=ranks)
+    sizes = MeshSizes(**given) if given else MeshSizes(shard=ranks) if backend == "fsdp" else MeshSizes(replicate=ranks)
     return Training(
         size_of(folder), backend, sizes, tokens, 2 if changes.get("model.dtype") == "bfloat16" else 4, accelerated=False,
         edges_apart=bool(given), lora=changes.get("lora.rank", 0),
@@ -129,14 +128,14 @@ def test_a_family_that_is_not_known_is_built_to_be_looked_at(tmp_path: Path) -> 
 def test_pytorchs_tracker_finds_what_is_accounted_for() -> None:
     import torch.distributed as dist
 
-    from rlhpc.language.memory.measure import measure
+    from rlhpc.language.planning.measured_memory import measure
 
     if dist.is_initialized():  # of an engine, in a test before
         dist.destroy_process_group()
     name = "Qwen/Qwen2.5-7B"
-    asked = Training(size_of(name), "fsdp", Sizes(shard=8), 4096, 2, accelerated=True, checkpointing=True)
+    asked = Training(size_of(name), "fsdp", MeshSizes(shard=8), 4096, 2, accelerated=True, checkpointing=True)
     found = measure(asked, name, {})
     for layers, peak in found.peaks.items():
         assert found.accounted[layers] == pytest.approx(peak, rel=0.05)
-    assert found.whole_accounted == pytest.approx(found.whole, rel=0.1)
-    assert KNOWN["qwen/qwen2.5-7b"]["num_hidden_layers"] == asked.size.layers
+    assert found.full_model_accounted == pytest.approx(found.full_model, rel=0.1)
+    assert HUB_CONFIGS["qwen/qwen2.5-7b"]["num_hidden_layers"] == asked.size.layers

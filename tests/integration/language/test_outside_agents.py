@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway_things import QUESTION, Scripted, chat_model, chat_tokenizer, episodes_of, product, run_all
 
 from rlhpc.config.typed import untouched
-from rlhpc.language.agents import harnesses
-from rlhpc.language.agents.judged import sample_of, tokens_of
-from rlhpc.language.config import GrpoActorConfig as ActorConfig
-from rlhpc.language.config import GrpoRolloutConfig as RolloutConfig
+from rlhpc.language.agents import agent_processes
+from rlhpc.language.agents.episodes import sample_of, tokens_of
+from rlhpc.language.config.engines import GrpoRolloutConfig as RolloutConfig
+from rlhpc.language.config.training import GrpoActorConfig as ActorConfig
 from rlhpc.language.engines import make_rollout
-from rlhpc.language.roles.groups import group_of
-from rlhpc.language.roles.untrained import settle
-from rlhpc.language.roles.work import Slot
+from rlhpc.language.rollout.group_builder import drop_tokens
+from rlhpc.language.rollout.pending_group import PendingGroup
+from rlhpc.language.rollout.sample_group import group_of
 from rlhpc.runtime.errors import ConfigError
 from tests.sandboxes import SANDBOXES
 
@@ -156,13 +156,21 @@ def test_of_an_agent_that_goes_wrong_only_its_episode_is_lost(
 
 
 def test_what_runs_agents_wants_no_more_of_an_interpreter_than_it_says() -> None:
-    for name in ("runner.py", "task.py", "tool_servers.py", "frameworks.py", "policy_text.py"):
-        tree = ast.parse((Path(harnesses.__file__).with_name(name)).read_text(), feature_version=(3, 8))
+    for name in (
+        "runner/main.py",
+        "runner/task.py",
+        "runner/mcp_client.py",
+        "runner/frameworks.py",
+        "../policy_text.py",
+    ):
+        tree = ast.parse((Path(agent_processes.__file__).parent / name).read_text(), feature_version=(3, 8))
         roots = {
             alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
         }
         roots |= {str(node.module).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert roots <= sys.stdlib_module_names | ({"verifiers", "openenv"} if name == "frameworks.py" else set())
+        assert roots <= sys.stdlib_module_names | (
+            {"verifiers", "openenv"} if name == "runner/frameworks.py" else set()
+        )
 
 
 @pytest.mark.chaos
@@ -297,8 +305,8 @@ def test_roles_have_contexts_and_rewards_of_their_own() -> None:
     assert len(group.batch.by_episode()) == 4
     with episodes_of(Scripted(product), "outside_agents:game", roles=roles, untrained=("first",)) as generation:
         (spared,) = run_all(generation, 1)
-    slot, said = Slot(1, 0, 0, QUESTION, (1,), {0: spared}), sum(episodes[0].samples[0].loss_mask)
-    settle(slot, 0, cut=False, why="")
+    slot, said = PendingGroup(1, 0, 0, QUESTION, (1,), {0: spared}), sum(episodes[0].samples[0].loss_mask)
+    drop_tokens(slot, 0, cut=False, why="")
     assert [sample.role for sample in spared.samples] == [1] and all(sum(s.loss_mask) for s in spared.samples)
     assert slot.untrained["role"] == said > 0
     with episodes_of(Scripted(product), "outside_agents:game", roles=roles, third=True) as generation:

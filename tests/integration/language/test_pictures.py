@@ -28,13 +28,13 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from rlhpc.language.agents.episodes import Agent, Episode
 from rlhpc.language.agents.registry import ToolAgent, run_episodes
 from rlhpc.language.data import PromptTokenizer
-from rlhpc.language.data.pictures import Seen
+from rlhpc.language.data.images import PromptImages
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.data.tiny_vision import FAMILIES, make_tiny_vision_model
 from rlhpc.language.engines import Completion, Request, SamplingParams
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.packing import pack
-from rlhpc.language.tokens.pictures import Pictures, tell_places
+from rlhpc.language.models.packing import pack
+from rlhpc.language.models.tiny_vision import FAMILIES, make_tiny_vision_model
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.vision import Pictures, place_by_token_type
 from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)
@@ -70,7 +70,7 @@ def picture(seed: int, width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-def shown(folder: Path, family: str) -> tuple[list[list[int]], list[Seen | None]]:
+def shown(folder: Path, family: str) -> tuple[list[list[int]], list[PromptImages | None]]:
     """Prompts with no picture, one, and two between words, as tokens and what they show."""
     encoder = PromptTokenizer(AutoTokenizer.from_pretrained(folder), 128, "error", True, key="data.train")
     unit = 28 if family == "qwen2_5_vl" else 32
@@ -82,7 +82,7 @@ def shown(folder: Path, family: str) -> tuple[list[list[int]], list[Seen | None]
     ]  # fmt: skip
     made = [encoder.encode(prompt) or ([], []) for prompt in prompts]
     assert all(ids for ids, _ in made)
-    seen = [encoder.seen(prompt, at) for prompt, (_, at) in zip(prompts, made, strict=True)]
+    seen = [encoder.prompt_images(prompt, at) for prompt, (_, at) in zip(prompts, made, strict=True)]
     return [ids for ids, _ in made], seen
 
 
@@ -103,7 +103,7 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
             theirs.append(own(input_ids=row, attention_mask=torch.ones_like(row), **looks).logits[0])
 
     model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
-    tell_places(model)
+    place_by_token_type(model)
     batch = TokenBatch.of(ids, [[True] * len(one) for one in ids], pictures=Pictures.of(seen))
     batch = TokenBatch.joined(batch.split([1, 2]))
     with torch.no_grad():
@@ -174,7 +174,9 @@ def test_the_engine_sees_what_the_trainer_sees(reference: LanguageRun) -> None:
     assert any("visual" in name for name in moved) and any("language_model" in name for name in moved)
 
 
-def far(model: Any, prompt: Sequence[int], done: Completion | Episode, seen: Seen | None, which: list[bool]) -> float:
+def far(
+    model: Any, prompt: Sequence[int], done: Completion | Episode, seen: PromptImages | None, which: list[bool]
+) -> float:
     """How far the log-probs of some of the tokens are from what the model says."""
     ids = [*prompt, *done.token_ids]
     batch = TokenBatch.of([ids], [[True] * len(ids)], pictures=Pictures.of([seen]))
@@ -199,7 +201,7 @@ def test_an_agent_inside_shows_pictures(tmp_path: Path) -> None:
     ids, seen = shown(tmp_path, "qwen2_5_vl")
     tokenizer, engine = AutoTokenizer.from_pretrained(tmp_path), engine_of("hf", tmp_path)
     model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
-    tell_places(model)
+    place_by_token_type(model)
     # Any token ends a turn: the agent is asked at once.
     sampling = SamplingParams(max_new_tokens=60, stop_token_ids=tuple(range(len(tokenizer))))
     requests = [
@@ -222,7 +224,7 @@ def test_vllm_says_what_the_trainer_says(family: str, tmp_path: Path) -> None:
     other = dataclasses.replace(other, patches=(-other.patches[0],), digests=(b"another",))
     places = [*zip(ids, seen, strict=True), (ids[1], other)]
     model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
-    tell_places(model)
+    place_by_token_type(model)
     engine = engine_of("vllm", tmp_path)
 
     def asked(first: int, tokens: int) -> list[Request]:

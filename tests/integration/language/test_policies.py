@@ -17,13 +17,13 @@ from test_environments import RUN
 from test_reasoning import LanguageRun
 
 from rlhpc.language.engines.base import Request, SamplingParams
-from rlhpc.language.engines.engine import UpdateFailed
+from rlhpc.language.engines.common import UpdateFailed
 from rlhpc.language.engines.registry import make_engine
-from rlhpc.language.policies import ONE, Policies
-from rlhpc.language.roles.by_policy import by_policy
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import cut_up
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.models.micro_batching import split_micro_batches
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.multi_policy import ONE, Policies
+from rlhpc.language.training.trainer import TokenTrainer
+from rlhpc.language.workers.grpo_actor import by_policy
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training import lora
@@ -43,7 +43,12 @@ def gradients_of(trainer: TokenTrainer, policy: str) -> list[torch.Tensor]:
 
 
 def step(trainer: TokenTrainer, number: int, batch: TokenBatch) -> None:
-    cut = [part for _, part in by_policy(trainer.policies, batch, lambda mine: cut_up(mine, 64, packed=trainer.packed))]
+    cut = [
+        part
+        for _, part in by_policy(
+            trainer.policies, batch, lambda mine: split_micro_batches(mine, 64, packed=trainer.packed)
+        )
+    ]
     trainer.forward_backward(cut, loss_of(number), entropy=True)
     trainer.optimizer_step(1e-2)
 
@@ -83,7 +88,7 @@ def test_each_policy_is_trained_as_if_it_were_alone(model: Path, tmp_path: Path)
     for number in range(2):
         whole = spoken(number, [0, 0, 0, 0, 1, 1, 1, 1])
         step(beside, number, whole)
-        part = [p for _, p in cut_up(whole.select(torch.arange(4)), 64, packed=single.packed)]
+        part = [p for _, p in split_micro_batches(whole.select(torch.arange(4)), 64, packed=single.packed)]
         single.forward_backward(part, loss_of(number), entropy=True)
         single.optimizer_step(1e-2)
     mine, alone_ = weights_of(beside, "one"), weights_of(single, lora.ADAPTER)

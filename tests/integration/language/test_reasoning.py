@@ -21,7 +21,7 @@ need_extra("llm")
 
 from safetensors.torch import load_file
 
-from rlhpc.language.data.tiny import VOCABULARY
+from rlhpc.language.models.tiny import VOCABULARY
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[3]

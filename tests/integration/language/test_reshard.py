@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from reshard_ranks import FROZEN, LARGE, PART, SHAPES, Engine, Trainer, wanted
 
 from rlhpc import FlexiblePlacementStrategy, NodePlacementStrategy, Session, WorkerGroup
-from rlhpc.checkpoint.boxes import whole
+from rlhpc.checkpoint.tensor_slice import whole
 from tests.accelerators import OTHERS_ON_CARD, cluster_of
 
 Groups = dict[str, WorkerGroup]

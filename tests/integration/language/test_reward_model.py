@@ -369,7 +369,7 @@ def test_mistakes_end_with_a_message(
     if "actor.model.model_path=bert" in words[0] and not Path("bert").exists():
         from transformers import BertConfig, BertForSequenceClassification
 
-        from rlhpc.language.data.tiny import character_tokenizer
+        from rlhpc.language.models.tiny import character_tokenizer
 
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
         BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=1, **sizes)).save_pretrained("bert")  # type: ignore[call-arg]

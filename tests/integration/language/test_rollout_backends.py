@@ -15,24 +15,24 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhpc.config.typed import changed, typed, untouched
-from rlhpc.language.agents.episodes import Episode, Episodes
-from rlhpc.language.config import GrpoConfig, SftConfig
+from rlhpc.language.agents.episodes import Episode, EpisodeRunner
+from rlhpc.language.config.run import GrpoConfig, SftConfig
+from rlhpc.language.data.tokenizer import end_tokens
 from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams, make_rollout
 from rlhpc.language.engines.base import DropsRequests, HasContext, ScoresTexts
-from rlhpc.language.engines.ends import end_tokens
-from rlhpc.language.engines.engine import EngineOptions, UpdateFailed
-from rlhpc.language.engines.kv import KeyValues
+from rlhpc.language.engines.batch_invariance import KeyValues
+from rlhpc.language.engines.common import EngineOptions, UpdateFailed
+from rlhpc.language.engines.hf import Rows, draw
 from rlhpc.language.engines.registry import awaiting_weights
-from rlhpc.language.engines.sampling import Rows, draw
-from rlhpc.language.engines.vllm_receipt import Loaded, reload_counted
-from rlhpc.language.roles.opening import check_model
-from rlhpc.language.roles.probe import Probe, check_probe, long_text, probe_text
+from rlhpc.language.engines.vllm_weights import Loaded, reload_counted
+from rlhpc.language.models.micro_batching import split_micro_batches, values_of
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.rollout.preflight import check_model
 from rlhpc.language.scoring.groups import scoring_groups
 from rlhpc.language.scoring.registry import make_scorer
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import cut_up, values_of
+from rlhpc.language.training.weight_sync import Probe, check_probe, long_text, probe_text
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.weights.proof import WeightsDiffer
+from rlhpc.weights.verification import WeightsDiffer
 from tests.accelerators import loose
 from tests.extras import need_extra
 
@@ -354,7 +354,7 @@ def test_some_are_dropped_and_the_others_do_not_notice(engine: RolloutBackend, m
 def test_another_goes_on_where_one_had_to_leave(engine: RolloutBackend, model: Any, folder: Path) -> None:
     """Whose weights are newer: what there is stays, each token is of the weights that it says, limits are for the whole."""
     requests = requests_of(30, seed=11, temperature=1.0, top_p=1.0, top_k=-1)
-    leaves = Episodes(engine, None)
+    leaves = EpisodeRunner(engine, None)
     leaves.add(requests)
     ended = [episode for _ in range(6) for episode in leaves.step()]
     left = {episode.id: episode for episode in leaves.abort()}
@@ -362,7 +362,7 @@ def test_another_goes_on_where_one_had_to_leave(engine: RolloutBackend, model: A
     models = [model, transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()]
     change(models[1], 1)
     engine.update_weights(1, models[1].named_parameters())
-    takes = Episodes(engine, None)
+    takes = EpisodeRunner(engine, None)
     for request in requests:
         if (e := left.get(request.id)) is not None:
             drawn = Completion(e.id, list(e.token_ids), list(e.logprobs), list(e.versions), e.finish_reason)
@@ -386,7 +386,7 @@ def test_another_goes_on_where_one_had_to_leave(engine: RolloutBackend, model: A
             assert error_of(weights, request, said, version) < TOLERANCE
 
 
-def to_the_end(episodes: Episodes) -> Iterator[Episode]:
+def to_the_end(episodes: EpisodeRunner) -> Iterator[Episode]:
     while episodes.unfinished():
         yield from episodes.step()
 
@@ -737,7 +737,8 @@ def test_a_teacher_in_vllm_says_what_it_says_in_transformers(mode: str, folder: 
         scorer.offload()
         scorer.reload()
         said.append([
-            values_of(scorer.score, cut_up(part, group.max_tokens), part, "the teacher").cpu() for part in (batch, answers(1))
+            values_of(scorer.score, split_micro_batches(part, group.max_tokens), part, "the teacher").cpu()
+            for part in (batch, answers(1))
         ])  # fmt: skip
     with pytest.raises(
         ConfigError, match=r"a sequence has 107 tokens, and this engine reads at most 106 \(teacher.max_model_l"

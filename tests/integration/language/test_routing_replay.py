@@ -23,9 +23,9 @@ from mesh_models import save_models
 from replay_ranks import decided
 from test_reasoning import LanguageRun
 
-from rlhpc.language.agents.episodes import Episodes
-from rlhpc.language.algorithm.base import ROLLOUT_LOGPROBS
-from rlhpc.language.roles.groups import group_of
+from rlhpc.language.agents.episodes import EpisodeRunner
+from rlhpc.language.algorithms.base import ROLLOUT_LOGPROBS
+from rlhpc.language.rollout.sample_group import group_of
 from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)
@@ -44,7 +44,7 @@ def _decided(folder: Path, sign: float) -> None:
 def _written(folder: Path, *, updated: bool = False) -> dict[str, Any]:
     """What an engine writes with a model, as an actor gets it; maybe with an update in the middle, which changes nothing."""
     engine: Any = engine_of("hf", folder, routing_replay=True)
-    episodes, requests = Episodes(engine, None), requests_of(6, seed=3, temperature=1.0, top_p=1.0, top_k=-1)
+    episodes, requests = EpisodeRunner(engine, None), requests_of(6, seed=3, temperature=1.0, top_p=1.0, top_k=-1)
     episodes.add(requests)
     ended = [episode for _ in range(3) for episode in episodes.step()]
     if updated:
@@ -111,7 +111,7 @@ def test_an_engine_that_does_not_say_is_refused_before_anything_starts(tmp_path:
 def test_a_run_whose_engine_decides_otherwise(tmp_path: Path) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from rlhpc.language.data.tiny import VOCABULARY, character_tokenizer
+    from rlhpc.language.models.tiny import VOCABULARY, character_tokenizer
 
     tokenizer = character_tokenizer(VOCABULARY)
     config = Qwen3MoeConfig(  # type: ignore[call-arg]

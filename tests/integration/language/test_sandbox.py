@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.language.rewards.sandbox import Sandbox
+from rlhpc.language.sandbox.python import Sandbox
 from rlhpc.runtime.errors import ConfigError
 from tests.attack.programs import ESCAPES, escaped, targets
 from tests.drawn import drawn
@@ -448,7 +448,7 @@ def test_checks(box):
 def test_killed_with_its_caller(box, tmp_path):
     """The caller is killed while a program runs: nothing of it goes on."""
     script = f"""
-        from rlhpc.language.rewards.sandbox import Sandbox
+        from rlhpc.language.sandbox.python import Sandbox
         box = Sandbox(mechanisms={box._job["mechanisms"]!r})
         print("ready", flush=True)
         box.run("import time, ctypes\\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\\ntime.sleep(60)", wall_s=60)
@@ -490,7 +490,7 @@ def test_where_the_administrator_forbids_namespaces(knob):
     if not left_to_landlock():
         pytest.skip("needs user namespaces, to forbid them in, and Landlock")
     script = f"""
-        from rlhpc.language.rewards.sandbox import Sandbox
+        from rlhpc.language.sandbox.python import Sandbox
         box = Sandbox()
         result = box.run("open('a', 'w').write('x'); import os; print(os.listdir('.'))")
         print(box.unenforced(), result.stdout, {knob!r} in result.have or "mount" in result.have)
@@ -526,7 +526,7 @@ def test_without_root():
         shutil.copytree(ROOT / "rlhpc", Path(name) / "rlhpc", ignore=shutil.ignore_patterns("__pycache__"))
         subprocess.run(["chmod", "-R", "a+rX", name], check=True)
         script = f"""
-            from rlhpc.language.rewards.sandbox import Sandbox
+            from rlhpc.language.sandbox.python import Sandbox
             for mechanisms in {SETS!r}:
                 box = Sandbox(mechanisms=mechanisms)
                 print(box.unenforced(), box.run("print(1)").stdout, box.run("import os; os.fork()").status)

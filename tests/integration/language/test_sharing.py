@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from rlhpc import Worker
-from rlhpc.config.parallel import Sizes
-from rlhpc.language.roles.sharing import share_out
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import costs_of
+from rlhpc.config.parallel import MeshSizes
+from rlhpc.language.models.micro_batching import balance_across_ranks, costs_of
+from rlhpc.language.models.token_batch import TokenBatch
 from tests.integration.language.lm_ranks import groups_of
 
 RANKS = 3
@@ -35,7 +34,9 @@ class Sharer(Worker):
 
     def share(self, case: str, each: int) -> dict[str, Any]:
         """Shares once."""
-        return share_out(held(self.rank, case), self, Sizes(shard=self.world_size), each=each, hidden=4).pack()
+        return balance_across_ranks(
+            held(self.rank, case), self, MeshSizes(shard=self.world_size), each=each, hidden=4
+        ).pack()
 
 
 @pytest.fixture(scope="module")

@@ -34,9 +34,9 @@ from lm_ranks import (
 )
 
 from rlhpc import Worker
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.scores import token_scores
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.models.logprobs import token_scores
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.trainer import TokenTrainer
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from tests.accelerators import OTHERS_ON_CARD, loose, same
 
@@ -154,9 +154,9 @@ def plain_loop(folder: Path, *, lora: int = 0, bf16: bool = False, head: bool = 
 
 def new_head(folder: Path) -> torch.Tensor:
     """The one that a run begins with."""
-    from rlhpc.language.model_config import PretrainedConfig
-    from rlhpc.language.tokens.model import load_causal_lm
-    from rlhpc.language.tokens.scalar import add_value_head
+    from rlhpc.language.config.models import PretrainedConfig
+    from rlhpc.language.models.loading import load_causal_lm
+    from rlhpc.language.models.value_head import add_value_head
 
     model = add_value_head(load_causal_lm(PretrainedConfig(model_path=str(folder))), seed=1)
     weight: torch.Tensor = model.value_head.weight.detach().clone()
@@ -447,7 +447,7 @@ def test_the_reference_is_loaded_only_where_it_is_wanted(models) -> None:
 
 
 def test_a_backend_of_ones_own_is_named_by_module_and_class(models) -> None:
-    cfg = make_config(models["untied"], training_backend="rlhpc.training.replicated:ReplicatedBackend")
+    cfg = make_config(models["untied"], training_backend="rlhpc.training.data_parallel:ReplicatedBackend")
     backend = TokenTrainer(cfg, Worker())
     assert backend.parameters_trained == sum(tensor.numel() for _, tensor in backend.named_weights())
 

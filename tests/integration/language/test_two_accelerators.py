@@ -21,7 +21,7 @@ from accelerator_ranks import Linked
 from lm_ranks import make_config
 
 from rlhpc import Session, Worker
-from rlhpc.language.data.tiny import make_tiny_model
+from rlhpc.language.models.tiny import make_tiny_model
 from tests.accelerators import ON_CPU, cluster_of, kind, placed
 
 pytestmark = pytest.mark.gpu

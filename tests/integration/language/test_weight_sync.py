@@ -15,7 +15,7 @@ from tiny_run import wait_until
 from weight_ranks import CARD, RECEIVERS, Actor, Trainer
 
 from rlhpc import FlexiblePlacementStrategy, Session, WorkerGroup
-from rlhpc.runtime.comm.segments import bytes_in_use
+from rlhpc.runtime.comm.shared_memory import bytes_in_use
 from rlhpc.runtime.errors import WorkerFailed
 from tests.accelerators import OTHERS_ON_CARD, cluster_of, placed
 from tests.extras import need_extra

@@ -12,7 +12,7 @@ from weight_ranks import digest
 from rlhpc import Worker
 from rlhpc.runtime.context import current
 from rlhpc.weights import make_sync
-from rlhpc.weights.target import apply
+from rlhpc.weights.receiver import apply
 from rlhpc.weights.transport import WeightSender
 
 #: Tensors of 64 KiB, of which four make a part.

@@ -17,11 +17,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rlhpc.language.engines.hf import HFRollout
-from rlhpc.training.contract import TrainingBackend
+from rlhpc.training.backend import TrainingBackend
+from rlhpc.training.data_parallel import ReplicatedBackend
+from rlhpc.training.deepspeed import DeepSpeedBackend
 from rlhpc.training.fsdp import FsdpBackend
-from rlhpc.training.parking import HostMemory, Parked, ParkingBackend
-from rlhpc.training.replicated import ReplicatedBackend
-from rlhpc.training.zero import DeepSpeedBackend
+from rlhpc.training.offload import HostMemory, Parked, ParkingBackend
 
 
 def resident(host: HostMemory | None = None) -> int:

@@ -13,11 +13,11 @@ import torch
 
 from rlhpc import Worker
 from rlhpc.runs.device import own_device
-from rlhpc.runtime.comm import devices
+from rlhpc.runtime.comm import device_memory
 from rlhpc.runtime.context import current
 from rlhpc.weights import frozen_names, make_sync
 from rlhpc.weights.broadcast import BroadcastSync, GlooSync
-from rlhpc.weights.target import apply
+from rlhpc.weights.receiver import apply
 from tests.stand_in_device import StandIn
 
 #: The trainer's accelerator.
@@ -51,7 +51,7 @@ def on_card(folder: str, address: str = CARD) -> Any:
     Another than the trainer's can read that one's memory.
     """
     device = StandIn(Path(folder), address, peers=(CARD,)) if folder else None
-    devices.use(device)
+    device_memory.use(device)
     return device
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlhpc.config import typed
-from rlhpc.embodied import kinds as embodied
-from rlhpc.language import kinds as language
+from rlhpc.embodied import task_types as embodied
+from rlhpc.language import task_types as language
 from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -135,7 +135,7 @@ def beside_runs(config: str, overrides: list[str]) -> None:
     if "deepspeed" in cfg.actor:
         import torch
 
-        from rlhpc.training.zero_config import deepspeed_config
+        from rlhpc.training.deepspeed_config import deepspeed_config
 
         for section in ("actor", "critic"):
             if section in cfg:

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from rlhpc import Worker
-from rlhpc.checkpoint.beside import SummedFile, write_file
+from rlhpc.checkpoint.async_writer import SavingWorker, SummedFile, write_file
 from rlhpc.checkpoint.state import save_state, stream_tensors
-from rlhpc.checkpoint.worker import SavingWorker
 
 LARGE = 5 << 20
 

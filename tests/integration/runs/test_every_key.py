@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhpc.config.keys import element_of, fields_of
-from rlhpc.runs.kinds import all_kinds, find_kind
+from rlhpc.config.schema import element_of, fields_of
+from rlhpc.runs.task_type import all_kinds, find_kind
 from tests import warm
 from tests.classifiers import save_classifier
 from tests.extras import need_extra

@@ -17,17 +17,9 @@ import psutil
 import pytest
 from tiny_run import CONFIG, TINY, wait_until
 
-from rlhpc import (
-    ConfigError,
-    DeadlineExceeded,
-    DriverFailed,
-    DriverRejected,
-    UserError,
-    load_config,
-    train,
-)
+from rlhpc import ConfigError, DeadlineExceeded, DriverFailed, DriverRejected, UserError, load_config, train
 from rlhpc.config.merge import parse_override
-from rlhpc.config.yaml_loader import scalar_values
+from rlhpc.config.yaml_files import scalar_values
 from rlhpc.runs.handle import TrainingRun
 from tests.extras import need_extra
 

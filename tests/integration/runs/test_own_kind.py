@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhpc import ConfigError, Worker
-from rlhpc.config.ranges import COUNT
+from rlhpc.config.constraints import COUNT
 from rlhpc.config.sections import RunConfig
 from rlhpc.metrics.logger import series
-from rlhpc.metrics.svg import Line, line_chart
-from rlhpc.runs.kinds import Kind, Parts
+from rlhpc.metrics.charts import Line, line_chart
+from rlhpc.runs.task_type import Kind, Parts
 from rlhpc.runs.runner import Runner
 
 

@@ -20,7 +20,7 @@ from rlhpc import Cluster, NodePlacementStrategy, Session, WorkerFailed
 from rlhpc.checkpoint import CheckpointWriter, newest_valid, read_manifest, verify
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.runs.saving import Saves
+from rlhpc.runs.checkpointing import Saves
 from rlhpc.runtime.errors import CheckpointError
 
 #: 18 MB of weights, and twice as much of the optimizer's.

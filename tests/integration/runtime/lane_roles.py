@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rlhpc import Channel, Worker
-from rlhpc.runtime.comm import devices
+from rlhpc.runtime.comm import device_memory
 from rlhpc.runtime.context import current
 from tests.stand_in_device import StandIn
 
@@ -20,7 +20,7 @@ class OnDevice(Worker):
     def __init__(self, folder: Path, address: str, options: dict[str, Any] | None = None) -> None:
         super().__init__()
         self.device = StandIn(folder, address, **(options or {})) if address else None
-        devices.use(self.device)
+        device_memory.use(self.device)
         self.known: dict[str, Channel] = {}
 
     def on_device(self, values: torch.Tensor) -> torch.Tensor:

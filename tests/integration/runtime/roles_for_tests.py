@@ -82,7 +82,7 @@ class Probe(Worker):
         """Asks for an item the way `get` does, but dies before it acknowledges."""
         import pickle
 
-        from rlhpc.runtime.comm.sockets import choose
+        from rlhpc.runtime.comm.zmq_sockets import choose
         from rlhpc.runtime.context import current
 
         head = pickle.dumps((channel.name, "default_queue", None, True, (current().host, ""), current().name))
@@ -197,7 +197,7 @@ class Probe(Worker):
 
     def segments_in_use(self) -> int:
         """Of those that this process has written, how many somebody still looks into."""
-        from rlhpc.runtime.comm.segments import segments_in_use
+        from rlhpc.runtime.comm.shared_memory import segments_in_use
         from rlhpc.runtime.context import current
         from rlhpc.runtime.host import process_id
 

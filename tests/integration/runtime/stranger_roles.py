@@ -140,9 +140,9 @@ class Meeting(Worker):
         there."""
         from torch.distributed import ProcessGroupGloo
 
-        from rlhpc.runtime.comm import meshes
+        from rlhpc.runtime.comm import gloo_auth
 
-        meshes.PROOF_S = patience
+        gloo_auth.PROOF_S = patience
         create = ProcessGroupGloo.create_device
 
         def create_and_wait(**options: Any) -> Any:

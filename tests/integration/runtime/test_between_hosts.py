@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlhpc import Channel, Session
-from rlhpc.runtime.comm.segments import bytes_in_use
+from rlhpc.runtime.comm.shared_memory import bytes_in_use
 from rlhpc.runtime.errors import ChannelError, RlhpcError
 
 ELSEWHERE = {"RLHPC_HOST_ID": "elsewhere"}

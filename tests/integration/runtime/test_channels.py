@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from rlhpc import Channel, ChannelError, DeadlineExceeded, QueueEmpty, QueueFull, Session, WorkerFailed
-from rlhpc.runtime.comm import unix
-from rlhpc.runtime.comm.segments import bytes_in_use
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.comm import unix_sockets
+from rlhpc.runtime.comm.shared_memory import bytes_in_use
+from rlhpc.runtime.registry import CurveKeys
 
 
 def test_order_and_content_survive_between_workers(launch):
@@ -82,13 +82,13 @@ def test_no_wait_for_a_process_that_does_not_read_is_unbounded(launch, how):
 
 def test_a_listener_whose_queue_is_full_keeps_nobody_waiting(tmp_path):
     """Its process is stopped: more connections come than the kernel takes for it."""
-    path, keys = str(tmp_path / "s"), Keys.fresh()
-    listener = unix.Listener(path)
+    path, keys = str(tmp_path / "s"), CurveKeys.fresh()
+    listener = unix_sockets.Listener(path)
     listener.sock.listen(0)
     opened = []
     with pytest.raises(BlockingIOError):
         for _ in range(10):
-            opened.append(unix.connect(path, keys, timeout=0.1))
+            opened.append(unix_sockets.connect(path, keys, timeout=0.1))
     assert opened
 
 

@@ -17,15 +17,15 @@ import zmq
 from roles_for_tests import Probe
 
 from rlhpc import Channel, Cluster
-from rlhpc.runtime import joining, leases
+from rlhpc.runtime import failure_detection, joining
 from rlhpc.runtime.cluster_config import ClusterConfig
-from rlhpc.runtime.comm.sockets import Peers
+from rlhpc.runtime.comm.zmq_sockets import Peers
 from rlhpc.runtime.errors import ConfigError, RlhpcError, WorkerFailed
-from rlhpc.runtime.group import WorkerGroup
-from rlhpc.runtime.joining import Door, Leaving, NotYet, Refused, stay, wish_of
+from rlhpc.runtime.joining import JoinPoint, JoinRefused, Leaving, NotYet, stay, wish_of
 from rlhpc.runtime.placement import NodePlacementStrategy
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.session import Session
+from rlhpc.runtime.worker_group import WorkerGroup
 from tests.users import BOB, needs_root, run_as
 
 pytestmark = pytest.mark.long(together=True)
@@ -230,7 +230,7 @@ def test_one_that_is_suspended_is_soon_done_without(
     groups: tuple[WorkerGroup, WorkerGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a partition preempts by suspending jobs. It notices when it wakes up."""
-    monkeypatch.setattr(leases, "JOINED_LOST_S", 9.0)
+    monkeypatch.setattr(failure_detection, "JOINED_LOST_S", 9.0)
     many, _ = groups
     with helper(Leaving()) as said:
         until(lambda: many.admit() == [3])
@@ -261,7 +261,7 @@ def test_a_driver_that_was_only_silent_is_joined_again(
     monkeypatch.setattr(joining, "_LOOK_S", 0.1)
     monkeypatch.setattr(joining, "_ANSWER_S", 1.0)
     monkeypatch.setattr(session.service, "on_note", late)
-    door = Door(session.registry.root.parent)
+    door = JoinPoint(session.registry.root.parent)
     with helper(leaving, over=lambda: False, patience_s=60.0) as said:
         until(lambda: many.admit() == [3])
         door._peers.post(door._endpoint(), b"NOTE", [pickle.dumps({"note": "late", "name": "", "incarnation": ""})])
@@ -277,7 +277,7 @@ def test_a_driver_that_was_only_silent_is_joined_again(
 def test_one_that_is_killed_with_who_started_it_is_soon_done_without(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     """Nobody says so: the driver and those that send it something find that it has ended. That is no failure of theirs."""
     many, other = groups
-    session, door = Session.running(), Door(Session.running().registry.root.parent)
+    session, door = Session.running(), JoinPoint(Session.running().registry.root.parent)
     for number in (3, 4):
         rank = joining.JoinedRank(door.ask(wish_of("many", 1, 0)))
         until(lambda number=number: many.admit() == [number])
@@ -297,10 +297,10 @@ def test_one_that_never_arrives_is_given_up(
     """It was killed between the driver's answer and its first sign of life, together with who started it."""
     many, _ = groups
     session = Session.running()
-    door = Door(session.registry.root.parent)
+    door = JoinPoint(session.registry.root.parent)
     spec = door.ask(wish_of("many", 1, 0))
     assert door.why_left(spec) == ""
-    monkeypatch.setattr(leases, "ARRIVES_S", 1.0)
+    monkeypatch.setattr(failure_detection, "ARRIVES_S", 1.0)
     until(lambda: "gave no sign of life" in door.why_left(spec))
     door.close()
     assert session.failure is None and many.add(1).wait() == [1, 2, 3]
@@ -318,7 +318,7 @@ def test_a_driver_that_has_not_said_where_it_is_is_waited_for(groups: tuple[Work
 
     driver.rename(hidden)
     with pytest.raises(ConfigError, match="its driver has not said where it is"):
-        Door(Session.running().registry.root.parent)
+        JoinPoint(Session.running().registry.root.parent)
     with helper(leaving, over=over, patience_s=60.0, await_driver=True):
         assert looked.wait(30)
         hidden.rename(driver)
@@ -327,14 +327,14 @@ def test_a_driver_that_has_not_said_where_it_is_is_waited_for(groups: tuple[Work
 
 def test_who_may_not_join(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     session = Session.running()
-    door, wish = Door(session.registry.root.parent), wish_of("many", 1, 0)
+    door, wish = JoinPoint(session.registry.root.parent), wish_of("many", 1, 0)
     try:
         for change, said in (
             ({"code": "other"}, "another rlhpc than the run's own"),
             ({"group": "other"}, "groups that take some: many"),
             ({"host": "elsewhere"}, "listens to processes of its own host only"),
         ):
-            with pytest.raises(Refused, match=said):
+            with pytest.raises(JoinRefused, match=said):
                 door.ask({**wish, **change})
         session.membership.is_open = False
         with pytest.raises(NotYet, match="the ranks that the run starts with are starting or ending"):
@@ -354,7 +354,7 @@ def test_keys_of_an_earlier_driver_open_nothing(
     monkeypatch.setattr(joining, "_ANSWER_S", 1.0)
     many, other = groups
     session = Session.running()
-    door, earlier = Door(session.registry.root.parent), Keys.fresh()
+    door, earlier = JoinPoint(session.registry.root.parent), CurveKeys.fresh()
     door.close()
     door._context = zmq.Context()
     door._peers, door.keys = Peers(door._context, earlier, lambda: None), earlier
@@ -372,9 +372,9 @@ def test_keys_of_an_earlier_driver_open_nothing(
 
 #: What another user types comes down to this.
 OF_BOB = """
-from rlhpc.runtime.joining import Door
+from rlhpc.runtime.joining import JoinPoint
 try:
-    Door(pathlib.Path(sys.argv[1]))
+    JoinPoint(pathlib.Path(sys.argv[1]))
 except Exception as error:
     print(type(error).__name__, error)
 """

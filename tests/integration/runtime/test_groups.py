@@ -28,7 +28,7 @@ from rlhpc import (
     WorkerFailed,
     WorkerGroup,
 )
-from rlhpc.runtime.comm.segments import bytes_in_use
+from rlhpc.runtime.comm.shared_memory import bytes_in_use
 from tests import warm
 
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import pytest
 
 from rlhpc import Session, WorkerFailed
-from rlhpc.runtime import leases as leases_module
-from rlhpc.runtime.process import HEARTBEAT_S
+from rlhpc.runtime import failure_detection
+from rlhpc.runtime.worker_process import HEARTBEAT_S
 
 SUSPECT_S = 1.5 * HEARTBEAT_S
-LOG = leases_module.__name__
+LOG = failure_detection.__name__
 
 
 def until(condition: Callable[[], bool], within: float = 20.0) -> None:
@@ -43,8 +43,8 @@ def leases(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     caplog.set_level(logging.WARNING, logger=LOG)
 
     def shorten(suspect_s: float, lost_s: float) -> None:
-        monkeypatch.setattr(leases_module, "SUSPECT_S", suspect_s)
-        monkeypatch.setattr(leases_module, "LOST_S", lost_s)
+        monkeypatch.setattr(failure_detection, "SUSPECT_S", suspect_s)
+        monkeypatch.setattr(failure_detection, "LOST_S", lost_s)
 
     return shorten
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlhpc import Channel, ChannelError, Cluster, NodePlacementStrategy, Session, WorkerFailed, WorkerGroup
-from rlhpc.runtime.comm.segments import bytes_in_use
+from rlhpc.runtime.comm.shared_memory import bytes_in_use
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from rlhpc.runtime.comm.segments import remove_idle_of_the_dead
 from rlhpc.runtime.comm.service import Service
+from rlhpc.runtime.comm.shared_memory import remove_idle_of_the_dead
 from rlhpc.runtime.host import has_ended, host_id, process_id
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
 from tests.users import needs_root
 
@@ -22,12 +22,12 @@ pytestmark = needs_root
 PREPARE = """
 import json, os, sys
 from rlhpc.runtime.comm.service import Service
-from rlhpc.runtime.comm.sockets import choose
+from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.host import has_ended, host_id, process_id
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
 token, public, secret, endpoint, process, frames = json.loads(sys.argv[1])
-scratch, keys = Scratch(token), Keys(public.encode(), secret.encode())
+scratch, keys = Scratch(token), CurveKeys(public.encode(), secret.encode())
 scratch.ensure()
 """
 REACH = """
@@ -39,8 +39,8 @@ print(json.dumps([host_id(), choose(endpoint), reply, total,
 service.stop()
 """
 WRITE = """
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.segments import discard, remove_idle_of_the_dead
+from rlhpc.runtime.comm.shared_memory import SegmentPool
+from rlhpc.runtime.comm.shared_memory import discard, remove_idle_of_the_dead
 pool = SegmentPool(scratch)
 paths = [pool.write([bytes(100_000)])[0] for _ in range(3)]
 for path in paths:
@@ -56,7 +56,7 @@ service.stop()
 @pytest.fixture
 def service() -> Iterator[Service]:
     scratch = Scratch.create()
-    made = Service("outside", Keys.fresh(), scratch, "127.0.0.1")
+    made = Service("outside", CurveKeys.fresh(), scratch, "127.0.0.1")
     yield made
     made.stop()
     scratch.remove()

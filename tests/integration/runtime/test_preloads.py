@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from rlhpc.runs.kinds import all_kinds
-from rlhpc.runtime.starters.forked import PRELOAD
+from rlhpc.runs.task_type import all_kinds
+from rlhpc.runtime.launchers.local import PRELOAD
 from tests.extras import need_extra
 
 #: What torch was built for, not what there is: transformers and torch's own compiler ask that, and no driver is called for it.

@@ -18,12 +18,12 @@ from rlhpc import Cluster
 from rlhpc.runtime import registry
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import StorageError, WorkerFailed
-from rlhpc.runtime.group import WorkerGroup
-from rlhpc.runtime.leases import _lost
+from rlhpc.runtime.failure_detection import _lost_rank_error
+from rlhpc.runtime.launchers import local
 from rlhpc.runtime.placement import NodePlacementStrategy
-from rlhpc.runtime.registry import LEFT
+from rlhpc.runtime.registry import DEPARTED
 from rlhpc.runtime.session import Session
-from rlhpc.runtime.starters import forked
+from rlhpc.runtime.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.long(together=True)
 
@@ -112,7 +112,7 @@ def test_a_write_that_fails_while_a_rank_is_lost_changes_nothing_else(
             until(lambda rank=rank: rank not in many.present, f"the group goes on without rank {rank}")  # type: ignore[misc]
         assert many.add(1).wait(20) == [1], "calls go on without them"
         for name in ("many-1", "many-2"):
-            until(lambda name=name: driver.registry.get(LEFT, name), "peers read that it has left")  # type: ignore[misc]
+            until(lambda name=name: driver.registry.get(DEPARTED, name), "peers read that it has left")  # type: ignore[misc]
         os.kill(actor, signal.SIGKILL)  # and the next death is heard of at once, as the first failure
         with pytest.raises(WorkerFailed, match=r"other\[0\]"):
             other.nap(30.0).wait(15)
@@ -130,7 +130,7 @@ def test_reporting_threads_outlive_what_they_report(
         raise RuntimeError("a fault of the report's own")
 
     monkeypatch.setattr(driver.membership, "left", broken)
-    monkeypatch.setattr(forked.ForkedStarter, "kill", broken)
+    monkeypatch.setattr(local.ForkedStarter, "kill", broken)
     actor = pid_of(other, 0)
     os.kill(pid_of(many, 1), signal.SIGKILL)
     until(lambda: driver.members["many-1"].has_exited, "the exit is noted")
@@ -150,7 +150,7 @@ def test_no_successor_is_started_beside_the_process_of_a_rank_that_was_given_up(
     old, late = pid_of(many, 1), list[dict[str, Any]]()
     hear = driver._forked._hear
     monkeypatch.setattr(driver._forked, "_hear", late.append)
-    driver.fail(_lost(driver.members["many-1"].spec, "gave no sign of life for 180 s"))
+    driver.fail(_lost_rank_error(driver.members["many-1"].spec, "gave no sign of life for 180 s"))
     until(lambda: late and not is_running(old), "the rank that was given up is killed")
     assert many.present == [0, 2] and many.restart() == [], "nobody has said that its process is gone"
 

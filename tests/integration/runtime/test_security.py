@@ -16,8 +16,8 @@ import pytest
 import zmq
 
 from rlhpc import Channel, Session
-from rlhpc.runtime.comm.unix import encode
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.comm.unix_sockets import encode
+from rlhpc.runtime.registry import CurveKeys
 
 
 class Bomb:
@@ -77,7 +77,7 @@ def test_a_zeromq_peer_with_another_key_gets_no_answer(launch):
     session = Session.start(tcp_address="127.0.0.1")
     launch(1, "reachable")
     record = session.members["reachable-0"].record
-    stranger, context = Keys.fresh(), zmq.Context()
+    stranger, context = CurveKeys.fresh(), zmq.Context()
     for keys, answered in ((stranger, False), (session.service.keys, True)):
         sock = context.socket(zmq.DEALER)
         sock.linger = 0

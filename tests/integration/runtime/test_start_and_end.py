@@ -21,8 +21,8 @@ from roles_for_tests import Awkward, Greedy, Probe, Spawned
 
 from rlhpc import Channel, Cluster, DeadlineExceeded, NodePlacementStrategy, Session, WorkerFailed
 from rlhpc.runtime.comm import background
-from rlhpc.runtime.descriptors import LEAST
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.os_resources import MIN_OPEN_FILES
 from tests import warm
 from tests.eventually import wait_until
 
@@ -99,8 +99,8 @@ def test_roles_ask_for_a_fresh_interpreter() -> None:
     cluster = Cluster.local(1, 0)
     spawned = Spawned.create_group("spawned").launch(cluster, name="asks")
     forked = Spawned.create_group("forked").launch(cluster, name="does_not")
-    assert "rlhpc.runtime.process" in spawned.command().wait()[0]
-    assert "rlhpc.runtime.forkserver" in forked.command().wait()[0]
+    assert "rlhpc.runtime.worker_process" in spawned.command().wait()[0]
+    assert "rlhpc.runtime.launchers.fork_server" in forked.command().wait()[0]
     spawned.shutdown()
     forked.shutdown()
 
@@ -138,7 +138,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 class Slow(CartPoleEnv):
     def __init__(self, **kw):
-        if "forkserver" in " ".join(sys.orig_argv):
+        if "fork_server" in " ".join(sys.orig_argv):
             open(os.environ["MARK"], "w").close()
             time.sleep(600)
         super().__init__(**kw)
@@ -174,7 +174,7 @@ def test_a_fork_server_that_still_imports_ends_with_its_driver(tmp_path: Path, h
     (tmp_path / "takes_long.py").write_text("import time\ntime.sleep(600)\n")
     end = "sys.exit(2)" if how == "refused" else "os.kill(os.getpid(), 9)"
     source = (
-        "import os, sys\nfrom rlhpc import Session\nfrom rlhpc.runtime.starters.forked import ForkServerProcess\n"
+        "import os, sys\nfrom rlhpc import Session\nfrom rlhpc.runtime.launchers.local import ForkServerProcess\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "Session.prewarm(['takes_long'])\n"
         "server = ForkServerProcess._early\n"
@@ -215,7 +215,7 @@ def test_a_wait_that_is_over_names_who_is_at_it(launch) -> None:
 FAULT = """
 import sys
 from rlhpc import cli
-from rlhpc.embodied.runners.ppo import EmbodiedRunner
+from rlhpc.embodied.runners.rollout_runner import EmbodiedRunner
 def one_step(self):
     raise KeyError("reward")
 EmbodiedRunner.one_step = one_step
@@ -269,7 +269,9 @@ def test_too_few_descriptors_are_refused_before_anything_is_written(tmp_path: Pa
         preexec_fn=limit, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 2 and not (tmp_path / "runs").exists(), done.stderr
-    assert f"may open {few} files" in done.stderr and str(LEAST) in done.stderr and "Traceback" not in done.stderr
+    assert (
+        f"may open {few} files" in done.stderr and str(MIN_OPEN_FILES) in done.stderr and "Traceback" not in done.stderr
+    )
 
 
 def test_a_driver_with_many_open_files_starts_ranks(launch) -> None:

@@ -14,8 +14,8 @@ import pytest
 from stranger_roles import Meeting, Stranger
 
 from rlhpc import Cluster, NodePlacementStrategy, Session
-from rlhpc.runtime.comm.calls import CallLines
-from rlhpc.runtime.comm.sockets import PIECE
+from rlhpc.runtime.comm.call_transport import CallLines
+from rlhpc.runtime.comm.zmq_sockets import PIECE
 from rlhpc.runtime.errors import StrangerConnected, WorkerFailed
 
 as_another = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.runtime.import_paths import import_paths, run_module
+from rlhpc.runtime.imports import import_paths, run_module
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
@@ -23,7 +23,7 @@ SHORT = (
 )  # fmt: skip
 ENTRY = """
 import os
-from rlhpc.language.config import RewardConfig, RewardTermConfig
+from rlhpc.language.config.rewards import RewardConfig, RewardTermConfig
 from rlhpc.language.rewards import Sample, make_reward
 from rlhpc import Cluster
 from rlhpc.embodied.export import load_exported

@@ -13,7 +13,7 @@ from mesh_ranks import LR, TEMPERATURE, loss, make_config, samples
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.training.trainer import TokenTrainer
 from tests.forked import Rank
 
 _MIB = 1 << 20
@@ -85,9 +85,9 @@ def peaks(rank: Rank, model: str, warm: str, folder: str, changes: dict[str, Any
 
 def converted(rank: Rank, model: str, saved: str, folder: str) -> tuple[float, float]:
     """MiB at the peak of a conversion of a checkpoint to a Hugging Face folder, and of that folder to another in bfloat16."""
-    from rlhpc.language.model_config import PretrainedConfig
-    from rlhpc.language.streamed import stream_folder, stream_shards
-    from rlhpc.language.tokens.model import load_causal_lm
+    from rlhpc.language.config.models import PretrainedConfig
+    from rlhpc.language.export import stream_folder, stream_shards
+    from rlhpc.language.models.loading import load_causal_lm
 
     ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 16)
     config = PretrainedConfig(model_path=model)

@@ -10,15 +10,13 @@ from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor
 
 from rlhpc.config.typed import untouched
-from rlhpc.language.config import GrpoConfig as Config
-from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.cutting import cut_up
-from rlhpc.language.tokens.head import linear_head
-from rlhpc.language.tokens.rows import RowReader
-from rlhpc.language.tokens.scores import TokenScores
-from rlhpc.language.tokens.trainer import TokenTrainer
-from rlhpc.training import export
-from rlhpc.training.names import checkpoint_parts, plain
+from rlhpc.language.config.run import GrpoConfig as Config
+from rlhpc.language.models.logprobs import RowReader, TokenScores, linear_head
+from rlhpc.language.models.micro_batching import split_micro_batches
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.trainer import TokenTrainer
+from rlhpc.training import safetensors_writer
+from rlhpc.training.parameter_names import checkpoint_parts, plain
 from tests.forked import Rank
 
 TEMPERATURE, ENTROPY_COEF, LR, STEPS, VOCABULARY = 0.8, 0.05, 1e-2, 3, 64
@@ -81,7 +79,12 @@ def train(rank: Any, model: str, max_tokens: int = 24, steps: int = STEPS, **cha
         def agreed(count: int) -> int:
             return int(rank.all_reduce(torch.tensor(count), "max"))
 
-        parts = [p for _, p in cut_up(mine, max_tokens, packed=trainer.packed, hidden=trainer.hidden, agreed=agreed)]
+        parts = [
+            p
+            for _, p in split_micro_batches(
+                mine, max_tokens, packed=trainer.packed, hidden=trainer.hidden, agreed=agreed
+            )
+        ]
         metrics = trainer.forward_backward(parts, loss, temperature=TEMPERATURE, entropy=True)
         total = torch.stack([m["loss"] for m in metrics]).double().sum()
         found["losses"].append(float(rank.all_reduce(total * (sizes.lane_of(rank.rank) == 0))))
@@ -134,11 +137,11 @@ def accumulated(rank: Rank, model: str, own: bool) -> float:
     import transformers.distributed.tensor_parallel as theirs
     from transformers import AutoModelForCausalLM
 
-    from rlhpc.config.parallel import Sizes
-    from rlhpc.training import plans
+    from rlhpc.config.parallel import MeshSizes
+    from rlhpc.training import tensor_parallel as plans
     from rlhpc.training.mesh import Mesh
 
-    mesh = Mesh(Sizes(tensor=rank.world_size), rank.rank, "cpu")
+    mesh = Mesh(MeshSizes(tensor=rank.world_size), rank.rank, "cpu")
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.randint(3, VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(0))
     module(ids, labels=ids).loss.backward()
@@ -196,7 +199,7 @@ def exported(rank: Rank, model: str, folder: str, cases: list[dict[str, Any]]) -
 
 def exported_in_files(rank: Rank, model: str, folder: str, changes: dict[str, Any]) -> list[tuple[Any, torch.Tensor]]:
     """Exports to files of few tensors after a step; samples, and what the model says of each but its first token."""
-    export.MOST = 1 << 16
+    safetensors_writer.MAX_FILE_BYTES = 1 << 16
     trainer = TokenTrainer(make_config(model, **changes), rank)
     _step(trainer, rank)
     trainer.export(Path(folder))

@@ -11,22 +11,22 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from rlhpc.checkpoint.boxes import cut
-from rlhpc.config.parallel import Sizes
+from rlhpc.checkpoint.tensor_slice import cut
+from rlhpc.config.parallel import MeshSizes
 from rlhpc.config.sections import ParallelConfig
 from rlhpc.training.mesh import Mesh
-from rlhpc.training.regions import boxes, regions
+from rlhpc.training.shard_layout import boxes, regions
 from tests.forked import Rank
 
 
 def mesh_of(rank: Rank, parallel: dict[str, Any]) -> Mesh:
-    return Mesh(Sizes.of(ParallelConfig(**parallel), rank.world_size), rank.rank, "cpu")
+    return Mesh(MeshSizes.of(ParallelConfig(**parallel), rank.world_size), rank.rank, "cpu")
 
 
 def placed(rank: Rank) -> list[tuple[str, bool]]:
     """Of tensors cut in all the ways that there are: whether the boxes' values are those of the whole tensor, and cover what
     the rank holds."""
-    mesh = mesh_of(rank, {"shard": 2, "tensor": 2}).whole
+    mesh = mesh_of(rank, {"shard": 2, "tensor": 2}).world
     whole = torch.arange(7 * 10 * 3).view(7, 10, 3)
     even = torch.arange(8 * 12).view(8, 12)
     cases = {

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from mesh_models import save_models
 
-from rlhpc.checkpoint.boxes import between, cut
-from rlhpc.training.export import Layout
+from rlhpc.checkpoint.tensor_slice import between, cut
+from rlhpc.training.safetensors_writer import Layout
 from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)
@@ -112,9 +112,9 @@ def test_ranks_write_a_folder_together_that_transformers_reads(
 def test_a_checkpoint_of_experts_is_converted_box_by_box(models: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from rlhpc.language.model_config import PretrainedConfig
-    from rlhpc.language.streamed import stream_shards
-    from rlhpc.language.tokens.model import load_causal_lm
+    from rlhpc.language.config.models import PretrainedConfig
+    from rlhpc.language.export import stream_shards
+    from rlhpc.language.models.loading import load_causal_lm
 
     path = str(models / "deepseek_v3")  # has a buffer that nothing trains, too
     expected = forked(4, "mesh_ranks:saved", path, str(tmp_path / "saved"), _parallel(tensor=2, expert=4))[0]
@@ -138,7 +138,7 @@ def test_files_are_laid_out_as_safetensors_says(tmp_path: Path) -> None:
         "c": torch.arange(60).view(3, 4, 5).to(torch.bfloat16),
         "d": torch.zeros(0, 3),
     }
-    layout = Layout({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, most=100)
+    layout = Layout({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, max_file_bytes=100)
     layout.begin(tmp_path)
     parts = {
         "a": [between((0, 0), (4, 2)), between((0, 2), (3, 6)), between((3, 2), (4, 6))],

@@ -61,8 +61,8 @@ def test_the_ranks_together_hold_every_tensor_of_the_checkpoint(
 def test_names_are_those_that_transformers_writes(model: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from rlhpc.training.names import checkpoint_parts
-    from rlhpc.training.regions import held
+    from rlhpc.training.parameter_names import checkpoint_parts
+    from rlhpc.training.shard_layout import held
 
     save_models(tmp_path, model)
     files = sorted((tmp_path / model).glob("*.safetensors"))

@@ -434,7 +434,7 @@ def test_files_of_checkpoints_and_exports_follow_the_umask(paths: RunPaths, umas
     """A colleague may evaluate what is not kept from him; safetensors by itself makes files that are the owner's alone."""
     import torch
 
-    from rlhpc.checkpoint.folders import filled_folder
+    from rlhpc.checkpoint.export_folder import filled_folder
     from rlhpc.checkpoint.state import save_tensors
 
     before = os.umask(umask)
@@ -461,8 +461,8 @@ def test_the_manifest_has_every_file_that_a_rank_wrote_whatever_the_listing_show
 
     import torch
 
-    from rlhpc.checkpoint.beside import Copies, Writes, write_file
-    from rlhpc.runs.saving import merge_checksums
+    from rlhpc.checkpoint.async_writer import HostBuffers, Writes, write_file
+    from rlhpc.runs.checkpointing import merge_checksums
 
     listed = Path.rglob
     large = torch.arange(1 << 19, dtype=torch.float32)
@@ -472,7 +472,7 @@ def test_the_manifest_has_every_file_that_a_rank_wrote_whatever_the_listing_show
         with CheckpointWriter(paths, step) as writer:
             reports = []
             for rank in range(2):
-                writes = Writes(writer.staging, Copies())
+                writes = Writes(writer.staging, HostBuffers())
                 with writes.collecting():
                     write_file(writer.staging / f"actor-{rank}.pt", {"weights": large}, lambda f, v: torch.save(v, f))
                     write_file(writer.staging / f"small-{rank}.pt", {"step": step}, lambda f, v: torch.save(v, f))

@@ -12,7 +12,7 @@ import pytest
 from rlhpc import cli
 from rlhpc.config import config_to_yaml
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import find_kind
+from rlhpc.runs.task_type import find_kind
 
 QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.yaml")
 COMMANDS = ("run", "plan", "train", "submit", "cancel", "status", "logs", "eval", "convert", "report")

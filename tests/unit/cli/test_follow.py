@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from rlhpc.cli import parse
-from rlhpc.cli.follow import Follower, Track, WorkflowLog, last_row, real_error
+from rlhpc.cli.follow import Track, WorkflowFollower, WorkflowLog, last_row, real_error
 from rlhpc.cli.run import command_of, same_command
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.metrics.results import describe_result, last_result
+from rlhpc.metrics.provenance import describe_result, last_result
 
 START = """[Sun Nov 22 09:35:00 2026]
 localcheckpoint train_segment:
@@ -43,7 +43,7 @@ class Watched:
         self.path.touch()
         self.shown = io.StringIO()
         self.log = WorkflowLog(self.path, folder)
-        self.follower = Follower(self.log, {"run": Track("q", self.paths, 4)}, self.shown)
+        self.follower = WorkflowFollower(self.log, {"run": Track("q", self.paths, 4)}, self.shown)
 
     def say(self, text: str) -> None:
         with self.path.open("a") as file:
@@ -90,7 +90,7 @@ def test_what_the_queue_says_is_shown_until_training_begins(watched: Watched) ->
 
 def test_rows_of_before_are_no_progress(watched: Watched) -> None:
     watched.step(3)
-    watched.follower = Follower(watched.log, {"run": Track("q", watched.paths, 4)}, watched.shown)
+    watched.follower = WorkflowFollower(watched.log, {"run": Track("q", watched.paths, 4)}, watched.shown)
     watched.say(START.format(1))
     assert "step" not in watched.shown.getvalue()
     watched.step(4)

@@ -15,7 +15,7 @@ import yaml
 from rlhpc.cli import main
 from rlhpc.cli.init import _configs, _templates, project_files
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.sweeps import load_sweep
+from rlhpc.runs.sweep import load_sweep
 from tests.extras import need_extra
 
 NAMES = sorted({*_templates(), *_configs()})

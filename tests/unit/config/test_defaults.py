@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.config.keys import Schema
-from rlhpc.runs.kinds import find_kind
+from rlhpc.config.schema import Schema
+from rlhpc.runs.task_type import find_kind
 
 PAGE = Path(__file__).parents[3] / "docs/reference/defaults.md"
 TRL = "TRL 1.16.0"

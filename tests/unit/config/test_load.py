@@ -17,11 +17,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 
 from rlhpc.config import config_to_yaml
-from rlhpc.config.merge import Layers
-from rlhpc.config.ranges import RANGES, null_numbers
+from rlhpc.config.constraints import RANGES, null_numbers
+from rlhpc.config.merge import ConfigLayers
 from rlhpc.reference import render_config
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import Kind, all_kinds
+from rlhpc.runs.task_type import Kind, all_kinds
 from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -64,7 +64,7 @@ def test_null_is_none_for_every_interval(kind: Kind[Any]) -> None:
     assert "runner.save_interval" in intervals and set(intervals) <= set(nulls)
     for key in nulls:
         if key in kind.schema:
-            layers = Layers(kind.schema, kind.whose, nulls)
+            layers = ConfigLayers(kind.schema, kind.whose, nulls)
             layers.override(f"{key}=null")
             assert OmegaConf.select(layers.cfg, key) == nulls[key], key
     with pytest.raises(ConfigError, match=r"runner\.seed is null; it must be int$"):

@@ -16,18 +16,18 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhpc.config.sections import JobConfig, RunConfig, RunnerConfig
 from rlhpc.config.typed import alone, changed, plain, select, untouched
 from rlhpc.embodied.config import BcConfig, EvalEnvConfig, PpoConfig, plays
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config.run import GrpoConfig
 from rlhpc.runtime.cluster_config import ElasticClusterConfig, ElasticConfig, Key, NodeGroupConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 #: Every line with a comment has one key right and one wrong, which the comment repeats.
 CODE = """
-from rlhpc.embodied.kinds import PPO
-from rlhpc.embodied.roles.env import EnvWorker
-from rlhpc.embodied.roles.ppo import EmbodiedActor
-from rlhpc.embodied.roles.sac import OffPolicyRolloutWorker
-from rlhpc.embodied.runners.ppo import EmbodiedRunner
-from rlhpc.embodied.runners.sac import OffPolicyRunner
+from rlhpc.embodied.task_types import PPO
+from rlhpc.embodied.workers.env import EnvWorker
+from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
+from rlhpc.embodied.workers.off_policy import OffPolicyRolloutWorker
+from rlhpc.embodied.runners.rollout_runner import EmbodiedRunner
+from rlhpc.embodied.runners.rollout_runner import OffPolicyRunner
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.cluster import read_key
 

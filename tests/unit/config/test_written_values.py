@@ -19,13 +19,13 @@ import pytest
 import yaml
 
 from rlhpc.config import config_to_yaml
-from rlhpc.config.keys import PATHS, Schema
-from rlhpc.config.merge import Layers
+from rlhpc.config.merge import ConfigLayers
+from rlhpc.config.schema import PATHS, Schema
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import select
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import all_kinds, find_kind
-from rlhpc.runs.sweeps import load_sweep
+from rlhpc.runs.sweep import load_sweep
+from rlhpc.runs.task_type import all_kinds, find_kind
 from rlhpc.runtime.errors import ConfigError
 from tests.drawn import seed
 
@@ -253,7 +253,7 @@ class TestPaths:
         keys = [key for key in schema.keys if key.rpartition(".")[2] in PATHS and not key.startswith("teacher")]
         assert len(keys) > 4
         for key in keys:
-            layers = Layers(schema)
+            layers = ConfigLayers(schema)
             layers.override(f"{key}=$MY_DISK/x")
             assert select(layers.cfg, key) == "/disk/x", key
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.checkpoint.state import dump_tensors
 from rlhpc.embodied.export import export_checkpoint, load_exported
-from rlhpc.embodied.models import saved
+from rlhpc.embodied.models import registry
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError
 
@@ -35,7 +35,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> None:
     def policy_from_spec(spec: dict[str, Any], *_: object) -> torch.nn.Module:
         return torch.nn.Linear(spec["inputs"], 2)
 
-    monkeypatch.setattr(saved, "policy_from_spec", policy_from_spec)
+    monkeypatch.setattr(registry, "policy_from_spec", policy_from_spec)
 
 
 def test_layout(checkpoint: Path) -> None:

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from rlhpc.jobs import claim
+from rlhpc.jobs import segment as claim
 from rlhpc.jobs import submit as submit_module
 from rlhpc.jobs.cancel import cancel
-from rlhpc.jobs.claim import Claim, SegmentFiles
-from rlhpc.jobs.elastic.record import HelperJobRecord, HelperRecord
+from rlhpc.jobs.elastic.records import HelperJobRecord, HelperRecord
+from rlhpc.jobs.job_record import JobRecord, find_job, segment_job_name
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
-from rlhpc.jobs.record import JobRecord, find_job, segment_job_name
+from rlhpc.jobs.segment import Claim, SegmentFiles
 from rlhpc.jobs.slurm import hasten, scancel
-from rlhpc.runs.helpers import Helpers
+from rlhpc.runs.elastic_driver import HelperJobs
 from rlhpc.runtime.errors import RlhpcError, UserError
-from tests.unit.runs.test_helpers import helpers_of
+from tests.unit.runs.test_elastic_driver import helpers_of
 
 #: Jobs of the user: a training of another program, and its array.
 SQUEUE = """#!/bin/sh
@@ -143,7 +143,7 @@ def test_a_slurm_that_does_not_answer_cancels_nothing(tmp_path: Path, calls: Cal
 
 def test_helpers_in_the_record_are_not_trusted(tmp_path: Path, calls: Callable[..., list[str]]) -> None:
     """A driver that takes the folder up lets go only of jobs that Slurm knows by the helpers' name."""
-    helpers: Helpers = helpers_of(tmp_path)
+    helpers: HelperJobs = helpers_of(tmp_path)
     foreign = HelperJobRecord("12", helpers.plan.group, 1, submitted=1.0, started=1.0, leaving=1.0)
     HelperRecord({"12": foreign}).write(helpers.paths, helpers.plan.group)
     helpers._record = HelperRecord.read(helpers.paths, helpers.plan.group)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs import claim as claims
-from rlhpc.jobs.claim import Claim, SegmentFiles
+from rlhpc.jobs import segment as claims
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, LocalProbe, ProcessId, SlurmProbe
+from rlhpc.jobs.segment import Claim, SegmentFiles
 from rlhpc.jobs.signals import EXIT_REQUEUE, StopRequest, end_of_job
 from rlhpc.runtime.host import process_space
 
@@ -254,7 +254,7 @@ def test_a_running_job_keeps_its_claim(
 
 def test_workers_ignore_the_jobs_signals() -> None:
     code = (
-        "import os, signal; from rlhpc.runtime.process import ignore_job_signals; ignore_job_signals();"
+        "import os, signal; from rlhpc.runtime.worker_process import ignore_job_signals; ignore_job_signals();"
         "[os.kill(os.getpid(), s) for s in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)];"
         "print('alive', signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
     )

@@ -19,13 +19,14 @@ from typing import Any
 
 import pytest
 
-from rlhpc.jobs import claim, lease, probes
-from rlhpc.jobs.claim import Claim, SegmentFiles
-from rlhpc.jobs.lock import SubmitLock
+from rlhpc.jobs import lease, probes
+from rlhpc.jobs import segment as claim
+from rlhpc.jobs.driver_lock import sole_driver
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
-from rlhpc.jobs.sole import sole_driver
-from rlhpc.runtime import durable
+from rlhpc.jobs.segment import Claim, SegmentFiles
+from rlhpc.jobs.submit_lock import SubmitLock
+from rlhpc.runtime import files as durable
 from rlhpc.runtime.errors import DeadlineExceeded, UserError
 
 
@@ -202,7 +203,7 @@ DRIVE = """
 import sys
 from pathlib import Path
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.sole import sole_driver
+from rlhpc.jobs.driver_lock import sole_driver
 from rlhpc.runtime.errors import DeadlineExceeded, UserError
 try:
     with sole_driver(RunPaths(Path(sys.argv[1]))):

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.jobs.plan import Plan, build_plan, job_options, render_plan
-from rlhpc.jobs.walltime import minutes_of
+from rlhpc.jobs.plan import JobPlan, build_plan, job_options, render_plan
+from rlhpc.jobs.slurm import minutes_of
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.spec import spec_of
-from rlhpc.runtime.starters import Member
-from rlhpc.runtime.starters.commands import Step
-from rlhpc.runtime.starters.stepped import SteppedStarter
+from rlhpc.runtime.launchers import Member
+from rlhpc.runtime.launchers.srun import SteppedStarter
+from rlhpc.runtime.launchers.srun_commands import SrunStep
+from rlhpc.runtime.worker_spec import spec_of
 
 GOLDEN = Path(__file__).parent / "golden"
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
@@ -56,11 +56,11 @@ HET_JOB = {
 }  # fmt: skip
 
 
-def plan(section: dict[str, Any], **options: Any) -> Plan:
+def plan(section: dict[str, Any], **options: Any) -> JobPlan:
     return build_plan(OmegaConf.create({"cluster": section, "runner": {"name": "golden"}}), **options)
 
 
-def compare(name: str, found: Plan) -> None:
+def compare(name: str, found: JobPlan) -> None:
     text, file = render_plan(found).replace(sys.executable, "python") + "\n", GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         file.write_text(text)
@@ -107,15 +107,15 @@ def test_what_is_planned_is_what_starts(more: dict[str, Any], tmp_path: Path, mo
     class Recorded:
         running = True
 
-        def __init__(self, planned: Step, members: list[Member], *more: Any) -> None:
+        def __init__(self, planned: SrunStep, members: list[Member], *more: Any) -> None:
             self.members = members
             started.append(planned)
 
         def listen(self) -> None:
             pass
 
-    started: list[Step] = []
-    monkeypatch.setattr("rlhpc.runtime.starters.stepped.JobStep", Recorded)
+    started: list[SrunStep] = []
+    monkeypatch.setattr("rlhpc.runtime.launchers.srun.JobStep", Recorded)
     section = {**HET, **more}
     cluster = Cluster(section, environ=HET_JOB)
     nobody: Any = SimpleNamespace(exited=None)

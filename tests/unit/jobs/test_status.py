@@ -10,7 +10,7 @@ import pytest
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.status import render_status
-from rlhpc.runtime.registry import LEFT, MEMBERS, Registry
+from rlhpc.runtime.registry import DEPARTED, MEMBERS, GenerationFolder
 
 
 @pytest.fixture
@@ -29,13 +29,13 @@ def state_of(paths: RunPaths, rank: int) -> str:
 
 def test_a_rank_that_the_driver_goes_on_without_has_left(run: RunPaths) -> None:
     """It was cut off, and cannot say so in its own file. One that comes back has another incarnation."""
-    registry = Registry.create(run.registry, "27-0")
+    registry = GenerationFolder.create(run.registry, "27-0")
     for rank in range(4):
         row = {"group": "env", "rank": rank, "node": "cpu1", "pid": 8620 + rank, "state": "running", "host": "cpu1/b"}
         registry.put(MEMBERS, f"env-{rank}", {**row, "incarnation": f"first-{rank}"})
     assert [state_of(run, rank) for rank in range(4)] == ["running"] * 4
     for rank in (1, 2):
-        registry.put(LEFT, f"env-{rank}", {"incarnation": f"first-{rank}", "why": "gave no sign of life for 60 s"})
+        registry.put(DEPARTED, f"env-{rank}", {"incarnation": f"first-{rank}", "why": "gave no sign of life for 60 s"})
     assert [state_of(run, rank) for rank in range(4)] == ["running", "left", "left", "running"]
     row = {"group": "env", "rank": 2, "node": "cpu2", "pid": 9000, "state": "running", "host": "cpu2/b"}
     registry.put(MEMBERS, "env-2", {**row, "incarnation": "second-2"})

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from rlhpc.checkpoint import CheckpointWriter
-from rlhpc.jobs.claim import SegmentFiles
+from rlhpc.jobs.job_record import JobRecord
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobReport, JobState
-from rlhpc.jobs.record import JobRecord
+from rlhpc.jobs.segment import SegmentFiles
 from rlhpc.jobs.waiter import Waiter
 
 TRACEBACK = "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'torch'\n"
@@ -35,7 +35,7 @@ def test_a_lost_job(tmp_path: Path, said_by: str, saved: bool, state: JobState) 
     )
     waiter = Waiter(files, record, print)
     waiter._report = JobReport(state, "", "sacct")
-    said = str(waiter._lost())
+    said = str(waiter._lost_error())
     assert ("No module named 'torch'" if said_by == "job" else "no such policy") in said and "some line" not in said
     assert ("resumes from the last checkpoint" if saved else "starts anew: there is no checkpoint") in said
     assert ("cluster.time" in said) == (state is JobState.TIMEOUT and not saved)

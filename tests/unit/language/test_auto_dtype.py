@@ -10,12 +10,12 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhpc.config.typed import untouched
-from rlhpc.language.config import GrpoConfig
-from rlhpc.language.engines.engine import EngineOptions, engine_dtype
-from rlhpc.language.tokens import model as models
-from rlhpc.language.tokens.model import compute_dtype
-from rlhpc.runs.changes import training_changes
-from rlhpc.runtime import device as devices
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.engines.common import EngineOptions, engine_dtype
+from rlhpc.language.models import loading as models
+from rlhpc.language.models.loading import compute_dtype
+from rlhpc.runs.config_changes import training_changes
+from rlhpc.runtime import devices as devices
 from tests.accelerators import ON_CPU
 
 

@@ -12,11 +12,11 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc.algorithms.reward_losses import find_reward_loss
-from rlhpc.language.preference_scores import validation_metrics as preference_metrics
-from rlhpc.language.roles.validation import validation_metrics as answer_metrics
+from rlhpc.algorithms.preference_losses import find_reward_loss
+from rlhpc.language.evaluation.reward_model import preference_validation_metrics as preference_metrics
+from rlhpc.language.rollout.validation import validation_metrics as answer_metrics
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import kind_of
+from rlhpc.runs.task_type import kind_of
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs/reasoning"
 EVERY = "runner.val_check_interval=5"

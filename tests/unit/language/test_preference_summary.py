@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.make_pairs import labels_of, pairs_of, shuffle
-from rlhpc.language.preferences import calibration, describe, spearman, summarize
+from rlhpc.language.evaluation.preference_pairs import labels_of, pairs_of, shuffle
+from rlhpc.language.reporting.eval_metrics import calibration, describe, spearman, summarize_preferences
 
 
 def pairs(*rewards: tuple[float, float]) -> list[dict]:
@@ -17,7 +17,7 @@ def pairs(*rewards: tuple[float, float]) -> list[dict]:
 
 
 def test_pairs_and_ties() -> None:
-    found = summarize(pairs((1, 0), (0, 1), (2, 2), (3, 1)), "pairs")
+    found = summarize_preferences(pairs((1, 0), (0, 1), (2, 2), (3, 1)), "pairs")
     assert (found["n"], found["accuracy"], found["margin"], found["unit"]) == (4, 0.5, 0.5, "pairs")  # a tie is wrong
     assert found["levels"]["level 0"]["accuracy"] == 0.5 and found["levels"]["level 1"]["n"] == 2
     low, high = found["accuracy_ci95"]
@@ -47,14 +47,14 @@ def test_a_model_that_says_what_is_is_calibrated() -> None:
 
 def test_labels_by_hand() -> None:
     rows = [{"rewards": [r], "target": t, "level": ""} for r, t in ((0.0, 0.0), (1.0, 2.0), (3.0, 1.0), (2.0, 2.0))]
-    found = summarize(rows, "labels")
+    found = summarize_preferences(rows, "labels")
     assert found["mse"] == pytest.approx((0 + 1 + 4 + 0) / 4)
     assert found["r2"] == pytest.approx(1 - 5 / 2.75)
     # Rewards rank 0 1 3 2, labels 0 2.5 1 2.5 (ties share): Pearson of those.
     assert found["spearman"] == pytest.approx(float(np.corrcoef([0, 1, 3, 2], [0, 2.5, 1, 2.5])[0, 1]))
     # Right comparisons: three of three with the first, one of two with the second, one of three, one of two.
     assert found["accuracy"] == pytest.approx((1 + 1 / 2 + 1 / 3 + 1 / 2) / 4)
-    same = summarize([{"rewards": [1.0], "target": 2.0, "level": ""}] * 3, "labels")
+    same = summarize_preferences([{"rewards": [1.0], "target": 2.0, "level": ""}] * 3, "labels")
     assert same["r2"] is None and same["spearman"] is None and same["accuracy"] == 0.5
     assert spearman(np.array([1.0, 2, 4]), np.array([3.0, 5, 100])) == pytest.approx(1)
     assert "Spearman" in describe({**found, "suite": "a", "global_step": 0})

@@ -9,11 +9,22 @@ from typing import Any
 
 import pytest
 
-from rlhpc.jobs.elastic.record import HelperJobRecord, HelperRecord
+from rlhpc.jobs.elastic.records import HelperJobRecord, HelperRecord
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.metrics.accounting import account, job_ids, write_accounting
+from rlhpc.metrics.accounting import (
+    FIELDS,
+    AccountingRow,
+    JobIds,
+    NoAccounting,
+    _bytes,
+    _seconds,
+    account,
+    job_ids,
+    parse,
+    query,
+    write_accounting,
+)
 from rlhpc.metrics.provenance import placed_starts, read_provenance, record_placement, write_provenance
-from rlhpc.metrics.sacct import FIELDS, JobIds, NoAccounting, Row, _bytes, _seconds, parse, query
 from rlhpc.runs.report import write_report
 
 RECORDED = Path(__file__).parent / "sacct"
@@ -22,10 +33,10 @@ HET = {
     "rollout": [{"rank": 0, "node_rank": 0, "accelerators": [1]}],
     "env": [{"rank": 0, "node_rank": 1, "accelerators": []}],
 }
-JOB = JobIds(("1",), own=frozenset({"1"}))
+JOB = JobIds(("1",), submitted=frozenset({"1"}))
 
 
-def recorded(name: str) -> list[Row]:
+def recorded(name: str) -> list[AccountingRow]:
     return parse((RECORDED / f"{name}.txt").read_text().splitlines())
 
 
@@ -174,7 +185,7 @@ def test_the_jobs_of_a_run(run: RunPaths) -> None:
     ]
     run.provenance.write_text(json.dumps({"segments": starts}))
     found = job_ids(run)
-    assert found.ids == ("12", "15", "9", "14") and found.own == {"12", "15", "9"} and found.drivers == 4
+    assert found.ids == ("12", "15", "9", "14") and found.submitted == {"12", "15", "9"} and found.drivers == 4
     assert found.since == pytest.approx(1772359200 - 3600)
 
 
@@ -257,7 +268,7 @@ def test_further_segments_are_no_restarts() -> None:
     """Three jobs after each other, in the last of which the driver started the group a second time."""
     names = {"JobName": "actor", "NodeList": "n1"}
     lines = [line for job in (9, 12, 17) for line in (row(str(job)), row(f"{job}.0", **names))]
-    three = JobIds(("9", "12", "17"), own=frozenset({"9", "12", "17"}))
+    three = JobIds(("9", "12", "17"), submitted=frozenset({"9", "12", "17"}))
     assert account(parse(lines), {}, three)["roles"]["actor"]["restarts"] == 0
     assert account(parse([*lines, row("17.1", **names)]), {}, three)["roles"]["actor"]["restarts"] == 1
 

@@ -10,24 +10,25 @@ from dataclasses import dataclass
 
 import pytest
 
-from rlhpc.metrics.bars import log_bars, stacked_bars
-from rlhpc.metrics.curves import Metric, color_of, metric_charts
-from rlhpc.metrics.page import figures
-from rlhpc.metrics.svg import (
+from rlhpc.metrics.charts import (
     CHART,
     STYLE,
     WIDE,
     Line,
-    beside,
+    arrange_in_rows,
     is_empty,
     line_chart,
+    log_bars,
     number,
+    stacked_bars,
     standalone,
     statement,
     text_width,
     tick_labels,
     ticks,
 )
+from rlhpc.metrics.curves import Metric, color_of, metric_charts
+from rlhpc.metrics.page import figures
 
 #: DejaVu Sans at 13 px: the widest of the fonts that a page falls back to.
 MEASURED = {
@@ -177,7 +178,7 @@ def test_charts_without_data_take_no_room_on_a_page() -> None:
 
 def test_several_charts_in_one_drawing() -> None:
     chart = line_chart("a", "x", "y", [Line("", [1.0, 2.0], [1.0, 2.0])], CHART)
-    whole = ElementTree.fromstring(standalone(beside([chart] * 4, CHART, 3)))
+    whole = ElementTree.fromstring(standalone(arrange_in_rows([chart] * 4, CHART, 3)))
     assert whole.attrib["viewBox"] == "0 0 1092 480" and len(whole.findall("{http://www.w3.org/2000/svg}svg")) == 4
 
 

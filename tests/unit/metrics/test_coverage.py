@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rlhpc.language.preferences import labels_summary, pairs_summary
-from rlhpc.metrics.seeds import interquartile_mean, mean
-from rlhpc.metrics.statistics import Interval, interval, mean_interval, share_interval, student, wilson
+from rlhpc.language.reporting.eval_metrics import labels_summary, pairs_summary
+from rlhpc.metrics.statistics import (
+    Interval,
+    interquartile_mean,
+    interval,
+    mean,
+    mean_interval,
+    share_interval,
+    student,
+    wilson,
+)
 
 TIMES = 3000
 #: Two points, and three standard deviations of the simulation itself.

@@ -10,7 +10,7 @@ import torch
 from rlhpc import Cluster, PackedPlacementStrategy, Worker
 from rlhpc.runs.device import own_device
 from rlhpc.runtime.comm.serialization import dumps, loads, rebuild_tensor
-from rlhpc.runtime.device import torch_device
+from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import ConfigError
 
 BEYOND = tuple(range(torch.cuda.device_count() + 1))

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rlhpc.cli import main
-from rlhpc.runs.kinds import find_kind
+from rlhpc.runs.task_type import find_kind
 
 ROOT = Path(__file__).resolve().parents[3]
 #: Text that may be anything: names that the user gives, files and folders, words for others (Slurm, transformers, columns).

@@ -12,7 +12,7 @@ import pytest
 from rlhpc import cli
 from rlhpc.metrics.logger import series
 from rlhpc.runs.headlines import NO_VALUE, headline_columns, read_run, run_headlines
-from rlhpc.runs.kinds import find_kind, kind_names
+from rlhpc.runs.task_type import find_kind, kind_names
 
 #: What runs of a kind log at their last step, and what an evaluation of them says.
 PLAYED = {"train/episode_return": 21.5, "rollout/env_steps": 12800}

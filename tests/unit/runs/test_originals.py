@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlhpc.runs.replicas import Nothing, Originals
-from rlhpc.runtime.group import WorkerGroup
+from rlhpc.runs.replicas import CompletedCall, Originals
 from rlhpc.runtime.worker import Worker
+from rlhpc.runtime.worker_group import WorkerGroup
 
 
 class Counter(Worker):
@@ -32,4 +32,4 @@ def test_they_are_called_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     originals.count(3)
     assert asked == [("count", (3,), [0, 1])]
     assert originals.name == "counter" and originals.world_size == 2 and originals.worker_class is Counter
-    assert Nothing().wait(1.0) == [] and Nothing().done()
+    assert CompletedCall().wait(1.0) == [] and CompletedCall().done()

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from rlhpc.jobs.paths import RunPaths, SweepPaths
-from rlhpc.language.pass_at_k import summarize
-from rlhpc.language.samples_page import samples_path, write_samples_page
+from rlhpc.language.reporting.eval_metrics import summarize
+from rlhpc.language.reporting.sample_pages import samples_path, write_samples_page
 from rlhpc.metrics import MetricLogger, update_provenance, write_provenance
 from rlhpc.runs.compare import write_comparison
 from rlhpc.runs.report import write_report

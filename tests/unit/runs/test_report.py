@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from rlhpc.checkpoint import CheckpointWriter
-from rlhpc.embodied.curves import read_evaluations
+from rlhpc.embodied.reporting.report import read_evaluations
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language.evaluate import describe
+from rlhpc.language.evaluation.evaluate import describe
 from rlhpc.metrics import MetricLogger, update_provenance, write_provenance
+from rlhpc.metrics.charts import Line, line_chart, number, thin, ticks
 from rlhpc.metrics.page import duration, size
-from rlhpc.metrics.phases import phase_columns
-from rlhpc.metrics.placement import placement_grid
-from rlhpc.metrics.results import describe_result
-from rlhpc.metrics.svg import Line, line_chart, number, thin, ticks
+from rlhpc.metrics.phase_times import phase_columns
+from rlhpc.metrics.placement_grid import placement_grid
+from rlhpc.metrics.provenance import describe_result
 from rlhpc.runs.report import write_curves, write_report
 from rlhpc.runtime.errors import RlhpcError
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlhpc.jobs.paths import SweepPaths
-from rlhpc.runs.kinds import find_kind, kind_names
-from rlhpc.runs.scores import goal_of
+from rlhpc.runs.seed_scores import goal_of
 from rlhpc.runs.sweep_page import rank_sweep, render_ranking, write_sweep_page
+from rlhpc.runs.task_type import find_kind, kind_names
 
 
 def sweep_of(folder: Path, scores: dict[str, list[float | None]], **record: object) -> SweepPaths:

@@ -13,19 +13,19 @@ from tests.extras import need_extra
 
 REPO = Path(__file__).parents[3]
 #: Helper programs, which only rlhpc starts, and whose text it reads.
-HELPERS = {"rlhpc/jobs/elastic/submitting.py", "rlhpc/language/agents/inside.py"}
+HELPERS = {"rlhpc/jobs/elastic/helper_job.py", "rlhpc/language/agents/runner/loopback.py"}
 
 
 @pytest.mark.parametrize(
     ("program", "words"),
     [
         ("rlhpc.reference", ["nope"]),
-        ("rlhpc.language.data.tiny", ["/dev/null/model"]),
-        ("rlhpc.language.data.tiny", ["{tmp}/model", "--heads", "3"]),
-        ("rlhpc.language.data.tiny_vision", ["/dev/null/model"]),
-        ("rlhpc.language.data.packaged", ["/dev/null/model"]),
-        ("rlhpc.language.memory.tables", []),
-        ("rlhpc.language.memory.tables", ["nope.yaml"]),
+        ("rlhpc.language.models.tiny", ["/dev/null/model"]),
+        ("rlhpc.language.models.tiny", ["{tmp}/model", "--heads", "3"]),
+        ("rlhpc.language.models.tiny_vision", ["/dev/null/model"]),
+        ("rlhpc.language.models.builtin", ["/dev/null/model"]),
+        ("rlhpc.language.planning.memory_tables", []),
+        ("rlhpc.language.planning.memory_tables", ["nope.yaml"]),
         ("examples/train_embodied.py", []),
         ("examples/train_embodied.py", ["nope.yaml"]),
         ("examples/train_embodied.py", ["configs/quickstart.yaml", "runner.max_step=1"]),

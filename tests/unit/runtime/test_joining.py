@@ -15,9 +15,9 @@ import pytest
 from rlhpc.runtime import joining
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.host import host_id
-from rlhpc.runtime.joining import Door, Refused
-from rlhpc.runtime.registry import CURRENT, MEMBERS, Keys, Registry
-from rlhpc.runtime.spec import WorkerSpec
+from rlhpc.runtime.joining import JoinPoint, JoinRefused
+from rlhpc.runtime.registry import CURRENT, MEMBERS, CurveKeys, GenerationFolder
+from rlhpc.runtime.worker_spec import WorkerSpec
 
 SPEC = WorkerSpec(
     "rollout", 3, 4, "n1", 3, 0, 1, (0, 1), "/r", "t", bytes(range(256)), "/o", "/e", {"A": "b"}, ["/p"], "/", 2, True,
@@ -30,11 +30,11 @@ class Bomb:
         return os.mkdir, (os.environ["BOMB"],)
 
 
-def run_of(tmp_path: Path, record: Any, keys: Keys | None = None) -> Path:
+def run_of(tmp_path: Path, record: Any, keys: CurveKeys | None = None) -> Path:
     root = tmp_path / "run" / "registry"
     root.parent.mkdir(mode=0o700)
-    registry = Registry.create(root, "local-0")
-    registry.save_keys(keys or Keys.fresh())
+    registry = GenerationFolder.create(root, "local-0")
+    registry.save_keys(keys or CurveKeys.fresh())
     (registry.root / MEMBERS / "driver.json").write_text(
         record if isinstance(record, str) else json.dumps({"generation": "local-0", **record})
     )
@@ -46,7 +46,7 @@ def driver_at(path: str) -> dict[str, Any]:
 
 
 def answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> WorkerSpec:
-    door = Door(run_of(tmp_path, driver_at("ipc:///nowhere")))
+    door = JoinPoint(run_of(tmp_path, driver_at("ipc:///nowhere")))
     monkeypatch.setattr(door._peers, "request", lambda *_: [answer])
     try:
         return door.ask({"group": "rollout"})
@@ -62,7 +62,7 @@ def test_a_specification_survives() -> None:
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_a_pickle_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int) -> None:
     monkeypatch.setenv("BOMB", str(tmp_path / "went-off"))
-    with pytest.raises(Refused, match="is no place in a run"):
+    with pytest.raises(JoinRefused, match="is no place in a run"):
         answered(tmp_path, monkeypatch, pickle.dumps(Bomb(), protocol))
     assert not (tmp_path / "went-off").exists()
 
@@ -71,7 +71,7 @@ def test_a_pickle_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
     "answer", [b"", b"null", b"[]", b"{}", b"7", b"[" * 100_000, b"\xff\xfe", b'{"rank": 1e999}', b"1" * 9999]
 )
 def test_what_is_no_specification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
-    with pytest.raises(Refused, match="is no place in a run"):
+    with pytest.raises(JoinRefused, match="is no place in a run"):
         answered(tmp_path, monkeypatch, answer)
 
 
@@ -100,7 +100,7 @@ def test_each_value_has_its_type(name: str, value: Any) -> None:
 )  # fmt: skip
 def test_a_driver_that_says_something_else(tmp_path: Path, record: str) -> None:
     with pytest.raises((ConfigError, joining.RlhpcError)):
-        Door(run_of(tmp_path, record))
+        JoinPoint(run_of(tmp_path, record))
 
 
 @pytest.mark.parametrize("text", ["a\0b", "", "../..", "x" * 5000])
@@ -108,7 +108,7 @@ def test_a_generation_that_is_none(tmp_path: Path, text: str) -> None:
     root = run_of(tmp_path, driver_at("ipc:///nowhere"))
     (root / CURRENT).write_text(text)
     with pytest.raises(joining.RlhpcError):
-        Door(root)
+        JoinPoint(root)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
@@ -118,8 +118,8 @@ def test_a_driver_of_another_user_on_this_host(tmp_path: Path, monkeypatch: pyte
         sock.bind(str(path))
         sock.listen()
         os.chown(path, 65534, 65534)
-        door = Door(run_of(tmp_path, driver_at(f"ipc://{path}")))
-        with pytest.raises(Refused, match="a driver of another user gives no place"):
+        door = JoinPoint(run_of(tmp_path, driver_at(f"ipc://{path}")))
+        with pytest.raises(JoinRefused, match="a driver of another user gives no place"):
             door.ask({"group": "rollout"})
         door.close()
         assert not door.is_reachable
@@ -127,7 +127,7 @@ def test_a_driver_of_another_user_on_this_host(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("endpoint", ["tcp://10.0.0.1:9", "inproc://x", "pgm://x", ""])
 def test_a_driver_on_this_host_has_a_unix_socket(tmp_path: Path, endpoint: str) -> None:
-    door = Door(run_of(tmp_path, driver_at(endpoint)))
-    with pytest.raises(Refused, match="no UNIX socket"):
+    door = JoinPoint(run_of(tmp_path, driver_at(endpoint)))
+    with pytest.raises(JoinRefused, match="no UNIX socket"):
         door.ask({"group": "rollout"})
     door.close()

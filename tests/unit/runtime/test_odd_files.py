@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs.attendance import stays
-from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.elastic.records import stays
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.segment import read_json_file
 from rlhpc.jobs.status import newest_generation, print_logs, render_status
 from rlhpc.metrics.logger import read_last_metrics, read_metrics
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import open_file, read_file, read_yaml_file
-from rlhpc.runtime.registry import Registry
+from rlhpc.runtime.files import open_file, read_file, read_yaml_file
+from rlhpc.runtime.registry import GenerationFolder
 from rlhpc.runtime.repository import git_state
 
 
@@ -41,7 +41,7 @@ def test_what_is_no_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
         read_file(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_metrics(path)
-    assert read_json(path) is None
+    assert read_json_file(path) is None
     if kind != "huge":
         assert read_last_metrics(path) == []
         with pytest.raises(OSError, match="is no regular file"):
@@ -65,7 +65,7 @@ def test_a_run_folder_of_them(kind: str, tmp_path: Path, capsys: pytest.CaptureF
     assert "state" in render_status(run)
     print_logs(run)
     with pytest.raises(OSError):
-        Registry(run.registry / "local-0").get("members", "env-0")
+        GenerationFolder(run.registry / "local-0").get("members", "env-0")
 
 
 @pytest.mark.parametrize("name", [".git", ".git/HEAD", ".git/config", ".git/commondir"])

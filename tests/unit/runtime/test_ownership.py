@@ -13,7 +13,7 @@ import pytest
 
 from rlhpc.runtime.errors import OwnershipError
 from rlhpc.runtime.ownership import make_private, require_own_run_folder, require_private
-from rlhpc.runtime.registry import Keys, Registry
+from rlhpc.runtime.registry import CurveKeys, GenerationFolder
 from tests.users import ALICE, BOB, needs_root, run_as
 
 
@@ -30,10 +30,10 @@ START = """
 import sys
 from pathlib import Path
 from rlhpc.runtime.errors import OwnershipError
-from rlhpc.runtime.registry import Keys, Registry
+from rlhpc.runtime.registry import CurveKeys, GenerationFolder
 try:
-    registry = Registry.create(Path(sys.argv[1]) / "registry", "local-0")
-    registry.save_keys(Keys(b"a", b"b"))
+    registry = GenerationFolder.create(Path(sys.argv[1]) / "registry", "local-0")
+    registry.save_keys(CurveKeys(b"a", b"b"))
     print(registry.load_keys())
 except OwnershipError as error:
     print(error)
@@ -91,9 +91,9 @@ LOAD = """
 import sys
 from pathlib import Path
 from rlhpc.runtime.errors import OwnershipError
-from rlhpc.runtime.registry import Registry
+from rlhpc.runtime.registry import GenerationFolder
 try:
-    print(Registry(Path(sys.argv[1])).load_keys())
+    print(GenerationFolder(Path(sys.argv[1])).load_keys())
 except (OwnershipError, OSError) as error:
     print(error)
     sys.exit(2)
@@ -149,9 +149,9 @@ def test_a_run_folder_open_to_everybody_is_refused(tmp_path: Path) -> None:
 
 
 def test_keys_are_their_owners_alone(tmp_path: Path) -> None:
-    registry = Registry.create(tmp_path / "registry", "local-0")
-    registry.save_keys(Keys(b"a", b"b"))
-    assert registry.load_keys() == Keys(b"a", b"b")
+    registry = GenerationFolder.create(tmp_path / "registry", "local-0")
+    registry.save_keys(CurveKeys(b"a", b"b"))
+    assert registry.load_keys() == CurveKeys(b"a", b"b")
     (registry.root / "keys.json").chmod(0o644)
     with pytest.raises(OwnershipError, match=r"keys\.json"):
         registry.load_keys()

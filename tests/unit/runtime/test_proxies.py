@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.language.agents.task import environment_of
+from rlhpc.language.agents.runner.task import environment_of
 from rlhpc.runtime.proxies import LOOPBACK, without_proxy
 
 

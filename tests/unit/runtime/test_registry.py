@@ -10,24 +10,23 @@ from typing import Any, cast
 
 import pytest
 
-from rlhpc.runtime import watch
+from rlhpc.runtime import registry as watch
 from rlhpc.runtime.context import Context
 from rlhpc.runtime.errors import RendezvousTimeout, RlhpcError, StaleGeneration
-from rlhpc.runtime.registry import Keys, Registry
-from rlhpc.runtime.watch import RegistryWatch
+from rlhpc.runtime.registry import CurveKeys, GenerationFolder, RegistryWatch
 
-KEYS = Keys(b"public", b"secret")
+KEYS = CurveKeys(b"public", b"secret")
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Registry:
-    made = Registry.create(tmp_path / "run" / "registry", "local-0")
+def registry(tmp_path: Path) -> GenerationFolder:
+    made = GenerationFolder.create(tmp_path / "run" / "registry", "local-0")
     made.save_keys(KEYS)
     return made
 
 
 @pytest.fixture
-def context(registry: Registry) -> Context:
+def context(registry: GenerationFolder) -> Context:
     registry.put("members", "env-0", {"group": "env", "rank": 0})
     made = Context("driver", registry, cast(Any, SimpleNamespace(epoch=0)))
     assert made.member("env", 0)["group"] == "env"
@@ -65,7 +64,7 @@ def test_a_registry_that_is_gone_is_said_at_once(context: Context, tmp_path: Pat
 
 
 def test_the_driver_is_told_of_a_registry_that_was_made_anew(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
+    registry: GenerationFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its generation's name comes again; its keys do not."""
     monkeypatch.setattr(watch, "LOOK_S", 0.01)
@@ -76,22 +75,22 @@ def test_the_driver_is_told_of_a_registry_that_was_made_anew(
         happened.set()
 
     eye = RegistryWatch(registry, KEYS, fail)
-    assert eye.mine() and not happened.wait(0.1)
+    assert eye.owns_registry() and not happened.wait(0.1)
     parent = registry.root.parent
     replaced = parent.with_name("away")
-    other = Registry.create(replaced, Registry.next_local_generation(replaced))
-    other.save_keys(Keys(b"other", b"keys"))
+    other = GenerationFolder.create(replaced, GenerationFolder.next_local_generation(replaced))
+    other.save_keys(CurveKeys(b"other", b"keys"))
     assert other.generation == registry.generation
     parent.rename(parent.with_name("old"))
     replaced.rename(parent)
     assert happened.wait(20)
-    assert len(told) == 1 and not eye.mine()
+    assert len(told) == 1 and not eye.owns_registry()
     assert isinstance(told[0], StaleGeneration) and ("made it anew" in str(told[0]) or "was removed" in str(told[0]))
 
 
-def test_the_driver_is_told_of_another_generation(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_is_told_of_another_generation(registry: GenerationFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "LOOK_S", 0.01)
     told, happened = list[str](), threading.Event()
     RegistryWatch(registry, KEYS, lambda error: (told.append(str(error)), happened.set())[0])  # type: ignore[func-returns-value]
-    Registry.create(registry.root.parent, "local-1")
+    GenerationFolder.create(registry.root.parent, "local-1")
     assert happened.wait(20) and "local-0 was replaced by local-1" in told[0]

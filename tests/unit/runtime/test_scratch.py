@@ -378,7 +378,7 @@ def test_two_locks_of_one_process_are_one(roots: tuple[Path, Path]) -> None:
 
 TERMINATED = """
 import ctypes, os, signal, sys
-from rlhpc.runtime.process import before_sigterm
+from rlhpc.runtime.worker_process import before_sigterm
 before_sigterm(lambda: print("left", flush=True))
 child = os.fork()
 if child == 0:
@@ -477,12 +477,12 @@ def test_what_torch_makes_for_compiling_goes_with_the_session(tmp_path: Path) ->
 #: Modules that make temporary folders by themselves, and why these do not go with a session.
 OWN_FOLDERS = {
     "runtime/scratch.py": "where the rule stands",
-    "language/agents/shells.py": "its copy of the rule, for interpreters without rlhpc; is told the session's folder",
-    "embodied/elsewhere.py": "a command's, which has no session",
-    "embodied/robots/serving.py": "on a robot's own machine, while it connects",
+    "language/agents/runner/shell.py": "its copy of the rule, for interpreters without rlhpc; is told the session's folder",
+    "embodied/python_env.py": "a command's, which has no session",
+    "embodied/robots/server.py": "on a robot's own machine, while it connects",
     "cli/config.py": "a command's, which has no session",
-    "language/data/builtin.py": "a plan's, which has no session",
-    "language/evaluate.py": "a command's, which has no session",
+    "language/models/builtin.py": "a plan's, which has no session",
+    "language/evaluation/evaluate.py": "a command's, which has no session",
     "runs/tuning/tune.py": "in the run's folder, to be looked at",
     "runtime/repository.py": "a command's or the driver's, for the time of one call of git",
 }

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from rlhpc.runtime import tcp_listener
-from rlhpc.runtime.descriptors import readable
+from rlhpc.runtime.os_resources import readable
 from rlhpc.runtime.tcp_listener import TcpListener
 from tests.eventually import wait_until
 from tests.users import BOB, needs_root
@@ -25,11 +25,11 @@ from tests.users import BOB, needs_root
 PACKAGE = Path(tcp_listener.__file__).parents[1]
 #: Where else a TCP port is opened, and why another user of the node delays nobody there.
 OTHER_PORTS = {
-    "runtime/comm/sockets.py": "ZeroMQ accepts by itself, on a thread that needs no interpreter",
-    "jobs/doctor/probe.py": "its text runs on a node's own Python, without this package, for seconds",
-    "language/agents/inside.py": "in a network of its own, where one episode is alone",
+    "runtime/comm/zmq_sockets.py": "ZeroMQ accepts by itself, on a thread that needs no interpreter",
+    "jobs/doctor/node_probe.py": "its text runs on a node's own Python, without this package, for seconds",
+    "language/agents/runner/loopback.py": "in a network of its own, where one episode is alone",
     "language/agents/services.py": "looks for a free port, and listens on none",
-    "language/rewards/sandbox.py": "what a program must not reach, for the time of one trial; nobody is served",
+    "language/sandbox/python.py": "what a program must not reach, for the time of one trial; nobody is served",
 }
 
 

@@ -12,9 +12,9 @@ from rlhpc import Worker
 from rlhpc.checkpoint.state import load_state, load_tensors
 from rlhpc.config.typed import untouched
 from rlhpc.embodied.config import PpoConfig
-from rlhpc.embodied.roles.trainer import Trainer
+from rlhpc.embodied.workers.actor import PolicyTrainer
 from rlhpc.training import ReplicatedBackend
-from rlhpc.training.flat import FlatModule
+from rlhpc.training.flat_parameters import FlatModule
 from tests.extras import need_extra
 
 HERE = Path(__file__).parent / "checkpoints"
@@ -29,7 +29,7 @@ def test_a_policy_s_goes_on() -> None:
     folder = HERE / "policy"
     cfg = untouched(PpoConfig)
     cfg.actor.model.hidden_sizes = [8]
-    trainer = Trainer(cfg)
+    trainer = PolicyTrainer(cfg)
     trainer.settle_in()
     with gym.make("CartPole-v1") as env:
         backend = trainer.build_backend(cfg.actor, (env.observation_space, env.action_space), look=False)
@@ -47,8 +47,8 @@ def test_a_language_model_s_goes_on(tmp_path: Path) -> None:
     need_extra("llm")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlhpc.language.config import GrpoConfig
-    from rlhpc.language.tokens.trainer import TokenTrainer
+    from rlhpc.language.config.run import GrpoConfig
+    from rlhpc.language.training.trainer import TokenTrainer
 
     folder = HERE / "language"
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(tmp_path)

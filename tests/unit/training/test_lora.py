@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rlhpc.config.sections import LoraConfig
-from rlhpc.language.memory.model import size_of
+from rlhpc.language.planning.model_size import size_of
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.training import merging
+from rlhpc.training import lora as merging
 from rlhpc.training.lora import ADAPTER, attach_lora, full_weights
-from rlhpc.training.pieces import pieces
+from rlhpc.training.shard_layout import pieces
 from tests.extras import need_extra
 
 need_extra("llm")

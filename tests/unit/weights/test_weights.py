@@ -9,17 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.runtime.comm.mappings import Mappings
-from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.segments import bytes_in_use, discard, map_private
+from rlhpc.runtime.comm.shared_memory import Mappings, SegmentPool, bytes_in_use, discard, map_private
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.scratch import Scratch
-from rlhpc.weights.carry import Carrier
-from rlhpc.weights.elements import Elements
-from rlhpc.weights.publish import Announcement, Part, Publisher
-from rlhpc.weights.strategy import Update, frozen_names
-from rlhpc.weights.subscribe import Subscriber
-from rlhpc.weights.target import Target
+from rlhpc.weights.base import Update, frozen_names
+from rlhpc.weights.delta import Elements
+from rlhpc.weights.receiver import Subscriber, UpdateTarget
+from rlhpc.weights.sender import Announcement, Carrier, Publisher, WeightChunk
 from tests.late_copies import LateCopies
 
 
@@ -39,7 +35,7 @@ class Receiver:
         self.inbox: deque[Announcement] = deque()
         self.read_bytes = 0
 
-    def read(self, part: Part, late: bool) -> Any:
+    def read(self, part: WeightChunk, late: bool) -> Any:
         del late
         self.read_bytes += part.nbytes
         if not part.kept:
@@ -54,7 +50,7 @@ class Receiver:
     def apply(self) -> int:
         adopt = self.module if self.adopt else None
         update = self.take()
-        Target(self.module.state_dict().items(), adopt).take(update)
+        UpdateTarget(self.module.state_dict().items(), adopt).take(update)
         return update.version
 
 

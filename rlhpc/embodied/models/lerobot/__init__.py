@@ -1,1 +1,1 @@
-"""Policies of LeRobot's library, in its own folders; they are built in a Python that has it (`make setup-lerobot`)."""
+"""LeRobot policies: ACT, diffusion, SmolVLA, π0 and π0.5."""

@@ -1,4 +1,4 @@
-"""LeRobot itself: its policies and processors, from a folder."""
+"""Loader of LeRobot's policies and processors from a folder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhpc.embodied.elsewhere import importable, needs_lerobot
-from rlhpc.embodied.models.lerobot.folder import Described
+from rlhpc.embodied.models.lerobot.checkpoint import Described
+from rlhpc.embodied.python_env import importable, needs_lerobot
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plain import read_json
-from rlhpc.runtime.shown import first_line
+from rlhpc.runtime.files import expand_home, read_json
+from rlhpc.runtime.text import first_line
 
 _OPS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -26,8 +25,9 @@ _DEFINED: list[Any] = []
 
 
 def mend_torchvision() -> None:
-    """Lets torchvision be imported where its operators are of another build than torch, such as CUDA's beside a CPU
-    torch: it declares shapes of two of them. Its networks, which are all that is used, are plain torch."""
+    """Makes torchvision importable where its operators are of another build than torch, such as CUDA's with a CPU
+    torch: declares the shapes of two of them. Only its networks are used, which are plain torch.
+    """
     try:
         importlib.import_module("torchvision")
     except RuntimeError as error:
@@ -42,7 +42,7 @@ def mend_torchvision() -> None:
 
 
 def load(described: Described, vlm: str | None = None) -> Any:
-    """The policy of a folder, with its weights, on the CPU.
+    """Loads the policy of a folder, with its weights, on the CPU.
 
     Args:
         described: The folder.
@@ -63,10 +63,10 @@ def load(described: Described, vlm: str | None = None) -> Any:
         here = {"device": "cpu", "pretrained_backbone_weights": None, "load_vlm_weights": False}
         here |= {"vlm_model_name": vlm} if vlm else {}
         pi = described.family in ("pi0", "pi05")
-        if pi:  # small steps are lost in bfloat16
+        if pi:  # bfloat16 loses small steps
             here |= {"dtype": "float32", "compile_model": False}
-        said = {name: getattr(config, name) for name in here if hasattr(config, name)}
-        for name in said:
+        saved_values = {name: getattr(config, name) for name in here if hasattr(config, name)}
+        for name in saved_values:
             setattr(config, name, here[name])
         if pi:
             from rlhpc.embodied.models.lerobot import openpi
@@ -79,17 +79,17 @@ def load(described: Described, vlm: str | None = None) -> Any:
         raise ConfigError(
             f"actor.model.model_path: lerobot cannot load {described.path}: {type(error).__name__}: {first_line(error)}"
         ) from error
-    for name, value in said.items():  # as it will be written again
+    for name, value in saved_values.items():  # `save_pretrained` writes the folder's values
         setattr(policy.config, name, value)
     return policy
 
 
 class Processors:
-    """What comes before and after a policy: normalisation, by the statistics of the folder or of a dataset.
+    """Processors before and after a policy: normalisation, by the statistics of the folder or of a dataset.
 
     Args:
         described: The folder.
-        config: Of the policy.
+        config: Configuration of the policy.
         statistics: A LeRobot dataset's folder, or its stats.json; None takes the folder's own.
         vlm: See `load`.
 
@@ -98,7 +98,9 @@ class Processors:
     """
 
     def __init__(self, described: Described, config: Any, statistics: Any, vlm: str | None = None) -> None:
-        self._path, self._config, self._vlm = described.path, config, vlm
+        self._path = described.path
+        self._config = config
+        self._vlm = vlm
         self._stats = None if statistics is None else _statistics(expand_home(str(statistics)))
         if self._stats is None and not (described.path / "policy_preprocessor.json").is_file():
             raise ConfigError(
@@ -106,27 +108,27 @@ class Processors:
                 "statistics scale its actions: actor.model.kwargs.statistics"
             )
         self._named = _tokenizer_of(described.path)
-        self._made: dict[str, tuple[Any, Any]] = {}
+        self._by_device: dict[str, tuple[Any, Any]] = {}
         self.on(torch.device("cpu"))
 
     def on(self, device: torch.device) -> tuple[Any, Any]:
-        """Those for inputs on a device."""
-        if str(device) not in self._made:
-            self._made[str(device)] = self._make(str(device))
-        return self._made[str(device)]
+        """Returns both processors for inputs on a device."""
+        if str(device) not in self._by_device:
+            self._by_device[str(device)] = self._make(str(device))
+        return self._by_device[str(device)]
 
     def before(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A batch as the policy's network takes it."""
-        found: dict[str, Any] = self.on(_device_of(batch))[0](batch)
-        return found
+        """Processes a batch for the policy's network."""
+        processed: dict[str, Any] = self.on(_device_of(batch))[0](batch)
+        return processed
 
     def after(self, actions: Tensor) -> Tensor:
-        """Actions as the environment takes them, from those of the network."""
-        found: Tensor = self.on(actions.device)[1](actions)
-        return found.to(actions.device)
+        """Converts the network's actions to the environment's."""
+        processed: Tensor = self.on(actions.device)[1](actions)
+        return processed.to(actions.device)
 
     def save(self, folder: Path) -> None:
-        """Writes both beside the policy."""
+        """Writes both processors to the policy's folder."""
         for processor in self.on(torch.device("cpu")):
             for step in processor.steps:
                 if self._vlm and hasattr(step, "tokenizer_name"):
@@ -138,9 +140,9 @@ class Processors:
 
         stats: dict[str, Any] = {} if self._stats is None else {"stats": self._stats}
         words = {"tokenizer_processor": {"tokenizer_name": self._vlm}} if self._vlm else {}
-        given: dict[str, Any] = {"dataset_stats": self._stats}
+        kwargs: dict[str, Any] = {"dataset_stats": self._stats}
         if (self._path / "policy_preprocessor.json").is_file():
-            given = {
+            kwargs = {
                 "pretrained_path": str(self._path),
                 "preprocessor_overrides": {
                     "device_processor": {"device": device},
@@ -150,7 +152,7 @@ class Processors:
                 "postprocessor_overrides": {"unnormalizer_processor": stats},
             }
         try:
-            before, after = make_pre_post_processors(self._config, **given)
+            before, after = make_pre_post_processors(self._config, **kwargs)
         except Exception as error:  # whatever its steps raise
             raise ConfigError(
                 f"actor.model.model_path: lerobot cannot load the processors of {self._path}: "
@@ -161,7 +163,7 @@ class Processors:
 
 
 def _tokenizer_of(folder: Path) -> str | None:
-    """The name that a folder's own processors have for their tokenizer."""
+    """Returns the tokenizer's name in a folder's processors."""
     try:
         steps = read_json((folder / "policy_preprocessor.json").read_bytes())["steps"]
         return next((step["config"]["tokenizer_name"] for step in steps if "tokenizer_name" in step["config"]), None)
@@ -176,10 +178,10 @@ def _device_of(batch: dict[str, Any]) -> torch.device:
 def _statistics(path: Path) -> dict[str, dict[str, Tensor]]:
     file = path / "meta" / "stats.json" if path.is_dir() else path
     try:
-        found = read_json(file.read_bytes())
+        content = read_json(file.read_bytes())
         stats = {
             name: {key: torch.tensor(value, dtype=torch.float32) for key, value in parts.items()}
-            for name, parts in found.items()
+            for name, parts in content.items()
         }
         if "action" not in stats:
             raise KeyError("action")

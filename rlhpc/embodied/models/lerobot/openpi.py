@@ -1,13 +1,12 @@
-"""PaliGemma and Gemma as openpi's PyTorch models have them, for LeRobot's π0 and π0.5.
+"""PaliGemma and Gemma with the changes of openpi's PyTorch models, for LeRobot's π0 and π0.5.
 
-LeRobot 0.4.4 wants a transformers some of whose files were replaced by openpi's (`transformers_replace`), and refuses any
-other. What they change is small, and is said here once more over the transformers that is installed, for LeRobot's two
-modules alone:
+LeRobot 0.4.4 requires a transformers with files replaced by openpi's (`transformers_replace`), and refuses any other. The
+changes are small, and this module repeats them over the installed transformers, for LeRobot's two modules alone:
 
 - Gemma's norm may be adapted to a condition c (adaRMS, π0.5's expert): x / rms(x) · (1 + scale(c)) + shift(c), and a gate(c)
-  on what the block adds; it answers with the gate, which is None without a condition.
+  on the block's output. It also returns the gate, which is None without a condition.
 - Gemma does not scale its inputs by √width, nor PaliGemma its pictures by 1/√width: LeRobot scales the words itself.
-- Keys and values that were read once are not extended where `use_cache` is false.
+- Cached keys and values are not extended where `use_cache` is false.
 
 Its conversions for bfloat16 are left out: weights are float32 here (`library.load`).
 """
@@ -35,9 +34,9 @@ class AdaptedNorm(nn.Module):
     """Gemma's norm, adapted to a condition if it has one.
 
     Args:
-        norm: What it stands in for.
-        width: Of what it normalises, and of the condition.
-        std: Of the initial weights for the condition; None is a plain norm.
+        norm: Norm that it replaces.
+        width: Width of its input and of the condition.
+        std: Standard deviation of the initial weights for the condition; None is a plain norm.
     """
 
     def __init__(self, norm: GemmaRMSNorm, width: int, std: float | None) -> None:
@@ -52,7 +51,7 @@ class AdaptedNorm(nn.Module):
         nn.init.zeros_(self.dense.bias)
 
     def forward(self, x: Tensor, cond: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Normalises `[B, S, width]`, by a condition `[B, width]`; and the gate `[B, 1, width]`."""
+        """Normalises `[B, S, width]`, by a condition `[B, width]`; also returns the gate `[B, 1, width]`."""
         normed = x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
         if cond is None or self.dense is None:
             return (normed * (1 + self.weight.float())).to(x.dtype), None
@@ -61,13 +60,13 @@ class AdaptedNorm(nn.Module):
 
 
 def gated_residual(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
-    """x and what a block adds to it."""
+    """Returns x plus the block's output, gated if there is a gate."""
     return x + y if gate is None else x + y * gate
 
 
 class _Layer(GemmaDecoderLayer):
-    def forward(self, *given: Any, **attention: Any) -> Tensor:
-        x, cond = given  # positional: hidden states, and what adapts the norms
+    def forward(self, *args: Any, **attention: Any) -> Tensor:
+        x, cond = args  # positional: hidden states, and the condition of the norms
         normed, gate = self.input_layernorm(x, cond)
         x = gated_residual(x, self.self_attn(hidden_states=normed, **attention)[0], gate)
         normed, gate = self.post_attention_layernorm(x, cond)
@@ -75,14 +74,14 @@ class _Layer(GemmaDecoderLayer):
 
 
 class _Read:
-    """Keys and values that are read, never written."""
+    """Read-only cache of keys and values."""
 
     def __init__(self, cache: Any) -> None:
         self._layers = cache.layers
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, given: Any = None) -> tuple[Tensor, Tensor]:
-        there = self._layers[layer]
-        return torch.cat([there.keys, keys], 2), torch.cat([there.values, values], 2)
+    def update(self, keys: Tensor, values: Tensor, layer: int, cache_kwargs: Any = None) -> tuple[Tensor, Tensor]:
+        cached = self._layers[layer]
+        return torch.cat([cached.keys, keys], 2), torch.cat([cached.values, values], 2)
 
 
 class _Gemma(GemmaModel):
@@ -107,8 +106,8 @@ class _Gemma(GemmaModel):
 
 class _PaliGemma(PaliGemmaModel):
     def get_image_features(self, pixel_values: Tensor) -> Tensor:
-        found: Tensor = self.multi_modal_projector(self.vision_tower(pixel_values).last_hidden_state)
-        return found
+        features: Tensor = self.multi_modal_projector(self.vision_tower(pixel_values).last_hidden_state)
+        return features
 
 
 def _adapt(gemma: Any) -> None:
@@ -123,23 +122,24 @@ def _adapt(gemma: Any) -> None:
 
 
 def gemma(config: Any) -> GemmaForCausalLM:
-    """The expert, as openpi has it."""
-    found = GemmaForCausalLM(config)
-    _adapt(found.model)
-    return found
+    """Builds the expert as in openpi."""
+    model = GemmaForCausalLM(config)
+    _adapt(model.model)
+    return model
 
 
 def paligemma(config: Any) -> PaliGemmaForConditionalGeneration:
-    """PaliGemma, as openpi has it."""
-    found = PaliGemmaForConditionalGeneration(config)
-    found.model.__class__ = _PaliGemma
-    _adapt(found.model.language_model)
-    return found
+    """Builds PaliGemma as in openpi."""
+    model = PaliGemmaForConditionalGeneration(config)
+    model.model.__class__ = _PaliGemma
+    _adapt(model.model.language_model)
+    return model
 
 
 def provide() -> None:
-    """Gives them to LeRobot's π0 and π0.5, and answers their question for them; a transformers with openpi's own files is
-    left as it is."""
+    """Installs these models in LeRobot's π0 and π0.5, and its check for openpi's files. A transformers with openpi's
+    files stays unchanged.
+    """
     if _CHECK in sys.modules or importlib.util.find_spec(_CHECK) is not None:
         return
     vars(modeling_gemma)["_gated_residual"] = gated_residual
@@ -152,24 +152,25 @@ def provide() -> None:
 
 
 def load(kind: Any, config: Any, weights: Path) -> Any:
-    """A π0 or π0.5 with the weights of a file; LeRobot's own `from_pretrained` goes on with random ones where they do not fit.
+    """Loads a π0 or π0.5 with the weights of a file. LeRobot's `from_pretrained` would keep random weights where they
+    do not fit.
 
     Args:
         kind: LeRobot's class of policies.
-        config: Of the policy.
+        config: Configuration of the policy.
         weights: Its safetensors, whose names may lack `model.`.
 
     Raises:
-        ValueError: Some are missing, or are of something else.
+        ValueError: Some are missing, or belong to another model.
     """
     policy = kind(config)
-    found = policy._fix_pytorch_state_dict_keys(load_file(weights), config)
-    found = {name if name.startswith("model.") else f"model.{name}": value for name, value in found.items()}
-    missing, unexpected = policy.load_state_dict(found, strict=False)
-    own = policy.state_dict()
-    there = {own[name].data_ptr() for name in found.keys() & own.keys()}
+    state = policy._fix_pytorch_state_dict_keys(load_file(weights), config)
+    state = {name if name.startswith("model.") else f"model.{name}": value for name, value in state.items()}
+    missing, unexpected = policy.load_state_dict(state, strict=False)
+    parameters = policy.state_dict()
+    loaded = {parameters[name].data_ptr() for name in state.keys() & parameters.keys()}
     # Words' embeddings and the head are one: a file has either.
-    wrong = [*unexpected, *(name for name in missing if own[name].data_ptr() not in there)]
+    wrong = [*unexpected, *(name for name in missing if parameters[name].data_ptr() not in loaded)]
     if wrong:
         raise ValueError(
             f"{weights.name} and its configuration do not fit: {', '.join(wrong[:3])} ({len(wrong)} in all)"

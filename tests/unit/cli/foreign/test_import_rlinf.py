@@ -12,11 +12,11 @@ from omegaconf import OmegaConf
 from rlhpc import cli
 from rlhpc.cli.foreign import rlinf, rlinf_defaults, rlinf_embodied, rlinf_language
 from rlhpc.cli.foreign.hydra import Composed
+from rlhpc.cli.foreign.output import written
 from rlhpc.cli.foreign.rules import Translation
-from rlhpc.cli.foreign.written import written
-from rlhpc.config.keys import Schema
+from rlhpc.config.schema import Schema
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import find_kind
+from rlhpc.runs.task_type import find_kind
 
 #: In RLinf's format, but of our own making: a piece for each group of a `defaults:` list, references, an environment variable.
 CUBE = {

@@ -18,7 +18,7 @@ from rlhpc.embodied.config import EvalEnvConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.libero import axis_angle
 from rlhpc.embodied.envs.observations import decode_text
-from rlhpc.embodied.play import evaluate_policy, quotas
+from rlhpc.embodied.evaluation.episodes import evaluate_policy, quotas
 from rlhpc.runtime.errors import ConfigError
 
 STATES = {0: 3, 1: 4, 2: 4, 3: 1, 4: 4}

@@ -12,8 +12,8 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EnvSideConfig
-from rlhpc.embodied.envs import processes
-from rlhpc.embodied.roles.env import check_env
+from rlhpc.embodied.envs import subprocess_env
+from rlhpc.embodied.envs.registry import check_env
 from tests.extras import need_extra
 
 need_extra("embodied")
@@ -107,18 +107,18 @@ def test_slots_on_an_accelerator_stay_in_one_process_and_are_tried_in_another(mo
         section(sim_backend="physx_cpu", obs_mode="rgb", render_backend="cpu")
     )
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    cores = min(2, len(processes.os.sched_getaffinity(0)))
+    cores = min(2, len(subprocess_env.os.sched_getaffinity(0)))
     factory = maniskill.ManiSkillVectorEnv
-    assert processes.process_count(section(), factory, 8) == 0
-    assert processes.process_count(section(sim_backend="physx_cpu"), factory, 8) == (cores if cores > 1 else 0)
+    assert subprocess_env.process_count(section(), factory, 8) == 0
+    assert subprocess_env.process_count(section(sim_backend="physx_cpu"), factory, 8) == (cores if cores > 1 else 0)
     started = []
-    start = processes._Simulator.start
+    start = subprocess_env._Simulator.start
 
     def noted(self: Any, *args: Any) -> None:
         start(self, *args)
         started.append(self.process)
 
-    monkeypatch.setattr(processes._Simulator, "start", noted)
+    monkeypatch.setattr(subprocess_env._Simulator, "start", noted)
     monkeypatch.setattr(maniskill.ManiSkillVectorEnv, "__init__", None)  # in this process it would fail
     # Its process has no accelerator, and so simulates on the CPU: what is seen here is where it is built.
     observation_space, action_space = check_env(section())

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.embodied.intervention import Gated, find_intervention
-from rlhpc.embodied.intervention.person import Gamepad, Keyboard, Person
+from rlhpc.embodied.evaluation.intervention import Gamepad, Gated, Keyboard, Person, find_intervention
 from rlhpc.runtime.errors import ConfigError
 
 

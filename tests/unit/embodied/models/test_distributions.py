@@ -15,7 +15,7 @@ from torch.distributions import Categorical
 
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.models import build_model, policy_from_spec, register_model
-from rlhpc.embodied.models.heads import CategoricalHead, GaussianHead, make_head
+from rlhpc.embodied.models.action_heads import CategoricalHead, GaussianHead, make_head
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.trust import Trust
 

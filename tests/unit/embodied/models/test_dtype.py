@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig
 from rlhpc.embodied.models.registry import policy_dtype, policy_section
-from rlhpc.embodied.update import blueprint
-from rlhpc.runtime import device
+from rlhpc.embodied.training import blueprint
+from rlhpc.runtime import devices
 
 
 def actor(model_type: str, backend: str, rank: int, dtype: str = "auto") -> Any:
@@ -33,7 +33,7 @@ def test_auto(monkeypatch: pytest.MonkeyPatch, model_type: str, backend: str, ra
     section = actor(model_type, backend, rank)
     assert policy_dtype(section, True) == expected and policy_dtype(section, False) == "float32"
     assert policy_section(section).dtype == "auto", "which builds float32"
-    monkeypatch.setattr(device, "computes_bfloat16", lambda kind: kind == "cuda")
+    monkeypatch.setattr(devices, "computes_bfloat16", lambda kind: kind == "cuda")
     monkeypatch.setattr(blueprint, "computes_bfloat16", lambda kind: kind == "cuda")
     assert policy_section(section, torch.device("cuda")).dtype == ("auto" if expected == "float32" else expected)
     computes = torch.bfloat16 if expected == "bfloat16" and backend != "local" else torch.float32

@@ -14,13 +14,13 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.typed import typed
 from rlhpc.embodied.config import EvalEnvConfig, PpoConfig
+from rlhpc.embodied.evaluation.episodes import evaluate_policy
+from rlhpc.embodied.export import SCRIPT
 from rlhpc.embodied.models import build_model
 from rlhpc.embodied.models.noise import BLOCK, noise_of_episodes, noise_of_slots
-from rlhpc.embodied.play import evaluate_policy
-from rlhpc.embodied.roles.parts import Turn
-from rlhpc.embodied.roles.rollout import MultiStepRolloutWorker
-from rlhpc.embodied.roles.slots import SlotMap
-from rlhpc.embodied.standalone import SCRIPT
+from rlhpc.embodied.rollout.slot_map import SlotMap
+from rlhpc.embodied.rollout.work_sharing import FullRollout
+from rlhpc.embodied.workers.rollout import MultiStepRolloutWorker
 
 STATE, ACTION = spaces.Box(-1, 1, (4,), np.float32), spaces.Box(-1, 1, (2,), np.float32)
 FLOW = {
@@ -67,14 +67,14 @@ def test_a_rank_holds_the_noise_of_one_decision_of_its_slots(decoupled: bool) ->
 
     obs = np.zeros((20, 4), np.float32)
     worker._choose, worker._hand_over = choose, lambda: None
-    worker.lanes = SimpleNamespace(
+    worker.links = SimpleNamespace(
         get=lambda stage: [(share, obs)],
         first=list,
         get_from=lambda *_: obs,
         put=lambda *_: None,
         put_to=lambda *_: None,
     )
-    worker.generate(Turn(1, 3, 10, 50))
+    worker.generate(FullRollout(1, 3, 10, 50))
     assert len(seen) == 50 and all(noise.shape == (20, 5) for noise in seen)
     assert sum(drawn) <= 50 * (20 + 2 * BLOCK)
     assert torch.equal(seen[7], noise_of_slots(sample, (1, 3, 17), share))

@@ -12,9 +12,12 @@ import torch
 
 from rlhpc import ConfigError
 from rlhpc.embodied.models import build_model, policy_from_spec
-from rlhpc.embodied.models.statistics import NormStats, read_norm_stats
+from rlhpc.embodied.models.normalization import NormStats, read_norm_stats
 from tests.extras import need_extra
-from tests.unit.embodied.models.test_vla import ACTION, SPACE, observations, section
+
+need_extra("llm")
+
+from tests.unit.embodied.models.test_action_tokens import ACTION, SPACE, observations, section
 
 STATE = {"mean": [0.1, 0.2, 0.3, 0.4, 0.5], "std": [1.0, 2.0, 0.5, 1.0, 3.0], "q01": [-1.0] * 5, "q99": [3.0] * 5}
 ACTIONS = {"mean": [5.0, -4.0, 0.0], "std": [0.5, 2.0, 1.0], "q01": [-1.0, 0.0, 2.0], "q99": [1.0, 4.0, 2.5]}
@@ -119,7 +122,7 @@ def test_a_released_openvla_without_statistics_is_refused(tmp_path: Path, monkey
     need_extra("llm")
     from rlhpc.embodied.models import openvla
 
-    monkeypatch.setattr(openvla.files, "folder_of", lambda cfg: tmp_path)
+    monkeypatch.setattr(openvla, "folder_of", lambda cfg: tmp_path)
     with pytest.raises(ConfigError, match=r"looked for .*dataset_statistics.json and norm_stats in its config.json"):
         build_model(section("openvla"), SPACE, ACTION)
     build_model(section("openvla", kwargs={"statistics": "bounds"}), SPACE, ACTION)

@@ -16,15 +16,21 @@ from safetensors.torch import load_file
 from rlhpc import ConfigError
 from rlhpc.embodied.envs.observations import encode_text
 from rlhpc.embodied.models import Policy, build_model
-from rlhpc.embodied.models.statistics import Scaling, read_statistics
+from rlhpc.embodied.models.normalization import Scaling, read_statistics
 from tests.extras import need_extra
-from tests.unit.embodied.models.test_vla import ACTION, LORA, SPACE, observations, section
 
 need_extra("llm")
 
-from rlhpc.embodied.models.prismatic import ActionHead, OpenVLAConfig, OpenVLAForActionPrediction, ProprioProjector
-from rlhpc.embodied.models.vit import ViT, vit_shape
+from rlhpc.embodied.models.prismatic import (
+    ActionHead,
+    OpenVLAConfig,
+    OpenVLAForActionPrediction,
+    ProprioProjector,
+    ViT,
+    vit_shape,
+)
 from rlhpc.embodied.models.vlm import Eye
+from tests.unit.embodied.models.test_action_tokens import ACTION, LORA, SPACE, observations, section
 
 #: What timm says of the two vision transformers: names and shapes of the weights with 224 pixels a side (of one block, and
 #: how many there are), and what the last layer but one gives of tiny ones, every other patch and every fourth feature.

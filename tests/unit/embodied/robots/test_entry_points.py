@@ -24,14 +24,14 @@ from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EvalEnvConfig
 from rlhpc.embodied.envs import make_env
-from rlhpc.embodied.envs.processes import ProcessVectorEnv
-from rlhpc.embodied.envs.robot import RobotVectorEnv
-from rlhpc.embodied.intervention.base import Intervention
-from rlhpc.embodied.play import evaluate_policy
-from rlhpc.embodied.recording import record
-from rlhpc.embodied.robots.keys import invite
+from rlhpc.embodied.envs.subprocess_env import ProcessVectorEnv
+from rlhpc.embodied.evaluation.episodes import evaluate_policy
+from rlhpc.embodied.evaluation.intervention import Intervention
+from rlhpc.embodied.evaluation.recorder import record
+from rlhpc.embodied.robots.joining import invite
 from rlhpc.embodied.robots.notices import resume, stopped_robots
-from rlhpc.embodied.robots.serving import Served, Way
+from rlhpc.embodied.robots.robot_env import RobotVectorEnv
+from rlhpc.embodied.robots.server import Served, Way
 from rlhpc.runtime.errors import RlhpcError
 from tests.eventually import wait_until
 from tests.logging_arm import BOUND, MAX_CHANGE, LoggingArm, Ticks, WildPolicy, kinds, read_log, violations
@@ -85,7 +85,7 @@ def test_in_the_same_process(chunk: int) -> None:
     lost = play(env, policy)
     # of a chunk what is behind an end is dropped
     held_up(arm.log, COMMANDS if chunk == 1 else COMMANDS // 2)
-    assert kinds(arm.log).count("word") == env.timing.stopped >= lost > 50
+    assert kinds(arm.log).count("word") == env.timing.num_stopped >= lost > 50
     env.close()
     assert kinds(arm.log)[-2:] == ["stop", "close"]
 
@@ -95,7 +95,7 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert isinstance(env, ProcessVectorEnv) and env.timing is not None and env.max_episode_steps == 100
     lost = play(env, WildPolicy())
     held_up(read_log(tmp_path / "log"), COMMANDS)
-    assert env.timing.stopped >= lost > 50 and len(env.timing.latency_s) > 0.8 * COMMANDS
+    assert env.timing.num_stopped >= lost > 50 and len(env.timing.latency_s) > 0.8 * COMMANDS
     env.close()
     assert kinds(read_log(tmp_path / "log"))[-2:] == ["stop", "close"]
 
@@ -117,7 +117,7 @@ def test_over_a_line(tmp_path: Path) -> None:
     serving.start()
     lost = play(env, WildPolicy())
     held_up(arm.log, COMMANDS)
-    assert env.timing.stopped >= lost > 50
+    assert env.timing.num_stopped >= lost > 50
     env.close()
     serving.join(20)
     assert kinds(arm.log)[-1] == "close" and "stop" in kinds(arm.log)[-4:]
@@ -278,10 +278,10 @@ def test_after_a_pause_the_first_action_is_chosen_anew() -> None:
     pause(env)
     _, rewards, ended, cut, infos = env.chunk_step(np.full((1, 4, 2), 2.0, np.float32))
     assert infos["lost"][0] and cut[0] and not (ended[0] or rewards[0]) and "act" not in kinds(arm.log)
-    assert env.timing.refused == 1 and env.timing.stopped == 0 and not infos["episode"]["mask"][0]
+    assert env.timing.num_refused == 1 and env.timing.num_stopped == 0 and not infos["episode"]["mask"][0]
     pause(env)
     env.refresh()  # as an env rank does before a rollout
-    assert "lost" not in env.step(np.full((1, 2), 2.0, np.float32))[4] and env.timing.refused == 1
+    assert "lost" not in env.step(np.full((1, 2), 2.0, np.float32))[4] and env.timing.num_refused == 1
     with pytest.raises(RlhpcError, match=r"20 times in a row: the policy is slower than stale_s \(60\)"):
         for _ in range(30):
             pause(env)

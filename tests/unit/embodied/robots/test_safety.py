@@ -17,10 +17,10 @@ from gymnasium import spaces
 import rlhpc
 from rlhpc.cli import main
 from rlhpc.embodied.config import EnvSideConfig
-from rlhpc.embodied.envs.robot import RobotVectorEnv
 from rlhpc.embodied.robots.driver import Robot
-from rlhpc.embodied.robots.limits import Limits, RobotStopped, StaleObservation
+from rlhpc.embodied.robots.limits import CommandLimits, RobotStopped, StaleObservation
 from rlhpc.embodied.robots.notices import Notice, notices_folder, resume, stopped_robots
+from rlhpc.embodied.robots.robot_env import RobotVectorEnv
 from rlhpc.embodied.robots.safety import SafetyCore, safe_robot
 from rlhpc.embodied.robots.states import State
 from rlhpc.runtime.errors import ConfigError, RlhpcError
@@ -37,7 +37,7 @@ def arm() -> LoggingArm:
 
 @pytest.fixture
 def core(arm: LoggingArm) -> Iterator[SafetyCore]:
-    made = SafetyCore(arm, Limits(stale_s=60.0, max_change=MAX_CHANGE))
+    made = SafetyCore(arm, CommandLimits(stale_s=60.0, max_change=MAX_CHANGE))
     yield made
     arm.released.set()
     made.close()
@@ -58,7 +58,7 @@ def test_what_is_not_finite_stops_it_and_is_neither_sent_nor_remembered(
     for call in (lambda: core.command(np.array([2.0, -2.0])), lambda: core.begin(0), core.observe, core.judge):
         with pytest.raises(RobotStopped, match="not finite"):
             call()
-    assert commands(arm) == [[2.0, -2.0]] and kinds(arm.log)[-1] == "stop" and core.timing.stopped == 1
+    assert commands(arm) == [[2.0, -2.0]] and kinds(arm.log)[-1] == "stop" and core.timing.num_stopped == 1
     arm.is_ready = True
     core.wait_for_person()
     core.begin(0)
@@ -84,7 +84,7 @@ def test_commands_are_limited_from_the_measured_position_also_the_first_one(core
 def test_changes_count_from_the_command_that_is_carried_out_and_from_0_where_it_holds_still(mode: str) -> None:
     arm = LoggingArm()
     arm.control_mode = mode
-    core = SafetyCore(arm, Limits(stale_s=60.0, max_change=0.5))
+    core = SafetyCore(arm, CommandLimits(stale_s=60.0, max_change=0.5))
     core.begin(0)
     for _ in range(3):
         core.command(np.array([3.0, -3.0]))
@@ -111,20 +111,20 @@ def test_max_change_needs_a_driver_that_says_from_what(arm: LoggingArm) -> None:
         (Blind(), r"max_change is 0\.1; .*Blind\.control_mode is absolute: position\(\) must return"),
     ):
         with pytest.raises(ConfigError, match=says):
-            SafetyCore(driver, Limits(max_change=0.1))
+            SafetyCore(driver, CommandLimits(max_change=0.1))
         assert kinds(driver.log) == ["close"]
-        SafetyCore(driver, Limits()).close()
+        SafetyCore(driver, CommandLimits()).close()
 
 
 def test_what_was_chosen_from_an_old_observation_is_refused(arm: LoggingArm) -> None:
-    core = SafetyCore(arm, Limits(stale_s=60.0))
+    core = SafetyCore(arm, CommandLimits(stale_s=60.0))
     core.begin(0)
     core.command(np.array([2.0, -2.0]))
     assert core.observation is not None
     core.observation = core.observation._replace(taken_at=time.monotonic() - 100)
     with pytest.raises(StaleObservation, match=r"100\.\d+ s old"):
         core.command(np.array([1.0, -1.0]))
-    assert core.timing.refused == 1 and core.state is State.HELD and len(commands(arm)) == 1
+    assert core.timing.num_refused == 1 and core.state is State.HELD and len(commands(arm)) == 1
     core.observe()
     core.command(np.array([1.0, -1.0]))
     assert len(commands(arm)) == 2
@@ -166,7 +166,7 @@ def test_it_is_stopped_in_time_when_its_driver_hangs(name: str) -> None:
     """By the arm's clock, less the time for which this machine let no thread run."""
     stale_s, arm = 0.25, LoggingArm(ready=False)
     arm.reset_s = stale_s
-    core = SafetyCore(arm, Limits(stale_s=stale_s, max_change=MAX_CHANGE))
+    core = SafetyCore(arm, CommandLimits(stale_s=stale_s, max_change=MAX_CHANGE))
     outcome: list[str] = []
     driving = threading.Thread(target=drive, args=(core, outcome), daemon=True)
     with Ticks() as ticks:
@@ -195,7 +195,7 @@ def test_it_is_stopped_in_time_when_its_driver_hangs(name: str) -> None:
 def test_nothing_moves_it_after_a_stop_from_any_thread() -> None:
     for number in range(30):
         arm = LoggingArm(ready=False)
-        core = SafetyCore(arm, Limits(stale_s=60.0, max_change=MAX_CHANGE))
+        core = SafetyCore(arm, CommandLimits(stale_s=60.0, max_change=MAX_CHANGE))
         outcome: list[str] = []
         driving = threading.Thread(target=drive, args=(core, outcome), daemon=True)
         driving.start()
@@ -207,13 +207,13 @@ def test_nothing_moves_it_after_a_stop_from_any_thread() -> None:
             thread.join(20)
         calls = kinds(arm.log)
         assert not {"act", "reset"} & set(calls[calls.index("act") :][calls[calls.index("act") :].index("stop") :])
-        assert calls[-3:] == ["stop"] * 3 and core.timing.stopped == 1 and "button" in outcome[0]
+        assert calls[-3:] == ["stop"] * 3 and core.timing.num_stopped == 1 and "button" in outcome[0]
         core.close()
 
 
 def test_whoever_closes_it_second_waits_until_it_is_closed(arm: LoggingArm) -> None:
     """The caller's process may end right behind it."""
-    core = SafetyCore(arm, Limits(stale_s=60.0))
+    core = SafetyCore(arm, CommandLimits(stale_s=60.0))
     closes = threading.Event()
 
     def close() -> None:
@@ -234,7 +234,7 @@ def test_whoever_closes_it_second_waits_until_it_is_closed(arm: LoggingArm) -> N
 
 
 def test_what_raises_stops_it_and_a_stop_that_fails_is_tried_again(arm: LoggingArm) -> None:
-    core = SafetyCore(arm, Limits(stale_s=60.0))
+    core = SafetyCore(arm, CommandLimits(stale_s=60.0))
     core.begin(0)
     fails = [2]
 
@@ -285,16 +285,16 @@ def test_a_stop_waits_for_a_person_without_a_deadline_and_can_be_cancelled(caplo
 def test_a_stop_outlives_its_process_and_so_does_an_end_without_a_close() -> None:
     kwargs = {"ready": False}
     path = "tests.logging_arm:LoggingArm"
-    core = safe_robot(path, "env.env_id", kwargs, Limits(stale_s=60.0))
+    core = safe_robot(path, "env.env_id", kwargs, CommandLimits(stale_s=60.0))
     core.begin(0)
     core.close()
     assert not list(notices_folder().glob("*"))  # it ended as it should
-    core = safe_robot(path, "env.env_id", kwargs, Limits(stale_s=60.0))
+    core = safe_robot(path, "env.env_id", kwargs, CommandLimits(stale_s=60.0))
     core.begin(0)
     core.stop("smoke")
     core.close()
     assert [(record["robot"], record["reason"]) for record in stopped_robots()] == [(core.name, "smoke")]
-    again = safe_robot(path, "env.env_id", kwargs, Limits(stale_s=60.0))
+    again = safe_robot(path, "env.env_id", kwargs, CommandLimits(stale_s=60.0))
     with pytest.raises(RobotStopped, match="smoke"):
         again.begin(0)
     with pytest.raises(ConfigError, match=f"no robot 'other' is stopped on this machine; stopped are: {core.name}"):
@@ -307,13 +307,13 @@ def test_a_stop_outlives_its_process_and_so_does_an_end_without_a_close() -> Non
     resume(core.name)
     again.wait_for_person()
     again.begin(0)
-    another = safe_robot(path, "env.env_id", kwargs, Limits(stale_s=60.0))
+    another = safe_robot(path, "env.env_id", kwargs, CommandLimits(stale_s=60.0))
     another.close()
     assert list(notices_folder().glob("*.json"))  # one that did not move it leaves the other's notice
     again.stop("flood")
     again.close()
     resume(core.name)  # before the next process
-    last = safe_robot(path, "env.env_id", kwargs, Limits(stale_s=60.0))
+    last = safe_robot(path, "env.env_id", kwargs, CommandLimits(stale_s=60.0))
     last.begin(0)
     last.close()
     assert not list(notices_folder().glob("*"))
@@ -329,7 +329,7 @@ def test_a_person_speaks_by_a_command(capsys: pytest.CaptureFixture[str]) -> Non
         return code, said.out + said.err
 
     assert rlhpc_robot("resume") == (0, "no robot is stopped\n")
-    core = safe_robot("tests.logging_arm:LoggingArm", "env.env_id", {"ready": False}, Limits(stale_s=60.0))
+    core = safe_robot("tests.logging_arm:LoggingArm", "env.env_id", {"ready": False}, CommandLimits(stale_s=60.0))
     core.stop("smoke")
     code, text = rlhpc_robot("resume")
     assert code == 0 and f"{core.name}  stopped 0 s ago: smoke" in text and "rlhpc robot resume NAME" in text
@@ -347,8 +347,8 @@ def test_a_person_speaks_by_a_command(capsys: pytest.CaptureFixture[str]) -> Non
 
 DRIVER_CALLS = {"act", "unsafe", "judge", "observe", "position", "independent_stop", "ready"}
 #: Modules that may see a driver: its interface, its core, and what hands a new one to the core.
-KNOW_DRIVERS = {"robots/driver.py", "robots/limits.py", "robots/safety.py", "envs/robot.py", "robots/serving.py",
-                "envs/simulated_robot.py"}  # fmt: skip
+KNOW_DRIVERS = {"robots/driver.py", "robots/limits.py", "robots/safety.py", "robots/robot_env.py", "robots/server.py",
+                "robots/simulated_robot.py"}  # fmt: skip
 
 
 def test_no_module_but_the_core_calls_a_driver() -> None:
@@ -357,7 +357,7 @@ def test_no_module_but_the_core_calls_a_driver() -> None:
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
         if "Robot" in names or name == "robots/driver.py":
             assert name in KNOW_DRIVERS, f"{name} knows drivers"
-        if name in KNOW_DRIVERS - {"robots/safety.py", "envs/simulated_robot.py"}:
+        if name in KNOW_DRIVERS - {"robots/safety.py", "robots/simulated_robot.py"}:
             calls = {
                 (node.func.attr, ast.unparse(node.func.value))
                 for node in ast.walk(tree)

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.jobs.doctor import Line, checks, examine, here, nodes, probe, render, to_json, torch_probe, worst
-from rlhpc.jobs.doctor.jobs import Probed, ProbeJob, plan_jobs, script_of, source_of, wake_up_s
-from rlhpc.jobs.doctor.slurm import (
-    Answer,
-    Group,
+from rlhpc.jobs.doctor import Finding, examine, node_probe, render, slurm_checks, to_json, torch_probe, worst
+from rlhpc.jobs.doctor import node_checks as here
+from rlhpc.jobs.doctor import node_checks as nodes
+from rlhpc.jobs.doctor.probe_jobs import Probed, ProbeJob, plan_jobs, script_of, source_of, wake_up_s
+from rlhpc.jobs.doctor.slurm_facts import (
+    CommandOutput,
     Site,
+    SiteNodeGroup,
     SlurmFacts,
     gres_of,
     is_asleep,
@@ -72,13 +74,14 @@ def facts(**changed: str) -> SlurmFacts:
         NODE.format(name="cpu2", gres="(null)", state="IDLE", partitions="cpu,all"),
     ]
     return SlurmFacts(
-        Answer(0, "slurm-wlm 22.05.8\n"), config, Answer(0, CONFIG), Answer(0, "\n".join(partitions)).records,
-        Answer(0, "\n".join(hosts)).records, Answer(0, ASSOCIATIONS), Answer(0, ""),
+        CommandOutput(0, "slurm-wlm 22.05.8\n"), config, CommandOutput(0, CONFIG),
+        CommandOutput(0, "\n".join(partitions)).records,
+        CommandOutput(0, "\n".join(hosts)).records, CommandOutput(0, ASSOCIATIONS), CommandOutput(0, ""),
     )  # fmt: skip
 
 
-def site(*groups: Group, **changed: Any) -> Site:
-    return Site(groups or (Group("gpu", "gpu", gres="gpu:fake"), Group("cpu", "cpu")), **changed)
+def site(*groups: SiteNodeGroup, **changed: Any) -> Site:
+    return Site(groups or (SiteNodeGroup("gpu", "gpu", gres="gpu:fake"), SiteNodeGroup("cpu", "cpu")), **changed)
 
 
 def hello(node: str, **changed: Any) -> dict[str, Any]:
@@ -96,13 +99,13 @@ def probed(*hellos: dict[str, Any], gpus: int = 0, reach: dict[str, Any] | None 
     job = ProbeJob("cpu", ("cpu",), (), None, gpus, len(hellos), len(hellos), job_id="7", requeue="1")
     for said in hellos:
         job.hello[said["node"]] = said
-        job.seen[said["node"]] = {"ms": 8.2}
+        job.canary_views[said["node"]] = {"ms": 8.2}
         found = reach or {"ms": 1.5, "interface": "eth0", "address": "10.0.0.1"}
         job.peers[said["node"]] = {"second": {"ms": 5.0}, "reach": {other["node"]: found for other in hellos}}
     return Probed(Path("/runs"), [job])
 
 
-def levels(lines: list[Line] | Line) -> list[str]:
+def levels(lines: list[Finding] | Finding) -> list[str]:
     return [line.level for line in (lines if isinstance(lines, list) else [lines])]
 
 
@@ -123,27 +126,33 @@ def test_a_site_is_read() -> None:
     }  # fmt: skip
     found = Site.of(section)
     assert found.groups == (
-        Group("gpu", "batch", "a", gres="gpu:a100"),
-        Group("cpu", "cpu", "a", time="60"),
+        SiteNodeGroup("gpu", "batch", "a", gres="gpu:a100"),
+        SiteNodeGroup("cpu", "cpu", "a", time="60"),
     )
-    assert found.sbatch == ("--exclusive",) and Site.of(None).groups == (Group(),)
+    assert found.sbatch == ("--exclusive",) and Site.of(None).groups == (SiteNodeGroup(),)
 
 
 def test_slurm_as_it_should_be() -> None:
     found, asked = facts(), site()
     assert (
-        levels(checks.version(found)) == levels(checks.controller(found)) == levels(checks.het_jobs(found)) == ["pass"]
+        levels(slurm_checks.version(found))
+        == levels(slurm_checks.controller(found))
+        == levels(slurm_checks.het_jobs(found))
+        == ["pass"]
     )
-    assert levels(checks.accounting(found)) == levels(checks.min_job_age(found)) == ["pass"]
-    assert levels(checks.resources(found, asked)) == ["pass"]
-    assert levels(checks.walltime(found, asked)) == ["pass", "pass"]
-    assert levels(checks.requeue(found, probed(hello("n1")).jobs, {}, asked)) == ["pass"]
-    assert levels(checks.preemption(found, asked)) == ["pass"]
+    assert levels(slurm_checks.accounting(found)) == levels(slurm_checks.min_job_age(found)) == ["pass"]
+    assert levels(slurm_checks.resources(found, asked)) == ["pass"]
+    assert levels(slurm_checks.walltime(found, asked)) == ["pass", "pass"]
+    assert levels(slurm_checks.requeue(found, probed(hello("n1")).jobs, {}, asked)) == ["pass"]
+    assert levels(slurm_checks.preemption(found, asked)) == ["pass"]
 
 
 def test_partitions() -> None:
-    lines = checks.partitions(
-        facts(), site(Group("a", "gpu"), Group("b", "cpu"), Group("c", "gpux"), Group("d", "old"))
+    lines = slurm_checks.partitions(
+        facts(),
+        site(
+            SiteNodeGroup("a", "gpu"), SiteNodeGroup("b", "cpu"), SiteNodeGroup("c", "gpux"), SiteNodeGroup("d", "old")
+        ),
     )
     assert levels(lines) == ["pass", "warn", "fail", "fail"]
     assert "out of service: cpu1" in lines[1].found
@@ -177,12 +186,12 @@ def test_partitions() -> None:
 )
 def test_states_of_nodes(state: str, is_out: bool, asleep: bool, free: bool) -> None:
     """Whole words decide: POWERED_DOWN is not DOWN. A partition of sleeping nodes is a good one."""
-    node = Answer(0, NODE.format(name="n1", gres="(null)", state=state, partitions="cpu")).records[0]
+    node = CommandOutput(0, NODE.format(name="n1", gres="(null)", state=state, partitions="cpu")).records[0]
     assert (is_out_of_service(node), is_asleep(node), usable(node)) == (is_out, asleep, free)
     partition = replace(facts(ResumeTimeout="900 sec"), nodes=[node, {**node, "NodeName": "n2"}])
-    [line] = checks.partitions(partition, site(Group("cpu", "cpu")))
+    [line] = slurm_checks.partitions(partition, site(SiteNodeGroup("cpu", "cpu")))
     assert line.level == ("fail" if is_out else "pass") and ("2 asleep" in line.found) == asleep
-    jobs = plan_jobs(site(Group("cpu", "cpu")), partition, 2)
+    jobs = plan_jobs(site(SiteNodeGroup("cpu", "cpu")), partition, 2)
     assert wake_up_s(jobs, partition) == (900 if asleep else 0)
 
 
@@ -191,24 +200,28 @@ def test_states_of_nodes(state: str, is_out: bool, asleep: bool, free: bool) -> 
 )
 def test_versions_of_slurm(text: str, level: str) -> None:
     """Those that the tests run on are named, by the doctor and by the docs."""
-    line = checks.version(replace(facts(), version=Answer(0, f"slurm {text}\n")))
+    line = slurm_checks.version(replace(facts(), version=CommandOutput(0, f"slurm {text}\n")))
     docs = (Path(__file__).parents[4] / "docs" / "how-to" / "administer.md").read_text()
     assert line.level == level
-    for year, month in checks.TESTED_SLURM:
+    for year, month in slurm_checks.TESTED_SLURM:
         assert level == "fail" or f"{year}.{month:02}" in line.found + line.do
         assert f"{year}.{month:02}" in docs
 
 
 def test_accounts() -> None:
-    asked = site(Group("a", "gpu", "rlhpc", "long"), Group("b", "gpu", "foo"), Group("c", "gpu", "root", "long"))
-    by_level = {line.found.split()[0]: line.level for line in checks.accounts(facts(), asked)}
+    asked = site(
+        SiteNodeGroup("a", "gpu", "rlhpc", "long"),
+        SiteNodeGroup("b", "gpu", "foo"),
+        SiteNodeGroup("c", "gpu", "root", "long"),
+    )
+    by_level = {line.found.split()[0]: line.level for line in slurm_checks.accounts(facts(), asked)}
     assert by_level == {"rlhpc": "pass", "foo": "warn", "root": "warn"}
-    enforced = checks.accounts(facts(AccountingStorageEnforce="associations,limits"), asked)
+    enforced = slurm_checks.accounts(facts(AccountingStorageEnforce="associations,limits"), asked)
     assert sorted(levels(enforced)) == ["fail", "fail", "pass"]
 
 
 def test_resources_that_are_not_there() -> None:
-    [line] = checks.resources(facts(), site(Group("gpu", "gpu", gres="gpu:a100")))
+    [line] = slurm_checks.resources(facts(), site(SiteNodeGroup("gpu", "gpu", gres="gpu:a100")))
     assert line.level == "fail" and "gpu:fake" in line.found and "gres_name" in line.do
 
 
@@ -221,31 +234,35 @@ def test_resources_that_are_not_there() -> None:
     ],
 )
 def test_het_jobs(changed: dict[str, str], test: str | None, words: str) -> None:
-    line = checks.het_jobs(facts(**changed), test)
+    line = slurm_checks.het_jobs(facts(**changed), test)
     assert line.level == "fail" and words in line.found
 
 
 def test_requeue() -> None:
     jobs = probed(hello("n1")).jobs
-    assert checks.requeue(facts(JobRequeue="0"), jobs, {}, site()).level == "warn"
+    assert slurm_checks.requeue(facts(JobRequeue="0"), jobs, {}, site()).level == "warn"
     jobs[0].requeue = "0"
-    assert "SBATCH_NO_REQUEUE" in checks.requeue(facts(), jobs, {"SBATCH_NO_REQUEUE": "1"}, site()).do
-    line = checks.requeue(facts(JobRequeue="0"), jobs, {}, site())
+    assert "SBATCH_NO_REQUEUE" in slurm_checks.requeue(facts(), jobs, {"SBATCH_NO_REQUEUE": "1"}, site()).do
+    line = slurm_checks.requeue(facts(JobRequeue="0"), jobs, {}, site())
     assert line.level == "fail" and "disabled" in line.found and "JobRequeue=0" in line.found
-    assert "site file" in checks.requeue(facts(), jobs, {}, site(sbatch=("--no-requeue",))).found
+    assert "site file" in slurm_checks.requeue(facts(), jobs, {}, site(sbatch=("--no-requeue",))).found
 
 
 def test_without_accounting() -> None:
     found = facts(AccountingStorageType="accounting_storage/none", MinJobAge="60 sec")
-    assert checks.accounting(found).level == "warn" and "slurm-no-accounting" in checks.accounting(found).do
-    assert checks.min_job_age(found).level == "fail"
-    assert checks.min_job_age(facts(MinJobAge="60 sec")).level == "warn"
+    assert slurm_checks.accounting(found).level == "warn" and "slurm-no-accounting" in slurm_checks.accounting(found).do
+    assert slurm_checks.min_job_age(found).level == "fail"
+    assert slurm_checks.min_job_age(facts(MinJobAge="60 sec")).level == "warn"
 
 
 def test_walltime() -> None:
-    groups = (Group("a", "gpu", time="2-00:00:00"), Group("b", "gpu", time="3"), Group("c", "gpu", time="60"))
-    assert levels(checks.walltime(facts(), site(*groups))) == ["fail", "fail", "pass"]
-    assert levels(checks.walltime(facts(), site(groups[2], signal_lead_s=10))) == ["warn"]
+    groups = (
+        SiteNodeGroup("a", "gpu", time="2-00:00:00"),
+        SiteNodeGroup("b", "gpu", time="3"),
+        SiteNodeGroup("c", "gpu", time="60"),
+    )
+    assert levels(slurm_checks.walltime(facts(), site(*groups))) == ["fail", "fail", "pass"]
+    assert levels(slurm_checks.walltime(facts(), site(groups[2], signal_lead_s=10))) == ["warn"]
 
 
 def test_this_shell() -> None:
@@ -292,7 +309,7 @@ def test_an_unshared_folder() -> None:
         hello("n2", canary={"error": "no such file", "parent": False}),
         hello("n3"), hello("n4"), hello("n5", canary={"ms": 1.0, "parent": True, "write_error": "Disk quota exceeded"}),
     )  # fmt: skip
-    found.jobs[0].seen["n4"] = {"error": "no such file"}
+    found.jobs[0].canary_views["n4"] = {"error": "no such file"}
     lines = nodes.shared_folder(found)
     assert levels(lines) == ["fail", "fail", "fail", "fail", "pass"]
     assert "not shared: n1 have another folder" in lines[0].found and "n2 have no such folder" in lines[1].found
@@ -319,7 +336,7 @@ FINE = {
 }  # fmt: skip
 
 
-def in_torch(*, granted: int = 2, without: tuple[str, ...] = (), **changed: Any) -> Line:
+def in_torch(*, granted: int = 2, without: tuple[str, ...] = (), **changed: Any) -> Finding:
     found = probed(hello("n1", mask="0,1"), gpus=granted)
     found.jobs[0].torch["n1"] = {key: value for key, value in {**FINE, **changed}.items() if key not in without}
     [line] = nodes.gpus_in_torch(found, {})
@@ -376,7 +393,7 @@ def test_a_child_says_what_torch_sees() -> None:
     found = probed(hello("n1", mask=""), gpus=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        found.jobs[0].torch["n1"] = probe.ask_torch(source_of(torch_probe), 120)
+        found.jobs[0].torch["n1"] = node_probe.ask_torch(source_of(torch_probe), 120)
     [line] = nodes.gpus_in_torch(found, {})
     assert line.level == "fail" and line.found.startswith(
         f"n1: granted 1, torch sees 0: torch {torch.__version__} is built "
@@ -384,9 +401,9 @@ def test_a_child_says_what_torch_sees() -> None:
     assert ("for the CPU;" if torch.version.cuda is None else "finds 0 of them") in line.found
     assert "RLHPC_TORCH=" in line.do
     first = 'print(\'{"driver": "", "torch": "2.13"}\', flush=True); print(\'is\', \'loading\', flush=True); '
-    hangs = probe.ask_torch(f"{first} import time; time.sleep(60)", 2)
+    hangs = node_probe.ask_torch(f"{first} import time; time.sleep(60)", 2)
     assert hangs == {"driver": "", "torch": "2.13", "words": "is loading", "hung_s": 2}
-    assert probe.ask_torch(f"{first} import os; os._exit(3)", 60)["code"] == 3
+    assert node_probe.ask_torch(f"{first} import os; os._exit(3)", 60)["code"] == 3
 
 
 def test_without_slurm_this_machine_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +451,8 @@ def test_what_nodes_lack() -> None:
 
 def test_one_small_job_a_partition() -> None:
     asked = site(
-        Group("a", "gpu", "acct", gres="gpu:fake"), Group("b", "gpu"), Group("c", "cpu"), Group("d", "gpux"),
+        SiteNodeGroup("a", "gpu", "acct", gres="gpu:fake"), SiteNodeGroup("b", "gpu"), SiteNodeGroup("c", "cpu"),
+        SiteNodeGroup("d", "gpux"),
         sbatch=("--reservation=r",),
     )  # fmt: skip
     first, second = plan_jobs(asked, facts(), 8)
@@ -456,7 +474,7 @@ def test_one_small_job_a_partition() -> None:
 
 
 def test_text_and_json() -> None:
-    lines = [Line("pass", "a", "fine"), Line("fail", "bc", "broken", "mend it")]
+    lines = [Finding("pass", "a", "fine"), Finding("fail", "bc", "broken", "mend it")]
     text = render(lines)
     assert "pass  a   fine\n" in text and "fail  bc  broken\n" in text and "→ mend it" in text
     assert text.endswith("2 checks: 1 pass, 0 warn, 1 fail")
@@ -475,13 +493,13 @@ def test_the_probe_needs_nothing_but_python(tmp_path: Path) -> None:
     }  # fmt: skip
     told = {"peers": [], "second": True}
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", Path(probe.__file__).read_text()],
+        [sys.executable, "-I", "-S", "-c", Path(node_probe.__file__).read_text()],
         input=f"{json.dumps(plan)}\n{json.dumps(told)}\n\n", capture_output=True, text=True, timeout=60,
         env={"SLURM_PROCID": "3", "SLURMD_NODENAME": "n3", "CUDA_VISIBLE_DEVICES": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert {(words[0], words[1]) for words in lines} == {(probe.MARK, "3")}
+    assert {(words[0], words[1]) for words in lines} == {(node_probe.MARK, "3")}
     assert [words[2] for words in lines if words[3] == "0"] == ["hello", "clock", "peers", "torch"]
     assert max(map(len, done.stdout.splitlines())) < 700
     assert (canary / "node-n3").read_text() == "token"

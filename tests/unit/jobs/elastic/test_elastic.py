@@ -11,26 +11,24 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rlhpc.jobs.attendance import Attendance, stays
-from rlhpc.jobs.elastic.plan import helper_plans
-from rlhpc.jobs.elastic.record import HelperJobRecord, HelperRecord
-from rlhpc.jobs.elastic.rule import Bounds, Decision, Job, Rule, Seen
+from rlhpc.jobs.elastic.helper_plan import Bounds, ClusterState, Decision, LiveHelperJob, Rule, helper_plans
+from rlhpc.jobs.elastic.records import Attendance, HelperJobRecord, HelperRecord, stays
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.plan import build_plan, render_plan
 from rlhpc.jobs.slurm import free_of_job
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.kinds import find_kind
+from rlhpc.runs.task_type import find_kind
 from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[4]
-BOUNDS = Bounds(least=0, most=8, per_job=1, hours_per_job=1.0, react_s=60.0)
+BOUNDS = Bounds(min_ranks=0, max_ranks=8, per_job=1, hours_per_job=1.0, react_s=60.0)
 
 
-def at_work(*ids: str, hours: float = 0.0) -> list[Job]:
-    return [Job(name, "running", 1, hours) for name in ids]
+def at_work(*ids: str, hours: float = 0.0) -> list[LiveHelperJob]:
+    return [LiveHelperJob(name, "running", 1, hours) for name in ids]
 
 
-def waits(rule: Rule, seen: Seen, seconds: float = 60.0) -> Decision:
+def waits(rule: Rule, seen: ClusterState, seconds: float = 60.0) -> Decision:
     """What it decides once something has been so for as long."""
     rule.decide(seen)
     return rule.decide(replace(seen, now=seen.now + seconds))
@@ -38,71 +36,71 @@ def waits(rule: Rule, seen: Seen, seconds: float = 60.0) -> Decision:
 
 def test_it_grows_while_the_actor_waits_and_all_are_at_work() -> None:
     rule = Rule(BOUNDS)
-    assert rule.decide(Seen(0, waited=0.5)).submit == 0, "not at once"
-    assert rule.decide(Seen(59, waited=0.5)).submit == 0
-    first = rule.decide(Seen(60, waited=0.5))
+    assert rule.decide(ClusterState(0, waited=0.5)).submit == 0, "not at once"
+    assert rule.decide(ClusterState(59, waited=0.5)).submit == 0
+    first = rule.decide(ClusterState(60, waited=0.5))
     assert (first.submit, first.only_soon) == (1, True) and "waits for rollouts 50% of the time" in first.why
-    assert rule.decide(Seen(200, [Job("1", "queued")], waited=0.5)) == Decision(target=1, why="there are to be 1"), (
-        "one that is in the queue comes first"
-    )
-    assert rule.decide(Seen(300, [Job("1", "running")], waited=0.5)).submit == 0, "nor has it joined"
-    assert waits(rule, Seen(400, at_work("1"), waited=0.5)).submit == 1
-    assert waits(rule, Seen(500, at_work("1", "2"), waited=0.5)).submit == 2, "as many again"
-    assert waits(rule, Seen(600, at_work(*"1234"), waited=0.5)).submit == 4
-    assert waits(rule, Seen(700, at_work(*"12345678"), waited=0.5)).submit == 0, "there are as many as may be"
+    assert rule.decide(ClusterState(200, [LiveHelperJob("1", "queued")], waited=0.5)) == Decision(
+        target=1, why="there are to be 1"
+    ), "one that is in the queue comes first"
+    assert rule.decide(ClusterState(300, [LiveHelperJob("1", "running")], waited=0.5)).submit == 0, "nor has it joined"
+    assert waits(rule, ClusterState(400, at_work("1"), waited=0.5)).submit == 1
+    assert waits(rule, ClusterState(500, at_work("1", "2"), waited=0.5)).submit == 2, "as many again"
+    assert waits(rule, ClusterState(600, at_work(*"1234"), waited=0.5)).submit == 4
+    assert waits(rule, ClusterState(700, at_work(*"12345678"), waited=0.5)).submit == 0, "there are as many as may be"
 
 
 def test_it_shrinks_while_the_actor_does_not_wait() -> None:
     rule = Rule(BOUNDS)
-    assert waits(rule, Seen(0, at_work(*"123"), waited=0.15)).leave == ()
-    gone = waits(rule, Seen(100, at_work(*"123"), waited=0.01))
+    assert waits(rule, ClusterState(0, at_work(*"123"), waited=0.15)).leave == ()
+    gone = waits(rule, ClusterState(100, at_work(*"123"), waited=0.01))
     assert gone.leave == ("3",) and "only 1%" in gone.why
-    assert rule.decide(Seen(220, at_work(*"12"), waited=0.01)).leave == ("2",)
-    assert waits(Rule(replace(BOUNDS, least=2)), Seen(0, at_work(*"12"), waited=0.01)).leave == ()
+    assert rule.decide(ClusterState(220, at_work(*"12"), waited=0.01)).leave == ("2",)
+    assert waits(Rule(replace(BOUNDS, min_ranks=2)), ClusterState(0, at_work(*"12"), waited=0.01)).leave == ()
 
 
 def test_what_is_queued_goes_first_and_what_is_young() -> None:
-    jobs = [*at_work("1", "2"), Job("3", "queued"), Job("4", "queued"), *at_work("5")]
-    assert Rule(BOUNDS).decide(Seen(0, jobs, asked=1)).leave == ("4", "3", "5", "2")
+    jobs = [*at_work("1", "2"), LiveHelperJob("3", "queued"), LiveHelperJob("4", "queued"), *at_work("5")]
+    assert Rule(BOUNDS).decide(ClusterState(0, jobs, requested_ranks=1)).leave == ("4", "3", "5", "2")
 
 
 def test_a_number_that_was_asked_for_is_kept_within_its_bounds() -> None:
-    rule = Rule(replace(BOUNDS, least=1))
-    asked = rule.decide(Seen(0, asked=20))
+    rule = Rule(replace(BOUNDS, min_ranks=1))
+    asked = rule.decide(ClusterState(0, requested_ranks=20))
     assert (asked.submit, asked.only_soon, asked.target) == (8, False, 8)
-    assert rule.decide(Seen(1, at_work(*"123"), asked=0)).leave == ("3", "2")
-    assert rule.decide(Seen(2, at_work("1"), waited=0.0)).leave == ()
+    assert rule.decide(ClusterState(1, at_work(*"123"), requested_ranks=0)).leave == ("3", "2")
+    assert rule.decide(ClusterState(2, at_work("1"), waited=0.0)).leave == ()
 
 
 def test_the_least_is_asked_for_whatever_the_queue_says() -> None:
-    least = Rule(replace(BOUNDS, least=2)).decide(Seen(0))
+    least = Rule(replace(BOUNDS, min_ranks=2)).decide(ClusterState(0))
     assert (least.submit, least.only_soon) == (2, False)
 
 
 def test_where_the_queue_is_long_it_asks_again_later() -> None:
     rule = Rule(BOUNDS)
-    assert waits(rule, Seen(0, waited=0.5)).submit == 1
+    assert waits(rule, ClusterState(0, waited=0.5)).submit == 1
     rule.not_soon(0)
-    assert rule.decide(Seen(61, waited=0.5)).submit == 0
-    assert waits(rule, Seen(70, waited=0.5)).submit == 1
+    assert rule.decide(ClusterState(61, waited=0.5)).submit == 0
+    assert waits(rule, ClusterState(70, waited=0.5)).submit == 1
 
 
 def test_a_driver_that_comes_back_begins_with_what_is_there() -> None:
-    assert Rule(BOUNDS).decide(Seen(0, [*at_work("1"), Job("2", "queued")])) == Decision(
+    assert Rule(BOUNDS).decide(ClusterState(0, [*at_work("1"), LiveHelperJob("2", "queued")])) == Decision(
         target=2, why="there are to be 2"
     )
 
 
 def test_nobody_is_asked_for_who_would_have_nothing_to_do() -> None:
     rule = Rule(BOUNDS)
-    assert waits(rule, Seen(0, at_work("1", "2"), waited=0.9, useful=3)).submit == 1
-    assert waits(rule, Seen(100, at_work("1", "2", "3"), waited=0.9, useful=3)).submit == 0
+    assert waits(rule, ClusterState(0, at_work("1", "2"), waited=0.9, useful=3)).submit == 1
+    assert waits(rule, ClusterState(100, at_work("1", "2", "3"), waited=0.9, useful=3)).submit == 0
 
 
 def test_jobs_of_several_ranks() -> None:
-    bounds = replace(BOUNDS, per_job=4, most=10)
-    assert Rule(bounds).decide(Seen(0, asked=10)).submit == 2, "three jobs would be too many ranks"
-    assert Rule(replace(bounds, least=1)).decide(Seen(0)).submit == 1
+    bounds = replace(BOUNDS, per_job=4, max_ranks=10)
+    assert Rule(bounds).decide(ClusterState(0, requested_ranks=10)).submit == 2, "three jobs would be too many ranks"
+    assert Rule(replace(bounds, min_ranks=1)).decide(ClusterState(0)).submit == 1
 
 
 class Cluster:
@@ -110,19 +108,19 @@ class Cluster:
 
     def __init__(self, rule: Rule, draw: random.Random, useful: int) -> None:
         self.rule, self.draw, self.useful = rule, draw, useful
-        self.jobs: list[Job] = []
+        self.jobs: list[LiveHelperJob] = []
         self.now, self.ids = 0.0, 0
 
     def look(self, waited: float, count: int) -> int:
         """Looks `count` times; jobs start a look later, and some lose a rank. Returns the number of jobs in the end."""
         for _ in range(count):
             self.now += 30.0
-            decision = self.rule.decide(Seen(self.now, self.jobs, waited=waited, useful=self.useful))
+            decision = self.rule.decide(ClusterState(self.now, self.jobs, waited=waited, useful=self.useful))
             self.jobs = [
                 replace(job, state="running", ranks=job.ranks or self.rule.bounds.per_job) for job in self.jobs
             ]
             self.jobs = [job for job in self.jobs if job.id not in decision.leave]
-            self.jobs += [Job(f"{self.ids + at}", "queued") for at in range(decision.submit)]
+            self.jobs += [LiveHelperJob(f"{self.ids + at}", "queued") for at in range(decision.submit)]
             self.ids += decision.submit
             if self.jobs and self.draw.random() < 0.1:
                 at = self.draw.randrange(len(self.jobs))
@@ -153,19 +151,19 @@ def test_idleness_leads_to_the_least_and_starving_to_the_most_that_limits_and_bu
 
 def test_the_budget_holds_for_whole_walltimes() -> None:
     bounds = replace(BOUNDS, budget=4.0)
-    assert Rule(bounds).decide(Seen(0, asked=8)).submit == 4
-    assert Rule(bounds).decide(Seen(0, at_work("1", "2", hours=0.5), asked=8)).submit == 2, (
+    assert Rule(bounds).decide(ClusterState(0, requested_ranks=8)).submit == 4
+    assert Rule(bounds).decide(ClusterState(0, at_work("1", "2", hours=0.5), requested_ranks=8)).submit == 2, (
         "those that run may take an hour"
     )
-    assert Rule(bounds).decide(Seen(0, at_work("1", hours=0.5), asked=8, spent=2.2)).submit == 0
-    over = Rule(bounds).decide(Seen(0, at_work("1", hours=0.5), asked=8, spent=3.5))
+    assert Rule(bounds).decide(ClusterState(0, at_work("1", hours=0.5), requested_ranks=8, spent=2.2)).submit == 0
+    over = Rule(bounds).decide(ClusterState(0, at_work("1", hours=0.5), requested_ranks=8, spent=3.5))
     assert over.leave == ("1",) and "budget of 4 hours" in over.why
 
 
 def test_jobs_that_end_at_once_are_not_submitted_again_and_again() -> None:
     rule = Rule(BOUNDS)
     for vain, pause in ((1, 30), (2, 60), (3, 120), (20, 3600)):
-        seen = Seen(1000, asked=1, vain=vain, vain_since=1000)
+        seen = ClusterState(1000, requested_ranks=1, num_failed=vain, failed_at=1000)
         assert rule.decide(replace(seen, now=1000 + pause - 1)).submit == 0
         assert rule.decide(replace(seen, now=1000 + pause)).submit == 1
 
@@ -261,7 +259,7 @@ def test_who_was_there_when(tmp_path: Path) -> None:
     first.note({**place, "incarnation": "b", "rank": 4, "job": ""})
     first.note({"event": "left", "incarnation": "b", "why": "it was told to leave"})
     first.note({"event": "left", "incarnation": "b", "why": "twice"})
-    assert [(stay.rank, stay.job, stay.left is None, stay.why) for stay in stays(paths)] == [
+    assert [(stay.rank, stay.job, stay.left_at is None, stay.why) for stay in stays(paths)] == [
         (3, "7", True, ""), (4, "", False, "it was told to leave"),
     ]  # fmt: skip
     with paths.attendance.open("a") as file:
@@ -272,7 +270,9 @@ def test_who_was_there_when(tmp_path: Path) -> None:
     again.close("the run ended")
     whole = stays(paths)
     assert [stay.why for stay in whole] == ["its driver was gone", "it was told to leave", "the run ended"]
-    assert all(stay.left is not None and stay.left >= stay.joined for stay in whole) and whole[0].works is not None
+    assert (
+        all(stay.left_at is not None and stay.left_at >= stay.joined for stay in whole) and whole[0].works is not None
+    )
 
 
 def test_what_the_jobs_have_cost_outlives_the_driver(tmp_path: Path) -> None:

@@ -9,20 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhpc.language.agents.frameworks import pick_task
+from rlhpc.language.agents.chat_content import message_text
 from rlhpc.language.agents.registry import (
     Agent,
-    Episodes,
+    EpisodeRunner,
     ToolAgent,
     make_agent,
     make_generation,
     register_agent,
     run_episodes,
 )
-from rlhpc.language.agents.shown import message_text
-from rlhpc.language.agents.tools import PythonTool, calculator
+from rlhpc.language.agents.runner.frameworks import pick_task
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines import Completion, Request, SamplingParams
+from rlhpc.language.envs.tools import PythonTool, calculator
 from rlhpc.runtime.errors import ConfigError
 
 EOS = 0
@@ -99,7 +99,7 @@ def request(number: int, prompt: str, most: int = 200, seed: int = 7) -> Request
 def test_an_episode_is_gone_on_with() -> None:
     """From its tokens, with what room is left and with other random numbers; what is whole, and what has not begun, too."""
     engine = Scripted(lambda text: "abcdefgh$"[len(text) - 1 :])
-    episodes = Episodes(engine, Letters())
+    episodes = EpisodeRunner(engine, Letters())
     begun = Completion(1, [ord("a"), ord("b")], [-1.0, -2.0], [3, 4], "abort")
     for number, drawn in enumerate((begun, Completion(2, [ord("z"), EOS], [-1.0, -1.0], [3, 3], "stop"))):
         episodes.resume(request(number, "?", most=5), drawn)
@@ -119,7 +119,7 @@ def test_an_episode_is_gone_on_with() -> None:
 def test_what_had_ended_is_not_gone_on_with() -> None:
     """An engine may hold back what ended while it did something else; it is given back as it ended."""
     engine = Scripted(lambda text: "ab$")
-    episodes = Episodes(engine, Letters())
+    episodes = EpisodeRunner(engine, Letters())
     episodes.add([request(0, "?"), request(1, "??")])
     engine._rows[0][2].finish_reason, engine._rows[1][2].finish_reason = "stop", "abort"
     assert {e.id: (e.finish_reason, e.turns) for e in episodes.abort()} == {0: ("stop", 1), 1: ("abort", 0)}
@@ -241,7 +241,7 @@ def test_answers_as_messages():
 
 def test_versions_of_weights_that_change_on_the_way():
     backend = Scripted(sums)
-    episodes = Episodes(backend, Letters(), ToolAgent(), max_turns=3)
+    episodes = EpisodeRunner(backend, Letters(), ToolAgent(), max_turns=3)
     episodes.add([request(0, "2+2")])
     ended = []
     while episodes.unfinished():
@@ -257,7 +257,7 @@ def test_aborting():
     backend = Scripted(lambda text: text + "$")
     agent = Moody()
     agent.timeout_s = 30.0
-    episodes = Episodes(backend, Letters(), agent, max_turns=3)
+    episodes = EpisodeRunner(backend, Letters(), agent, max_turns=3)
     episodes.add([request(0, "hang"), request(1, "something long")])
     while len(agent.seen) < 1:
         assert episodes.step() == []

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhpc.language.agents.harnesses import RUNNER, Harnesses, Program, _read_reply
-from tests.unit.language.agents.test_harnesses import ticket
+from rlhpc.language.agents.agent_processes import RUNNER, Harnesses, Program, _read_reply
+from tests.unit.language.agents.test_agent_processes import ticket
 
 AGENT = r"""
 import os, signal, stat, time

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from rlhpc.language.agents.harnesses import Harnesses, Program
-from rlhpc.language.rewards import ipc
+from rlhpc.language.agents.agent_processes import Harnesses, Program
+from rlhpc.language.sandbox import python
 from rlhpc.runtime.errors import ConfigError
 from tests.sandboxes import SANDBOXES
 
@@ -358,7 +358,7 @@ def test_no_segment_outlives_its_episode(sandbox: str, model: str, tmp_path: Pat
     script.write_text(
         "import ctypes\nctypes.CDLL(None).shmget(0, 4096, 0o600)\nprint(len(open('/proc/sysvipc/shm').readlines()) - 1)"
     )
-    with ipc.objects():
+    with python.ipc_objects():
         before = segments()
         assert before and run_one(script, sandbox, "", model) == {"response": "1"}
         assert segments() == before

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.language.config import DataSourceConfig
+from rlhpc.language.config.data import DataSourceConfig
 from rlhpc.language.data import PromptTokenizer, make_dataset
 from rlhpc.runtime.errors import ConfigError
 from tests import drawn

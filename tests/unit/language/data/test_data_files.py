@@ -11,9 +11,9 @@ import h5py
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.language.config import DataSourceConfig
+from rlhpc.language.config.data import DataSourceConfig
 from rlhpc.language.data import Prompt, make_dataset, register_source
-from rlhpc.language.data.parts import is_held_out
+from rlhpc.language.data.procedural import is_held_out
 from rlhpc.runtime.errors import ConfigError
 from tests.extras import need_extra
 

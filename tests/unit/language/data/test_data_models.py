@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from rlhpc.language.data import Prompt, PromptTokenizer, load_tokenizer
-from rlhpc.language.data.builtin import resolve_model
-from rlhpc.language.data.tiny import main, make_tiny_model
+from rlhpc.language.models.builtin import resolve_model
+from rlhpc.language.models.tiny import main, make_tiny_model
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.host import process_id
 from tests import warm
@@ -64,7 +64,7 @@ def test_who_wants_one_that_is_being_made_waits_for_it(tmp_path: Path, monkeypat
         time.sleep(0.3)
         return make_tiny_model(folder, **options)
 
-    monkeypatch.setattr("rlhpc.language.data.tiny.make_tiny_model", slowly)
+    monkeypatch.setattr("rlhpc.language.models.tiny.make_tiny_model", slowly)
     with ThreadPoolExecutor(3) as threads:
         found = {*threads.map(lambda _: resolve_model("builtin:tiny", tmp_path), range(3))}
     assert found == {str(tmp_path / "tiny")} and len(made) == 1
@@ -80,9 +80,9 @@ def test_processes_of_two_hosts_make_a_model_in_folders_of_their_own(
         staging.append(folder.name)
         return make_tiny_model(folder, **options)
 
-    monkeypatch.setattr("rlhpc.language.data.tiny.make_tiny_model", noted)
+    monkeypatch.setattr("rlhpc.language.models.tiny.make_tiny_model", noted)
     for host in ("one", "two"):  # without a lock that holds between them, and with one process id
-        monkeypatch.setattr("rlhpc.language.data.builtin.node_name", lambda host=host: host)
+        monkeypatch.setattr("rlhpc.language.models.builtin.node_name", lambda host=host: host)
         resolve_model("builtin:tiny", tmp_path / host)
     assert len(staging) == 2 and staging[0] != staging[1]
     assert all(name.endswith(process_id()) for name in staging)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.language.config import DataSourceConfig
+from rlhpc.language.config.data import DataSourceConfig
 from rlhpc.language.data import make_dataset
 from rlhpc.runtime.errors import ConfigError
 from tests.extras import need_extra
@@ -220,7 +220,7 @@ ALL_TASKS = """
 import json, pickle, sys
 from types import SimpleNamespace
 from reasoning_gym.factory import DATASETS
-from rlhpc.language.data.reasoning import ReasoningGymProblems
+from rlhpc.language.data.reasoning_gym import ReasoningGymProblems
 out, sys.stdout = sys.stdout.buffer, sys.stderr
 problems = {}
 for task in json.loads(sys.argv[1]) or sorted(set(DATASETS) - {"composite"}):
@@ -255,7 +255,7 @@ def test_problems_are_the_same_in_every_process() -> None:
 @pytest.mark.long
 def test_every_task_is_the_same_in_every_process_and_scores_its_own_answer() -> None:
     need_extra("llm")
-    from rlhpc.language.data.reasoning import score
+    from rlhpc.language.data.reasoning_gym import score
 
     with ThreadPoolExecutor(2) as both:
         # Not the third: comparing 42 with that answer of intermediate_integration takes sympy half a minute.

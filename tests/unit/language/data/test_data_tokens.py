@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhpc.language.data import Prompt, PromptTokenizer, load_tokenizer
-from rlhpc.language.data.tiny import SPECIAL, VOCABULARY, character_tokenizer
+from rlhpc.language.models.tiny import SPECIAL, VOCABULARY, character_tokenizer
 from rlhpc.runtime.errors import ConfigError
 from tests.extras import need_extra
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.language.config import DataSourceConfig
+from rlhpc.language.config.data import DataSourceConfig
 from rlhpc.language.data.registry import SOURCES, make_dataset
-from rlhpc.language.environments.registry import ENVIRONMENTS
+from rlhpc.language.envs.registry import ENVIRONMENTS
 from rlhpc.runtime.errors import ConfigError
 from tests.extras import need_extra
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from rlhpc.config.typed import untouched
-from rlhpc.language.config import SftConfig
+from rlhpc.language.config.run import SftConfig
 from rlhpc.language.data.registry import make_dataset
 from rlhpc.runtime.errors import ConfigError
 

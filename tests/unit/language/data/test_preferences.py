@@ -13,12 +13,12 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc.language.data.preferences import Judged, Preferences, encode
+from rlhpc.language.config.data import PreferenceSourceConfig
+from rlhpc.language.data.preferences import PreferenceRow, Preferences, encode
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.data.tiny import character_tokenizer
-from rlhpc.language.data.tokens import PromptTokenizer
-from rlhpc.language.preference_scores import batch_of, cut, rewards_of
-from rlhpc.language.reward_config import PreferenceSourceConfig
+from rlhpc.language.data.tokenizer import PromptTokenizer
+from rlhpc.language.evaluation.reward_model import batch_of, cut, rewards_of
+from rlhpc.language.models.tiny import character_tokenizer
 from rlhpc.runtime.errors import ConfigError
 
 NONE = torch.zeros(0, dtype=torch.long)
@@ -31,7 +31,7 @@ def file_of(folder: Path, *rows: Any) -> Path:
     return path
 
 
-def read(path: Path, form: str = "pairs", **keys: Any) -> list[Judged]:
+def read(path: Path, form: str = "pairs", **keys: Any) -> list[PreferenceRow]:
     rows = Preferences(PreferenceSourceConfig(path=str(path), **keys), form)
     return [rows[index] for index in range(len(rows))]
 
@@ -153,7 +153,7 @@ def encoder(**options: Any) -> PromptTokenizer:
 
 
 def test_the_reward_is_read_at_the_end_token_unless_that_is_padding() -> None:
-    row = Judged(Prompt(0, ({"role": "user", "content": "1+1="},)), ("2", "34"), 0.0)
+    row = PreferenceRow(Prompt(0, ({"role": "user", "content": "1+1="},)), ("2", "34"), 0.0)
     chosen, rejected = encode(row, encoder(), 16)
     assert (chosen[0], chosen[-1], rejected[-1]) == (1, 2, 2) and len(rejected) == len(chosen) + 1 == 8
     assert [ids[-1] for ids in encode(row, encoder(end_pads=True), 16)] == [chosen[-2], rejected[-2]]
@@ -186,7 +186,7 @@ def test_a_rank_without_rows_takes_part() -> None:
 
 def test_the_responses_of_a_pair_share_a_micro_batch() -> None:
     prompt = Prompt(0, ({"role": "user", "content": "1+1="},))
-    rows = [Judged(prompt, ("2" * n, "3" * (9 - n)), float(n)) for n in range(1, 9)]
+    rows = [PreferenceRow(prompt, ("2" * n, "3" * (9 - n)), float(n)) for n in range(1, 9)]
     whole = batch_of(rows, encoder(), 32, 0)
     parts = cut(whole, 2, 60)
     assert len(parts) > 2 and sorted(place for part, _ in parts for place in part.tolist()) == list(range(8))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.config.rules import check_choice
+from rlhpc.config.constraints import check_choice
 from rlhpc.language.engines.registry import ENGINES
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import Registry
+from rlhpc.runtime.plugins import Registry
 from rlhpc.training.registry import BACKENDS
 
 

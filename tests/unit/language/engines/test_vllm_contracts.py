@@ -18,9 +18,9 @@ need_extra("llm", "vllm")
 from transformers import AutoConfig
 from vllm import EngineArgs
 
-from rlhpc.language.engines.vllm_logprobs import log_before_filters, merged, say_outcomes
-from rlhpc.language.tokens import rows
-from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.engines.vllm_logprobs import log_before_filters, merged, return_outcomes
+from rlhpc.language.models import logprobs as rows
+from rlhpc.language.models.token_batch import TokenBatch
 from tests.rectangles import top_told
 
 if TYPE_CHECKING:
@@ -170,10 +170,10 @@ def test_a_prompts_log_probs_are_of_the_models_logits(runner: Any, top: int) -> 
     model: Any = _Logits()
     model.sampler = Sampler("raw_logprobs")
     worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model, sampler=model.sampler))
-    say_outcomes(worker, 0, 4, 1.0)
+    return_outcomes(worker, 0, 4, 1.0)
     plain = HIDDEN[:3].log_softmax(-1).gather(1, torch.tensor(PROMPT[1:])[:, None])
     torch.testing.assert_close(runner(model, parameters, most).logprobs[:, :1], plain)
-    say_outcomes(worker, top, 4, 2.0)
+    return_outcomes(worker, top, 4, 2.0)
     found, expected = runner(model, parameters, most), (HIDDEN[:3] / 2).log_softmax(-1)
     if not top:
         torch.testing.assert_close(found.logprobs, expected.gather(1, torch.tensor(PROMPT[1:])[:, None]))
@@ -286,7 +286,7 @@ def test_vllms_own_all_reduce_is_off_where_it_would_look_for_devices_beyond_the_
     from vllm import platforms
     from vllm.platforms.interface import Platform
 
-    from rlhpc.language.engines.vllm_launched import sees_all_cards
+    from rlhpc.language.engines.vllm_launch import sees_all_cards
 
     class Card(Platform):
         device_control_env_var = "CUDA_VISIBLE_DEVICES"
@@ -325,8 +325,7 @@ class _Sleeper:
 @pytest.mark.parametrize("apart", [True, False], ids=["adapters apart", "all weights"])
 def test_an_engine_keeps_the_weights_that_no_update_brings(apart: bool) -> None:
     """Turn after turn: what never comes again is kept on the host, and what comes with each update is dropped and demanded."""
-    from rlhpc.language.engines.vllm import VLLMRollout
-    from rlhpc.language.engines.vllm_adapters import Adapters
+    from rlhpc.language.engines.vllm import Adapters, VLLMRollout
 
     engine = VLLMRollout.__new__(VLLMRollout)
     sleeper = _Sleeper()

@@ -9,9 +9,8 @@ import threading
 import pytest
 
 from rlhpc.language.rewards import Sample
-from rlhpc.language.rewards.answers import boxed, extract, hashed, last_number, tagged
-from rlhpc.language.rewards.service import HTTPReward
-from rlhpc.language.rewards.texts import ExactReward, FormatReward, LengthReward
+from rlhpc.language.rewards.math_verifier import boxed, extract, hashed, last_number, tagged
+from rlhpc.language.rewards.text_rewards import ExactReward, FormatReward, HTTPReward, LengthReward
 from rlhpc.runtime.errors import ConfigError
 from tests.extras import need_extra
 
@@ -74,7 +73,7 @@ MATH = [
 def test_math():
     """Numbers by value, expressions by algebra, everything else by text; and nothing for hedging."""
     need_extra("llm")
-    from rlhpc.language.rewards.mathematics import MathReward
+    from rlhpc.language.rewards.math_verifier import MathReward
 
     reward = MathReward()
     for wanted, given, value in MATH:
@@ -98,7 +97,7 @@ def test_reasoning_gym():
     need_extra("llm")
     import reasoning_gym as gym
 
-    from rlhpc.language.rewards.procedural import ReasoningGymReward
+    from rlhpc.language.rewards.text_rewards import ReasoningGymReward
 
     reward = ReasoningGymReward()
     for task in ("chain_sum", "leg_counting", "spell_backward", "countdown"):

@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.typed import untouched
 from rlhpc.language.agents.registry import make_agent
-from rlhpc.language.config import GrpoConfig, RewardConfig
+from rlhpc.language.config.rewards import RewardConfig
+from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.rewards import Sample, make_reward
 from rlhpc.language.rewards.registry import REWARDS, check_arguments
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhpc.language.config import RewardConfig, RewardTermConfig
+from rlhpc.language.config.rewards import RewardConfig, RewardTermConfig
 from rlhpc.language.rewards import RewardPool, Sample, Term, make_reward, register_reward
 from rlhpc.language.rewards.registry import REWARDS
 from rlhpc.runtime.errors import ConfigError, RlhpcError
@@ -277,7 +277,7 @@ def test_the_pools_process_is_killed(tmp_path):
         import os, sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from test_rewards_pool import *
-        from rlhpc.language.rewards.programs import CodeReward
+        from rlhpc.language.rewards.code_reward import CodeReward
         terms = [Term("moody", moody), Term("code", CodeReward, 1.0, {{"timeout_s": 50}})]
         pool = RewardPool(terms, timeout_s=60, processes=2)
         endless = {{"tests": ["assert f() == 1"]}}

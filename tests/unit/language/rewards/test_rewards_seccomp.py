@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from rlhpc.language.rewards import seccomp
+from rlhpc.language.sandbox import python
 
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 PID = 4242
@@ -25,7 +25,7 @@ def verdict(code: bytes, machine: str, number: int, arguments: tuple[int, ...] =
     at, register = 0, 0
     while True:
         operation, yes, no, k = program[at]
-        k = PID if k == seccomp.PID_MARK else k
+        k = PID if k == python.PID_MARK else k
         at += 1
         match operation:
             case 0x20:
@@ -50,9 +50,9 @@ def machine(request) -> str:
 
 
 def calls(machine: str, **given):
-    code = seccomp.build(machine, **{"fork": False, "files_read_only": False, **given})
+    code = python.build_seccomp_filter(machine, **{"fork": False, "files_read_only": False, **given})
     assert code is not None
-    numbers = seccomp.numbers(machine)
+    numbers = python.numbers(machine)
     return lambda name, *arguments: verdict(code, machine, numbers[name], arguments)
 
 
@@ -91,11 +91,11 @@ def test_what_reaches_out_is_refused(machine):
 def test_numbers_of_messages_and_semaphores(architecture, wanted):
     """As in the kernel's tables."""
     names = ("shmctl", "semop", "semctl", "semtimedop", "msgsnd", "msgrcv", "msgctl", "mq_unlink")
-    assert tuple(seccomp.numbers(architecture)[name] for name in names) == wanted
+    assert tuple(python.numbers(architecture)[name] for name in names) == wanted
 
 
 def test_what_a_computation_needs_passes(machine):
-    code = seccomp.build(machine, fork=False, files_read_only=False)
+    code = python.build_seccomp_filter(machine, fork=False, files_read_only=False)
     plain = {"x86_64": (0, 1, 3, 9, 11, 12, 39, 53, 202, 231), "aarch64": (63, 64, 57, 222, 215, 214, 172, 199, 98, 94)}
     for number in plain[machine]:  # read, write, close, mmap, munmap, brk, getpid, socketpair, futex, exit_group
         assert verdict(code, machine, number) == ALLOW
@@ -139,8 +139,8 @@ def test_files_where_they_are_not_mounted_read_only(machine):
 
 
 def test_other_abis(machine):
-    code = seccomp.build(machine, fork=False, files_read_only=False)
+    code = python.build_seccomp_filter(machine, fork=False, files_read_only=False)
     assert verdict(code, machine, 1, arch=0x40000003) == -1  # i386
     if machine == "x86_64":
         assert verdict(code, machine, 0x40000000 | 41) == errno.ENOSYS  # x32
-    assert seccomp.build("riscv64", fork=False, files_read_only=False) is None
+    assert python.build_seccomp_filter("riscv64", fork=False, files_read_only=False) is None

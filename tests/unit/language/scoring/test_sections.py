@@ -14,7 +14,7 @@ from tests.extras import need_extra
 need_extra("llm")
 
 from rlhpc.config.typed import typed, untouched
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.scoring.groups import scoring_groups
 from rlhpc.language.scoring.registry import make_scorer
 from rlhpc.runtime.errors import ConfigError

@@ -15,9 +15,7 @@ from omegaconf import OmegaConf
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics import MetricLogger, read_metrics
 from rlhpc.metrics.loggers import RunFacts, check_loggers, feed
-from rlhpc.metrics.loggers.base import printing_to_stderr
-from rlhpc.metrics.loggers.public import public_config
-from rlhpc.metrics.loggers.record_log import records
+from rlhpc.metrics.loggers.base import printing_to_stderr, public_config, records
 from rlhpc.metrics.loggers.swanlab import _remove_empty
 from rlhpc.runtime.errors import ConfigError
 

@@ -13,17 +13,17 @@ from rlhpc.jobs.plan import build_plan
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.plan import memory_plan
 from rlhpc.runs.tuning.costs import Costs, Curve
-from rlhpc.runs.tuning.model import Model
+from rlhpc.runs.tuning.queueing_model import QueueingModel
 from rlhpc.runs.tuning.search import Space, search
-from rlhpc.runs.tuning.shape import Candidate, Place, Pool, Shape
-from rlhpc.runs.tuning.tune import Asked, is_allowed
+from rlhpc.runs.tuning.shapes import Candidate, ClusterShape, GroupPlacement, Pool
+from rlhpc.runs.tuning.tune import TuneRequest, is_allowed
 from rlhpc.runs.tuning.workload import Knob, Phase, Workload
 
 MATH = str(Path(__file__).resolve().parents[4] / "configs" / "reasoning" / "math.yaml")
 
-CPU = Shape({"cluster": Pool("cluster", ((0, -1),))}, cores=(4,))
-GPUS = Shape({"cluster": Pool("cluster", tuple((0, i) for i in range(4)))}, cores=(8,), accelerators=4)
-TWO = Shape(
+CPU = ClusterShape({"cluster": Pool("cluster", ((0, -1),))}, cores=(4,))
+GPUS = ClusterShape({"cluster": Pool("cluster", tuple((0, i) for i in range(4)))}, cores=(8,), accelerators=4)
+TWO = ClusterShape(
     {"cluster": Pool("cluster", tuple((n, i) for n in range(2) for i in range(3)))}, cores=(4, 4), accelerators=6
 )
 
@@ -79,16 +79,16 @@ ANSWERS = writing(
 )  # fmt: skip
 
 
-def everything(workload: Workload, shape: Shape) -> list[Candidate]:
+def everything(workload: Workload, shape: ClusterShape) -> list[Candidate]:
     """Every placement at every offset with every setting, without any thought."""
     pool = shape.pools["cluster"]
     total = len(pool.resources)
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[GroupPlacement]] = {}
     for group in workload.groups:
         most = shape.cores[0] if pool.by_node else shape.cores[0] // (total // len(shape.cores))
         many = range(1, most + 1) if pool.by_node or group in workload.several else (1,)
         places[group] = [
-            Place.of("cluster", first, count, per)
+            GroupPlacement.of("cluster", first, count, per)
             for first in range(total)
             for count in range(1, total - first + 1)
             for per in many
@@ -108,11 +108,12 @@ def everything(workload: Workload, shape: Shape) -> list[Candidate]:
 @pytest.mark.parametrize(
     ("case", "shape"), [(SIMULATORS, GPUS), (CROWDED, CPU), (ANSWERS, TWO)], ids=["simulators", "crowded", "answers"]
 )
-def test_the_search_finds_the_optimum(case: tuple[Workload, Costs], shape: Shape) -> None:
+def test_the_search_finds_the_optimum(case: tuple[Workload, Costs], shape: ClusterShape) -> None:
     workload, costs = case
-    model = Model(workload, costs, dataclasses.replace(shape, device_memory=65))
+    model = QueueingModel(workload, costs, dataclasses.replace(shape, device_memory=65))
     configured = Candidate(
-        {group: Place.of("cluster", 0, 1) for group in workload.groups}, {k.key: k.values[0] for k in workload.knobs}
+        {group: GroupPlacement.of("cluster", 0, 1) for group in workload.groups},
+        {k.key: k.values[0] for k in workload.knobs},
     )
     found = search(Space(model, configured), 5)
     predicted = [model.predict(candidate) for candidate in everything(workload, shape)]
@@ -131,13 +132,13 @@ def test_sizes_of_a_mesh_are_keys_like_others() -> None:
     costs = dataclasses.replace(
         costs, factors={**costs.factors, "tensor=2": {"generate": 0.6}, "tensor=4": {"generate": 0.5}}
     )
-    model = Model(workload, costs, GPUS)
+    model = QueueingModel(workload, costs, GPUS)
 
     def allowed(candidate: Candidate) -> bool:
         ranks = len(candidate.places["rollout"].processes)
         return bool(ranks % candidate.settings["tensor"] == 0)
 
-    one = {group: Place.of("cluster", 0, 1) for group in workload.groups}
+    one = {group: GroupPlacement.of("cluster", 0, 1) for group in workload.groups}
     configured = Candidate(one, {knob.key: knob.values[0] for knob in workload.knobs})
     found = search(Space(model, configured), 5, allowed)
     steps = sorted(model.predict(candidate).step_s for candidate in everything(workload, GPUS) if allowed(candidate))
@@ -149,27 +150,27 @@ def test_sizes_of_a_mesh_are_keys_like_others() -> None:
 
 def test_a_bound_is_below_every_layout() -> None:
     for (workload, costs), shape in ((SIMULATORS, GPUS), (CROWDED, CPU), (ANSWERS, TWO)):
-        model = Model(workload, costs, shape)
+        model = QueueingModel(workload, costs, shape)
         for candidate in everything(workload, shape)[::97]:
-            assert model.least(candidate) <= model.predict(candidate).step_s + 1e-9
+            assert model.lower_bound_s(candidate) <= model.predict(candidate).step_s + 1e-9
 
 
 def test_steps_of_known_phases() -> None:
     workload, costs = playing(line(0.0, 4.0), line(0.0, 2.0), line(0.0, 3.0), overhead_s=1.0)
-    model = Model(workload, costs, GPUS)
+    model = QueueingModel(workload, costs, GPUS)
 
-    def step(env: Place, rollout: Place, actor: Place, **settings: object) -> float:
+    def step(env: GroupPlacement, rollout: GroupPlacement, actor: GroupPlacement, **settings: object) -> float:
         values = {"stages": 1, "staleness": 0, "micro": None, **settings}
         return model.predict(Candidate({"rollout": rollout, "env": env, "actor": actor}, values)).step_s
 
-    one, next_ = Place.of("cluster", 0, 1), Place.of("cluster", 1, 1)
+    one, next_ = GroupPlacement.of("cluster", 0, 1), GroupPlacement.of("cluster", 1, 1)
     assert step(one, one, one) == pytest.approx(4 + 2 + 3 + 1)  # one after the other
     assert step(one, one, one, stages=2) == pytest.approx(4 + 3 + 1)  # the policy hides behind the simulators
     assert step(one, one, next_, staleness=1) == pytest.approx(6)  # training hides behind the rollout
-    assert step(one, one, Place.of("cluster", 0, 2)) == pytest.approx(4 + 2 + 1.5 + 1)
-    assert step(Place.of("cluster", 0, 1, 2), one, one) == pytest.approx(2 + 2 + 3 + 1)
+    assert step(one, one, GroupPlacement.of("cluster", 0, 2)) == pytest.approx(4 + 2 + 1.5 + 1)
+    assert step(GroupPlacement.of("cluster", 0, 1, 2), one, one) == pytest.approx(2 + 2 + 3 + 1)
     workload, costs = writing(line(0.0, 4.0), line(0.0, 2.0), line(0.0, 5.0))
-    model = Model(workload, costs, GPUS)
+    model = QueueingModel(workload, costs, GPUS)
     apart = {"rollout": one, "actor": next_}
     alone = model.predict(Candidate(apart, {"staleness": 0, "micro": 1024}))
     assert alone.step_s == pytest.approx(4 + 2 / 4 + 5)  # three of four pieces are scored meanwhile
@@ -196,8 +197,8 @@ def test_costs_outlive_a_file() -> None:
 def test_a_slower_machine_takes_longer_everywhere() -> None:
     for (workload, costs), shape in ((SIMULATORS, GPUS), (CROWDED, CPU), (ANSWERS, TWO)):
         for candidate in everything(workload, shape)[::211]:
-            step = Model(workload, costs, shape).predict(candidate).step_s
-            assert Model(workload, costs.times(3.0), shape).predict(candidate).step_s == pytest.approx(3 * step)
+            step = QueueingModel(workload, costs, shape).predict(candidate).step_s
+            assert QueueingModel(workload, costs.times(3.0), shape).predict(candidate).step_s == pytest.approx(3 * step)
 
 
 @pytest.mark.parametrize(
@@ -216,11 +217,11 @@ def test_what_the_account_of_memory_refuses_is_not_proposed(memory: str | None, 
     words += [] if memory is None else [f"cluster.accelerator_memory={memory}"]
     verdicts = []
     for ranks in (8, 1):
-        place = Place.of("cluster", 0, ranks)
+        place = GroupPlacement.of("cluster", 0, ranks)
         candidate = Candidate({"actor": place, "rollout": place}, {})
         cfg = load_config(MATH, [*words, *candidate.overrides()])
         fits = not memory_plan(cfg, build_plan(cfg, launcher="local" if here else "slurm"), build=False).refusals()
-        verdicts.append(is_allowed(Asked(MATH, tuple(words)), candidate, here=here))
+        verdicts.append(is_allowed(TuneRequest(MATH, tuple(words)), candidate, here=here))
         assert verdicts[-1] == (fits or check == "off")
     if not here:
         assert verdicts == {"24G": [False, False], "80G": [True, False], None: [True, True]}[memory]

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.runtime.comm import devices
-from rlhpc.runtime.comm.crossings import Crossing
-from rlhpc.runtime.comm.device_mappings import DeviceMappings, Elsewhere
-from rlhpc.runtime.comm.device_pool import DevicePool
-from rlhpc.runtime.comm.segments import FREE, USED, WRITTEN, SegmentGone, discard
+from rlhpc.runtime.comm import device_memory as devices
+from rlhpc.runtime.comm.device_memory import Crossing, DeviceMappings, DevicePool, NotReadable
+from rlhpc.runtime.comm.shared_memory import FREE, USED, WRITTEN, SegmentGone, discard
 from rlhpc.runtime.errors import ChannelError
 from rlhpc.runtime.host import has_ended, pid_namespace
 from rlhpc.runtime.scratch import Scratch
@@ -196,7 +194,7 @@ def test_what_a_killed_sender_left_is_gone(scratch, device, other):
     """Its event will never be recorded again: nobody may wait for it."""
     program = (
         "import pickle, sys, torch; from pathlib import Path; from tests.stand_in_device import StandIn\n"
-        "from rlhpc.runtime.comm import devices; from rlhpc.runtime.comm.device_pool import DevicePool\n"
+        "from rlhpc.runtime.comm import device_memory as devices; from rlhpc.runtime.comm.device_memory import DevicePool\n"
         "class Place: shm = Path(sys.argv[1])\n"
         "device = StandIn(Place.shm); devices.use(device)\n"
         f"pool = DevicePool(Place, {ENDPOINT!r})\n"
@@ -222,7 +220,7 @@ def test_what_a_killed_sender_left_is_gone(scratch, device, other):
 def test_a_reader_elsewhere_gets_a_copy_on_the_host(pool, device, scratch, address):
     crossing = sent(pool, device, numbers(1000))
     devices.use(StandIn(scratch.shm, address) if address else None)
-    with pytest.raises(Elsewhere, match=r"^$"):
+    with pytest.raises(NotReadable, match=r"^$"):
         DeviceMappings().take(crossing, 0)
     assert torch.equal(pool.to_host(crossing.path, 0, "")[:4000].view(torch.float32), numbers(1000))
     assert state(pool, crossing) == FREE
@@ -246,7 +244,7 @@ def test_a_peer_reads_it_where_it_lies(pool, device, scratch):
 def test_a_lane_that_cannot_be_opened_is_given_up(pool, device, caplog):
     crossing = sent(pool, device, numbers(1000))
     device.opens = False
-    with pytest.raises(Elsewhere, match="not permitted") as refused:
+    with pytest.raises(NotReadable, match="not permitted") as refused:
         DeviceMappings().take(crossing, 0)
     assert state(pool, crossing) == WRITTEN
     assert torch.equal(pool.to_host(crossing.path, 0, str(refused.value))[:4000].view(torch.float32), numbers(1000))

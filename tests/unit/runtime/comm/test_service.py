@@ -9,14 +9,14 @@ import time
 import pytest
 
 from rlhpc.runtime.comm.service import Service
-from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
 
 
 class Home(Service):
     """A service that counts how often a wait had to look around because nothing came."""
 
-    def __init__(self, keys: Keys, scratch: Scratch, busy_s: float) -> None:
+    def __init__(self, keys: CurveKeys, scratch: Scratch, busy_s: float) -> None:
         self.looks = 0
         super().__init__("home", keys, scratch, check=self._looked, on_tick=lambda _: time.sleep(busy_s), tick_s=0.01)
         self.open_channel("c", 0, 1 << 20)
@@ -31,8 +31,8 @@ class Home(Service):
 
 
 @pytest.fixture
-def keys() -> Keys:
-    return Keys.fresh()
+def keys() -> CurveKeys:
+    return CurveKeys.fresh()
 
 
 def put(sender: Service, home: Service, key: str, body: bytes) -> None:

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from rlhpc import Cluster
-from rlhpc.runtime import cores, device, process
+from rlhpc.runtime import devices, os_resources, worker_process
 from rlhpc.runtime.placement import Placement
-from rlhpc.runtime.spec import spec_of
+from rlhpc.runtime.worker_spec import spec_of
 from tests.accelerators import ON_CPU
 
 CARDS = ("0000:1b:00.0", "0001:e3:00.0")
@@ -25,7 +25,7 @@ CARDS = ("0000:1b:00.0", "0001:e3:00.0")
 PROGRAM = """
 import json, os, subprocess, sys
 from pathlib import Path
-from rlhpc.runtime.cores import stay_near
+from rlhpc.runtime.os_resources import stay_near
 said = stay_near(sys.argv[2].split(","), int(sys.argv[3]), Path(sys.argv[1]))
 child = subprocess.check_output([sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"], text=True)
 print(json.dumps({"said": said, "mine": sorted(os.sched_getaffinity(0)), "childs": json.loads(child)}))
@@ -60,8 +60,8 @@ def bus(tmp_path: Path, granted: list[int]) -> Path:
 
 
 def test_lists_of_cores() -> None:
-    assert cores.cores_in("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert cores.cores_in("\n") == set()
+    assert os_resources.cores_in("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert os_resources.cores_in("\n") == set()
 
 
 def test_a_rank_is_bound_to_granted_cores_near_its_card(bus: Path, granted: list[int]) -> None:
@@ -91,30 +91,30 @@ def test_otherwise_it_keeps_what_it_was_granted(
 def test_addresses_are_those_of_the_devices_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     cards = [SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0),
              SimpleNamespace(pci_domain_id=1, pci_bus_id=0xE3, pci_device_id=0)]  # fmt: skip
-    assert device.pci_addresses() == [] or not ON_CPU
-    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    assert devices.pci_addresses() == [] or not ON_CPU
+    monkeypatch.setattr(devices, "accelerator", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
     monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
-    assert device.pci_addresses() == list(CARDS)
+    assert devices.pci_addresses() == list(CARDS)
 
 
 def test_ranks_with_accelerators_do_so_unless_told_not_to(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(device.VIRTUAL, "1")
+    monkeypatch.setenv(devices.VIRTUAL, "1")
     asked: list[Any] = []
-    monkeypatch.setattr(process, "pci_addresses", lambda: list(CARDS))
-    monkeypatch.setattr(process, "stay_near", lambda *given: asked.append(given) or "bound")
+    monkeypatch.setattr(worker_process, "pci_addresses", lambda: list(CARDS))
+    monkeypatch.setattr(worker_process, "stay_near", lambda *given: asked.append(given) or "bound")
 
     def start(*accelerators: int, **section: Any) -> list[Any]:
-        cluster = Cluster({"accelerators_per_node": 1, **section}, environ={device.VIRTUAL: "1"})
+        cluster = Cluster({"accelerators_per_node": 1, **section}, environ={devices.VIRTUAL: "1"})
         placement = Placement(
             rank=0, node_rank=0, accelerators=accelerators, local_rank=0, local_world_size=1, node_group=None
         )
         spec = spec_of("group", placement, 1, cluster, {}, 1, tmp_path, registry="", token="", body=b"")
         spec.threads = 3
         asked.clear()
-        process._stay_near_devices(spec)
+        worker_process._stay_near_devices(spec)
         return list(asked)
 
     with caplog.at_level(logging.INFO):
@@ -127,7 +127,7 @@ def test_ranks_with_accelerators_do_so_unless_told_not_to(
 
 @pytest.mark.gpu
 def test_the_kernel_knows_the_devices_of_this_machine() -> None:
-    found = device.pci_addresses()
+    found = devices.pci_addresses()
     assert len(found) == (0 if ON_CPU else torch.accelerator.device_count())
     for address in found:
-        assert (cores.PCI / address / "local_cpulist").is_file()
+        assert (os_resources.PCI / address / "local_cpulist").is_file()

@@ -1,0 +1,126 @@
+"""Non-finite values: their detection, and the reaction of a run.
+
+One NaN in a reward, an observation or a gradient makes every weight NaN with the next update. So inputs are checked on
+arrival, a gradient by its norm before the optimizer step, and weights before they are saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from rlhpc.config.sections import RunConfig
+from rlhpc.runtime.errors import NonFinite
+
+#: Number of skipped optimizer steps in a row, or of rollouts without a finite sample, after which
+#: `runner.on_nonfinite: skip` ends the run.
+MOST_IN_A_ROW = 10
+_WAY_OUT = (
+    "Nothing of it was saved. To go on from the newest checkpoint: rlhpc train <config> runner.resume_dir=auto; to leave "
+    "such samples and steps out instead of stopping: runner.on_nonfinite=skip"
+)
+
+
+def nonfinite(finding: str, advice: str = _WAY_OUT) -> NonFinite:
+    """Builds the error for a non-finite number, with its place and the way out."""
+    return NonFinite(f"{finding}. {advice}")
+
+
+def skips(cfg: RunConfig) -> bool:
+    """Returns whether `runner.on_nonfinite` skips steps instead of stopping the run."""
+    return cfg.runner.on_nonfinite.lower() == "skip"
+
+
+def bad_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Returns the names of the tensors with a non-finite number."""
+    names = []
+    for name, tensor in named:
+        if tensor.is_floating_point():
+            tensor = tensor.detach()
+            # A sum runs at memory bandwidth, and is finite only if all numbers are; a non-finite sum may be an overflow.
+            if not math.isfinite(float(tensor.sum(dtype=torch.float32))) and not bool(tensor.isfinite().all()):
+                names.append(name)
+    return names
+
+
+def tensors_of(state: Any, name: str = "") -> Iterable[tuple[str, torch.Tensor]]:
+    """Yields the tensors in nested dicts and lists, by path."""
+    if isinstance(state, torch.Tensor):
+        yield name, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from tensors_of(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(state, (list, tuple)):
+        for index, value in enumerate(state):
+            yield from tensors_of(value, f"{name}[{index}]")
+
+
+def require_finite(named: Iterable[tuple[str, torch.Tensor]], where: str) -> None:
+    """Refuses non-finite weights or optimizer states.
+
+    Raises:
+        NonFinite: A tensor is not finite; the message names the first ones.
+    """
+    if names := bad_tensors(named):
+        raise nonfinite(f"{where}: {listed(names)} {'is' if len(names) == 1 else 'are'} not finite", _WEIGHTS)
+
+
+_WEIGHTS = (
+    "They were not saved; the last update, at this learning rate (actor.optim.lr), was too large for them. To go on from the "
+    "newest checkpoint with a smaller one: rlhpc train <config> runner.resume_dir=auto actor.optim.lr=… --resume-with"
+)
+
+
+def listed(names: list[str]) -> str:
+    """Formats the first three names, and the number of further ones."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+class Skips:
+    """Counter of optimizer steps that are skipped because their gradient is not finite. All ranks decide equally, because the
+    norm is over all of them.
+
+    Args:
+        skip: Whether to skip such steps; otherwise the first one ends the run.
+    """
+
+    def __init__(self, skip: bool) -> None:
+        self.skip = skip
+        self._count = self._row = 0
+
+    def took(self) -> None:
+        """Records a successful optimizer step."""
+        self._row = 0
+
+    def left_out(self, describe: Callable[[], str]) -> None:
+        """Records a skipped optimizer step.
+
+        Args:
+            describe: Returns the step and the non-finite value, for the message.
+
+        Raises:
+            NonFinite: Steps may not be skipped, or too many were skipped in a row.
+        """
+        if not self.skip:
+            raise nonfinite(describe())
+        self._count += 1
+        self._row += 1
+        if self._row >= MOST_IN_A_ROW:
+            raise nonfinite(
+                f"{describe()}; it is the {self._row}th optimizer step in a row that had to be left out", _AGAIN
+            )
+
+    def counted(self) -> dict[str, float]:
+        """Returns `nonfinite_skipped` since the last call, if there were any."""
+        count = self._count
+        self._count = 0
+        return {"nonfinite_skipped": float(count)} if count else {}
+
+
+_AGAIN = (
+    "Nothing of it was saved. To find the cause: rlhpc train <config> runner.resume_dir=auto runner.on_nonfinite=stop, which "
+    "ends at the first one and names it"
+)

@@ -1,0 +1,102 @@
+"""Losses of reward models. They give one loss a pair or a response, so that any split into micro-batches and ranks adds up."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlhpc.algorithms.registry import REWARD_LOSSES
+from rlhpc.runtime.errors import ConfigError
+
+#: Forms of a loss, by the names of its first arguments.
+FORMS = {"pairs": ("chosen", "rejected", "margins"), "labels": ("scores", "labels")}
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor, *, centering: float = 0.0) -> Tensor:
+    """Computes the negative log-likelihood of preferences under Bradley and Terry's model (1952): −log σ(r_c − r_r − margin).
+
+    Only differences count, so the rewards' zero is free. `centering` moves it between the two rewards (Eisenstein et al. 2023)
+    by the term centering · (r_c + r_r)².
+
+    Args:
+        chosen, rejected: `[P]` rewards of each pair's two responses.
+        margins: `[P]`, required lead of the chosen response; 0 if unknown.
+        centering: Weight of that term.
+
+    Returns:
+        `[P]`.
+    """
+    losses = -logsigmoid(chosen - rejected - margins)
+    return losses + centering * (chosen + rejected).square() if centering else losses
+
+
+def regression(scores: Tensor, labels: Tensor) -> Tensor:
+    """Computes the squared error of the rewards `[N]` against labels `[N]`."""
+    return torch.square(scores - labels)
+
+
+def find_reward_loss(name: str, kwargs: Mapping[str, Any] | None = None) -> tuple[Callable[..., Tensor], str]:
+    """Returns the loss of `algorithm.loss_type`, with `algorithm.loss_kwargs`.
+
+    Returns:
+        The function, and its form: "pairs" (called with chosen, rejected, margins) or "labels" (scores, labels).
+
+    Raises:
+        ConfigError: The name is unknown, the function has neither form, or it does not accept these arguments.
+    """
+    function = REWARD_LOSSES.find(name)
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except ValueError:  # some C functions have no signature
+        parameters = ["…"]
+    forms = [form for form, needed in FORMS.items() if parameters[: len(needed)] == list(needed)]
+    if not forms:
+        signatures = " or ".join(f"({', '.join(names)})" for names in FORMS.values())
+        raise ConfigError(
+            f"{REWARD_LOSSES.key} is {name!r}, a function of ({', '.join(parameters)}); a reward model's loss is one of "
+            f"{signatures}, and options after them"
+        )
+    options = dict(kwargs or {})
+    try:
+        inspect.signature(function).bind(*FORMS[forms[0]], **options)
+    except TypeError as error:
+        takes = ", ".join(parameters[len(FORMS[forms[0]]) :]) or "none"
+        raise ConfigError(f"algorithm.loss_kwargs: {name!r}: {error}; it takes: {takes}") from None
+    if wrong := [key for key, value in options.items() if function is bradley_terry and not _weight(value)]:
+        raise ConfigError(f"algorithm.loss_kwargs.{wrong[0]} is {options[wrong[0]]!r}; allowed: a number from 0")
+    return partial(function, **options), forms[0]
+
+
+def _weight(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def dpo_loss(
+    chosen: Tensor, rejected: Tensor, *, beta: float, loss_type: str = "sigmoid", label_smoothing: float = 0.0
+) -> Tensor:
+    """Computes the loss of each pair from h = chosen − rejected.
+
+    `sigmoid` (Rafailov et al. 2023): −(1 − ε) log σ(β h) − ε log σ(−β h), where ε is `label_smoothing`, the probability that
+    a pair is the wrong way round (conservative DPO, Mitchell 2023). `ipo` (Azar et al. 2023): (h − 1 / (2 β))².
+
+    Args:
+        chosen, rejected: `[P]`: log π(y | x) − log π_ref(y | x) of the two completions of each pair. For `sigmoid` these are
+            sums over the tokens of a completion, for `ipo` means.
+        beta: Strength of the pull towards the reference.
+        loss_type: `sigmoid` or `ipo`.
+        label_smoothing: ε, from 0 to below 0.5; `ipo` ignores it.
+
+    Returns:
+        `[P]`.
+    """
+    difference = chosen - rejected
+    if loss_type == "ipo":
+        return (difference - 1 / (2 * beta)).square()
+    losses = -(1 - label_smoothing) * logsigmoid(beta * difference)
+    return losses - label_smoothing * logsigmoid(-beta * difference) if label_smoothing else losses

@@ -1,0 +1,308 @@
+"""Durable writing of a checkpoint's files, with checksums; from copies and on a thread while training continues.
+
+writes = Writes(folder, HostBuffers())
+with writes.collecting():
+    save_tensors(folder / "model.safetensors", tensors)     # copies
+checksums = writes.write()                                  # in a thread
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from rlhpc.runtime.comm.background import AsyncWork, in_background
+from rlhpc.runtime.disk_errors import GO_ON, advice
+from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.os_resources import free_memory
+from rlhpc.runtime.worker import Worker
+
+#: Bytes that are written and summed at a time, while they are in the processor's cache.
+_PIECE = 1 << 20
+#: A file of fewer bytes is written at once, which takes no longer than a later request.
+_SMALL = 16 << 20
+#: Factor of free memory over the size of the copies: training needs memory, too.
+_SPARE = 1.25
+
+Value = TypeVar("Value")
+#: Size in bytes and SHA-256 of each file, by its name in the checkpoint; None for a file that was not summed on the way.
+Checksums = dict[str, tuple[int, str] | None]
+
+
+class SummedFile:
+    """A new file with a running checksum of the written data. It has the methods of a file that `torch.save` needs, and no
+    descriptor, through which some libraries would bypass the checksum.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+        self._sum = hashlib.sha256()
+        self.size = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Writes all of the data.
+
+        Raises:
+            OSError: The filesystem refused; also kept in `failure`, as not all callers raise it again.
+        """
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), _PIECE):
+                piece = view[start : start + _PIECE]
+                self._sum.update(piece)
+                while piece:
+                    piece = piece[self._file.write(piece) or 0 :]
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        self.size += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Does nothing: no data is buffered."""
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def end(self) -> tuple[int, str]:
+        """Makes the content durable; its size and checksum."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self.size, self._sum.hexdigest()
+
+
+def write_summed(path: Path, how: Callable[[SummedFile], None]) -> tuple[int, str]:
+    """Writes a new file durably.
+
+    Args:
+        path: The file.
+        how: Writes all of it.
+
+    Returns:
+        Size and SHA-256.
+
+    Raises:
+        CheckpointError: The filesystem refused.
+    """
+    try:
+        file = SummedFile(path)
+        try:
+            how(file)
+            return file.end()
+        except BaseException:
+            if file.failure is not None:
+                raise file.failure from None
+            raise
+        finally:
+            file.close()
+    except OSError as error:
+        raise unwritten(path, error) from error
+
+
+def unwritten(path: Path, error: OSError) -> CheckpointError:
+    """Returns the error for a file that could not be written."""
+    return CheckpointError(
+        f"{path}: could not be written: {error.strerror or error}. {advice(error, path)}, then continue from the last "
+        f"checkpoint with: {GO_ON}"
+    )
+
+
+class HostBuffers:
+    """Host memory for copies of tensors, kept from one save to the next."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def of(self, name: str, value: Value) -> Value | None:
+        """Returns a copy of a value, or None if there is not enough memory, or the value is too small to be worth it.
+
+        Args:
+            name: Name of the target file; the copies for a name are valid until the next ones are made.
+            value: Tensors in dicts, lists and tuples. Other values in there are not copied.
+        """
+        tensors = list(_tensors(value, name))
+        if sum(tensor.nbytes for _, tensor in tensors) < _SMALL:
+            return None
+        new = sum(tensor.nbytes for key, tensor in tensors if not self._fits(key, tensor))
+        if new and new * _SPARE > free_memory():
+            return None
+        for key, tensor in tensors:
+            if not self._fits(key, tensor):
+                pinned = tensor.device.type != "cpu"  # then the copy does not wait for the accelerator
+                self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._buffers[key].copy_(tensor, non_blocking=True)
+        return self._in_place(value, name)
+
+    def ready(self) -> None:
+        """Waits until the copies are made."""
+        if any(tensor.is_pinned() for tensor in self._buffers.values()):
+            torch.accelerator.synchronize()
+
+    def _fits(self, key: str, tensor: torch.Tensor) -> bool:
+        buffer = self._buffers.get(key)
+        return buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
+
+    def _in_place(self, value: Any, key: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._buffers[key]
+        if isinstance(value, dict):
+            other = copy.copy(value)  # state dicts have attributes besides
+            other.update((name, self._in_place(one, f"{key}/{name}")) for name, one in value.items())
+            return other
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._in_place(one, f"{key}/{i}") for i, one in enumerate(value))
+        return value
+
+
+def _tensors(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield key, value.detach()
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            yield from _tensors(one, f"{key}/{name}")
+    elif isinstance(value, (list, tuple)):
+        for i, one in enumerate(value):
+            yield from _tensors(one, f"{key}/{i}")
+
+
+class Writes:
+    """A rank's files of one save.
+
+    Args:
+        folder: Of the checkpoint.
+        copies: Buffers for the data to write; with None all files are written at once, as are small files, and those whose
+            copies do not fit.
+    """
+
+    def __init__(self, folder: Path, copies: HostBuffers | None = None) -> None:
+        self._folder, self._copies = folder, copies
+        self._later: list[tuple[str, Callable[[SummedFile], None]]] = []
+        self._sums: Checksums = {}
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Assigns the files that `write_file` writes inside the block to this save."""
+        token = _collecting.set(self)
+        try:
+            yield
+        finally:
+            _collecting.reset(token)
+        if self._copies is not None:
+            self._copies.ready()
+
+    def add(self, path: Path, value: Value, how: Callable[[SummedFile, Value], None]) -> None:
+        """Adds a file; see `write_file`."""
+        name = path.relative_to(self._folder).as_posix()
+        copies = self._copies.of(name, value) if self._copies is not None else None
+        if copies is None:
+            self._sums[name] = write_summed(path, lambda file: how(file, value))
+        else:
+            self._later.append((name, lambda file: how(file, copies)))
+
+    @property
+    def done(self) -> bool:
+        """True if all files are written."""
+        return not self._later
+
+    def write(self) -> Checksums:
+        """Writes the remaining files.
+
+        Returns:
+            All files that this rank has written. Files written in other ways are found by listing the folder: this is reliable
+            on the rank's own node only, and it includes files of other ranks.
+
+        Raises:
+            CheckpointError: The filesystem refused.
+        """
+        for name, how in self._later:
+            self._sums[name] = write_summed(self._folder / name, how)
+        self._later = []
+        listed = [path.relative_to(self._folder).as_posix() for path in self._folder.rglob("*") if path.is_file()]
+        return {**dict.fromkeys(listed), **self._sums}
+
+
+_collecting: contextvars.ContextVar[Writes | None] = contextvars.ContextVar("collecting", default=None)
+
+
+def write_file(path: Path, value: Value, how: Callable[[SummedFile, Value], None]) -> None:
+    """Writes a file durably, or queues it in the active save.
+
+    Args:
+        path: The file.
+        value: Its content: tensors in dicts, lists and tuples.
+        how: Writes the value, or a copy of it.
+
+    Raises:
+        CheckpointError: The filesystem refused.
+    """
+    if (save := _collecting.get()) is not None:
+        save.add(path, value, how)
+    else:
+        write_summed(path, lambda file: how(file, value))
+
+
+class SavingWorker(Worker):
+    """A worker that takes part in checkpoints. It writes large files by `rlhpc.checkpoint.state`."""
+
+    _copies: HostBuffers | None = None
+    _save: AsyncWork | None = None
+    _written: Checksums | None = None
+
+    def save(self, folder: str) -> None:
+        """Writes this rank's part below `folder`."""
+        raise NotImplementedError
+
+    def load(self, folder: str) -> object:
+        """Restores the state that `save` wrote."""
+        raise NotImplementedError
+
+    def begin_save(self, folder: str, beside: bool) -> Checksums | None:
+        """Starts what `save` does.
+
+        Args:
+            folder: Of the checkpoint.
+            beside: Only copy large data, if memory suffices; a thread writes the copies.
+
+        Returns:
+            The written files; None if a thread is still writing, in which case `saved` returns them.
+
+        Raises:
+            CheckpointError: The filesystem refused.
+        """
+        if beside and self._copies is None:
+            self._copies = HostBuffers()
+        writes = Writes(Path(folder), self._copies if beside else None)
+        with writes.collecting():
+            self.save(folder)
+        self._save, self._written = None, writes.write() if writes.done else None
+        if self._written is None:
+            self._save = in_background("save", writes.write)
+        return self._written
+
+    def saved(self, wait: bool) -> Checksums | None:
+        """Returns the files that the present save has written; None if it has not finished.
+
+        Args:
+            wait: Whether to wait for its end.
+
+        Raises:
+            CheckpointError: The filesystem refused, or this rank was restarted since.
+        """
+        if self._written is not None:
+            return self._written
+        if self._save is None:
+            raise CheckpointError(
+                f"{self.group_name}[{self.rank}] was restarted before it had written its part of a checkpoint"
+            )
+        checksums: Checksums | None = self._save.wait() if wait or self._save.done() else None
+        return checksums

@@ -1,0 +1,169 @@
+"""Folders of exports: created next to the target, and renamed when they are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.files import follow_umask, fsync_file, fsync_folder, read_json
+from rlhpc.runtime.text import interval_text
+
+
+def default_output(checkpoint: Path, step: int) -> Path:
+    """Returns `export/global_step_<N>` of the run that contains the checkpoint."""
+    return (RunPaths.around(checkpoint) or RunPaths(checkpoint.parent)).export(step)
+
+
+@contextlib.contextmanager
+def filled_folder(target: Path) -> Iterator[Path]:
+    """Yields a folder next to `target` to write into, which replaces the target if the block succeeds.
+
+    Everything written is on disk before the folder gets the name; an exception leaves `target` as it was.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(4)
+    staging, old = (target.with_name(f".{kind}_{target.name}-{token}") for kind in ("tmp", "old"))
+    staging.mkdir()
+    try:
+        yield staging
+        follow_umask(staging)
+        for path in staging.rglob("*"):
+            (fsync_folder if path.is_dir() else fsync_file)(path)
+        fsync_folder(staging)
+        if target.exists():
+            target.rename(old)
+        staging.rename(target)
+        fsync_folder(target.parent)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def require_free(target: Path) -> None:
+    """Refuses to replace anything that is not an export.
+
+    Raises:
+        CheckpointError: `target` is something else.
+    """
+    exported = any((target / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if target.exists() and not exported and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not an export folder; give another output folder")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Reads a JSON object that a policy's folder must have.
+
+    Raises:
+        CheckpointError: The folder does not have it.
+    """
+    try:
+        content = read_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing, so the policy cannot be rebuilt") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return content
+
+
+#: Hugging Face's identifier for a licence that the card does not name.
+UNKNOWN_LICENCE = "other"
+
+
+def results_beside(checkpoint: Path, step: int, number: str = "return_mean") -> list[dict[str, Any]]:
+    """Returns evaluations with this number of a checkpoint that lies in its run: the contents of
+    `eval/global_step_<N>/*.json`.
+    """
+    run = RunPaths.around(checkpoint)
+    if run is None:
+        return []
+    evaluations = []
+    for path in sorted(run.eval_result(step, "*").parent.glob("*.json")):
+        try:
+            content = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        if isinstance(content, dict) and isinstance(content.get(number), int | float):
+            evaluations.append(content)
+    return evaluations
+
+
+def head(
+    *,
+    library: str,
+    task: str,
+    licence: str | None,
+    name: str,
+    tags: Sequence[str],
+    results: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Returns the card's metadata, as YAML between two lines of dashes."""
+    facts: dict[str, Any] = {
+        "library_name": library,
+        "pipeline_tag": task,
+        "license": licence or UNKNOWN_LICENCE,
+        "tags": list(tags),
+    }
+    if results:
+        rows = [
+            {
+                "task": {"type": task, "name": task.replace("-", " ")},
+                "dataset": _dataset(result),
+                "metrics": _metrics(result),
+            }
+            for result in results
+        ]
+        facts["model-index"] = [{"name": name, "results": rows}]
+    return f"---\n{yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)}---\n"
+
+
+def _dataset(result: Mapping[str, Any]) -> dict[str, str]:
+    suite = str(result.get("suite", "default"))
+    if "env_id" in result:
+        return {"type": str(result["env_id"]), "name": f"{result['env_id']} ({suite})"}
+    return {"type": suite, "name": suite}
+
+
+def _metrics(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if "return_mean" not in result:
+        return [{"type": "accuracy", "name": "accuracy", "value": result["accuracy"]}]
+    rates = [key for key in ("success_once", "success_at_end") if key in result]
+    return [
+        {"type": "mean_reward", "name": "mean return", "value": _between(result)},
+        *({"type": key, "name": key.replace("_", " "), "value": result[key]} for key in rates),
+    ]
+
+
+def accuracy_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the table of a language model's evaluations, in Markdown; "" without one."""
+    lines = []
+    for result in results:
+        between = interval_text(result.get("accuracy_ci95"), ".1%", " to ") or "–"
+        passed = {int(k): share for k, share in (result.get("pass_at_k") or {}).items() if int(k) > 1}
+        several = f"pass@{max(passed)} {passed[max(passed)]:.1%}" if passed else ""
+        number = f"{result.get('n', '')} {result.get('unit', 'problems')}"
+        lines.append(
+            f"| {result.get('suite', 'default')} | {number} | {result['accuracy']:.1%} | {between} | {several} |\n"
+        )
+    if not lines:
+        return ""
+    head = "| suite | of | accuracy | 95 % interval | several samples |\n|---|---|---|---|---|\n"
+    return f"{head}{''.join(lines)}\n"
+
+
+def _between(result: Mapping[str, Any]) -> str:
+    return f"{result['return_mean']:.2f} +/- {float(result.get('return_std') or 0):.2f}"

@@ -1,0 +1,118 @@
+"""Boxes: slices of a tensor that are a product of intervals, one for each dimension.
+
+Data that is read from files, written to them, or sent to engines is described in boxes alone, so this code need not know
+how a model is sharded. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+
+class Box(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        starts: Where it begins, in each dimension of the whole tensor.
+        sizes: How far it goes.
+    """
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """End of the box in each dimension."""
+        return tuple(start + size for start, size in zip(*self, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """As an index of the whole tensor."""
+        return tuple(map(slice, self.starts, self.ends))
+
+    def meet(self, other: Box) -> Box | None:
+        """Returns the intersection; None if it is empty."""
+        overlap = between(map(max, self.starts, other.starts), map(min, self.ends, other.ends))
+        return overlap if all(size > 0 for size in overlap.sizes) else None
+
+    def without(self, part: Box) -> list[Box]:
+        """Returns boxes that cover this box except a part that lies within it."""
+        boxes, starts, sizes = list[Box](), list(self.starts), list(self.sizes)
+        for axis, (start, size) in enumerate(zip(*part, strict=True)):
+            end, stop = start + size, starts[axis] + sizes[axis]
+            for first, behind in ((starts[axis], start), (end, stop)):
+                if behind > first:
+                    boxes.append(
+                        Box(
+                            (*starts[:axis], first, *starts[axis + 1 :]),
+                            (*sizes[:axis], behind - first, *sizes[axis + 1 :]),
+                        )
+                    )
+            starts[axis], sizes[axis] = start, size
+        return boxes
+
+    def within(self, outer: Box) -> Box:
+        """Returns the box relative to the start of an outer box that contains it."""
+        return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
+
+
+def between(starts: Iterable[int], ends: Iterable[int]) -> Box:
+    """Returns the box from `starts` up to but not including `ends`."""
+    first = tuple(starts)
+    return Box(first, tuple(end - start for start, end in zip(first, ends, strict=True)))
+
+
+def whole(shape: Iterable[int]) -> Box:
+    """Returns the box of a full tensor."""
+    sizes = tuple(shape)
+    return Box((0,) * len(sizes), sizes)
+
+
+def uncovered(target: Box, held: Iterable[Box]) -> list[Box]:
+    """Returns the parts of a box that no other of some boxes covers."""
+    remaining = [target]
+    for box in held:
+        parts = [(one, one.meet(box)) for one in remaining]
+        remaining = [remainder for one, part in parts for remainder in ([one] if part is None else one.without(part))]
+    return remaining
+
+
+def box_of(offset: int, shape: Sequence[int], strides: Sequence[int], full: Sequence[int]) -> Box | None:
+    """Returns the box of a contiguous tensor that a view of it shows.
+
+    Args:
+        offset: Start of the view, in elements.
+        shape, strides: Of the view; dimensions of size 1 may have been added or left out, others not exchanged.
+        full: Shape of the whole tensor.
+
+    Returns:
+        None if the view is not a box of the tensor, or is a transposed one.
+    """
+    steps = [math.prod(full[axis + 1 :]) for axis in range(len(full))]
+    starts, remainder = list[int](), offset
+    for step in steps:
+        starts.append(remainder // step if step else 0)
+        remainder -= starts[-1] * step
+    sizes, last = [1] * len(full), -1
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        axis = next((i for i, step in enumerate(steps) if i > last and step == stride and full[i] > 1), None)
+        if axis is None or starts[axis] + size > full[axis]:
+            return None
+        sizes[axis], last = size, axis
+    return Box(tuple(starts), tuple(sizes))
+
+
+def cut(tensor: Any, box: Box) -> Any:
+    """Returns the view of a tensor that a box describes."""
+    for axis, (start, size) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(axis, start, size)
+    return tensor

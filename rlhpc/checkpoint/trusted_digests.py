@@ -1,0 +1,42 @@
+"""Recognition of checkpoints written by this user's own runs: the user has already named the code that they name.
+
+A run records the digest of each manifest that it commits below `$XDG_STATE_HOME/rlhpc/manifests` (by default
+`~/.local/state`). A folder made by another user has no record there, whoever owns it after it was unpacked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from pathlib import Path
+
+from rlhpc.checkpoint.manifest import MANIFEST, digest, is_complete, parse_manifest
+from rlhpc.runtime.host import state_folder
+
+#: Files of more bytes hold tensors, which name no code, and are not read.
+_LARGEST_TEXT = 16 << 20
+
+
+def note_own(manifest: bytes) -> None:
+    """Notes a manifest that this process has written. Where that is not possible, the checkpoint counts as a stranger's."""
+    with contextlib.suppress(OSError):
+        note = _note(manifest)
+        note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        note.touch(mode=0o600)
+
+
+def is_own(checkpoint: Path) -> bool:
+    """Returns whether a run of this user wrote this checkpoint, and none of its files that could name code has changed."""
+    try:
+        raw = (checkpoint / MANIFEST).read_bytes()
+        if not is_complete(checkpoint) or not _note(raw).is_file():
+            return False
+        manifest, _ = parse_manifest(raw)  # a noted one is sound
+        small = [(name, entry) for name, entry in manifest["files"].items() if entry["size"] <= _LARGEST_TEXT]
+        return all(digest(checkpoint / name) == (entry["size"], entry["sha256"]) for name, entry in small)
+    except OSError:
+        return False
+
+
+def _note(manifest: bytes) -> Path:
+    return state_folder("manifests") / hashlib.sha256(manifest).hexdigest()

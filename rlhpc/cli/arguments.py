@@ -1,0 +1,156 @@
+"""Command-line arguments that name a run or a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhpc.jobs.paths import BEST, CONFIG, RunPaths
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.files import expand_home, unwritable
+
+#: The word for a run's newest checkpoint.
+LATEST = "latest"
+
+
+def is_run(paths: RunPaths) -> bool:
+    """Returns whether a run has begun in that folder."""
+    return any(mark.exists() for mark in (paths.config, paths.submit, paths.checkpoints, paths.registry))
+
+
+def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
+    """Returns the run that the user names by its folder, or by its configuration file and overrides.
+
+    Raises:
+        ConfigError: The run does not exist; the message names its neighbours.
+    """
+    location = expand_home(text).absolute()
+    root = location
+    if location.is_file() or overrides:
+        from rlhpc.runs.configuration import load_config
+
+        folder = location.is_dir()
+        cfg = load_config(RunPaths(location).config if folder else location, overrides, check=False)
+        changed = {override.partition("=")[0].strip() for override in overrides}
+        run_dir = location.parent if folder and "runner.run_dir" not in changed else cfg.runner.run_dir
+        name = location.name if folder and "runner.name" not in changed else cfg.runner.name
+        root = RunPaths.of(run_dir, name).root
+    paths = RunPaths(root)
+    if is_run(paths):
+        return paths
+    near = (
+        sorted(config_file.parent.name for config_file in root.parent.glob(f"*/{CONFIG}"))
+        if root.parent.is_dir()
+        else []
+    )
+    hint = f"; runs there: {', '.join(near)}" if near else ""
+    raise ConfigError(f"{root} {'is no run folder' if root.is_dir() else 'does not exist: no such run folder'}{hint}")
+
+
+def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Path:
+    """Returns the checkpoint named by --checkpoint, or by --run (and overrides) and --step; with --run, `--checkpoint best`
+    means `--step best`.
+    """
+    step = args.step
+    if args.checkpoint == BEST and args.run:
+        step = BEST
+    elif args.checkpoint and args.run:
+        raise ConfigError("--checkpoint names the checkpoint already; leave out --run")
+    elif args.checkpoint:
+        checkpoint = expand_home(args.checkpoint).absolute()
+        if checkpoint.name == BEST and (run := RunPaths.around(checkpoint)) is not None:
+            return _best(run)
+        if args.checkpoint == BEST and not checkpoint.exists():
+            raise ConfigError("--checkpoint best is the best checkpoint of a run: name the run with --run FOLDER")
+        if overrides and (checkpoint / CONFIG).is_file():
+            from rlhpc.runs.configuration import load_config
+
+            load_config(checkpoint / CONFIG, overrides, check=False)
+            print("rlhpc: --checkpoint names the checkpoint; the overrides change nothing here", file=sys.stderr)
+        return checkpoint
+    if not args.run:
+        raise ConfigError("say which checkpoint: --checkpoint FOLDER, or --run FOLDER with --step N, latest or best")
+    from rlhpc.checkpoint import newest_valid
+
+    paths = run_paths(args.run, overrides)
+    if step == BEST or (step is None and paths.best_step() is not None):
+        return _best(paths)
+    if step in (None, LATEST):
+        newest = newest_valid(paths)
+        for path, reason in newest.skipped:
+            print(f"rlhpc: skipped {path.name}: {reason}", file=sys.stderr)
+        if newest.path is None:
+            raise CheckpointError(f"{paths.root} has no complete checkpoint yet; see rlhpc status {paths.root}")
+        return newest.path
+    if not step.isdecimal():
+        raise ConfigError(f"--step is {step!r}; give a number, {LATEST} or {BEST}")
+    checkpoint = paths.checkpoint(int(step))
+    if not checkpoint.is_dir():
+        saved_steps = ", ".join(str(step) for step, _ in paths.checkpoint_steps()) or "none"
+        raise CheckpointError(f"{paths.root} has no checkpoint of step {step}; there are: {saved_steps}")
+    return checkpoint
+
+
+def _best(paths: RunPaths) -> Path:
+    """Returns the best checkpoint of a run, under its own name.
+
+    Raises:
+        CheckpointError: The run has no best checkpoint.
+    """
+    if (step := paths.best_step()) is None:
+        raise CheckpointError(
+            f"{paths.root} has no best checkpoint: a run keeps one where runner.keep_best names a metric of its evaluations; "
+            "--step latest takes the newest"
+        )
+    return paths.checkpoint(step)
+
+
+def require_driver(paths: RunPaths) -> Path:
+    """Returns the registry folder of a run's driver, which must be running to receive requests.
+
+    Raises:
+        ConfigError: The run has no running driver.
+    """
+    from rlhpc.jobs.state import states
+    from rlhpc.runtime.joining import JoinPoint
+
+    join_point = JoinPoint(paths.registry)
+    try:
+        # A driver whose ranks are all on its host listens only there; from other hosts, files and Slurm show its state.
+        if not (join_point.lives() if join_point.is_reachable else states([paths])[0][1].state == "running"):
+            raise ConfigError(
+                f"{paths.root.name}: its driver does not answer; `rlhpc status {paths.root}` says where it is"
+            )
+        return join_point.registry.root
+    finally:
+        join_point.close()
+
+
+def check_file(option: str, path: Path) -> Path:
+    """Returns the path of a file that a command will write.
+
+    Raises:
+        ConfigError: It is a folder, or no file could be created there.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{option} is {path}, a folder; name a file in it")
+    return _check(option, path, path.parent)
+
+
+def check_folder(option: str, path: Path) -> Path:
+    """Returns the path of a folder that a command will create or fill.
+
+    Raises:
+        ConfigError: It is a file, or the folder could not be created.
+    """
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{option} is {path}, a file; name a folder")
+    return _check(option, path, path)
+
+
+def _check(option: str, path: Path, folder: Path) -> Path:
+    if reason := unwritable(folder):
+        raise ConfigError(f"{option} is {path}; {reason}; choose another place")
+    return path

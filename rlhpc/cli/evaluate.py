@@ -1,0 +1,407 @@
+"""Commands on checkpoints: `eval`, `play`, `record`, `pairs`, `convert`; and `dagger`, which creates them from an expert."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from rlhpc.cli.arguments import check_file, check_folder, checkpoint_of
+from rlhpc.cli.data import add_format, format_options
+from rlhpc.cli.parser import RUN, add_checkpoint, add_command, add_trust, add_words
+from rlhpc.jobs.paths import CONFIG, RunPaths, step_of
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.trust import Trust, without_variables
+
+_EXAMPLES = {
+    "eval": (
+        "rlhpc eval --run runs/quickstart --step latest",
+        "rlhpc eval --checkpoint /elsewhere/checkpoints/global_step_60 --episodes 10 --output result.json",
+        "rlhpc eval --run runs/quickstart --suite long env.eval.max_episode_steps=1000",
+        "rlhpc eval --model Qwen/Qwen2.5-0.5B-Instruct --config configs/reasoning/gsm8k.yaml --suite test",
+    ),
+    "play": (
+        "rlhpc play runs/quickstart",
+        "rlhpc play runs/quickstart --step 60 --episodes 2 --seed 7",
+        "rlhpc play runs/gsm8k --system 'Answer in one word.' --max-tokens 200",
+        "rlhpc play --checkpoint /elsewhere/checkpoints/global_step_60 --output film.mp4",
+    ),
+    "record": (
+        "rlhpc record --run runs/quickstart --episodes 100 --output demos.h5",
+        "rlhpc record --checkpoint runs/push/checkpoints/global_step_60 --episodes 200 --only-success --output demos.h5",
+        "rlhpc record --expert rlhpc.embodied.envs.experts:push_cube --config configs/embodied/push_cube_bc.yaml "
+        "--only-success --output demos/push_cube.h5",
+        "rlhpc record --run runs/push --episodes 200 --to lerobot --videos --task 'push the cube' --output lerobot/push",
+    ),
+    "pairs": (
+        "rlhpc pairs --run runs/demo_sft --output train.jsonl",
+        "rlhpc pairs --run runs/demo_sft --suite held_out --output held_out.jsonl",
+        "rlhpc pairs --model Qwen/Qwen2.5-0.5B-Instruct --config configs/reasoning/gsm8k.yaml --output train.jsonl",
+    ),
+    "convert": (
+        "rlhpc convert --run runs/quickstart",
+        "rlhpc convert --checkpoint /elsewhere/checkpoints/global_step_60 --output policy",
+    ),
+    "dagger": (
+        "rlhpc dagger configs/embodied/push_cube_bc.yaml --expert rlhpc.embodied.envs.experts:push_cube "
+        "--rounds 2 demos.path=null",
+        "rlhpc dagger configs/embodied/panda_pick_hil.yaml --intervene keyboard env.eval.num_envs=1",
+        "rlhpc dagger configs/embodied/panda_pick_hil.yaml --intervene keyboard --to lerobot --task 'pick the cube' "
+        "env.eval.num_envs=1",
+    ),
+}
+
+_INTERVENE = "who watches and takes over: keyboard, gamepad, scripted, or one with settings: '{keyboard: {hz: 5}}'"
+
+
+def _source(args: argparse.Namespace, instead: str = "", what_for: str = "") -> tuple[Path | None, Path, Trust | None]:
+    """Returns the checkpoint, the configuration and, if the configuration is the checkpoint's own, the code that it may name.
+
+    Args:
+        instead: Option that replaces the checkpoint, which is then None; "" without such an option.
+        what_for: Use of the configuration, for the message.
+    """
+    if instead and getattr(args, instead) is not None:
+        if args.config is None or args.checkpoint or args.run:
+            raise ConfigError(f"--{instead} needs --config RUN.yaml, which {what_for}; and no checkpoint")
+        return None, Path(args.config), None
+    checkpoint = checkpoint_of(args)
+    if args.config is not None:
+        return checkpoint, Path(args.config), None
+    config = checkpoint / CONFIG
+    if not config.is_file():
+        raise CheckpointError(f"{checkpoint} has no config.yaml, so it is no checkpoint of rlhpc, or incomplete")
+    return checkpoint, config, Trust.of_words(args.overrides, _trusts(args, checkpoint))
+
+
+def _trusts(args: argparse.Namespace, checkpoint: Path | None) -> bool:
+    """Returns whether code that the checkpoint names may be imported: the user allows it, or an own run
+    wrote the checkpoint.
+    """
+    from rlhpc.checkpoint.trusted_digests import is_own
+
+    return bool(args.trust_checkpoint_code) or (checkpoint is not None and is_own(checkpoint))
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from rlhpc.runs.configuration import load_config
+    from rlhpc.runs.task_type import kind_of
+
+    if args.episodes is not None and args.episodes < 1:
+        raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
+    suite = args.suite or "default"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", suite):
+        raise ConfigError(f"--suite is {suite!r}; it becomes a file's name: use letters, digits, '.', '_' and '-'")
+    checkpoint, config, trust = _source(args, "model", "says how it is asked and judged")
+    if checkpoint is None:
+        return _eval_model(args, config, suite)
+    cfg = load_config(config, args.overrides, training=False, trust=trust)
+    if changes := list(cfg.workflow.suites.get(suite, ())):
+        if trust is not None and not trust.everything:
+            without_variables(
+                {"suites": changes}, trust, str(config)
+            )  # they come from the checkpoint, not from the user
+        cfg = load_config(config, [*changes, *args.overrides], training=False, trust=trust)
+    run = RunPaths.around(checkpoint)
+    output = check_file("--output", Path(args.output)) if args.output else None
+    if output is None and run is not None and (step := step_of(checkpoint.name)) is not None:
+        output = run.eval_result(step, suite)
+        changed = [*args.overrides, *([] if args.episodes is None else [f"--episodes {args.episodes}"])]
+        if changed and args.suite is None:
+            raise ConfigError(
+                f"the run's own evaluation belongs in {output}, and {', '.join(changed)} makes it another one: say with "
+                "--suite whose result it is (a new name keeps both), or name a file with --output"
+            )
+    summary = kind_of(cfg).evaluate(
+        cfg, checkpoint, suite=suite, episodes=args.episodes, output=output, trust_code=_trusts(args, checkpoint)
+    )
+    print(f"{checkpoint.name}: {summary}" + (f" → {output}" if output else ""))
+    return 0
+
+
+def _eval_model(args: argparse.Namespace, config: Path, suite: str) -> int:
+    """Evaluates the original model, without a checkpoint."""
+    from rlhpc.config.typed import select
+    from rlhpc.runs.configuration import load_config
+    from rlhpc.runs.task_type import kind_of
+
+    words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
+    cfg = load_config(config, words, training=False)
+    output = check_file("--output", Path(args.output)) if args.output else None
+    summary = kind_of(cfg).evaluate_model(cfg, suite=suite, output=output)
+    name = Path(str(select(cfg, "actor.model.model_path"))).name
+    print(f"{name}: {summary}" + (f" → {output}" if output else ""))
+    return 0
+
+
+def _play(args: argparse.Namespace) -> int:
+    from rlhpc.runs.configuration import load_config
+    from rlhpc.runs.task_type import PlayOptions, kind_of
+
+    if args.run is not None and "=" in args.run and not Path(args.run).exists():
+        args.run, args.overrides = None, [args.run, *args.overrides]
+    for name in ("episodes", "max_tokens"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if args.seed is not None and args.seed < 0:
+        raise ConfigError(f"--seed is {args.seed}; it must be 0 or more")
+    checkpoint, config, trust = _source(args)
+    assert checkpoint is not None
+    cfg = load_config(config, args.overrides, training=False, trust=trust)
+    run, step = RunPaths.around(checkpoint), step_of(checkpoint.name)
+    inside = run.film(step) if run is not None and step is not None else Path(f"{checkpoint.name}.mp4")
+    summary = kind_of(cfg).play(
+        cfg,
+        checkpoint,
+        PlayOptions(
+            film=check_file("--output", Path(args.output)) if args.output else inside,
+            episodes=args.episodes,
+            seed=args.seed,
+            system=args.system,
+            max_tokens=args.max_tokens,
+            trust_code=_trusts(args, checkpoint),
+        ),
+    )
+    if summary:
+        print(f"{checkpoint.name}: {summary}")
+    return 0
+
+
+def _record(args: argparse.Namespace) -> int:
+    from rlhpc.runs.configuration import load_config
+
+    if args.episodes < 1:
+        raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
+    options = format_options(args)
+    output = (check_file if args.to == "hdf5" else check_folder)("--output", Path(args.output))
+    checkpoint, config, trust = _source(args, "expert", "names the environment")
+    cfg = load_config(config, args.overrides, training=False, trust=trust)
+    mode = "train" if args.sample else "eval"
+    from rlhpc.embodied.config import plays
+
+    if not plays(cfg):
+        raise ConfigError(f"{config}: a run of kind {cfg.runner.task_type} has no environment (section env) to record")
+    from rlhpc.embodied.evaluation.evaluate import record_episodes
+    from rlhpc.embodied.python_env import call_where_importable
+
+    source = str(checkpoint or args.expert)
+    result = call_where_importable(
+        source,
+        record_episodes,
+        source,
+        cfg,
+        output,
+        episodes=args.episodes,
+        only_success=args.only_success,
+        mode=mode,
+        teacher=args.teacher,
+        intervene=args.intervene,
+        trust_code=_trusts(args, checkpoint),
+        options=options,
+    )
+    success = f", success_once {result['success_once']:.1%}" if "success_once" in result else ""
+    print(
+        f"{result['episodes']} of {result['played']} episodes of {result['env_id']} ({result['steps']} steps, mean return "
+        f"{result['return_mean']:.2f}{success}) → {args.output}"
+    )
+    return 0
+
+
+def _pairs(args: argparse.Namespace) -> int:
+    """Writes scored answers of a language model as data for a reward model."""
+    from rlhpc.runs.configuration import load_config
+    from rlhpc.runs.task_type import kind_of
+
+    if args.samples < 2:
+        raise ConfigError(f"--samples is {args.samples}; it must be at least 2: a pair needs two responses")
+    if not 0 < args.temperature < float("inf"):
+        raise ConfigError(f"--temperature is {args.temperature}; it must be above 0: a pair needs different responses")
+    checkpoint, config, trust = _source(args, "model", "says how it is asked and judged")
+    words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
+    cfg = load_config(config, words, training=False, trust=trust)
+    output = check_file("--output", Path(args.output))
+    from rlhpc.language.config.run import answers
+
+    if not answers(cfg):
+        kind = kind_of(cfg).name
+        raise ConfigError(
+            f"{config}: runs of kind {kind} do not answer problems; pairs come from reasoning or sft runs"
+        )
+    from rlhpc.language.evaluation.preference_pairs import describe, make_pairs
+
+    result = make_pairs(
+        cfg, checkpoint, output, suite=args.suite, samples=args.samples, temperature=args.temperature,
+        form="labels" if args.labels else "pairs", shuffled=args.shuffle,
+    )  # fmt: skip
+    print(f"{describe(result)} → {args.output}")
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from rlhpc.runs.task_type import Exporting, kind_of_checkpoint
+
+    checkpoint = checkpoint_of(args, args.overrides)
+    output = check_folder("--output", Path(args.output)) if args.output else None
+    run = RunPaths.around(checkpoint)
+    if output is None and run is not None and (step := step_of(checkpoint.name)) is not None:
+        output = run.export(step) if not args.critic else run.export(step).with_name(f"{checkpoint.name}-critic")
+    options = Exporting(
+        licence=args.license,
+        adapter_only=args.adapter_only,
+        base=args.base,
+        dtype=args.dtype,
+        critic=args.critic,
+        released=args.released,
+        trust_code=_trusts(args, checkpoint),
+    )
+    print(kind_of_checkpoint(checkpoint).export(checkpoint, output, options))
+    return 0
+
+
+def _dagger(args: argparse.Namespace) -> int:
+    from rlhpc.embodied.runners.dagger import dagger
+
+    if args.rounds < 1 or args.episodes < 1:
+        raise ConfigError("--rounds and --episodes must be at least 1")
+    if (args.expert is None) == (args.intervene is None):
+        raise ConfigError(
+            "name who labels: --expert for every step that the clone plays, or --intervene for those it is led in"
+        )
+    rounds = dagger(args.config, args.overrides, expert=args.expert, rounds=args.rounds, episodes=args.episodes,
+                  intervene=args.intervene, trust_code=args.trust_checkpoint_code,
+                  options=format_options(args))  # fmt: skip
+    print(rounds[-1]["checkpoint"])
+    return 0
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the commands of this module to the command line."""
+    evaluate = add_command(
+        commands,
+        "eval",
+        _eval,
+        "evaluate a checkpoint: a policy by deterministic episodes, a language model on a suite of problems",
+        _EXAMPLES["eval"],
+    )
+    add_checkpoint(evaluate)
+    evaluate.add_argument("--output", help="where to write; default in the checkpoint's own run folder")
+    add_words(evaluate)
+    evaluate.add_argument(
+        "--suite",
+        help="name of the evaluation (default: default); with changed settings it has to be named, or --output",
+    )
+    evaluate.add_argument("--episodes", type=int, help="default: env.eval.num_episodes")
+    evaluate.add_argument("--config", help="configuration to use instead of the checkpoint's own")
+    evaluate.add_argument(
+        "--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)"
+    )
+    play = add_command(
+        commands,
+        "play",
+        _play,
+        "watch a trained policy play, or talk with a trained language model in the terminal",
+        _EXAMPLES["play"],
+    )
+    play.add_argument("run", nargs="?", help=f"{RUN}; or --checkpoint")
+    add_words(play)
+    play.add_argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run")
+    play.add_argument("--step", default="latest", help="global step of the run's checkpoint (default: latest)")
+    play.add_argument("--config", help="configuration to use instead of the checkpoint's own")
+    play.add_argument("--episodes", type=int, help="how many episodes are played (default 4)")
+    play.add_argument("--seed", type=int, help="of the environment, or of sampling (default: that of evaluations)")
+    play.add_argument(
+        "--output", help="film to write where there is no display (default: in the checkpoint's own run folder)"
+    )
+    play.add_argument("--system", help="language models: first message of the conversation")
+    play.add_argument(
+        "--max-tokens", type=int, help="language models: most tokens of a reply (default: rollout.max_new_tokens)"
+    )
+    add_trust(play)
+    record = add_command(
+        commands,
+        "record",
+        _record,
+        "record episodes of a policy or an expert as trajectories (ManiSkill's HDF5, or a LeRobot dataset)",
+        _EXAMPLES["record"],
+    )
+    add_checkpoint(record)
+    record.add_argument("--expert", help="function of observations, as module:function, instead of a checkpoint")
+    record.add_argument("--config", help="configuration to use instead of the checkpoint's own; its env.eval is played")
+    record.add_argument("--episodes", type=int, default=100, help="episodes to write (default 100)")
+    record.add_argument("--only-success", action="store_true", help="write only episodes that succeeded")
+    record.add_argument("--sample", action="store_true", help="sample actions instead of taking the most likely")
+    record.add_argument(
+        "--teacher", help="write the actions of this expert or checkpoint in the place of those played (DAgger)"
+    )
+    record.add_argument("--intervene", metavar="WHO", help=_INTERVENE)
+    record.add_argument(
+        "--output", required=True, help="the .h5 file; a .json of the same name goes beside it. LeRobot: the folder"
+    )
+    _add_to(record)
+    add_words(record)
+    pairs = add_command(
+        commands,
+        "pairs",
+        _pairs,
+        "let a language model answer, and write a right answer beside each wrong one: data for a reward model",
+        _EXAMPLES["pairs"],
+    )
+    add_checkpoint(pairs)
+    pairs.add_argument("--config", help="configuration to use instead of the checkpoint's own")
+    pairs.add_argument("--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)")
+    pairs.add_argument("--suite", help="of this suite's problems (default: of those of training)")
+    pairs.add_argument("--samples", type=int, default=8, help="answers to each problem (default 8)")
+    pairs.add_argument("--temperature", type=float, default=1.0, help="of sampling (default 1)")
+    pairs.add_argument("--labels", action="store_true", help="each answer with its reward as label, rather than pairs")
+    pairs.add_argument("--shuffle", action="store_true", help="a control: which of a pair is preferred is drawn by lot")
+    pairs.add_argument("--output", required=True, help="the .jsonl file")
+    add_words(pairs)
+    convert = add_command(
+        commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config", _EXAMPLES["convert"]
+    )
+    add_checkpoint(convert)
+    convert.add_argument("--output", help="where to write; default in the checkpoint's own run folder")
+    add_words(convert)
+    convert.add_argument(
+        "--adapter-only", action="store_true", help="with LoRA: the adapter in peft's format, not merged"
+    )
+    convert.add_argument(
+        "--critic", action="store_true", help="the critic of a language model's run, as a sequence classifier"
+    )
+    convert.add_argument(
+        "--released",
+        action="store_true",
+        help="an OpenVLA or LeRobot policy as its family is released: for its own code",
+    )
+    convert.add_argument(
+        "--base",
+        help="with LoRA or frozen parts: where the model is now that training began from (default: where it was)",
+    )
+    convert.add_argument("--license", help="for the model card, such as apache-2.0 (default: it says other)")
+    convert.add_argument("--dtype", choices=("float32", "bfloat16"), help="of a language model (default: as trained)")
+    dagger = add_command(
+        commands,
+        "dagger",
+        _dagger,
+        "clone an expert, let the clone play, label what it sees, and clone again",
+        _EXAMPLES["dagger"],
+    )
+    add_words(dagger, config="YAML file of a run of behaviour cloning (runner.task_type: bc)")
+    add_trust(dagger)
+    dagger.add_argument("--expert", help="who labels all steps: a function as module:function, or a checkpoint")
+    dagger.add_argument("--intervene", metavar="WHO", help=f"{_INTERVENE}; only what they do is cloned")
+    dagger.add_argument("--rounds", type=int, default=3, help="how often the clone plays (default 3)")
+    dagger.add_argument("--episodes", type=int, default=20, help="episodes it plays each time (default 20)")
+    _add_to(dagger)
+
+
+def _add_to(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for the format of written episodes."""
+    parser.add_argument(
+        "--to",
+        choices=("hdf5", "lerobot"),
+        default="hdf5",
+        help="format of what is written: ManiSkill's HDF5 (default), or LeRobot's v3.0",
+    )
+    add_format(parser)

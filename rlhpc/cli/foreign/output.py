@@ -1,0 +1,130 @@
+"""Output of a translated configuration: a YAML file with comments, and a report."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhpc.cli.foreign.rules import Translation
+from rlhpc.config.yaml_files import ConfigDumper
+from rlhpc.runtime.text import cut
+
+_WIDTH = 110
+
+
+def written(translation: Translation, source: str, project: str) -> str:
+    """Formats the configuration file; a comment at each key names the foreign key that it comes from, unless that has the
+    same name.
+
+    Args:
+        translation: The translation.
+        source: Original file.
+        project: Project whose format it has.
+    """
+    differs = {key: why for key, (why, changes) in translation.omitted.items() if changes}
+    lines = [
+        f"# From {project}'s {Path(source).name}, by `rlhpc config import`: "
+        f"{len(translation.used)} of {len(translation.foreign)} keys are used."
+    ]
+    if differs:
+        lines.append("# Left out; training will differ:")
+        for why, keys in _by_reason(differs):
+            text = f"{', '.join(f'{key}: {_value(translation.foreign[key])}' for key in keys)} ({why})"
+            lines += textwrap.wrap(
+                text, _WIDTH, initial_indent="#   ", subsequent_indent="#     ", break_long_words=False
+            )
+    tree: dict[str, Any] = {}
+    for key, value in translation.ours.items():
+        *sections, last = key.split(".")
+        at = tree
+        for section in sections:
+            at = at.setdefault(section, {})
+        comment = _origin([name for name in translation.origin[key] if name != key])
+        at[last] = _Leaf(value, comment or _default(translation, key, project))
+    for name, section in tree.items():
+        lines += ["", f"{name}:", *_lines(section, 2)]
+    return "\n".join(lines) + "\n"
+
+
+def report(translation: Translation, source: str, project: str, files: Sequence[Path], verdict: str) -> str:
+    """Formats a report of every key: its translation, or the reason why it is omitted.
+
+    Args:
+        translation: The translation.
+        source: Original file.
+        project: Project whose format it has.
+        files: All files that were read.
+        verdict: Result of the checks of `rlhpc plan`.
+    """
+    differs = {key: why for key, (why, changes) in translation.omitted.items() if changes}
+    harmless = {key: why for key, (why, changes) in translation.omitted.items() if not changes}
+    included_files = [path.name for path in files if path.name != Path(source).name]
+    lines = [
+        " with ".join([f"{project}: {source}", *([", ".join(included_files)] if included_files else [])]),
+        f"kind of run: {translation.kind}",
+    ]
+    lines += ["", f"translated: {len(translation.used)} of {len(translation.foreign)} keys"]
+    width = min(48, max((len(key) for key in translation.ours), default=0))
+    for key, value in translation.ours.items():
+        origin = (
+            f"from {', '.join(translation.origin[key])}"
+            if translation.origin[key]
+            else _default(translation, key, project)
+        )
+        lines.append(f"  {key:<{width}} {_value(value)}{f'   {origin}' if origin else ''}")
+    for title, reasons in (
+        ("left out; training will differ", differs),
+        ("left out; training is the same", harmless),
+    ):
+        lines += ["", f"{title}: {len(reasons)} keys"]
+        for why, keys in _by_reason(reasons):
+            lines.append(f"  {why}")
+            text = ", ".join(f"{key}: {_value(translation.foreign[key])}" for key in keys)
+            lines += textwrap.wrap(
+                text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+            )
+    return "\n".join([*lines, "", verdict]) + "\n"
+
+
+def _default(translated_config: Translation, key: str, project: str) -> str:
+    """Returns the comment at a value that comes only from the foreign project's defaults."""
+    keys = translated_config.defaults.get(key, ())
+    return f"{project}'s default of {', '.join(keys)}" if keys and not translated_config.origin[key] else ""
+
+
+def _origin(names: Sequence[str]) -> str:
+    """Formats the foreign keys, as far as they fit on a line; the report lists all."""
+    return ", ".join(names) if len(names) < 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+class _Leaf:
+    """Value with the comment behind it."""
+
+    def __init__(self, value: Any, comment: str) -> None:
+        self.value, self.comment = value, comment
+
+
+def _lines(section: Mapping[str, Any], indent: int) -> Iterable[str]:
+    for name, below in section.items():
+        if isinstance(below, _Leaf):
+            text = yaml.dump(below.value, Dumper=ConfigDumper, default_flow_style=True, width=10**6, sort_keys=False)
+            text = text.removesuffix("...\n").strip()
+            yield f"{' ' * indent}{name}: {text}{f'  # {below.comment}' if below.comment else ''}"
+        else:
+            yield f"{' ' * indent}{name}:"
+            yield from _lines(below, indent + 2)
+
+
+def _value(value: Any) -> str:
+    return cut("null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}", 80)
+
+
+def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    grouped: dict[str, list[str]] = {}
+    for key, why in reasons.items():
+        grouped.setdefault(why, []).append(key)
+    return list(grouped.items())

@@ -1,0 +1,296 @@
+"""Commands that start and stop runs: `plan`, `train`, `submit`, `cancel`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.cli.arguments import run_paths
+from rlhpc.cli.parser import RESUME_WITH, RUN, SITE, add_command, add_words
+from rlhpc.cli.sweep import cancel_sweep, render_plan_of, sweep_paths
+from rlhpc.jobs.paths import RunPaths, SweepPaths
+from rlhpc.runtime.errors import ConfigError, RlhpcError, SubmitError, UserError
+
+if TYPE_CHECKING:
+    from rlhpc.config.sections import RunConfig
+    from rlhpc.jobs.plan import JobPlan
+    from rlhpc.runs.preflight import Check
+
+_EXAMPLES = {
+    "plan": (
+        "rlhpc plan configs/quickstart.yaml",
+        "rlhpc plan configs/quickstart.yaml rollout.pipeline_stage_num=2",
+        "rlhpc plan configs/quickstart.yaml --launcher slurm --site mycluster",
+        "rlhpc plan configs/quickstart.yaml --when --nodes 1,2 --partitions short,long",
+    ),
+    "train": (
+        "rlhpc train configs/quickstart.yaml runner.name=try runner.max_steps=20",
+        "rlhpc train configs/quickstart.yaml env.train.env_id=Acrobot-v1 runner.name=acrobot",
+        "rlhpc train configs/quickstart.yaml runner.resume_dir=auto",
+    ),
+    "submit": (
+        "rlhpc submit configs/quickstart.yaml --segment 0 --executor local",
+        "rlhpc submit configs/quickstart.yaml --executor slurm --no-wait",
+        "rlhpc submit configs/quickstart.yaml --site mycluster cluster.time=02:00:00",
+    ),
+    "cancel": ("rlhpc cancel runs/quickstart", "rlhpc cancel runs/cartpole-lr"),
+}
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from rlhpc.runs.checks import check_planned
+    from rlhpc.runs.configuration import load_config
+    from rlhpc.runs.memory.plan import refuse_overfull
+    from rlhpc.runs.preflight import FILES_ALONE, Need
+    from rlhpc.runs.sweep import load_sweep, sft_export, sft_of
+
+    sweep = load_sweep(args.config, args.overrides, site=args.site)
+    if args.when and sweep is not None:
+        raise ConfigError(f"--when is for a single run, and {args.config} is a sweep; add sweep=null")
+    if args.when:
+        return _when(args)
+    if args.nodes or args.partitions:
+        raise ConfigError("--nodes and --partitions are alternatives for --when; add it")
+    resources = FILES_ALONE | {Need.PROCESS} if args.processes else FILES_ALONE
+    if sweep is not None:
+        skipped = [check for run in sweep.runs for check in check_planned(run.cfg, resources)]
+        print(render_plan_of(sweep, args.launcher))
+        _print_skipped(skipped)
+        return 0
+    cfg = load_config(args.config, args.overrides, site=args.site)
+    if (first := sft_of(args.config, cfg, args.site)) is not None:
+        sft_export(args.config, cfg, first)
+    try:
+        skipped = check_planned(cfg, resources)
+    except UserError:
+        with contextlib.suppress(RlhpcError):  # sizes and placement are useful all the same
+            _print_plan(args, cfg, [])
+        raise
+    plan = _print_plan(args, cfg, skipped)
+    refuse_overfull(cfg, args.config, plan.launcher)
+    return 0
+
+
+def _print_plan(args: argparse.Namespace, cfg: RunConfig, skipped: Sequence[Check]) -> JobPlan:
+    """Prints the processes of a run, their memory, and the checks that were left out; returns the plan."""
+    from rlhpc.jobs.plan import build_plan, render_plan
+    from rlhpc.runs.conditional_keys import find_unused
+    from rlhpc.runs.memory.plan import memory_plan, render_memory
+
+    plan = build_plan(cfg, launcher=args.launcher)
+    print(render_plan(plan))
+    if unused := find_unused(args.config, args.overrides, site=args.site):
+        print("\nno effect in this configuration:")
+        print("\n".join(f"  {key}" for key in unused))
+    if memory := render_memory(memory_plan(cfg, plan, measure=args.measure), measure=args.measure):
+        print(f"\n{memory}")
+    _print_skipped(skipped)
+    if plan.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:
+        print(
+            "\nThis is the job of `rlhpc submit` and profiles/slurm; `rlhpc train` here starts the ranks on this machine."
+        )
+    return plan
+
+
+def _print_skipped(checks: Sequence[Check]) -> None:
+    """Prints the checks that a plan has not run, each once."""
+    if lines := list(dict.fromkeys(map(str, checks))):
+        print("\nnot checked (checked at the start):")
+        print("\n".join(f"  {line}" for line in lines))
+
+
+def _when(args: argparse.Namespace) -> int:
+    from rlhpc.runs.start_estimate import outlook, render
+    from rlhpc.runs.tuning.tune import TuneRequest
+
+    words = [word.strip() for word in (args.nodes or "").split(",") if word.strip()]
+    if wrong := [word for word in words if not word.isdigit() or int(word) < 1]:
+        raise ConfigError(f"--nodes has {wrong[0]!r}; write numbers of nodes, such as 1,2,4")
+    if args.launcher == "local" or shutil.which("sbatch") is None:
+        raise ConfigError("--when asks Slurm, and there is no sbatch here; run it on a login node of the cluster")
+    partitions = [word.strip() for word in (args.partitions or "").split(",") if word.strip()]
+    site = args.site or os.environ.get("RLHPC_SITE")
+    print(
+        render(
+            outlook(TuneRequest(args.config, tuple(args.overrides), site), [int(word) for word in words], partitions)
+        )
+    )
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    from rlhpc.runs.handle import load_for_training
+    from rlhpc.runs.train import train
+
+    cfg = load_for_training(args.config, args.overrides, segment=args.segment)
+    try:
+        code = int(train(cfg, segment=args.segment, resume_with=args.resume_with)["exit_code"])
+    except KeyboardInterrupt:
+        code = 130
+    if code != 0:
+        print(_stopped(args, cfg), file=sys.stderr)
+    return code
+
+
+def _stopped(args: argparse.Namespace, cfg: RunConfig) -> str:
+    """Returns the text about a run that was asked to end: its saved steps, and how to continue."""
+    from rlhpc.config import total_steps
+    from rlhpc.jobs.signals import MAX_RESTARTS
+
+    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    steps = [step for step, _ in paths.complete_steps()]
+    saved = f"saved up to step {steps[-1]} of {total_steps(cfg)} in {paths.root}" if steps else "nothing is saved yet"
+    text = f"rlhpc: interrupted; {saved}"
+    if MAX_RESTARTS in os.environ:
+        return text  # in a job, the submitter prints how to continue
+    words = ["rlhpc", "train", args.config, *(w for w in args.overrides if not w.startswith("runner.resume_dir="))]
+    words += (
+        ["--segment", str(args.segment)] if args.segment is not None else ["runner.resume_dir=auto"] if steps else []
+    )
+    return f"{text}\nrlhpc: go on: {shlex.join(words)}"
+
+
+def tell(answer: dict[str, object], *, answers: bool) -> None:
+    """Prints the outcome of a submission: a line for a person, and JSON for scripts."""
+    from rlhpc.jobs.waiter import answer_line
+
+    print(f"rlhpc: {answer_line(answer)}", file=sys.stderr)
+    if answers:
+        print(json.dumps(answer))
+
+
+def _submit(args: argparse.Namespace) -> int:
+    from rlhpc.config import find_site
+    from rlhpc.jobs.plan import build_plan
+    from rlhpc.jobs.probes import ProcessId
+    from rlhpc.jobs.segment import SegmentFiles
+    from rlhpc.jobs.submit import choose_executor, driver_command, submit_segment
+    from rlhpc.jobs.wait_client import Wait, hand_over
+    from rlhpc.jobs.waiter import Waiter
+    from rlhpc.runs.checks import check_planned
+    from rlhpc.runs.configuration import load_config
+    from rlhpc.runs.memory.plan import refuse_overfull
+    from rlhpc.runs.run_identity import SubmittedConfig, check_same_run, make_longer
+
+    cfg = load_config(args.config, args.overrides, site=args.site)
+    if not 0 <= args.segment < cfg.runner.segments:
+        raise ConfigError(f"--segment is {args.segment}; the run has segments 0 to {cfg.runner.segments - 1}")
+    if args.deadline is not None and not args.deadline > 0:  # also refuses nan
+        raise ConfigError(f"--deadline is {args.deadline:g}; it must be more than 0 seconds")
+    if args.attempt < 1:
+        raise ConfigError(f"--attempt is {args.attempt}; the first one is 1")
+    executor = choose_executor(args.executor)
+    refuse_overfull(cfg, args.config, executor)
+    check_planned(cfg)
+    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    around = SweepPaths.around(paths)
+    if args.asked_by is not None and around is not None and around.cancelled.exists():
+        raise SubmitError(
+            f"{paths.root}: not submitted, because the sweep {around.root} was cancelled; rlhpc run goes on with it"
+        )
+    check_same_run(paths, cfg, resume_with=args.resume_with)
+    make_longer(paths, cfg, args.segment, wait=True)
+    submitted = SubmittedConfig(SegmentFiles(paths, args.segment), cfg, args.config)
+    flags = ["--resume-with"] if args.resume_with else []
+    answers = not sys.stdout.isatty()  # for scripts
+
+    def wait_elsewhere(waiter: Waiter) -> None:
+        hand_over(Wait.of(waiter, answers=answers))
+
+    result = submit_segment(
+        args.config,
+        args.overrides,
+        run_root=paths.root,
+        command=driver_command(submitted.path, flags, segment=args.segment),
+        on_found=submitted,
+        segment=args.segment,
+        executor=executor,
+        environment={"RLHPC_SITE": str(find_site(args.site).absolute())} if args.site else None,
+        slurm=build_plan(cfg, launcher="slurm").submitit_parameters() if executor == "slurm" else None,
+        wait=not args.no_wait,
+        deadline_s=args.deadline,
+        max_restarts=cfg.runner.max_restarts,
+        attempt=args.attempt,
+        asked_by=ProcessId.of(args.asked_by) if args.asked_by is not None else None,
+        hand_over=wait_elsewhere if args.whole_process else lambda waiter: None,
+    )
+    tell(result, answers=answers)
+    return 0
+
+
+def _cancel(args: argparse.Namespace) -> int:
+    from rlhpc.jobs.submit import cancel
+
+    sweep = sweep_paths(args.run, args.overrides)
+    messages = cancel(run_paths(args.run, args.overrides)) if sweep is None else cancel_sweep(sweep)
+    print("\n".join(messages) or "nothing is running")
+    return 0
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the commands of this module to the command line."""
+    plan = add_command(
+        commands, "plan", _plan, "print what a run would start where, without starting anything", _EXAMPLES["plan"]
+    )
+    add_words(plan, config="YAML file of the run")
+    plan.add_argument("--site", help=SITE)
+    plan.add_argument("--launcher", choices=("auto", "slurm", "local"), default="auto", help="plan for Slurm or not")
+    plan.add_argument(
+        "--when",
+        action="store_true",
+        help="ask Slurm when it would start, here and in other shapes, and say when it would end",
+    )
+    plan.add_argument(
+        "--measure",
+        action="store_true",
+        help="also have PyTorch follow a training step without contents, and hold the account of memory against it",
+    )
+    plan.add_argument(
+        "--processes",
+        action="store_true",
+        help="also make the checks that start processes of their own: simulators, judges, sandboxes",
+    )
+    plan.add_argument("--nodes", metavar="N,…", help="--when: numbers of nodes to ask about (default: half, and twice)")
+    plan.add_argument("--partitions", metavar="P,…", help="--when: partitions to ask about (default: the site file's)")
+    train = add_command(
+        commands,
+        "train",
+        _train,
+        "train here and now: on this machine, or in this shell's allocation",
+        _EXAMPLES["train"],
+    )
+    add_words(train, config="YAML file of the run")
+    train.add_argument("--segment", type=int, help="train only this segment (0, 1, …), from the checkpoint before it")
+    train.add_argument("--resume-with", action="store_true", help=RESUME_WITH)
+    submit = add_command(
+        commands,
+        "submit",
+        _submit,
+        "submit a segment as a job and wait for it; attach if it runs already",
+        _EXAMPLES["submit"],
+    )
+    add_words(submit, config="YAML file of the run")
+    submit.add_argument("--segment", type=int, default=0, help="segment to train (default 0)")
+    submit.add_argument("--executor", choices=("auto", "local", "slurm"), default="auto", help="who runs the job")
+    submit.add_argument("--resume-with", action="store_true", help=RESUME_WITH)
+    submit.add_argument("--site", help=SITE)
+    submit.add_argument("--no-wait", action="store_true", help="return once the job is submitted")
+    submit.add_argument("--deadline", type=float, help="seconds after which to stop waiting (the job goes on)")
+    submit.add_argument(
+        "--attempt", type=int, default=1, metavar="N",
+        help="which try this is of a workflow engine; a retry (2 and more) does not start again what somebody cancelled",
+    )  # fmt: skip
+    submit.add_argument(
+        "--asked-by", type=int, metavar="PID", help="process of this machine with whose end the waiting ends, too"
+    )
+    cancel = add_command(
+        commands, "cancel", _cancel, "stop a run's job; it saves a checkpoint first", _EXAMPLES["cancel"]
+    )
+    add_words(cancel, run=RUN)

@@ -1,0 +1,33 @@
+"""`python -m rlhpc.cli.wait`: replaces a waiting shell whose watcher has ended (`rlhpc.jobs.wait_client`)."""
+
+from __future__ import annotations
+
+import sys
+
+from rlhpc.cli.train import tell
+from rlhpc.jobs.wait_client import Wait, hand_over
+from rlhpc.jobs.waiter import WaitInterrupted, goes_on, say
+from rlhpc.runtime.exit_codes import report_errors
+from rlhpc.runtime.standard_streams import standard_streams
+
+
+def _wait(wait: Wait, *, alone: bool) -> int:
+    waiter = wait.waiter(lambda line: say(sys.stderr, line))
+    try:
+        if not alone:
+            hand_over(wait)
+        done = waiter.wait()
+    except KeyboardInterrupt:
+        raise WaitInterrupted(goes_on(waiter.files, waiter.record)) from None
+    tell(waiter.answer(done), answers=wait.answers)
+    return 0
+
+
+def main() -> int:
+    standard_streams()
+    wait, alone = Wait.from_environment(), "--alone" in sys.argv[1:]
+    return report_errors(lambda: _wait(wait, alone=alone))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Configuration keys that are read only under a condition: without it, their values have no effect.
+
+Each task type has one table of them (`conditions`); keys that match no row are always read.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhpc.config.load import ALWAYS_SAVED
+from rlhpc.config.merge import ConfigLayers
+from rlhpc.config.typed import select, untouched
+from rlhpc.runtime.text import shown
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Condition on configuration keys: a row of a task type's table.
+
+    Attributes:
+        keys: Dotted keys, or patterns of them (`actor.fsdp.*`).
+        holds: Whether a run with this configuration reads them.
+        reason: When they are read, for messages.
+    """
+
+    keys: tuple[str, ...]
+    holds: Callable[[Any], bool]
+    reason: str
+
+    def names(self, key: str) -> bool:
+        """Returns whether the row is about a key."""
+        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.keys)
+
+
+@dataclass(frozen=True)
+class UnusedKey:
+    """Key that the user has set and that nothing reads.
+
+    Attributes:
+        key, value: As they stand in the configuration.
+        source: The file or override that set it.
+        reason: When it is read.
+    """
+
+    key: str
+    value: Any
+    source: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={shown(self.value)} ({self.source}): it is read {self.reason}"
+
+
+def is_none_of(key: str, *words: str) -> Callable[[Any], bool]:
+    """Returns a condition: the key's value is none of these built-in names; case does not matter. The condition lists names
+    that do not read the key, because a plugin's name may read anything.
+    """
+    return lambda cfg: str(select(cfg, key)).lower() not in words
+
+
+def unused_keys(
+    cfg: Any, sources: Mapping[str, str], table: Iterable[Condition], defaults: Mapping[str, Any]
+) -> list[UnusedKey]:
+    """Finds keys that were set and have no effect, in the order of the keys.
+
+    Args:
+        cfg: The configuration.
+        sources: Key → file or override that set it; other keys are not checked.
+        table: Rows of the task type. A key that several rows match is read if all of them hold.
+        defaults: Key → its default. A key that was set to its default is not reported.
+    """
+    rows = list(table)
+    unused = []
+    for key, source in sorted(sources.items()):
+        value = _plain(select(cfg, key))
+        if key in defaults and value == defaults[key]:
+            continue
+        if row := next((row for row in rows if row.names(key) and not row.holds(cfg)), None):
+            unused.append(UnusedKey(key, value, source, row.reason))
+    return unused
+
+
+def user_sources(layers: ConfigLayers, path: str, content: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the keys that the user's own file and the overrides set, with the source of each. Files named under `defaults`
+    are templates, site files describe clusters, and a saved configuration of a run sets every key: none of these count.
+
+    Args:
+        layers: The configuration.
+        path: The user's file, as the layers call it.
+        content: Content of that file.
+    """
+    runner = content.get("runner")
+    saved = isinstance(runner, Mapping) and runner.keys() >= ALWAYS_SAVED
+    files = () if saved else (path,)
+    return {key: source for key, source in layers.sources.items() if source in files or source.startswith("override ")}
+
+
+def defaults_of(root: type, keys: Iterable[str]) -> dict[str, Any]:
+    """Returns the defaults of a task type's configuration as plain values, without keys whose default follows another key."""
+    cfg = untouched(root)
+    defaults = {}
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        node = OmegaConf.select(cfg, section) if section else cfg
+        if not OmegaConf.is_interpolation(node, name) and not OmegaConf.is_missing(node, name):
+            defaults[key] = _plain(node[name])
+    return defaults
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -1,0 +1,178 @@
+"""Configuration schema: names, types and locations of keys, from a tree of dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from rlhpc.config.yaml_files import Scalar
+
+#: Other projects' names for keys of ours.
+_ALSO_KNOWN_AS = {
+    "learning_rate": "lr",
+    "lambda": "gae_lambda",
+    "batch_size": "global_batch_size",
+    "epsilon": "adam_eps",
+    "clip_range": "clip_ratio_high",
+    "n_steps": "rollout_steps",
+    "num_steps": "rollout_steps",
+    "n_envs": "num_envs",
+    "n_epochs": "update_epochs",
+    "max_grad_norm": "clip_grad",
+    "ent_coef": "entropy_coef",
+    "vf_coef": "value_coef",
+    "env": "env_id",
+}
+#: Mappings whose keys the user chooses.
+_OPEN = ("kwargs", "component_placement", "env_vars", "deepspeed.config", "sweep.grid")
+#: Last parts of the keys whose values are paths.
+PATHS = frozenset(
+    (
+        "run_dir", "resume_dir", "init_from", "scratch", "python_interpreter", "simulator_python", "python", "path",
+        "model_path", "load_path", "reward_model", "value_model", "sft", "demos_expert",
+    )
+)  # fmt: skip
+_VARIABLE = re.compile(r"(?<!\\)\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+
+
+def open_mapping_of(key: str) -> str | None:
+    """Returns the mapping with user-chosen keys that a dotted key lies in, or is: `env.train.kwargs` for `env.train.kwargs.g`;
+    None if the key lies in no such mapping.
+    """
+    parts = key.split(".")
+    paths = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    return next((path for path in paths if path.endswith(_OPEN)), None)
+
+
+@functools.cache
+def fields_of(cls: type) -> Mapping[str, Any]:
+    """Returns name → type of a dataclass's fields."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def element_of(kind: Any) -> type | None:
+    """Returns the dataclass of a list's elements, if they are sections."""
+    element = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
+    return element if isinstance(element, type) and dataclasses.is_dataclass(element) else None
+
+
+def typed_value(content: Any, kind: Any) -> Any:
+    """Replaces each scalar in a value by its text where the type is text, and by its YAML value elsewhere.
+
+    Args:
+        content: A value as it was written, or a section.
+        kind: The type of its key.
+
+    Raises:
+        ValueError: Two keys of a mapping are the same.
+    """
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        kinds = [part for part in typing.get_args(kind) if part is not type(None)]
+        kind = kinds[0] if len(kinds) == 1 else Any
+    if isinstance(content, Scalar):
+        return content.text if kind is str else content.value
+    if isinstance(content, list):
+        item_kind = typing.get_args(kind)[0] if typing.get_origin(kind) is list else Any
+        return [typed_value(item, item_kind) for item in content]
+    if not isinstance(content, dict):
+        return content
+    fields = fields_of(kind) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+    key_kind, value_kind = typing.get_args(kind) if typing.get_origin(kind) is dict else (str if fields else Any, Any)
+    result: dict[Any, Any] = {}
+    for written, value in content.items():
+        key = typed_value(written, key_kind)
+        if key in result:
+            raise ValueError(f"key {key!r} is given twice")
+        result[key] = typed_value(value, fields.get(key, Any) if fields else value_kind)
+    return result
+
+
+def with_variables(content: Any, kind: Any, name: str = "") -> Any:
+    """Replaces `$NAME` and `${NAME}` in the values of path keys by `${oc.env:NAME}`, which reads the environment variable.
+
+    Args:
+        content: A typed value, or a section.
+        kind: The type of its key.
+        name: The last part of its key.
+    """
+    if isinstance(content, str) and name in PATHS:
+        return _VARIABLE.sub(lambda match: f"${{oc.env:{match[1] or match[2]}}}", content)
+    if isinstance(content, list):
+        return [with_variables(item, element_of(kind), name) for item in content]
+    if isinstance(content, dict) and isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return {key: with_variables(value, fields_of(kind).get(key), key) for key, value in content.items()}
+    return content
+
+
+def words_of(kind: Any) -> str:
+    """Formats a type's name for messages and for the reference."""
+    named = str(getattr(kind, "__name__", kind)) if not hasattr(kind, "__args__") else str(kind)
+    return named.replace("NoneType", "null").replace("None", "null").replace("typing.", "")
+
+
+class Schema:
+    """Keys of one configuration.
+
+    Args:
+        root: Its dataclass.
+        name: What it is called in messages.
+
+    Attributes:
+        keys: Every key, dotted, without the sections.
+        open: The keys whose values are mappings with keys that the user chooses.
+    """
+
+    def __init__(self, root: type, name: str = "") -> None:
+        self.root, self.name = root, name
+        self.keys = tuple(_all_keys(root, ""))
+        self.open = frozenset(key for key in self.keys if key.endswith(_OPEN))
+
+    def kind(self, path: str) -> Any:
+        """Returns the type of a key or section; None if the key does not exist."""
+        kind: Any = self.root
+        for part in path.split("."):
+            kind = fields_of(kind).get(part) if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
+        return kind
+
+    def type_name(self, path: str) -> str:
+        """Returns the type of a key or section, in words."""
+        kind = self.kind(path)
+        return "another type" if kind is None else words_of(kind)
+
+    def __contains__(self, path: str) -> bool:
+        """Returns whether a key or section exists; elements of lists are written `[]` or `[2]`."""
+        kind: Any = self.root
+        for part in path.split("."):
+            name, bracket, _ = part.partition("[")
+            kind = fields_of(kind).get(name) if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
+            if bracket:
+                kind = element_of(kind)
+            if kind is None:
+                return False
+        return True
+
+    def nearest(self, key: str, allowed: Iterable[str], prefix: str) -> str:
+        """Returns a hint at the intended key for an unknown key below `prefix`; empty if no key is similar."""
+        allowed = list(allowed)
+        key = _ALSO_KNOWN_AS.get(key, key)
+        near = [key] if key in allowed else difflib.get_close_matches(key, allowed, 1, 0.5)
+        if near:
+            return f"did you mean {prefix}{near[0]}? "
+        similar_keys = [path for path in self.keys if path.rsplit(".", 1)[-1] == key]
+        similar_keys = similar_keys or difflib.get_close_matches(f"{prefix}{key}", self.keys, 1, 0.6)
+        return f"did you mean {similar_keys[0]}? " if similar_keys else ""
+
+
+def _all_keys(cls: type, prefix: str) -> Iterator[str]:
+    for name, kind in fields_of(cls).items():
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            yield from _all_keys(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

@@ -1,0 +1,151 @@
+"""YAML loaders and the dumper of configurations. Scalars keep their text until the type of their key is known."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from rlhpc.runtime import env_references
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import cut, shown
+
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """YAML loader that refuses repeated keys, reads 1e-3 as a number, and `02:00:00`, `1:0` and dates as text."""
+
+
+_NUMBERS_AND_DATES = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
+UniqueKeys.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS_AND_DATES]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+class ConfigDumper(yaml.SafeDumper):
+    """YAML dumper that quotes each text that `UniqueKeys` would read as another type."""
+
+
+for _class in (UniqueKeys, ConfigDumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:int",
+        re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$"),
+        list("-+0123456789"),
+    )
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(
+            r"^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+            r"|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+        ),
+        list("-+0123456789."),
+    )
+
+
+def _mapping(loader: UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
+    """Builds a mapping; its own keys override those that `<<` merges into it, as in YAML 1.1."""
+    merged: dict[Any, Any] | None = None
+    local: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        if key_node.tag == _MERGE:
+            if merged is not None:
+                raise yaml.constructor.ConstructorError(None, None, "key '<<' is given twice", key_node.start_mark)
+            merged = _merged(loader, value_node)
+            continue
+        key = loader.construct_object(key_node, deep=True)
+        if isinstance(key, (list, dict)):
+            raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
+        if key in local:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+        local[key] = loader.construct_object(value_node, deep=True)
+    return {**(merged or {}), **local}
+
+
+def _merged(loader: UniqueKeys, node: yaml.Node) -> dict[Any, Any]:
+    """Merges the value of `<<`: a mapping, or a list of mappings of which the first has precedence."""
+    merged: dict[Any, Any] = {}
+    for part in reversed(node.value) if isinstance(node, yaml.SequenceNode) else (node,):
+        if not isinstance(part, yaml.MappingNode):
+            raise yaml.constructor.ConstructorError(
+                None, None, "'<<' merges a mapping (*name), or a list of mappings ([*one, *other])", part.start_mark
+            )
+        merged.update(loader.construct_object(part, deep=True))
+    return merged
+
+
+UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """Number or boolean as it is written; the type of its key decides between value and text.
+
+    Attributes:
+        value: Its value in YAML.
+        text: Its text.
+    """
+
+    value: Any
+    text: str
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class WrittenScalars(UniqueKeys):
+    """`UniqueKeys` loader that reads numbers and booleans without quotes as `Scalar`."""
+
+
+def _scalar(loader: WrittenScalars, node: yaml.ScalarNode) -> Any:
+    value = yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+    return Scalar(value, node.value) if node.style is None else value
+
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:bool"):
+    WrittenScalars.add_constructor(_tag, _scalar)
+
+
+def scalar_values(content: Any) -> Any:
+    """Replaces each scalar in mappings and lists by its value."""
+    if isinstance(content, Scalar):
+        return content.value
+    if isinstance(content, dict):
+        return {scalar_values(key): scalar_values(value) for key, value in content.items()}
+    return [scalar_values(item) for item in content] if isinstance(content, list) else content
+
+
+def plain_value(value: Any, key: str) -> Any:
+    """Returns a value as mappings, lists, texts, numbers, booleans and None.
+
+    Paths become texts, tuples become lists, and numbers of NumPy or PyTorch become Python numbers. References of an OmegaConf
+    node to the environment stay as they are written.
+
+    Args:
+        value: Value of a configuration key, or a mapping of sections.
+        key: The key, for messages.
+
+    Raises:
+        ConfigError: A value has another type; the message names its key.
+    """
+    value = env_references.to_plain(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()  # of NumPy or PyTorch
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        if wrong := [name for name in value if not isinstance(name, (str, int))]:
+            raise ConfigError(f"{key}: {shown(wrong[0])} is not a key; keys are texts")
+        return {name: plain_value(item, f"{key}.{name}") for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(item, f"{key}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise ConfigError(
+        f"{cut(key)} is of type {type(value).__name__}; a configuration has texts, numbers, booleans, lists and mappings"
+    )

@@ -1,0 +1,59 @@
+"""IQL update (Kostrikov et al. 2022), as in CORL's iql.py: it evaluates only actions that the data contains.
+
+Value network and critics are one module with one optimizer; Adam gives the same result as with two.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.embodied.algorithms.off_policy import OffPolicyUpdate, TransitionBatch
+from rlhpc.embodied.models.off_policy import IQLPolicy
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import SacAlgorithmConfig, SacOptimConfig
+
+
+class IqlUpdate(OffPolicyUpdate[IQLPolicy]):
+    """IQL update: expectile regression of a value network, and advantage-weighted regression of the actor.
+
+    Arguments as in `OffPolicyUpdate`.
+    """
+
+    networks = IQLPolicy
+    critic_metrics = ("q_loss", "q_value", "value_loss", "advantage", "q_grad_norm")
+
+    def __init__(
+        self, algorithm: SacAlgorithmConfig, optim: SacOptimConfig, policy: IQLPolicy, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(algorithm, optim, policy, *args, **kwargs)
+        self.expectile, self.temperature = algorithm.expectile, algorithm.inverse_temperature
+        self.max_weight = algorithm.max_weight
+
+    def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+        """Steps the value network and the critics.
+
+        The value moves towards an expectile of the smaller target value; the critics move towards reward plus discounted
+        value.
+        """
+        critics, actions = self.policy.critics, batch.actions.flatten(1)
+        with torch.no_grad():
+            next_values = critics.value(next_obs).squeeze(-1)
+            target_values = self.targets["critics"].module(obs, actions).amin(0)
+        errors = target_values - critics.value(obs).squeeze(-1)
+        self._advantages = errors.detach()
+        weights = torch.where(self._advantages < 0, 1 - self.expectile, self.expectile)
+        loss = (weights * errors.square()).sum() / batch.total
+        *critic_metrics, norm = self.fit_critics(critics(obs, actions), next_values, batch, besides=loss)
+        return *critic_metrics, loss.detach(), self._advantages.sum() / batch.total, norm
+
+    def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+        """Steps the actor towards the data's actions, each weighted by its advantage over the value."""
+        weights = (self.temperature * self._advantages).exp().clamp(max=self.max_weight)
+        logprobs, _ = self.policy.head.evaluate(self.policy.actor(obs), batch.actions, False)
+        loss = -(weights * logprobs).sum() / batch.total
+        norm = self.fit_actor(loss)
+        return loss.detach(), norm / self._ranks

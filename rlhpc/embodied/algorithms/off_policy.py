@@ -1,0 +1,322 @@
+"""Base of off-policy updates: actor and critics with one optimizer each, target networks, and averaged metrics.
+
+An update on several ranks equals an update on one rank: losses are sums over a rank's rows, divided by the rows of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Container
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rlhpc.algorithms.nonfinite import Skips, listed, nonfinite, tensors_of
+from rlhpc.checkpoint.state import load_state, save_state
+from rlhpc.embodied.models.off_policy import ActorCritic, flatten
+from rlhpc.runtime.errors import CheckpointError
+from rlhpc.training.backend import Named
+from rlhpc.training.data_parallel import OPTIMIZER
+from rlhpc.training.flat_parameters import AdamOptions, FlatModule, Reduce
+from rlhpc.weights import frozen_names
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import SacAlgorithmConfig, SacOptimConfig
+
+#: Target networks → their keys in a checkpoint.
+_KEYS = {"critics": "targets", "actor": "target_actor"}
+Networks = TypeVar("Networks", bound=ActorCritic)
+
+
+@dataclass
+class TransitionBatch:
+    """One rank's rows of a batch, on the device.
+
+    Attributes:
+        obs, next_obs: `[b, ...]`, or dicts of such tensors.
+        actions: `[b, ...]`.
+        rewards: `[b]`.
+        terminations: `[b]` bool; False for truncated transitions, which bootstrap from their true next observation.
+        noise: `[2, b, d]` standard normal, for the next and the present actions.
+        total: Rows over all ranks.
+    """
+
+    obs: Any
+    actions: Tensor
+    rewards: Tensor
+    next_obs: Any
+    terminations: Tensor
+    noise: Tensor
+    total: int
+
+
+class TargetNetwork:
+    """Copy of a network that follows it by Polyak averaging, on one flat tensor.
+
+    Attributes:
+        module: The copy.
+    """
+
+    def __init__(self, source: nn.Module, flat_source: FlatModule) -> None:
+        self.module = copy.deepcopy(source).requires_grad_(False)
+        self._source = flat_source
+        parameters = list(self.module.parameters())
+        self._weights = torch.cat([p.detach().reshape(-1) for p in parameters])
+        for parameter, part in zip(parameters, self._weights.split([p.numel() for p in parameters]), strict=True):
+            parameter.data = part.view(parameter.shape)
+
+    def follow(self, tau: float) -> None:
+        """Moves the copy towards the network by a fraction `tau`; 1 copies it completely."""
+        if tau == 1:
+            self._weights.copy_(self._source.weights)
+        else:
+            self._weights.lerp_(self._source.weights, tau)
+
+
+class OffPolicyUpdate(ABC, Generic[Networks]):
+    """Optimizers and target networks of an off-policy algorithm. A subclass defines the losses of critics and actor.
+
+    Args:
+        algorithm: Section `algorithm`.
+        optim: Section `actor.optim`.
+        policy: Policy on its device; its actor and critics are trained.
+        reduce: Sums a tensor over the ranks, in place.
+        ranks: Number of ranks.
+        rank: Rank of this process; rank 0 writes checkpoints.
+        skip: Skips updates whose gradient is not finite, rather than raise.
+
+    Attributes:
+        networks: Policy class that the algorithm can train.
+        critic_metrics, actor_metrics: Metrics of a critic and of an actor update; the last is the gradient norm.
+        targets: Target networks by name.
+        updates: Number of updates made.
+    """
+
+    networks: ClassVar[type[ActorCritic]]
+    critic_metrics: ClassVar[tuple[str, ...]] = ("q_loss", "q_value", "q_grad_norm")
+    actor_metrics: ClassVar[tuple[str, ...]] = ("actor_loss", "actor_grad_norm")
+
+    def __init__(
+        self,
+        algorithm: SacAlgorithmConfig,
+        optim: SacOptimConfig,
+        policy: Networks,
+        reduce: Reduce = lambda t: t,
+        ranks: int = 1,
+        *,
+        skip: bool = False,
+        rank: int = 0,
+    ) -> None:
+        self.policy, self._reduce, self._ranks, self._rank = policy, reduce, ranks, rank
+        self.skips = Skips(skip)
+        self.value_lr = optim.lr if optim.value_lr is None else optim.value_lr
+        options = AdamOptions.of(optim)
+        self.actor = FlatModule(policy.actor, options, reduce, ranks, look=skip)
+        self.critic = FlatModule(policy.critics, replace(options, lr=self.value_lr), reduce, ranks, look=skip)
+        self._rate = 1.0
+        self.targets = self.build_targets()
+        self._trained = list(policy.actor.parameters())
+        self.gamma, self.tau = algorithm.gamma, algorithm.tau
+        self.actor_every, self.targets_every = algorithm.critic_actor_ratio, algorithm.target_update_freq
+        self.updates = 0
+        self._sums = self.critic.weights.new_zeros(len(self.critic_metrics) + len(self.actor_metrics))
+        self._zero = self._sums.new_zeros(())
+        self._counts = [0, 0]
+
+    def build_targets(self) -> dict[str, TargetNetwork]:
+        """Returns the target networks by name: here, those of the critics."""
+        return {"critics": TargetNetwork(self.policy.critics, self.critic)}
+
+    def reset_targets(self) -> None:
+        """Copies the followed networks to the target networks."""
+        for target in self.targets.values():
+            target.follow(1)
+
+    # -- one update -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+        """Steps the critics' optimizer; returns `critic_metrics`."""
+
+    @abstractmethod
+    def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+        """Steps the actor's optimizer; returns `actor_metrics`."""
+
+    def step(self, batch: TransitionBatch) -> None:
+        """Updates critics, actor and target networks.
+
+        Raises:
+            NonFinite: A gradient is not finite.
+        """
+        self.updates += 1
+        obs, next_obs = flatten(batch.obs), flatten(batch.next_obs)
+        critic = self.train_critics(obs, next_obs, batch)
+        if self._refused("critics", self.critic, critic[-1]):
+            return
+        actor = self.train_actor(obs, batch) if self.updates % self.actor_every == 0 else None
+        if actor is not None and self._refused("actor", self.actor, actor[-1]):
+            actor = None
+        else:
+            self._counts[1] += actor is not None
+            self.skips.took()
+        if self.updates % self.targets_every == 0:
+            for target in self.targets.values():
+                target.follow(self.tau)
+        self._counts[0] += 1
+        with torch.no_grad():
+            self._sums += torch.stack((*critic, *(actor or (self._zero,) * len(self.actor_metrics))))
+
+    def fit_critics(
+        self, values: Tensor, next_values: Tensor, batch: TransitionBatch, besides: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Steps the critics towards reward plus discounted next value, by the sum of their mean squared errors.
+
+        Args:
+            values: Values `[2, b]` of the critics.
+            next_values: Value `[b]` of the next state, without a gradient.
+            batch: The transitions.
+            besides: Loss that is added and not reported.
+
+        Returns:
+            Loss, mean value and gradient norm, to be summed over the ranks.
+        """
+        total = batch.total
+        targets = torch.where(batch.terminations, batch.rewards, batch.rewards + self.gamma * next_values)
+        loss = (values - targets).square().sum() / total
+        self.critic.zero_grad()
+        (loss if besides is None else loss + besides).backward()
+        norm = self.critic.optimizer_step(self.critic.base_lr * self._rate)
+        return loss.detach(), values.detach().sum() / (2 * total), norm / self._ranks
+
+    def fit_actor(self, loss: Tensor) -> Tensor:
+        """Steps the actor; returns the norm of its gradient."""
+        self.actor.zero_grad()
+        loss.backward(inputs=self._trained)  # the critics' own gradients are not even computed
+        return self.actor.optimizer_step(self.actor.base_lr * self._rate)
+
+    def _refused(self, network: str, backend: FlatModule, norm: Tensor) -> bool:
+        """Returns whether an optimizer's step was skipped because its gradient is not finite."""
+        if not backend.refuses(norm):
+            return False
+
+        def message() -> str:
+            bad = backend.bad_gradients()
+            return f"update {self.updates}: the gradient of the {network} is not finite ({listed(bad) or 'its norm'})"
+
+        self.skips.left_out(message)
+        return True
+
+    def facts(self) -> dict[str, float]:
+        """Returns metrics of the algorithm that are not means over updates."""
+        return {}
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the means over the updates since the last call, over all ranks.
+
+        Raises:
+            NonFinite: A mean is not finite; metrics of an accelerator are read here, before any weight leaves the rank.
+        """
+        sums = self._sums.double()
+        if self._ranks > 1:
+            sums = self._reduce(sums)
+        num_updates, num_actor_updates = self._counts
+        names = (*self.critic_metrics, *self.actor_metrics)
+        counts = [max(num_updates, 1)] * len(self.critic_metrics) + [max(num_actor_updates, 1)] * len(
+            self.actor_metrics
+        )
+        means = {name: total / n for name, total, n in zip(names, sums.tolist(), counts, strict=True)}
+        if bad := [name for name, mean in means.items() if not math.isfinite(mean)]:
+            raise nonfinite(f"after update {self.updates}: {', '.join(bad)} not finite")
+        self._sums.zero_()
+        self._counts = [0, 0]
+        return {
+            **(means if num_updates else {}),
+            **self.facts(),
+            "updates": float(self.updates),
+            **self.skips.counted(),
+        }
+
+    def set_lr(self, factor: float) -> None:
+        """Scales the learning rates of all later steps."""
+        self._rate = factor
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of optimizers and target networks, and the number of updates."""
+        averages = {_KEYS[name]: target.module.state_dict() for name, target in self.targets.items()}
+        optimizers = {"actor": self.actor.state_dict(), "critic": self.critic.state_dict()}
+        return {**optimizers, **averages, "updates": self.updates}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` returned; a subclass adds its additional state."""
+        self.actor.load_state_dict(state["actor"])
+        self.critic.load_state_dict(state["critic"])
+        for name, target in self.targets.items():
+            target.module.load_state_dict(state[_KEYS[name]])
+        self.updates = int(state["updates"])
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned.
+
+        Raises:
+            CheckpointError: It is of another model or algorithm.
+        """
+        try:
+            self.restore(state)
+        except (KeyError, RuntimeError, TypeError) as error:
+            raise CheckpointError(
+                f"the checkpoint's optimizer is not that of this model and algorithm: {error!r}"
+            ) from error
+        self._sums.zero_()
+        self._counts = [0, 0]
+
+    lockstep = False
+
+    def offload(self) -> None:
+        """Does nothing: off-policy actors stay on their device."""
+
+    def reload(self) -> None:
+        """Does nothing, like `offload`."""
+
+    def awake(self) -> contextlib.AbstractContextManager[None]:
+        """Returns an empty context, because the networks are never offloaded."""
+        return contextlib.nullcontext()
+
+    # -- the interface `PolicyLearner` ----------------------------------------------------------------------------
+
+    def named_weights(self, without: Container[str] = ()) -> Named:
+        """Yields all weights under the policy's names."""
+        yield from ((name, tensor) for name, tensor in self.policy.state_dict().items() if name not in without)
+
+    def frozen_names(self) -> frozenset[str]:
+        """Returns the names of the weights that never change."""
+        return frozen_names(self.policy)
+
+    def replace_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over all weights; optimizers and target networks stay as they are."""
+        self.policy.load_state_dict(tensors)
+
+    def held_tensors(self) -> Named:
+        """Yields the tensors that the optimizers hold."""
+        yield from tensors_of(self.state_dict(), "optimizer")
+
+    def save(self, folder: Path) -> None:
+        """Writes the optimizers' state on rank 0; it is the same on all ranks."""
+        if self._rank == 0:
+            save_state(folder / OPTIMIZER, self.state_dict())
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote.
+
+        Raises:
+            CheckpointError: It is of another model or algorithm.
+        """
+        self.load_state_dict(load_state(folder / OPTIMIZER, map_location=str(self.critic.weights.device)))

@@ -1,0 +1,484 @@
+"""Policy update of PPO and related algorithms: epochs of global minibatches, split over ranks and micro-batches without
+changing the result.
+
+Values that depend on all ranks (valid counts, advantage moments) are summed once for all minibatches before the first one,
+and the metrics once after the last. In between, the ranks exchange only gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rlhpc.algorithms import losses, policy_loss, value_loss
+from rlhpc.algorithms.nonfinite import Skips, listed, nonfinite
+from rlhpc.algorithms.registry import POLICY_LOSSES
+from rlhpc.embodied.data.minibatches import local_minibatches, passes, permutation, permutation_by_part
+from rlhpc.embodied.envs.observations import rows_of
+from rlhpc.embodied.training.blueprint import passed
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.training.backend import Metrics, TrainingBackend
+from rlhpc.training.flat_parameters import Reduce
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import PpoAlgorithmConfig
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class TransitionStream:
+    """Stream of a step's transitions of one rank, which arrive in parts.
+
+    Args:
+        take: Receives the part with a number: columns `[n, T / parts, ...]` of its decisions in all slots.
+        parts: Number of parts; they arrive in order.
+        steps: T, decisions of the step.
+
+    Attributes:
+        columns: `[n · T, ...]`, slot by slot. Rows of parts that have not been received are uninitialized.
+        waited: Seconds spent on receiving parts.
+    """
+
+    def __init__(self, take: Callable[[int], dict[str, torch.Tensor]], parts: int, steps: int) -> None:
+        self._take, self.parts, self.steps = take, parts, steps
+        self.columns: dict[str, torch.Tensor] = {}
+        self._next, self.waited = 0, 0.0
+
+    def wait_until(self, part: int) -> None:
+        """Receives all parts up to and including `part` that have not been received yet; blocks until they are there."""
+        start = time.perf_counter()
+        while self._next <= part:
+            for name, column in self._take(self._next).items():
+                slots, size, *shape = column.shape
+                if name not in self.columns:
+                    self.columns[name] = column.new_empty((slots * size * self.parts, *shape))
+                self.columns[name].view(slots, self.parts, size, *shape)[:, self._next] = column
+            self._next += 1
+        self.waited += time.perf_counter() - start
+
+    def iter_micro_batches(
+        self, indices: torch.Tensor, size: int, make: Callable[[torch.Tensor], Item]
+    ) -> Sequence[Item]:
+        """Returns the items that `make` builds from chunks of up to `size` rows, each chunk from one part, in the order of the
+        parts.
+
+        Each item is built when it is requested, once its rows have arrived.
+        """
+        part_of_row = indices % self.steps // (self.steps // self.parts)
+        chunks = [
+            (part, rows) for part in part_of_row.unique().tolist() for rows in indices[part_of_row == part].split(size)
+        ]
+
+        def build(part: int, rows: torch.Tensor) -> Item:
+            self.wait_until(part)
+            return make(rows)
+
+        return LazySequence([partial(build, part, rows) for part, rows in chunks])
+
+
+class LazySequence(Sequence[Item], Generic[Item]):
+    """Sequence whose items are built each time they are requested."""
+
+    def __init__(self, builders: Sequence[Callable[[], Item]]) -> None:
+        self._builders = builders
+
+    def __len__(self) -> int:
+        return len(self._builders)
+
+    def __iter__(self) -> Iterator[Item]:
+        return (make() for make in self._builders)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self._builders[index]()
+
+
+#: Facts that the package's own losses measure. Of other losses, all facts but these become metrics.
+_BUILT_IN_FACTS = ("approx_kl", "clip_fraction", "ratio")
+_BUILT_IN = (losses.ppo, losses.gspo, losses.cispo)
+METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+
+
+@dataclass
+class MinibatchShard:
+    """One rank's part of a minibatch.
+
+    It holds the sums over all ranks, the minimum number of passes that the ranks make, and the stream that its rows come from
+    while the step is trained on as it arrives.
+    """
+
+    indices: torch.Tensor
+    count: torch.Tensor
+    tokens: torch.Tensor
+    mean: torch.Tensor
+    std: torch.Tensor
+    passes: int = 0
+    coming: TransitionStream | None = None
+    empty: bool = False
+
+
+class Micro(NamedTuple):
+    """Input of one forward and backward pass."""
+
+    columns: dict[str, torch.Tensor]
+    part: MinibatchShard
+
+
+class PolicyUpdate:
+    """Trains the backend's module on one rollout.
+
+    Args:
+        algorithm: Section `algorithm` of the configuration.
+        backend: Training backend that holds the policy.
+        batch_size: Transitions of a minibatch over all ranks.
+        micro_batch: Transitions of one forward and backward pass; None for a rank's complete part.
+        seed: Seed of the minibatches' order.
+        reduce: Sums a tensor over the group, in place.
+        rank, ranks: This rank, and the number of ranks of the group.
+        gather: Returns the ranks' objects, in rank order.
+        skip: Skips steps whose gradient is not finite, rather than raise.
+    """
+
+    def __init__(
+        self,
+        algorithm: PpoAlgorithmConfig,
+        backend: TrainingBackend,
+        *,
+        batch_size: int,
+        micro_batch: int | None,
+        seed: int,
+        reduce: Reduce = lambda t: t,
+        gather: Callable[[Any], list[Any]] = lambda thing: [thing],
+        rank: int = 0,
+        ranks: int = 1,
+        skip: bool = False,
+    ) -> None:
+        self.backend, self.batch_size, self.micro_batch, self.seed = backend, batch_size, micro_batch, seed
+        self._reduce, self._rank, self._ranks = reduce, rank, ranks
+        self.skips, self._gather = Skips(skip), gather
+        self.epochs = algorithm.update_epochs
+        self.loss_type = algorithm.loss_type
+        self.value_coef, self.entropy_coef = algorithm.value_coef, algorithm.entropy_coef
+        self.value_clip = algorithm.value_clip
+        self.target_kl = algorithm.target_kl
+        normalize = algorithm.normalize_advantages.lower()
+        self.normalize = "minibatch" if normalize == "auto" else normalize
+        if self.normalize not in ("batch", "minibatch", "none", "false"):
+            raise ConfigError(
+                f"algorithm.normalize_advantages is {algorithm.normalize_advantages!r}; "
+                "choose from batch, minibatch, none"
+            )
+        self._loss_options: dict[str, Any] = {
+            "clip_ratio_low": algorithm.clip_ratio_low,
+            "clip_ratio_high": algorithm.clip_ratio_high,
+            "clip_ratio_c": algorithm.clip_ratio_c,
+            "loss_agg": "token-mean",
+        }
+        self.decoupled = POLICY_LOSSES.find(self.loss_type) is losses.decoupled_ppo
+        if self.decoupled:
+            self._loss_options["behave_weight_cap"] = algorithm.tis_cap
+
+    def run(
+        self,
+        batch: dict[str, torch.Tensor],
+        held: range,
+        total: int,
+        step: int,
+        lr: float,
+        arriving: TransitionStream | None = None,
+    ) -> dict[str, float]:
+        """Runs all epochs over one rollout.
+
+        Args:
+            batch: This rank's transitions, flat `[N, ...]`: obs (or several, see `rows_of`), actions, logprobs, values,
+                advantages, returns, mask; where they exist also the model's `inputs.*`, and token_mask, which marks the
+                log-probabilities that train. Advantages, returns and mask are `[N]`, or `[N, chunk]` if they belong to single
+                actions; log-probs have the shape of the policy's `logprob_type`.
+            held: Indices of this rank's rows among the run's `total` transitions.
+            total: Transitions of all ranks.
+            step: Global step, part of the order's seed.
+            lr: Learning rate.
+            arriving: Stream that the rows of `batch` come from, if some are still missing: the first epoch then takes the
+                parts in their order, each as soon as it has arrived.
+
+        Returns:
+            Metrics, the same on all ranks.
+
+        Raises:
+            NonFinite: A gradient is not finite.
+        """
+        device = batch["logprobs"].device
+        if self.decoupled:
+            batch = {**batch, "proximal": self._proximal(batch)}
+        sums = torch.zeros(len(METRICS), dtype=torch.float64, device=device)
+        norms = torch.zeros((), dtype=torch.float64, device=device)
+        loss_facts: dict[str, torch.Tensor] = {}
+        updates = empty = 0
+        for number, part in enumerate(self._minibatches(batch, held, total, step, arriving)):
+            if part.empty:  # Adam would move by its momentum alone
+                empty += 1
+                continue
+            stats, more = self._accumulate(batch, part)
+            if self._too_far(stats):
+                break
+            norm = self.backend.optimizer_step(lr)
+            if self.backend.refuses(norm):
+                problem = self._not_finite(stats)
+                self.skips.left_out(lambda: f"step {step}, minibatch {number}: {problem}")  # noqa: B023 (called at once)
+                continue
+            self.skips.took()
+            norms += norm
+            sums += stats
+            loss_facts = _added(loss_facts, more)
+            updates += 1
+        if arriving is not None:  # also where the updates have ended early
+            arriving.wait_until(arriving.parts - 1)
+        means = (self._sum(sums) / max(updates, 1)).tolist()
+        if not math.isfinite(norms):  # an accelerator's norms are read here, before any weight leaves the rank
+            raise nonfinite(f"step {step}: the norm of a gradient is not finite")
+        return {
+            **dict(zip(METRICS, means, strict=True)),
+            "grad_norm": float(norms) / max(updates, 1),
+            "epochs": updates / -(-total // self.batch_size),
+            "lr": lr,
+            **self._own_metrics(loss_facts, max(updates, 1)),
+            **self.skips.counted(),
+            **({"empty_minibatches": float(empty)} if empty else {}),
+        }
+
+    @torch.no_grad()
+    def _proximal(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns log-probs of the rollout's actions under the weights before the update; the weights that acted may be
+        older.
+        """
+        logprobs = []
+        for part in torch.arange(len(batch["mask"]), device=batch["mask"].device).split(
+            self.micro_batch or len(batch["mask"])
+        ):
+            micro = {name: column[part] for name, column in batch.items()}
+            inputs = {"obs": rows_of(micro, "obs"), "actions": micro["actions"]} | rows_of(micro, "inputs")
+            options = {"compute_logprobs": True, "compute_entropy": False, "compute_values": False}
+            out = self.backend.evaluate(_forward, (inputs, options))
+            logprobs.append(out["logprobs"])
+        return torch.cat(logprobs)
+
+    def _own_metrics(self, sums: dict[str, torch.Tensor], updates: int) -> dict[str, float]:
+        """Returns metrics of a loss that is not built in. A rank without a row of any minibatch gets the names from the
+        others.
+        """
+        if POLICY_LOSSES.find(self.loss_type) in _BUILT_IN:
+            return {}
+        names = sorted(set().union(*self._gather(sorted(sums)))) if self._ranks > 1 else sorted(sums)
+        if not names:
+            return {}
+        zero = torch.zeros((), dtype=torch.float64, device=self.backend.device)
+        total = self._sum(torch.stack([sums.get(name, zero) for name in names]))
+        return dict(zip(names, (total / updates).tolist(), strict=True))
+
+    def _not_finite(self, stats: torch.Tensor) -> str:
+        """Returns a text that names the non-finite values and their ranks; all ranks call it and get the same text."""
+        flags = torch.zeros((self._ranks, len(METRICS)), dtype=torch.float64, device=stats.device)
+        flags[self._rank] = (~stats.isfinite()).double()
+        losses = [
+            f"{name} of actor-{rank}"
+            for rank, row in enumerate(self._sum(flags).tolist())
+            for name, bad in zip(METRICS, row, strict=True)
+            if bad
+        ]
+        gradients = self.backend.bad_gradients()
+        gradient_text = (
+            f"the gradient of {listed(gradients)} is not finite" if gradients else "the gradient's norm is not finite"
+        )
+        return f"{gradient_text} ({listed(losses)})" if losses else gradient_text
+
+    def _too_far(self, stats: torch.Tensor) -> bool:
+        """Returns whether a minibatch's KL estimate exceeds `target_kl`; its update and all later ones are then skipped
+        (ManiSkill).
+        """
+        if self.target_kl is None:
+            return False
+        return float(self._sum(stats[METRICS.index("approx_kl")].clone())) > self.target_kl
+
+    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._reduce(tensor) if self._ranks > 1 else tensor
+
+    def _minibatches(
+        self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, arriving: TransitionStream | None
+    ) -> Iterator[MinibatchShard]:
+        """Yields the minibatches of all epochs. Sums over the ranks are computed before the first of them where possible."""
+        begin = 0
+        if arriving is not None:
+            yield from self._as_they_come(batch, held, total, step, arriving)
+            begin = 1
+        orders = [permutation(total, self.seed, step, epoch) for epoch in range(begin, self.epochs)]
+        epochs = [self._parts(batch, local_minibatches(order, self.batch_size, held)) for order in orders]
+        yield from (part for parts in epochs for part in parts)
+
+    def _as_they_come(
+        self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, arriving: TransitionStream
+    ) -> Iterator[MinibatchShard]:
+        """Yields the minibatches of the first epoch.
+
+        A minibatch that spans several parts begins with the first of them. At that time, the number of its rows that train and
+        the spread of its advantages are unknown, so all its rows train, and the advantages are not normalized.
+        """
+        slots, parts = total // arriving.steps, arriving.parts
+        order = permutation_by_part(slots, arriving.steps, parts, self.seed, step, 0)
+        indices = local_minibatches(order, self.batch_size, held)
+        each = total // parts // self.batch_size
+        if each:
+            for part in range(parts):
+                arriving.wait_until(part)
+                yield from self._parts(batch, indices[part * each : (part + 1) * each])
+            return
+        arriving.wait_until(0)
+        device, tokens = batch["logprobs"].device, math.prod(batch["logprobs"].shape[1:])
+        zero = torch.zeros((), device=device)
+        count = zero + self.batch_size
+        for local_indices in indices:
+            yield MinibatchShard(local_indices.to(device), count, count * tokens, zero, zero + 1, coming=arriving)
+
+    def _parts(self, batch: dict[str, torch.Tensor], indices: list[torch.Tensor]) -> list[MinibatchShard]:
+        """Returns the minibatches, with counts and moments of their advantages over all ranks."""
+        device = batch["logprobs"].device
+        indices = [part.to(device) for part in indices]
+        mask = batch["mask"].double()
+        advantages = batch["advantages"].double() * mask
+        sums = [mask, advantages, advantages * batch["advantages"]]
+        rows = torch.stack([column.flatten(1).sum(1) if column.dim() > 1 else column for column in sums], dim=1)
+        tokens = _tokens(batch)
+        each = mask if tokens.shape[1] == 1 and "token_mask" not in batch else tokens.double().sum(1)
+        if self.normalize == "batch":
+            moments = rows.sum(0).expand(len(indices), 3).clone()
+        else:
+            moments = torch.stack([rows[part].sum(0) for part in indices])
+        kinds = [mask] if each is mask else [mask, each]
+        counts = [torch.stack([column[part].sum() for part in indices]) for column in kinds]
+        stacked = self._sum(torch.cat([moments, torch.stack(counts, dim=1)], dim=1))
+        n, first, second, *counts = stacked.unbind(1)
+        mean = first / n.clamp(min=1)
+        variance = ((second - n * mean * mean) / (n - 1).clamp(min=1)).clamp(min=0)
+        if self.normalize in ("none", "false"):
+            mean, variance = torch.zeros_like(mean), torch.ones_like(variance)
+        mean, std = mean.float(), variance.sqrt().float()
+        empty = (counts[0] == 0).tolist()
+        counts = [count.float().clamp(min=1) for count in counts]
+        columns = zip(indices, counts[0], counts[-1], mean, std, strict=True)
+        parts = [MinibatchShard(*values, empty=none) for values, none in zip(columns, empty, strict=True)]
+        if not self.backend.lockstep:
+            return parts
+        local_passes = [-(-part.indices.numel() // self._size(part)) for part in parts]
+        num_passes = passes(local_passes, self._rank, self._ranks, self._reduce)
+        return [replace(part, passes=num) for part, num in zip(parts, num_passes, strict=True)]
+
+    def _size(self, part: MinibatchShard) -> int:
+        return self.micro_batch or max(part.indices.numel(), 1)
+
+    def _accumulate(
+        self, batch: dict[str, torch.Tensor], part: MinibatchShard
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Accumulates the gradients of one minibatch; returns this rank's share of its metrics and of the loss's other
+        facts.
+        """
+        stats = torch.zeros(len(METRICS), dtype=torch.float64, device=batch["logprobs"].device)
+        loss_facts: dict[str, torch.Tensor] = {}
+
+        def micro(indices: torch.Tensor) -> Micro:
+            return Micro({name: column[indices] for name, column in batch.items()}, part)
+
+        if part.coming is not None:
+            micros = part.coming.iter_micro_batches(part.indices, self._size(part), micro)
+        else:
+            micros = [micro(rows) for rows in part.indices.split(self._size(part)) if rows.numel()]
+        if part.passes > len(micros):
+            micros = [*micros, *[Micro(_idle(batch), part)] * (part.passes - len(micros))]
+        for facts in self.backend.forward_backward(micros, self._loss):
+            stats += facts.pop("stats")
+            loss_facts = _added(loss_facts, facts)
+        return stats, loss_facts
+
+    def _loss(self, called: nn.Module, micro_batch: Micro) -> tuple[torch.Tensor, Metrics]:
+        """Returns a micro-batch's share of the minibatch's loss and metrics; "stats" are those of `METRICS`."""
+        micro, part = micro_batch
+        size = len(micro["mask"])
+        tokens, rows = _tokens(micro), micro["mask"].reshape(size, -1)
+        advantages = micro["advantages"].reshape(size, -1)
+        if self.normalize not in ("none", "false"):
+            advantages = (advantages - part.mean) / (part.std + 1e-8)
+        inputs = {"obs": rows_of(micro, "obs"), "actions": micro["actions"]} | rows_of(micro, "inputs")
+        has_value_loss = self.value_coef > 0
+        options = {"compute_logprobs": True, "compute_entropy": True, "compute_values": has_value_loss}
+        out = _forward(called, (inputs, options))
+        extra: dict[str, Any] = {"proximal_logprobs": micro["proximal"].reshape(size, -1)} if self.decoupled else {}
+        # A decision is a sequence here, of one token or of several: [M, ...] → [M, tokens].
+        policy, facts = policy_loss(
+            self.loss_type,
+            logprobs=out["logprobs"].reshape(size, -1),
+            old_logprobs=micro["logprobs"].reshape(size, -1),
+            advantages=_spread(advantages, tokens.shape[1]),
+            loss_mask=tokens,
+            global_tokens=part.tokens,
+            **self._loss_options,
+            **extra,
+        )
+        if has_value_loss:
+            value, _ = value_loss(
+                values=out["values"].reshape(size, -1),
+                returns=micro["returns"].reshape(size, -1),
+                loss_mask=rows,
+                old_values=micro["values"].reshape(size, -1),
+                value_clip=self.value_clip,
+                global_tokens=part.count,
+            )
+        else:
+            value = torch.zeros_like(policy)
+        entropy = (out["entropy"].reshape(size, -1) * tokens).sum() / part.tokens
+        loss = policy + self.value_coef * value - self.entropy_coef * entropy
+        with torch.no_grad():
+            share = tokens.sum() / part.tokens  # the facts are means over this micro-batch
+            zero = torch.zeros_like(loss)
+            means = [share * facts.get("approx_kl", zero), share * facts.get("clip_fraction", zero)]
+            stats = torch.stack([policy, value, entropy, *means]).double()
+            loss_facts = {
+                name: share * torch.as_tensor(fact, dtype=torch.float64, device=stats.device)
+                for name, fact in facts.items()
+                if name not in _BUILT_IN_FACTS
+            }
+        return loss, {"stats": stats, **loss_facts}
+
+
+def _forward(called: nn.Module, request: tuple[dict[str, Any], dict[str, bool]]) -> dict[str, torch.Tensor]:
+    """Runs the policy's training pass on `(inputs, what to compute)`."""
+    inputs, options = request
+    return passed(called, lambda policy: policy.default_forward(inputs, **options))
+
+
+def _idle(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns a row that trains nothing, for a rank that has fewer passes to make than the others."""
+    row = {name: column[:1] for name, column in batch.items()}
+    return row | {name: torch.zeros_like(row[name]) for name in ("mask", "token_mask") if name in row}
+
+
+def _added(sums: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**sums, **{name: sums[name] + value if name in sums else value for name, value in more.items()}}
+
+
+def _tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Returns the mask of the log-probabilities that train, `[N, tokens]`."""
+    size = len(batch["mask"])
+    if "token_mask" in batch:
+        return batch["token_mask"].reshape(size, -1)
+    return _spread(batch["mask"].reshape(size, -1), math.prod(batch["logprobs"].shape[1:]))
+
+
+def _spread(columns: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Expands values of a chunk or of its actions, `[M, 1]` or `[M, chunk]`, to each of its tokens, `[M, tokens]`."""
+    return columns if columns.shape[1] == tokens else columns.repeat_interleave(tokens // columns.shape[1], 1)

@@ -1,0 +1,142 @@
+"""SAC update (Haarnoja et al. 2018), as in CleanRL's sac_continuous_action.py, and CrossQ.
+
+Two differences from CleanRL do not affect the results: every update trains critics and actor (CleanRL trains the actor
+twice in every second update), and the temperature learns from the same sample as the actor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.embodied.algorithms.off_policy import OffPolicyUpdate, TransitionBatch
+from rlhpc.embodied.models.off_policy import SACPolicy
+from rlhpc.training.flat_parameters import AdamOptions, FlatAdam
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import SacAlgorithmConfig, SacOptimConfig
+from typing import TYPE_CHECKING
+
+from rlhpc.embodied.algorithms.off_policy import TargetNetwork
+from rlhpc.embodied.models.off_policy import BatchRenorm, CrossQPolicy
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import SacAlgorithmConfig, SacOptimConfig
+
+
+class SacUpdate(OffPolicyUpdate[SACPolicy]):
+    """SAC update with its temperature. Arguments as in `OffPolicyUpdate`."""
+
+    networks = SACPolicy
+    actor_metrics = ("actor_loss", "entropy", "actor_grad_norm")
+
+    def __init__(
+        self, algorithm: SacAlgorithmConfig, optim: SacOptimConfig, policy: SACPolicy, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(algorithm, optim, policy, *args, **kwargs)
+        self.backup_entropy, self.tune = algorithm.backup_entropy, algorithm.auto_entropy_tuning
+        target_entropy = algorithm.target_entropy
+        self.target_entropy = -float(policy.head.dim) if target_entropy is None else target_entropy
+        self.log_alpha = self.critic.weights.new_full((1,), algorithm.initial_alpha).log()
+        self._alpha_gradient = torch.zeros_like(self.log_alpha)
+        alpha_lr = self.value_lr if algorithm.alpha_lr is None else algorithm.alpha_lr
+        options = replace(AdamOptions.of(optim), lr=alpha_lr, weight_decay=0.0)
+        self._alpha_adam = FlatAdam(self.log_alpha, self._alpha_gradient, options)
+        self.alpha = self.log_alpha.exp()
+
+    def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+        """Steps the critics towards reward plus the smaller target value, minus the entropy term of the action's log-prob."""
+        with torch.no_grad():
+            next_actions, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])
+            value = self.soft(self.targets["critics"].module(next_obs, next_actions.flatten(1)), logprobs)
+        return self.fit_critics(self.policy.critics(obs, batch.actions.flatten(1)), value, batch)
+
+    def soft(self, values: Tensor, logprobs: Tensor) -> Tensor:
+        """Returns the smaller of the critics' values `[2, b]`, minus α · log-prob if the targets include the entropy."""
+        value = values.amin(0)
+        return value - self.alpha * logprobs if self.backup_entropy else value
+
+    def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+        """Steps the actor towards higher value and entropy, then steps the temperature."""
+        actions, logprobs = self.policy.head.act(self.policy.actor(obs), batch.noise[1])
+        value = self.policy.critics(obs, actions.flatten(1)).amin(0)
+        loss = (self.alpha * logprobs - value).sum() / batch.total
+        norm = self.fit_actor(loss)
+        with torch.no_grad():
+            entropy = -logprobs.detach().sum() / batch.total
+            if self.tune and not self.actor.refuses(norm):
+                mean = self._reduce(entropy.clone()) if self._ranks > 1 else entropy
+                # d/d(log α) of −α·(log π + H), Haarnoja et al. 2018b with CleanRL's parametrisation.
+                self._alpha_gradient.copy_((mean - self.target_entropy) * self.alpha)
+                self._alpha_adam.step()
+                self.alpha = self.log_alpha.exp()
+        return loss.detach(), entropy, norm / self._ranks
+
+    def facts(self) -> dict[str, float]:
+        """Returns the temperature."""
+        return {"alpha": float(self.alpha)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of optimizers, temperature and target networks, and the number of updates."""
+        adam = self._alpha_adam
+        return {
+            **super().state_dict(),
+            "log_alpha": self.log_alpha.clone(),
+            "alpha_adam": [adam.exp_avg.clone(), adam.exp_avg_sq.clone(), adam.steps],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` returned (`OffPolicyUpdate.restore`)."""
+        super().restore(state)
+        first, second, steps = state["alpha_adam"]
+        self.log_alpha.copy_(state["log_alpha"])
+        self._alpha_adam.exp_avg.copy_(first)
+        self._alpha_adam.exp_avg_sq.copy_(second)
+        self._alpha_adam.steps = int(steps)
+        self.alpha = self.log_alpha.exp()
+
+
+class CrossQUpdate(SacUpdate):
+    """CrossQ update: SAC without target networks. Arguments as in `OffPolicyUpdate`.
+
+    Outside its own steps, the networks use their running statistics.
+    """
+
+    networks = CrossQPolicy
+
+    def __init__(
+        self, algorithm: SacAlgorithmConfig, optim: SacOptimConfig, policy: CrossQPolicy, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(algorithm, optim, policy, *args, **kwargs)
+        policy.eval()
+        for module in policy.modules():
+            if isinstance(module, BatchRenorm) and self._ranks > 1:
+                module.reduce = self._reduce
+
+    def build_targets(self) -> dict[str, TargetNetwork]:
+        """Returns no target networks."""
+        return {}
+
+    def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+        """Steps the critics towards reward plus the smaller of their own next values, minus the entropy term of the
+        log-prob.
+        """
+        with torch.no_grad():
+            next_actions, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])
+        actions = torch.cat((batch.actions.flatten(1), next_actions.flatten(1)))
+        critics = self.policy.critics.train()
+        values = critics(torch.cat((obs, next_obs)), actions)
+        critics.eval()
+        predictions, next_values = values[:, : len(obs)], values[:, len(obs) :].detach()
+        return self.fit_critics(predictions, self.soft(next_values, logprobs), batch)
+
+    def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+        """Steps the actor in training mode (`SacUpdate.train_actor`)."""
+        self.policy.actor.train()
+        try:
+            return super().train_actor(obs, batch)
+        finally:
+            self.policy.actor.eval()

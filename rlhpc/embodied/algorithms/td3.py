@@ -1,0 +1,45 @@
+"""TD3 update (Fujimoto et al. 2018), as in CleanRL's td3_continuous_action.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.embodied.algorithms.off_policy import OffPolicyUpdate, TargetNetwork, TransitionBatch
+from rlhpc.embodied.models.off_policy import TD3Policy
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import SacAlgorithmConfig, SacOptimConfig
+
+
+class Td3Update(OffPolicyUpdate[TD3Policy]):
+    """TD3 update, which has a target network of the actor as well. Arguments as in `OffPolicyUpdate`."""
+
+    networks = TD3Policy
+
+    def __init__(
+        self, algorithm: SacAlgorithmConfig, optim: SacOptimConfig, policy: TD3Policy, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(algorithm, optim, policy, *args, **kwargs)
+        self.policy_noise, self.noise_clip = algorithm.policy_noise, algorithm.noise_clip
+
+    def build_targets(self) -> dict[str, TargetNetwork]:
+        """Returns the target networks of the critics and of the actor."""
+        return {**super().build_targets(), "actor": TargetNetwork(self.policy.actor, self.actor)}
+
+    def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+        """Steps the critics towards reward plus the smaller target value of the target actor's action, which noise smooths."""
+        with torch.no_grad():
+            noise = (self.policy_noise * batch.noise[0]).clamp(-self.noise_clip, self.noise_clip)
+            next_actions = self.policy.head.near(self.targets["actor"].module(next_obs), noise)
+            value = self.targets["critics"].module(next_obs, next_actions.flatten(1)).amin(0)
+        return self.fit_critics(self.policy.critics(obs, batch.actions.flatten(1)), value, batch)
+
+    def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+        """Steps the actor towards higher values of the first critic."""
+        actions = self.policy.head.act(self.policy.actor(obs), None)[0]
+        loss = -self.policy.critics(obs, actions.flatten(1))[0].sum() / batch.total
+        norm = self.fit_actor(loss)
+        return loss.detach(), norm / self._ranks

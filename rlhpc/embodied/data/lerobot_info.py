@@ -1,0 +1,117 @@
+"""Facts of a dataset that its episodes do not contain: frame rate, robot, names of components and cameras, task."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhpc.embodied.data.lerobot_reader import lerobot_facts
+from rlhpc.embodied.data.trajectories import SUFFIXES, metadata
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home, find_files
+
+#: Frames a second where neither a source nor an environment has them: ManiSkill's control rate.
+DEFAULT_FPS = 20
+
+
+@dataclass(frozen=True)
+class DatasetFacts:
+    """Facts of a dataset that conversion, merging, splitting and recording retain.
+
+    Attributes:
+        fps: Frames a second; None where no source has it.
+        robot_type: LeRobot's name of the robot.
+        names: Names of a column's components, as in LeRobot's `info.json`.
+        cameras: Columns of the pictures that lie side by side in `rgb`, in their order.
+        task: The only task, in words; None where there are several or none.
+    """
+
+    fps: float | None = None
+    robot_type: str | None = None
+    names: dict[str, Any] = field(default_factory=dict)
+    cameras: tuple[str, ...] = ()
+    task: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the known facts as JSON."""
+        values = {"fps": self.fps, "robot_type": self.robot_type, "names": self.names, "task": self.task}
+        return {name: value for name, value in values.items() if value} | (
+            {"cameras": list(self.cameras)} if self.cameras else {}
+        )
+
+
+def facts_of(values: Mapping[str, Any]) -> DatasetFacts:
+    """Returns the facts of a result of `DatasetFacts.to_json`; malformed ones are unknown."""
+    fps, names, cameras = values.get("fps"), values.get("names"), values.get("cameras")
+    rated = isinstance(fps, int | float) and math.isfinite(fps) and fps > 0
+    texts = {name: values[name] if isinstance(values.get(name), str) else None for name in ("robot_type", "task")}
+    return DatasetFacts(
+        fps=fps if rated else None,
+        names=dict(names) if isinstance(names, Mapping) else {},
+        cameras=tuple(map(str, cameras)) if isinstance(cameras, list) else (),
+        **texts,
+    )
+
+
+def source_facts(paths: Iterable[str], key: str) -> list[tuple[str, DatasetFacts]]:
+    """Returns the facts of each file or folder, from LeRobot's `info.json` or an HDF5 file's JSON."""
+    sources: list[tuple[str, DatasetFacts]] = []
+    for path in paths:
+        folder = expand_home(path)
+        if (folder / "meta" / "info.json").is_file():
+            sources.append((str(folder), facts_of(lerobot_facts(folder))))
+        elif not (folder / "data").exists():  # Minari's has no such facts
+            for file in find_files(path, SUFFIXES, key):
+                info = metadata(file).get("env_info") or {}
+                recorded = info.get("dataset")
+                sources.append((str(file), facts_of(recorded if isinstance(recorded, Mapping) else {})))
+    return sources
+
+
+def merge_facts(sources: Iterable[tuple[str, DatasetFacts]], fps: int | None = None) -> DatasetFacts:
+    """Returns the facts that sources share; a source without a fact does not contradict the others.
+
+    Args:
+        sources: Each with its name.
+        fps: Rate chosen by the user, instead of the sources'.
+
+    Raises:
+        ConfigError: Two sources differ.
+    """
+    merged: dict[str, tuple[str, Any]] = {}
+    tasks: set[str | None] = set()
+    names: dict[str, Any] = {}
+    for source, facts in sources:
+        tasks.add(facts.task)
+        for fact in ("fps", "robot_type", "cameras"):
+            value = getattr(facts, fact)
+            if not value or (fact == "fps" and fps is not None):
+                continue
+            first, first_value = merged.setdefault(fact, (source, value))
+            if first_value != value:
+                way_out = "give --fps, which all frames then have" if fact == "fps" else "convert them one by one"
+                raise ConfigError(
+                    f"{source} has {fact} {_format(value)}, {first} has {_format(first_value)}; {way_out}"
+                )
+        for column, value in facts.names.items():
+            if names.setdefault(column, value) != value:
+                raise ConfigError(
+                    f"{source} names the components of {column} {value}, sources before it {names[column]}; one dataset "
+                    "has one order of components"
+                )
+    shared = {fact: value for fact, (_, value) in merged.items()}
+    if fps is not None:
+        shared["fps"] = fps
+    return DatasetFacts(names=names, task=tasks.pop() if len(tasks) == 1 else None, **shared)
+
+
+def _format(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def whole_rate(fps: float) -> int | float:
+    """Returns a rate as an integer if it is one, as LeRobot writes it."""
+    near = round(fps)
+    return near if abs(fps - near) < 1e-6 * fps else fps

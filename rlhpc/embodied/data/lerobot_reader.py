@@ -1,0 +1,470 @@
+"""Reader of LeRobot datasets, versions 2 and 3: Parquet tables of frames, and `meta/info.json` that describes their
+columns.
+
+Version 2 has one file per episode, version 3 files with many episodes. Pictures lie in the table (`dtype: image`) or in
+mp4 files (`dtype: video`). https://huggingface.co/docs/lerobot/lerobot-dataset-v3
+
+A LeRobot episode has as many observations as actions. To retain all actions, the reader repeats the last observation as
+the final one. The last step is a truncation unless `next.done` and `next.success` mark the task's end; a column
+`next.truncated`, which rlhpc writes, marks truncations.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhpc.checkpoint.manifest import is_plain_name
+from rlhpc.embodied.data.trajectory import check
+from rlhpc.embodied.data.video import VideoReader
+from rlhpc.embodied.envs.observations import decode_text, encode_text, text_bytes
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import is_count, read_json
+from rlhpc.runtime.plugins import required
+from rlhpc.runtime.text import first_line
+
+#: Files of a folder, and bytes of a file, as in lerobot.
+CHUNK = 1000
+MOST_BYTES = {"data": 100 << 20, "videos": 200 << 20}
+PATTERN = "chunk-{chunk_index:03d}/file-{file_index:03d}"
+#: Column of the steps of an intervention; lerobot's recordings have a teleoperator's events there.
+INTERVENTION = "complementary_info.is_intervention"
+_INDEX_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+
+
+def arrow_package() -> Any:
+    """Imports pyarrow, which reads and writes the tables.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    required("pyarrow.parquet", "LeRobot datasets need pyarrow", "embodied")
+    import pyarrow
+
+    return pyarrow
+
+
+def pillow() -> Any:
+    """Imports Pillow's module that reads and writes pictures.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    return required("PIL.Image", "pictures in LeRobot datasets need Pillow", "embodied")
+
+
+def columns_of(trajectory: Mapping[str, Any], cameras: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """Returns the columns `[T, ...]` of an episode, except for those of a frame's position; `cameras` names those of
+    `rgb`.
+    """
+    obs = trajectory["obs"]
+    columns: dict[str, np.ndarray] = {}
+    for name, value in obs.items() if isinstance(obs, Mapping) else [("state", obs)]:
+        column = np.asarray(value)[:-1]
+        if is_instruction(name, column):
+            continue
+        if name in ("rgb", "image") or (column.ndim == 4 and column.dtype == np.uint8):
+            columns |= _cameras(name, column, str(trajectory["source"]), cameras if name == "rgb" else ())
+        else:
+            columns[f"observation.{name}"] = column.reshape(len(column), -1).astype(np.float32)
+    actions = np.asarray(trajectory["actions"])
+    columns["action"] = actions.astype(np.int64 if actions.dtype.kind in "iu" else np.float32)
+    terminations, truncations = (np.asarray(trajectory[name], bool) for name in ("terminations", "truncations"))
+    if trajectory.get("rewards") is not None:
+        columns["next.reward"] = np.asarray(trajectory["rewards"], np.float32)
+    columns["next.done"], columns["next.truncated"] = terminations | truncations, truncations
+    if trajectory.get("success") is not None:
+        columns["next.success"] = np.asarray(trajectory["success"], bool)
+    if trajectory.get("taken") is not None:
+        columns[INTERVENTION] = np.asarray(trajectory["taken"], bool)
+    return columns
+
+
+def is_instruction(name: str, column: np.ndarray) -> bool:
+    """Returns whether an observation is a text, which LeRobot has as a frame's task."""
+    return name == "instruction" and column.dtype == np.uint8 and column.ndim == 2
+
+
+def tasks_of(trajectory: Mapping[str, Any], task: str) -> list[str]:
+    """Returns the instruction of each step of an episode; `task` where its observations have none."""
+    obs, length = trajectory["obs"], len(trajectory["actions"])
+    texts = obs.get("instruction") if isinstance(obs, Mapping) else None
+    if texts is None or not is_instruction("instruction", np.asarray(texts)):
+        return [task] * length
+    return [decode_text(row) or task for row in np.asarray(texts)[:length]]
+
+
+def _cameras(name: str, pictures: np.ndarray, source: str, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Splits pictures into `[T, H, W, 3]` by camera, along the last axis."""
+    count, remainder = divmod(pictures.shape[-1], 3)
+    if pictures.dtype != np.uint8 or remainder or pictures.ndim != 4:
+        raise ConfigError(
+            f"{source}: {name} is {pictures.dtype}{list(pictures.shape[1:])}; pictures are uint8, 3 channels each"
+        )
+    key = f"observation.images.{name}"
+    parts = np.split(pictures, count, -1)
+    if len(names) == count:
+        return dict(zip(names, parts, strict=True))
+    return {key: pictures} if count == 1 else {f"{key}_{i}": part for i, part in enumerate(parts)}
+
+
+def features_of(columns: Mapping[str, np.ndarray], names: Mapping[str, Any], videos: bool) -> dict[str, Any]:
+    """Returns `features` of `info.json`, with the names of components. Pictures of odd sizes stay in the table: H.264
+    has none.
+    """
+    features: dict[str, Any] = {}
+    for name, column in columns.items():
+        if name.startswith("observation.image"):
+            height, width = column.shape[1:3]
+            kind = "video" if videos and height % 2 == 0 and width % 2 == 0 else "image"
+            features[name] = {"dtype": kind, "shape": [height, width, 3], "names": ["height", "width", "channels"]}
+        else:
+            features[name] = {
+                "dtype": str(column.dtype),
+                "shape": list(column.shape[1:]) or [1],
+                "names": names.get(name),
+            }
+    index_features = {
+        name: {"dtype": "float32" if name == "timestamp" else "int64", "shape": [1], "names": None}
+        for name in _INDEX_COLUMNS
+    }
+    return {**features, **index_features}
+
+
+def images(features: Mapping[str, Any]) -> list[str]:
+    """Returns the columns with pictures."""
+    return [name for name, each in features.items() if each["dtype"] in ("image", "video")]
+
+
+def table_of(columns: Mapping[str, np.ndarray], features: Mapping[str, Any], arrow: Any) -> Any:
+    """Builds the table of an episode; videos have no column."""
+    arrays: dict[str, Any] = {}
+    described: dict[str, Any] = {}
+    for name, each in features.items():
+        if each["dtype"] == "image":
+            rows = [{"bytes": _png(picture), "path": None} for picture in columns[name]]
+            arrays[name] = arrow.array(rows, arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())]))
+            described[name] = {"_type": "Image"}
+        elif each["dtype"] != "video":
+            kind = arrow.from_numpy_dtype(np.dtype(each["dtype"]))
+            flat = arrow.array(columns[name].reshape(-1), kind)
+            value: dict[str, Any] = {"dtype": each["dtype"], "_type": "Value"}
+            size = each["shape"][0]
+            arrays[name] = flat if size == 1 else arrow.FixedSizeListArray.from_arrays(flat, size)
+            described[name] = value if size == 1 else {"feature": value, "length": size, "_type": "List"}
+    schema = {"huggingface": json.dumps({"info": {"features": described}})}
+    return arrow.table(arrays).replace_schema_metadata(schema)
+
+
+def _png(picture: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    pillow().fromarray(picture).save(out, "PNG", compress_level=6)
+    return out.getvalue()
+
+
+def tasks_table(tasks: list[str], arrow: Any) -> Any:
+    """Builds `tasks.parquet`: the texts are pandas' index."""
+    kinds = [("task_index", "int64", "int64"), ("task", "unicode", "object")]
+    described = {
+        "index_columns": ["task"],
+        "column_indexes": [{"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "object",
+                            "metadata": {"encoding": "UTF-8"}}],
+        "columns": [{"name": name, "field_name": name, "pandas_type": pandas, "numpy_type": numpy, "metadata": None}
+                    for name, pandas, numpy in kinds],
+        "pandas_version": "2.0.0",
+    }  # fmt: skip
+    table = arrow.table({"task_index": arrow.array(range(len(tasks)), arrow.int64()), "task": tasks})
+    return table.replace_schema_metadata({"pandas": json.dumps(described)})
+
+
+_FIELD = re.compile(r"\{(\w+)(?::0?(\d{1,9})d)?\}")
+_WIDEST = 20
+_STATE, _IMAGE = "observation.state", "observation.image"
+_NEEDED = ("action", "episode_index", "frame_index")
+
+
+def read_lerobot(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields the episodes of a dataset's folder, in order, with the fields of `rlhpc.embodied.data.trajectory`.
+
+    `observation.state` is "state"; the cameras are "rgb", side by side in the last axis, channels last; further
+    `observation.…` columns keep their names. A frame's task is its "instruction", unless it is only the robot's name. A
+    dataset with only a state, and one task, gives arrays.
+
+    Raises:
+        ConfigError: A file is missing or does not match `info.json`.
+    """
+    info = _info(folder)
+    features = info["features"]
+    videos = [name for name, feature in features.items() if feature.get("dtype") == "video"]
+    table = _Frames(folder, info)
+    tasks = table.instructions()
+    try:
+        for number, columns in table.episodes():
+            pictures = {name: table.frames(name, number, len(columns["action"])) for name in videos}
+            yield _trajectory({**columns, **pictures}, f"{folder}, episode {number}", features, tasks)
+    finally:
+        table.close()
+
+
+def lerobot_facts(folder: Path) -> dict[str, Any]:
+    """Returns the facts of a dataset's `info.json` that are not columns, for `rlhpc.embodied.data.lerobot_info`.
+
+    Raises:
+        ConfigError: A file does not match `info.json`.
+    """
+    info = _info(folder)
+    features = info["features"]
+    cameras = camera_columns(features)
+    names = {name: each["names"] for name, each in features.items() if each.get("names") and name not in cameras}
+    tasks = set(_Frames(folder, info).tasks().values())
+    return {
+        "fps": info.get("fps"),
+        "robot_type": info.get("robot_type"),
+        "names": names,
+        "cameras": cameras,
+        "task": tasks.pop() if len(tasks) == 1 else None,
+    }
+
+
+def camera_columns(features: dict[str, Any]) -> list[str]:
+    """Returns the columns of pictures, in their order in `rgb`: those in the table first."""
+    cameras = [name for name in features if name.startswith(_IMAGE)]
+    return sorted(cameras, key=lambda name: features[name].get("dtype") == "video")
+
+
+def _info(folder: Path) -> dict[str, Any]:
+    path = _inside(folder, folder / "meta" / "info.json")
+    try:
+        info = read_json(path.read_bytes())
+        version, features = str(info["codebase_version"]), info["features"]
+        missing = [name for name in _NEEDED if name not in features]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not a LeRobot dataset's info.json: {error!r}") from None
+    if not version.startswith(("v2", "v3")):
+        raise ConfigError(f"{path}: codebase_version is {version!r}; supported are v2 and v3")
+    if missing:
+        raise ConfigError(f"{path}: no column {', '.join(missing)}; it has: {', '.join(features)}")
+    return dict(info)
+
+
+class _Frames:
+    """Rows of a dataset, one episode at a time, with the locations of its pictures."""
+
+    def __init__(self, folder: Path, info: dict[str, Any]) -> None:
+        arrow = arrow_package()
+        self._parquet = arrow.parquet
+        self._errors = (OSError, arrow.ArrowException)
+        self._folder = folder
+        self._info = info
+        self._files = sorted((folder / "data").glob("chunk-*/*.parquet"))
+        if not self._files:
+            raise ConfigError(f"{folder}/data has no file chunk-*/*.parquet")
+        self._places: dict[int, dict[str, Any]] = {}
+        if str(info["codebase_version"]).startswith("v3"):
+            for file in sorted((folder / "meta" / "episodes").glob("chunk-*/*.parquet")):
+                for row in self._read(file).to_pylist():
+                    place = {name: value for name, value in row.items() if name.startswith("videos/")}
+                    self._places[int(row["episode_index"])] = place
+        self._readers: dict[str, VideoReader] = {}
+
+    def _read(self, file: Path) -> Any:
+        try:
+            return self._parquet.read_table(_inside(self._folder, file), partitioning=None)
+        except self._errors as error:
+            raise ConfigError(f"{file} cannot be read as Parquet: {first_line(error)}") from None
+
+    def tasks(self) -> dict[int, str]:
+        """Returns the tasks by their numbers; {} without a table of them."""
+        meta = self._folder / "meta"
+        try:
+            if (meta / "tasks.parquet").is_file():
+                table = self._read(meta / "tasks.parquet")
+                words = next((name for name in ("task", "__index_level_0__") if name in table.column_names), "")
+                numbers = table["task_index"].to_pylist() if words else []
+                rows = list(zip(numbers, table[words].to_pylist(), strict=True)) if words else []
+            elif (meta / "tasks.jsonl").is_file():
+                lines = _inside(self._folder, meta / "tasks.jsonl").read_text().splitlines()
+                entries = [read_json(line) for line in lines if line.strip()]
+                rows = [(row["task_index"], row["task"]) for row in entries]
+            else:
+                return {}
+            tasks = {int(number): str(task) for number, task in rows}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{meta}/tasks.* cannot be read: {first_line(error)}") from None
+        return tasks
+
+    def instructions(self) -> dict[int, str]:
+        """Returns the tasks by their numbers; {} if all are empty or the robot's name."""
+        tasks = self.tasks()
+        return {} if set(tasks.values()) <= {"", str(self._info.get("robot_type"))} else tasks
+
+    def episodes(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for file in self._files:
+            table = self._read(file)
+            missing = [name for name in _NEEDED if name not in table.column_names]
+            if missing:
+                raise ConfigError(f"{file} has no column {', '.join(missing)}; it has: {', '.join(table.column_names)}")
+            indices = np.asarray(table["episode_index"])
+            order = np.lexsort((np.asarray(table["frame_index"]), indices))
+            for number in np.unique(indices).tolist():
+                rows = table.take(order[indices[order] == number])
+                yield number, {name: rows[name].to_pylist() for name in rows.column_names}
+
+    def frames(self, camera: str, episode: int, length: int) -> np.ndarray:
+        """Reads the pictures `[T, H, W, C]` of one episode from its mp4 file."""
+        place, pattern = self._places.get(episode, {}), self._info.get("video_path")
+        if not pattern:
+            raise ConfigError(f"{self._folder}/meta/info.json has videos but no video_path")
+        chunk = episode // max(1, int(self._info.get("chunks_size", 1000)))
+        path = self._folder / video_name(
+            str(pattern),
+            f"{self._folder}/meta/info.json",
+            video_key=camera,
+            episode_chunk=chunk,
+            episode_index=episode,
+            chunk_index=place.get(f"videos/{camera}/chunk_index", 0),
+            file_index=place.get(f"videos/{camera}/file_index", 0),
+        )
+        reader = self._readers.get(camera)
+        if reader is None or reader.path != path:
+            if reader is not None:
+                reader.close()
+            size = _picture_size(self._info["features"][camera])
+            reader = self._readers[camera] = VideoReader(_inside(self._folder, path), size)
+        start = round(float(place.get(f"videos/{camera}/from_timestamp", 0.0)) * float(self._info["fps"]))
+        pictures = reader.read(start, length)
+        if len(pictures) < length:
+            raise ConfigError(f"{path} ends {length - len(pictures)} frames before episode {episode} does")
+        return pictures
+
+    def close(self) -> None:
+        """Closes the videos that are open."""
+        for reader in self._readers.values():
+            reader.close()
+
+
+def _picture_size(feature: dict[str, Any]) -> tuple[int, int] | None:
+    """Returns height and width of a camera's pictures by `info.json`, channels first or last; None if it has no valid
+    shape.
+    """
+    shape, names = feature.get("shape"), feature.get("names")
+    if not isinstance(shape, list) or len(shape) != 3 or not all(is_count(size) and size for size in shape):
+        return None
+    words = [str(name).rstrip("s") for name in names] if isinstance(names, list) else []
+    if set(words) == {"height", "width", "channel"}:
+        return shape[words.index("height")], shape[words.index("width")]
+    return (shape[1], shape[2]) if shape[0] in (1, 3, 4) and shape[2] not in (1, 3, 4) else (shape[0], shape[1])
+
+
+def _inside(folder: Path, file: Path) -> Path:
+    """Returns a file of the dataset.
+
+    Raises:
+        ConfigError: The file is a link that leads out of the dataset. Links into `blobs` of the Hugging Face hub's cache are
+            allowed.
+    """
+    root = folder.resolve()
+    cached = root.parent.name == "snapshots" and file.resolve().is_relative_to(root.parent.parent / "blobs")
+    if not file.resolve().is_relative_to(root) and not cached:
+        raise ConfigError(
+            f"{file} is a link to {file.resolve()}; a dataset holds all its files itself: copy the file there"
+        )
+    return file
+
+
+def video_name(pattern: str, origin: str, **fields: Any) -> str:
+    """Returns the path of a video, relative to the dataset's folder.
+
+    Args:
+        pattern: `video_path` of `info.json`, such as `videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4`.
+        origin: File that has the pattern, for messages.
+        fields: Allowed fields: `video_key`, which is a text, and numbers.
+
+    Raises:
+        ConfigError: It has another field, or leads out of the folder.
+    """
+    prefix = f"{origin}: video_path is {pattern[:200]!r}"
+
+    def put(field: re.Match[str]) -> str:
+        name, width = field[1], int(field[2] or 0)
+        if name not in fields or width > _WIDEST or (name == "video_key" and field[2]):
+            raise ConfigError(
+                f"{prefix}; {field[0]} is not one of {', '.join(fields)}, each at most {_WIDEST} digits wide"
+            )
+        return str(fields[name]) if name == "video_key" else f"{int(fields[name]):0{width}d}"
+
+    name = _FIELD.sub(put, pattern)
+    if "{" in _FIELD.sub("", pattern) or "}" in _FIELD.sub("", pattern) or not is_plain_name(name):
+        raise ConfigError(f"{prefix}, which is not the name of a file below the data set's folder")
+    return name
+
+
+def _trajectory(
+    columns: dict[str, Any], source: str, features: dict[str, Any], tasks: dict[int, str]
+) -> dict[str, Any]:
+    T = len(columns["action"])
+    obs_columns = {
+        name: value for name, value in columns.items() if name.startswith("observation.") and name in features
+    }
+    obs: dict[str, np.ndarray] = {}
+    pictures = []
+    for name, value in obs_columns.items():
+        if name.startswith(_IMAGE):
+            pictures.append(_pictures(value, source))
+        else:
+            obs["state" if name == _STATE else name.removeprefix("observation.")] = _array(value, np.float32)
+    if pictures:
+        obs["rgb"] = np.concatenate(pictures, -1)
+    if tasks and "task_index" in columns and (set(obs) != {"state"} or len(tasks) > 1):
+        words = [tasks.get(int(number), "") for number in columns["task_index"]]
+        size = text_bytes(tasks.values())
+        obs["instruction"] = np.stack([encode_text(text, size) for text in words])
+    final = {name: np.concatenate([value, value[-1:]]) for name, value in obs.items()}
+    done, success = columns.get("next.done"), columns.get("next.success")
+    terminations, truncations = np.zeros(T, bool), np.zeros(T, bool)
+    is_end = np.asarray(done, bool).reshape(T) if done is not None else terminations
+    reached = np.asarray(success, bool).reshape(T) if success is not None else None
+    # `next.done` marks any end; without `next.success` it counts as the task's.
+    if (cut := columns.get("next.truncated")) is not None:
+        truncations |= np.asarray(cut, bool).reshape(T)
+        terminations |= is_end & ~truncations
+    else:
+        terminations |= is_end if reached is None else is_end & reached
+        truncations[-1] = not terminations[-1]
+    actions = _array(columns["action"], None)
+    reward = columns.get("next.reward")
+    return check(
+        {
+            "obs": final["state"] if list(final) == ["state"] else final or None,
+            "actions": actions if actions.dtype.kind in "iu" else actions.astype(np.float32),
+            "rewards": np.asarray(reward, np.float32).reshape(T) if reward is not None else None,
+            "terminations": terminations,
+            "truncations": truncations,
+            "success": reached,
+            "env_states": None,
+            "seed": None,
+            "source": source,
+        }
+    )
+
+
+def _array(rows: Any, dtype: Any) -> np.ndarray:
+    array = np.asarray(rows, dtype)
+    return array.reshape(len(array), -1) if array.ndim < 2 else array
+
+
+def _pictures(rows: Any, source: str) -> np.ndarray:
+    """Returns `[T, H, W, C]` uint8 of decoded frames, or of a table's encoded ones."""
+    if isinstance(rows, np.ndarray):
+        return rows
+    image = pillow()
+    try:
+        return np.stack([np.asarray(image.open(io.BytesIO(row["bytes"])).convert("RGB")) for row in rows])
+    except (OSError, TypeError, KeyError) as error:
+        raise ConfigError(f"{source} has a picture that cannot be read: {error!r}") from None

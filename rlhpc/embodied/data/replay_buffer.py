@@ -1,0 +1,485 @@
+"""Replay buffer: the newest transitions of a rank's slots, in a memory-mapped ring.
+
+The buffer of a run is a table of decisions (one action in every slot) by slots. Each actor rank holds the columns of its
+slots. The index of a transition counts the complete table, so that a drawn batch is the same for any number of ranks. A
+transition is one row of bytes: a batch is one gather, and its columns are views of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhpc.checkpoint.export_folder import filled_folder
+from rlhpc.checkpoint.manifest import is_plain_name
+from rlhpc.checkpoint.store import final_folder
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.files import expand_home, read_json
+
+FOLDER = "replay"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class ReplayFile:
+    """File of a stored buffer.
+
+    Attributes:
+        file: Name of the file.
+        first, stop: Range of its decisions, counted from the start of the run.
+    """
+
+    file: str
+    first: int
+    stop: int
+
+
+@dataclass
+class Index:
+    """Index of one rank's part of a stored buffer.
+
+    Attributes:
+        slots: First and past-last slot of the rank.
+        num_envs: Slots of the run.
+        decisions: Decisions made since the run began.
+        held: Number of decisions, the newest, in the buffer.
+        segments: Files, oldest first; the first one may begin before the oldest decision in the buffer.
+    """
+
+    slots: tuple[int, int]
+    num_envs: int
+    decisions: int
+    held: int
+    segments: list[ReplayFile] = field(default_factory=list)
+
+    def dump(self) -> bytes:
+        """Returns the index as JSON."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode() + b"\n"
+
+    @classmethod
+    def load(cls, path: Path) -> Index:
+        """Reads the JSON of `dump`.
+
+        Raises:
+            CheckpointError: It is not an index; names the file.
+        """
+        try:
+            data = read_json(path.read_bytes())
+            if data.pop("format") != FORMAT:
+                raise ValueError(f"format is not {FORMAT}")
+            segments = [ReplayFile(**segment) for segment in data.pop("segments")]
+            for segment in segments:
+                if not is_plain_name(segment.file) or "/" in segment.file or not segment.file.endswith(".npy"):
+                    raise ValueError(f"file {segment.file!r} is not the name of a .npy file beside it")
+            return cls(**{**data, "slots": tuple(data["slots"])}, segments=segments)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path}: cannot be read as the index of a replay buffer ({error})") from error
+
+
+def write_segment(path: Path, parts: Sequence[np.ndarray]) -> None:
+    """Writes arrays of one dtype one after the other, as one `.npy`."""
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    with path.open("wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(parts[0].dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_2_0(file, header)
+        for part in parts:
+            part.tofile(file)
+
+
+class StoredReplay:
+    """Replay buffer on disk.
+
+    Args:
+        folder: A checkpoint, or a folder with `index-*.json`.
+
+    Raises:
+        ConfigError: The folder has no replay buffer.
+        CheckpointError: The buffer is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder = expand_home(folder)
+        self.folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+        files = sorted(self.folder.glob("index-*.json"))
+        if not files:
+            raise ConfigError(
+                f"{folder} holds no replay buffer; name a checkpoint of an off-policy run (runs/NAME/checkpoints/"
+                "global_step_N), its folder 'replay', or what `rlhpc replay merge` wrote"
+            )
+        self.ranks = sorted((Index.load(path) for path in files), key=lambda index: index.slots)
+        first = self.ranks[0]
+        ends = [0, *(index.slots[1] for index in self.ranks)]
+        is_complete = [index.slots[0] for index in self.ranks] == ends[:-1] and ends[-1] == first.num_envs
+        is_uniform = len({(index.num_envs, index.decisions, index.held) for index in self.ranks}) == 1
+        if not is_complete or not is_uniform:
+            raise CheckpointError(
+                f"{self.folder}: the ranks' parts do not fit together; a file of some rank is missing"
+            )
+        self.num_envs = first.num_envs
+        self.decisions = first.decisions
+        self.held = first.held
+        self._parts = [self._open(index) for index in self.ranks]
+        dtypes = {part.dtype for parts in self._parts for part in parts}
+        if len(dtypes) > 1:
+            raise CheckpointError(f"{self.folder}: the files' columns differ")
+        self.dtype: np.dtype[Any] | None = dtypes.pop() if dtypes else None
+
+    def __len__(self) -> int:
+        return self.held * self.num_envs
+
+    def _open(self, index: Index) -> list[np.ndarray]:
+        """Opens the files' arrays, memory-mapped, without decisions before the buffer's oldest one."""
+        oldest, at, parts = index.decisions - index.held, index.decisions - index.held, []
+        for segment in index.segments:
+            path = self.folder / segment.file
+            try:
+                rows = np.load(path, mmap_mode="r", allow_pickle=False)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{path}: cannot be read ({error})") from error
+            expected = (segment.stop - segment.first, index.slots[1] - index.slots[0])
+            if rows.shape != expected or segment.first > at:
+                raise CheckpointError(f"{path}: holds {rows.shape}, its index says {expected}")
+            parts.append(rows[max(0, oldest - segment.first) :])
+            at = segment.stop
+        if at != index.decisions:
+            raise CheckpointError(f"{self.folder}: decisions {at} to {index.decisions} are missing")
+        return parts
+
+    def pieces(self, share: range) -> Iterator[tuple[int, slice, np.ndarray]]:
+        """Yields the transitions of some slots as mapped arrays `[decisions, slots]`: each with its first decision,
+        counted from the oldest held, and its slots within `share`.
+        """
+        for index, parts in zip(self.ranks, self._parts, strict=True):
+            start, stop = max(share.start, index.slots[0]), min(share.stop, index.slots[1])
+            at = 0
+            for part in parts if start < stop else ():
+                columns = slice(start - index.slots[0], stop - index.slots[0])
+                yield at, slice(start - share.start, stop - share.start), part[:, columns]
+                at += len(part)
+
+    def of_slots(self, share: range) -> np.ndarray:
+        """Returns the transitions of some slots, `[held, len(share)]`, oldest first."""
+        assert self.dtype is not None
+        rows_by_slot = np.zeros((self.held, len(share)), self.dtype)  # also the bytes between columns
+        for at, place, rows in self.pieces(share):
+            rows_by_slot[at : at + len(rows), place] = rows
+        return rows_by_slot
+
+    def transitions(self) -> np.ndarray:
+        """Returns all transitions, `[len(self)]`, oldest first and by slot."""
+        return self.of_slots(range(self.num_envs)).reshape(-1)
+
+
+def open_all(folders: Sequence[str | Path]) -> list[StoredReplay]:
+    """Opens several stored buffers of the same columns, none of them empty.
+
+    Raises:
+        ConfigError: They differ, or one is empty.
+    """
+    stored = [StoredReplay(Path(folder)) for folder in folders]
+    for one in stored:
+        if one.dtype is None:
+            raise ConfigError(f"{one.folder} is empty")
+        if one.dtype != stored[0].dtype:
+            raise ConfigError(
+                f"{one.folder} has the columns {describe(one.dtype)}, {stored[0].folder} has {describe(stored[0].dtype)}"
+            )
+    return stored
+
+
+def describe(dtype: np.dtype[Any] | None) -> str:
+    """Formats the columns of a buffer as text."""
+    if dtype is None or dtype.fields is None:
+        return "none"
+    return ", ".join(
+        f"{name} {kind.base.name}{list(kind.shape) if kind.shape else ''}" for name, (kind, *_) in dtype.fields.items()
+    )
+
+
+def write_replay(target: Path, transitions: np.ndarray) -> None:
+    """Writes transitions as a stored buffer of one slot, atomically.
+
+    Raises:
+        ConfigError: The target exists.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} exists; give another --output")
+    count = len(transitions)
+    with filled_folder(target) as folder:
+        segment = ReplayFile(f"0-0-{count}.npy", 0, count)
+        write_segment(folder / segment.file, [transitions.reshape(-1, 1)])
+        (folder / "index-0.json").write_bytes(Index((0, 1), 1, count, count, [segment]).dump())
+
+
+def inspect(folder: str | Path) -> dict[str, Any]:
+    """Returns facts of a stored buffer: transitions, columns, ranks, bytes, rewards, and the share of terminations."""
+    stored = StoredReplay(Path(folder))
+    files = [stored.folder / segment.file for index in stored.ranks for segment in index.segments]
+    facts: dict[str, Any] = {
+        "folder": str(stored.folder),
+        "transitions": len(stored),
+        "num_envs": stored.num_envs,
+        "decisions_made": stored.decisions,
+        "ranks": len(stored.ranks),
+        "files": len(files),
+        "bytes": sum(path.stat().st_size for path in files),
+        "columns": describe(stored.dtype),
+    }
+    if len(stored):
+        rows = stored.transitions()
+        rewards = rows["rewards"].astype(np.float64)
+        facts |= {
+            "reward_mean": float(rewards.mean()),
+            "reward_min": float(rewards.min()),
+            "reward_max": float(rewards.max()),
+            "terminations": int(rows["terminations"].sum()),
+        }
+    return facts
+
+
+def merge(folders: Sequence[str | Path], output: str | Path) -> int:
+    """Joins stored buffers into one, in the given order.
+
+    Returns:
+        Its transitions.
+    """
+    parts = [one.transitions() for one in open_all(folders)]
+    write_replay(Path(output), np.concatenate(parts))
+    return sum(map(len, parts))
+
+
+def split(folder: str | Path, output: str | Path, parts: int) -> list[int]:
+    """Cuts a stored buffer into `parts` of equal size, oldest first: `output/0`, `output/1`, …
+
+    Returns:
+        Transitions of each.
+    """
+    (stored,) = open_all([folder])
+    if not 1 <= parts <= len(stored):
+        raise ConfigError(f"--parts is {parts}; {stored.folder} has {len(stored)} transitions")
+    target = Path(output)
+    if target.exists():
+        raise ConfigError(f"{target} exists; give another --output")
+    pieces = np.array_split(stored.transitions(), parts)
+    for number, piece in enumerate(pieces):
+        write_replay(target / str(number), piece)
+    return [len(piece) for piece in pieces]
+
+
+#: Files of a rank in a checkpoint. If there are more, the next save writes a single one that holds all.
+MAX_SEGMENTS = 32
+
+
+def row_type(columns: dict[str, np.ndarray], lead: int) -> np.dtype[Any]:
+    """Returns the dtype of a transition.
+
+    Args:
+        columns: Arrays of many transitions.
+        lead: Leading axes that count transitions.
+    """
+    wide = sorted(columns, key=lambda name: (-columns[name].dtype.itemsize, name))
+    return np.dtype([(name, columns[name].dtype, columns[name].shape[lead:]) for name in wide], align=True)
+
+
+def gather(table: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+    """Copies rows of bytes `[k, bytes]` of a table `[n, bytes]`."""
+    np.take(table, rows, axis=0, out=out, mode="clip")
+
+
+class ReplayBuffer:
+    """Part of the replay buffer on one rank.
+
+    Args:
+        capacity: Transitions over all ranks.
+        share: The rank's slots.
+        num_envs: Slots of the run.
+        rank: Its number, for file names.
+        folder: Folder of the mapped file (which is unlinked at once, so that a killed rank leaves no file).
+
+    Attributes:
+        decisions: Decisions made since the run began.
+    """
+
+    def __init__(self, capacity: int, share: range, num_envs: int, rank: int, folder: Path) -> None:
+        self.capacity = max(1, capacity // num_envs)
+        self.share = share
+        self.num_envs = num_envs
+        self.rank = rank
+        self._folder = folder
+        self.decisions = 0
+        self._first = 0  # earlier decisions were never in this buffer
+        self.dtype: np.dtype[Any] | None = None
+        self._bytes = np.empty((0, 0), np.uint8)
+        self._ring: Any = np.empty((0, len(share)))
+        self._segments: list[ReplayFile] = []
+        self._saved: Path | None = None
+
+    @property
+    def held(self) -> int:
+        """Number of decisions in the buffer."""
+        return min(self.decisions - self._first, self.capacity)
+
+    def __len__(self) -> int:
+        """Returns the number of transitions in the buffers of all ranks."""
+        return self.held * self.num_envs
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def _allocate(self, dtype: np.dtype[Any]) -> None:
+        rows = self.capacity * len(self.share)
+        size = rows * dtype.itemsize
+        path = self._folder / f"replay-{self.rank}-{secrets.token_hex(4)}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with path.open("w+b") as file:
+                path.unlink()
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, and not a SIGBUS later
+                self._bytes = np.memmap(file, np.uint8, "r+", shape=(rows, dtype.itemsize))
+        except OSError as error:
+            raise ConfigError(
+                f"algorithm.replay_buffer.size: {self.capacity * len(self.share)} transitions of {dtype.itemsize} bytes "
+                f"need {size / 2**30:.1f} GiB in {self._folder}: {error.strerror}; make it smaller, or set cluster.scratch"
+            ) from error
+        self._ring = self._bytes.view(dtype).reshape(self.capacity, len(self.share))
+        self.dtype = dtype
+
+    def add(self, columns: dict[str, np.ndarray]) -> None:
+        """Adds decisions of all of the rank's slots, each column `[slots, T, ...]`.
+
+        Raises:
+            ConfigError: The columns differ from the buffer's.
+        """
+        dtype = row_type(columns, 2)
+        if self.dtype is None:
+            self._allocate(dtype)
+        elif dtype != self.dtype:
+            raise ConfigError(
+                f"the replay buffer has {describe(self.dtype)}; this run's transitions have {describe(dtype)}"
+            )
+        steps = next(iter(columns.values())).shape[1]
+        newest = min(steps, self.capacity)
+        at = (self.decisions + np.arange(steps - newest, steps)) % self.capacity
+        for name, column in columns.items():
+            self._ring[name][at] = column[:, steps - newest :].swapaxes(0, 1)
+        self.decisions += steps
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def local_rows(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Finds the transitions that are in this rank's part.
+
+        Args:
+            places: Positions of transitions among all `len(self)`, oldest decision first and by slot.
+
+        Returns:
+            Their indices in `places`, and their rows.
+        """
+        decision, slot = np.divmod(places, self.num_envs)
+        decision += self.decisions - self.held
+        decision %= self.capacity
+        if len(self.share) == self.num_envs:
+            return np.arange(len(places)), decision * self.num_envs + slot
+        inside = np.flatnonzero((slot >= self.share.start) & (slot < self.share.stop))
+        return inside, decision[inside] * len(self.share) + slot[inside] - self.share.start
+
+    @property
+    def table(self) -> np.ndarray:
+        """All rows, as bytes `[rows, bytes]`."""
+        return self._bytes
+
+    def _between(self, first: int, stop: int) -> list[np.ndarray]:
+        """Returns decisions in order, in one piece or two."""
+        a, b = first % self.capacity, (stop - 1) % self.capacity + 1
+        return [self._ring[a:b]] if a < b else [self._ring[a:], self._ring[:b]]
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def save(self, checkpoint: Path) -> None:
+        """Writes the decisions since the last save, and links the files of earlier saves.
+
+        Args:
+            checkpoint: The folder that is being filled.
+        """
+        folder = checkpoint / FOLDER
+        folder.mkdir(exist_ok=True)
+        oldest = self.decisions - self.held
+        segments = [segment for segment in self._segments if segment.stop > oldest]
+        if len(segments) >= MAX_SEGMENTS or not self._link(segments, folder):
+            segments = []
+        first = segments[-1].stop if segments else oldest
+        if first < self.decisions:
+            segment = ReplayFile(f"{self.rank}-{first}-{self.decisions}.npy", first, self.decisions)
+            write_segment(folder / segment.file, self._between(first, self.decisions))
+            segments.append(segment)
+        index = Index((self.share.start, self.share.stop), self.num_envs, self.decisions, self.held, segments)
+        (folder / f"index-{self.rank}.json").write_bytes(index.dump())
+        self._segments = segments
+        self._saved = final_folder(checkpoint) / FOLDER
+
+    def _link(self, segments: list[ReplayFile], folder: Path) -> bool:
+        """Links all files of the last checkpoint; returns False and links none if one cannot be linked (it is gone, or
+        the filesystem has no links).
+        """
+        done: list[Path] = []
+        try:
+            for segment in segments:
+                assert self._saved is not None
+                os.link(self._saved / segment.file, folder / segment.file)
+                done.append(folder / segment.file)
+        except OSError:
+            for path in done:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            return False
+        return True
+
+    def load(self, checkpoint: Path) -> None:
+        """Restores a checkpoint of any number of ranks.
+
+        Raises:
+            CheckpointError: It has no replay buffer, or a damaged one.
+        """
+        try:
+            stored = StoredReplay(checkpoint)
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from error
+        self.decisions = 0
+        self._first = 0
+        self._segments = []
+        self._saved = None
+        if stored.dtype is None:
+            return
+        if self.dtype != stored.dtype:
+            self._allocate(stored.dtype)
+        if stored.num_envs == self.num_envs:
+            decisions, count, pieces = stored.decisions, stored.held, stored.pieces(self.share)
+        else:
+            # Another number of environments: the same transitions in the same order, in rows of another length.
+            decisions = count = len(stored) // self.num_envs
+            flat = stored.transitions()[len(stored) - count * self.num_envs :]
+            rows = flat.reshape(count, self.num_envs)[:, self.share.start : self.share.stop]
+            pieces = iter([(0, slice(None), rows)])
+        self.decisions = decisions
+        self._first = decisions - min(count, self.capacity)
+        for at, place, rows in pieces:
+            begin = decisions - count + at
+            newer = max(0, self._first - begin)
+            self._ring[np.arange(begin + newer, begin + len(rows)) % self.capacity, place] = rows[newer:]
+        local_indices = [index for index in stored.ranks if index.slots == (self.share.start, self.share.stop)]
+        file = stored.folder / f"index-{self.rank}.json"
+        if (
+            local_indices
+            and stored.num_envs == self.num_envs
+            and file.is_file()
+            and Index.load(file) == local_indices[0]
+        ):
+            self._segments = local_indices[0].segments
+            self._saved = stored.folder

@@ -1,0 +1,111 @@
+"""Episode bookkeeping of simulator adapters: seeds, elapsed steps, returns, success, ends of episodes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
+
+
+class EpisodeTracker:
+    """Episode bookkeeping of N slots.
+
+    Args:
+        cfg: Section `env.train` or `env.eval`.
+        num_envs: N.
+        slot_offset: Global number of the first slot.
+        seed: Seed of the run.
+        limit: Steps after which an episode is truncated; 0 for none.
+    """
+
+    def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:
+        self.num_envs = num_envs
+        self.limit = limit
+        #: Seed of each slot's series of episodes: a restarted simulator begins another series.
+        self.seeds = np.full(num_envs, seed, np.int64)
+        self._groups = (slot_offset + np.arange(num_envs)) // max(1, cfg.group_size)
+        self._fixed = cfg.use_fixed_reset_state_ids
+        self._relative = cfg.use_rel_reward
+        self._ignore_terminations = cfg.ignore_terminations
+        self._scale = cfg.reward_scale
+        #: Episodes that each slot has begun.
+        self.num_begun = np.zeros(num_envs, np.int64)
+        self.elapsed = np.zeros(num_envs, np.int64)
+        self.returns = np.zeros(num_envs, np.float64)
+        self._once = np.zeros(num_envs, bool)
+        self._now = np.zeros(num_envs, bool)
+        self._before = np.zeros(num_envs, np.float32)
+        self._knows_success = False
+
+    def reseed(self, seed: int) -> None:
+        """Restarts the slots' series of episodes from a seed."""
+        self.seeds[:] = seed
+        self.num_begun[:] = 0
+
+    def place(self, slot: int) -> dict[str, int]:
+        """Returns a slot's position in its series of episodes, as `replay` takes it."""
+        return {"seed": int(self.seeds[slot]), "begun": int(self.num_begun[slot])}
+
+    def replay(self, slot: int, place: dict[str, Any]) -> None:
+        """Makes the next episode of a slot the one that began at the position `place`."""
+        self.seeds[slot], self.num_begun[slot] = int(place["seed"]), int(place["begun"]) - 1
+
+    def begin(self, slots: np.ndarray) -> list[int]:
+        """Starts the next episode of `slots`.
+
+        Returns:
+            Seeds of their first states, from (seed, group of slots, number of the episode): slots of a group get the
+            same.
+        """
+        for values in (self.elapsed, self.returns, self._once, self._now, self._before):
+            values[slots] = 0
+        seeds = [self._episode_seed(slot) for slot in slots.tolist()]
+        self.num_begun[slots] += 1
+        return seeds
+
+    def _episode_seed(self, slot: int) -> int:
+        number = 0 if self._fixed else int(self.num_begun[slot])
+        sequence = np.random.SeedSequence([int(self.seeds[slot]), int(self._groups[slot]), number])
+        return int(sequence.generate_state(1)[0]) & 0x7FFFFFFF
+
+    def add(
+        self, rewards: np.ndarray, failed: np.ndarray, success: np.ndarray | None, active: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Adds a step of the slots `active`.
+
+        Args:
+            rewards: float `[N]`, as the simulator gives them.
+            failed: bool `[N]`, ends other than by success.
+            success: bool `[N]`; None where the simulator does not know.
+            active: bool `[N]`.
+
+        Returns:
+            Rewards float32, terminations and truncations bool for the learner, each `[N]`, 0 where not active.
+        """
+        rewards = np.where(active, rewards, 0).astype(np.float32)
+        self.elapsed += active
+        self.returns += rewards
+        terminated = failed & active
+        if success is not None:
+            self._knows_success = True
+            succeeded_now = success & active
+            self._now = np.where(active, success, self._now)
+            self._once |= succeeded_now
+            terminated = terminated | succeeded_now
+        if self._ignore_terminations:
+            terminated = np.zeros_like(terminated)
+        truncated = active & ~terminated & (self.elapsed >= self.limit) if self.limit else np.zeros_like(terminated)
+        if self._relative:
+            rewards, self._before = rewards - np.where(active, self._before, 0), np.where(active, rewards, self._before)
+        return rewards * np.float32(self._scale), terminated, truncated
+
+    def report(self, done: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns `infos["episode"]` of a step in which the slots `done` (bool `[N]`) ended."""
+        episode = {"return": self.returns.copy(), "length": self.elapsed.copy(), "mask": done.copy()}
+        if self._knows_success:
+            episode["success_once"] = self._once.astype(np.float64)
+            episode["success_at_end"] = self._now.astype(np.float64)
+        return episode

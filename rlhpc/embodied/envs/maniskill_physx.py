@@ -1,0 +1,373 @@
+"""Batched simulation of a ManiSkill task's slots in one process: PhysX steps them on the CPU, everything else is
+batched.
+
+ManiSkill batches on a GPU only: on a CPU each environment evaluates its observations, rewards and controllers alone, and
+four fifths of a step are small tensor operations. Here every slot has a CPU scene of its own, but ManiSkill sees them
+through the interface of PhysX's GPU system (buffers `[bodies, 13]` and `[articulations, dof]` that are applied and
+fetched), so that its Python code runs once per step for all slots. The physics of a slot are those of a single CPU
+environment, step for step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import sapien
+import torch
+from mani_skill.agents.controllers.utils.kinematics import Kinematics
+from mani_skill.envs.scene import ManiSkillScene
+from mani_skill.utils.geometry import rotation_conversions
+from mani_skill.utils.structs.articulation import Articulation
+from mani_skill.utils.structs.articulation_joint import ArticulationJoint
+from mani_skill.utils.structs.base import PhysxRigidBodyComponentStruct
+from sapien import physx
+
+
+class _PhysxBuffer:
+    """Tensor behind the accessor that PhysX's GPU buffers have."""
+
+    def __init__(self, *shape: int) -> None:
+        self.tensor = torch.zeros(*shape)
+        self.array = self.tensor.numpy()
+        self.synced = self.array.copy()
+
+    def torch(self) -> torch.Tensor:
+        return self.tensor
+
+    def changed(self, columns: slice = slice(None)) -> list[int]:
+        """Returns the rows that were written since they were last read or applied."""
+        rows = np.flatnonzero((self.array[:, columns] != self.synced[:, columns]).any(1))
+        self.synced[:, columns] = self.array[:, columns]
+        changed_rows: list[int] = rows.tolist()
+        return changed_rows
+
+    def agree(self) -> None:
+        self.synced[...] = self.array
+
+
+class _ContactQuery:
+    """Query of the impulses of pairs of bodies, or of single bodies, `[n, 3]`."""
+
+    def __init__(self, bodies: list[Any]) -> None:
+        self.bodies = bodies
+        self.cuda_impulses = _PhysxBuffer(len(bodies), 3)
+
+
+class BatchedPhysx:
+    """CPU implementation of the interface of `PhysxGpuSystem` that ManiSkill uses. Applying writes only changed rows."""
+
+    def __init__(self, scenes: list[sapien.Scene]) -> None:
+        self.systems = [scene.physx_system for scene in scenes]
+        self.cuda_rigid_body_data = _PhysxBuffer(0, 13)
+        self._queried: set[int] = set()
+        self._impulses: dict[int, list[tuple[int, int, np.ndarray]]] = {}
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # ManiSkill picks its batched code by isinstance.
+        return physx.PhysxGpuSystem
+
+    @property
+    def timestep(self) -> float:
+        step: float = self.systems[0].timestep
+        return step
+
+    @timestep.setter
+    def timestep(self, value: float) -> None:
+        for system in self.systems:
+            system.timestep = value
+
+    def gpu_init(self) -> None:
+        """Assigns rows to all bodies and articulations, and allocates the buffers."""
+        self._rows: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
+        self._bodies: list[Any] = []
+        self._links: list[tuple[int, Any]] = []
+        self._dynamics: list[tuple[int, Any]] = []
+        self._articulations: list[Any] = []
+        self._numbers: dict[str, int] = {}
+        self._roots: list[tuple[int, Any]] = []
+        for slot, system in enumerate(self.systems):
+            for body in system.rigid_static_components:
+                self._slots[body._physx_pointer] = slot
+            for body in system.rigid_dynamic_components:
+                self._dynamics.append((self._enter(slot, body), body))
+            for link in system.articulation_link_components:
+                row = self._enter(slot, link)
+                self._links.append((row, link))
+                if link.is_root:
+                    self._numbers[link.articulation.links[0]._physx_pointer] = len(self._articulations)
+                    self._roots.append((row, link.articulation))
+                    self._articulations.append(link.articulation)
+        self._free = np.ones(len(self._bodies), bool)  # bodies that are not links
+        self._free[[row for row, _ in self._links]] = False
+        self._joints = [art.active_joints for art in self._articulations]
+        self._dofs = [art.dof for art in self._articulations]
+        widest = max(self._dofs, default=0)
+        self.cuda_rigid_body_data = _PhysxBuffer(len(self._bodies), 13)
+        names = ("qpos", "qvel", "qacc", "qf", "target_qpos", "target_qvel")
+        self._q = {name: _PhysxBuffer(len(self._articulations), widest) for name in names}
+        for number, joints in enumerate(self._joints):
+            for column, joint in enumerate(joints):
+                self._q["target_qpos"].array[number, column] = joint.drive_target[0]
+                self._q["target_qvel"].array[number, column] = joint.drive_velocity_target[0]
+        for name, buffer in self._q.items():
+            setattr(self, f"cuda_articulation_{name}", buffer)
+            buffer.agree()
+
+    def _enter(self, slot: int, body: Any) -> int:
+        row = len(self._bodies)
+        self._bodies.append(body)
+        self._rows[body._physx_pointer], self._slots[body._physx_pointer] = row, slot
+        return row
+
+    def row(self, body: Any) -> int:
+        """Returns the row of a body in `cuda_rigid_body_data`."""
+        return self._rows[body._physx_pointer]
+
+    def number(self, articulation: Any) -> int:
+        """Returns the row of an articulation in the `cuda_articulation_…` buffers."""
+        return self._numbers[articulation.links[0]._physx_pointer]
+
+    def step(self) -> None:
+        """Steps all scenes, towards the current drive targets."""
+        self.gpu_apply_articulation_target_position()
+        self.gpu_apply_articulation_target_velocity()
+        for system in self.systems:
+            system.step()
+        self._impulses = {}
+
+    # -- from the simulators ----------------------------------------------------------------------------------------
+
+    def _fetch_bodies(self, bodies: list[tuple[int, Any]]) -> None:
+        data, synced = self.cuda_rigid_body_data.array, self.cuda_rigid_body_data.synced
+        for row, body in bodies:
+            pose, into = body.entity_pose, data[row]
+            into[:3], into[3:7] = pose.p, pose.q
+            into[7:10], into[10:] = body.linear_velocity, body.angular_velocity
+        rows = [row for row, _ in bodies]
+        synced[rows] = data[rows]
+
+    def gpu_fetch_rigid_dynamic_data(self) -> None:
+        self._fetch_bodies(self._dynamics)
+
+    def gpu_fetch_articulation_link_pose(self) -> None:
+        self._fetch_bodies(self._links)
+
+    def gpu_fetch_articulation_link_velocity(self) -> None:
+        """Does nothing: velocities are fetched with the poses."""
+
+    def _fetch(self, name: str) -> None:
+        buffer = self._q[name]
+        for row, (articulation, dof) in enumerate(zip(self._articulations, self._dofs, strict=True)):
+            buffer.array[row, :dof] = getattr(articulation, name)
+        buffer.agree()
+
+    def gpu_fetch_articulation_qpos(self) -> None:
+        self._fetch("qpos")
+
+    def gpu_fetch_articulation_qvel(self) -> None:
+        self._fetch("qvel")
+
+    def gpu_fetch_articulation_qacc(self) -> None:
+        self._fetch("qacc")
+
+    def gpu_fetch_articulation_target_qpos(self) -> None:
+        """Does nothing: simulators do not change targets."""
+
+    def gpu_fetch_articulation_target_qvel(self) -> None:
+        """Does nothing: simulators do not change targets."""
+
+    def gpu_update_articulation_kinematics(self) -> None:
+        """Does nothing: a CPU scene updates its kinematics itself."""
+
+    def sync_poses_gpu_to_cpu(self) -> None:
+        """Does nothing: the poses are on the CPU already."""
+
+    # -- to the simulators ------------------------------------------------------------------------------------------
+
+    def gpu_apply_rigid_dynamic_data(self) -> None:
+        data, bodies = self.cuda_rigid_body_data, self._bodies
+        for row in np.flatnonzero((data.array != data.synced).any(1) & self._free).tolist():
+            new, old, body = data.array[row], data.synced[row], bodies[row]
+            if (new[:7] != old[:7]).any():
+                body.entity.pose = sapien.Pose(new[:3], new[3:7])
+            if not body.kinematic and (new[7:] != old[7:]).any():
+                body.linear_velocity, body.angular_velocity = new[7:10], new[10:]
+            old[:] = new
+
+    def gpu_apply_articulation_root_pose(self) -> None:
+        data = self.cuda_rigid_body_data
+        for row, articulation in self._roots:
+            new, old = data.array[row, :7], data.synced[row, :7]
+            if (new != old).any():
+                articulation.root_pose = sapien.Pose(new[:3], new[3:])
+                old[:] = new
+
+    def gpu_apply_articulation_root_velocity(self) -> None:
+        data = self.cuda_rigid_body_data
+        for row, articulation in self._roots:
+            new, old = data.array[row, 7:], data.synced[row, 7:]
+            if (new != old).any():
+                articulation.set_root_linear_velocity(new[:3])
+                articulation.set_root_angular_velocity(new[3:])
+                old[:] = new
+
+    def _apply(self, name: str) -> None:
+        buffer = self._q[name]
+        for row in buffer.changed():
+            setattr(self._articulations[row], name, buffer.array[row, : self._dofs[row]])
+
+    def gpu_apply_articulation_qpos(self) -> None:
+        self._apply("qpos")
+
+    def gpu_apply_articulation_qvel(self) -> None:
+        self._apply("qvel")
+
+    def gpu_apply_articulation_qf(self) -> None:
+        self._apply("qf")
+
+    def gpu_apply_articulation_target_position(self) -> None:
+        buffer = self._q["target_qpos"]
+        for row in buffer.changed():
+            for joint, target in zip(self._joints[row], buffer.array[row].tolist(), strict=False):
+                joint.set_drive_target(target)
+
+    def gpu_apply_articulation_target_velocity(self) -> None:
+        buffer = self._q["target_qvel"]
+        for row in buffer.changed():
+            for joint, target in zip(self._joints[row], buffer.array[row].tolist(), strict=False):
+                joint.set_drive_velocity_target(target)
+
+    # -- contacts ---------------------------------------------------------------------------------------------------
+
+    def clear_contacts(self, slots: Iterable[int]) -> None:
+        """Drops the caches of contacts of these slots (`clear_contacts` of this module)."""
+        for slot in slots:
+            clear_contacts(self.systems[slot])
+        self._impulses = {}
+
+    def _impulses_of(self, body: Any) -> list[tuple[int, int, np.ndarray]]:
+        """Returns bodies and impulse of each queried contact in a body's scene."""
+        slot = self._slots[body._physx_pointer]
+        if slot not in self._impulses:
+            impulses = []
+            for contact in self.systems[slot].get_contacts():
+                one, other = (part._physx_pointer for part in contact.bodies)
+                if one in self._queried or other in self._queried:
+                    impulses.append((one, other, np.sum([point.impulse for point in contact.points], axis=0)))
+            # Numbers, not contacts: those end with the next step.
+            self._impulses[slot] = impulses
+        return self._impulses[slot]
+
+    def _query(self, bodies: list[Any], queried_bodies: Iterable[Any]) -> _ContactQuery:
+        self._queried.update(body._physx_pointer for body in queried_bodies)
+        self._impulses = {}
+        return _ContactQuery(bodies)
+
+    def gpu_create_contact_pair_impulse_query(self, pairs: list[tuple[Any, Any]]) -> _ContactQuery:
+        return self._query(pairs, (one for one, _ in pairs))
+
+    def gpu_create_contact_body_impulse_query(self, bodies: list[Any]) -> _ContactQuery:
+        return self._query(bodies, bodies)
+
+    def gpu_query_contact_pair_impulses(self, query: _ContactQuery) -> None:
+        for row, (one, other) in enumerate(query.bodies):
+            first, second = one._physx_pointer, other._physx_pointer
+            total = np.zeros(3)
+            for a, b, impulse in self._impulses_of(one):
+                if (a, b) == (first, second):
+                    total += impulse
+                elif (b, a) == (first, second):
+                    total -= impulse
+            query.cuda_impulses.array[row] = total
+
+    def gpu_query_contact_body_impulses(self, query: _ContactQuery) -> None:
+        for row, body in enumerate(query.bodies):
+            pointer, total = body._physx_pointer, np.zeros(3)
+            for a, b, impulse in self._impulses_of(body):
+                if pointer in (a, b):
+                    total += impulse if a == pointer else -impulse
+            query.cuda_impulses.array[row] = total
+
+
+class BatchedScene(ManiSkillScene):
+    """Scene of ManiSkill over the CPU scenes of `BatchedPhysx`."""
+
+    def __init__(self, sub_scenes: list[sapien.Scene], **kwargs: Any) -> None:
+        super().__init__(sub_scenes, **kwargs)
+        self.px: Any = BatchedPhysx(sub_scenes)
+        self.gpu_sim_enabled = True
+
+    def step(self) -> None:
+        """Executes one simulation step."""
+        self.px.step()
+
+
+def _indices(cls: Any, name: str, index_of: Any) -> None:
+    """Makes a cached index of a ManiSkill struct come from `BatchedPhysx` where the struct is in a `BatchedScene`."""
+    original = vars(cls)[name].func
+
+    def look_up(self: Any) -> torch.Tensor:
+        if isinstance(self.scene, BatchedScene):
+            return torch.tensor(index_of(self, self.scene.px), dtype=torch.int32)
+        index: torch.Tensor = original(self)
+        return index
+
+    prop = cached_property(look_up)
+    prop.__set_name__(cls, name)
+    setattr(cls, name, prop)
+
+
+_compute_ik = Kinematics.compute_ik
+
+
+def _inverse_kinematics(
+    self: Any, pose: Any, q0: torch.Tensor, is_delta_pose: bool = False, current_pose: Any = None, **options: Any
+) -> Any:
+    """Computes `Kinematics.compute_ik` for end-effector controllers slot by slot, as ManiSkill's CPU simulation does.
+
+    ManiSkill's variant for all slots at once needs a GPU and stops after one step of the solver.
+    """
+    if not isinstance(self.articulation.scene, BatchedScene):
+        return _compute_ik(self, pose, q0, is_delta_pose=is_delta_pose, current_pose=current_pose, **options)
+    if is_delta_pose:
+        # Of controllers in the frame root_translation:root_aligned_body_rotation; the angles are zero without rotation.
+        turn = rotation_conversions.matrix_to_quaternion(
+            rotation_conversions.euler_angles_to_matrix(pose[:, 3:], "XYZ")
+        )
+        turned = rotation_conversions.quaternion_multiply(turn, current_pose.q)
+        positions, rotations = (current_pose.p + pose[:, :3]).numpy(), turned.numpy()
+    else:
+        positions, rotations = pose.p.numpy(), pose.q.numpy()
+    start = q0[:, self.pmodel_active_joint_indices].numpy()
+    joint_positions = np.empty((len(start), len(self.pmodel_controlled_joint_indices)), np.float32)
+    for slot, initial in enumerate(start):
+        target = sapien.Pose(positions[slot], rotations[slot])
+        result, success, _ = self.pmodel.compute_inverse_kinematics(
+            self.end_link_idx, target, initial_qpos=initial, active_qmask=self.qmask, max_iterations=100
+        )
+        joint_positions[slot] = (result if success else initial)[self.pmodel_controlled_joint_indices]
+    return torch.from_numpy(joint_positions)
+
+
+Kinematics.compute_ik = _inverse_kinematics
+_indices(PhysxRigidBodyComponentStruct, "_body_data_index", lambda s, px: [px.row(body) for body in s._bodies])
+_indices(Articulation, "_data_index", lambda s, px: [px.number(art) for art in s._objs])
+_indices(ArticulationJoint, "_data_index", lambda s, px: [px.number(art) for art in s._physx_articulations])
+
+
+def clear_contacts(system: Any) -> None:
+    """Drops PhysX's caches of contacts, so that an episode depends on nothing before its reset."""
+    packed = system.pack()
+    movable = [body for body in system.rigid_dynamic_components if not body.kinematic]
+    for i, body in enumerate(movable):
+        body.entity.pose = sapien.Pose([0, 0, 1000 + 20 * i])
+    roots = [link.articulation for link in system.articulation_link_components if link.is_root]
+    for i, articulation in enumerate(roots):
+        articulation.root_pose = sapien.Pose([0, 0, 1000 + 20 * (len(movable) + i)])
+    system.step()
+    system.unpack(packed)

@@ -1,0 +1,434 @@
+"""Vector environment of simulator processes, which uses all cores and loses only an episode in a crash or hang."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import numpy as np
+
+from rlhpc.embodied.envs.base import EnvFactory, Step, Timing, VectorEnv
+from rlhpc.embodied.envs.observations import join
+from rlhpc.embodied.envs.subprocess_main import CLOSE_S, receive, send
+from rlhpc.runtime.context import check_run
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.imports import python_path, run_module
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
+
+log = logging.getLogger(__name__)
+#: Seconds in which a simulator must be ready: importing one may take a minute on a cold filesystem.
+_START_S = 600.0
+#: Seconds in which a process must have ended, once its hardware is closed.
+_EXIT_S = 3.0
+#: Times in a row that a simulator may fail without a step in between.
+_FAILURES = 3
+
+
+class SimulatorFailed(Exception):
+    """Failure of a simulator process that died, hung or raised; the message says which."""
+
+
+class _Simulator:
+    """Simulator process and its slots."""
+
+    def __init__(self, share: range, on_wait: Callable[[str], None]) -> None:
+        self.share = share
+        self._on_wait = on_wait
+        self.failures = 0
+        self.holds_hardware = False
+        self._timeout_s = _START_S
+
+    def start(self, python: str | None, factory: EnvFactory, cfg: EnvSideConfig, kwargs: dict[str, Any]) -> None:
+        """Starts the process, by default with this Python; `answer` then returns the environment's properties."""
+        sock, child_sock = socket.socketpair()
+        life, self._lifeline = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                run_module("rlhpc.embodied.envs.subprocess_main", str(child_sock.fileno()), str(life), python=python),
+                pass_fds=(child_sock.fileno(), life),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": python_path(foreign=python is not None), "OMP_NUM_THREADS": "1"},
+            )
+        except OSError as error:
+            sock.close()
+            os.close(self._lifeline)
+            raise _no_start(python, error.strerror) from None
+        finally:
+            child_sock.close()
+            os.close(life)
+        self._sock = sock
+        self._deadline = time.monotonic() + _START_S
+        self._exchange(send, sock, cloudpickle.dumps((factory, cfg, kwargs)), self._deadline)
+
+    def call(self, name: str, *args: Any, timeout_s: float) -> None:
+        """Sends a call to the process; `answer` waits for its result."""
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._exchange(send, self._sock, (name, args), self._deadline)
+
+    def answer(self) -> Any:
+        """Returns the result of the last call. The deadline does not run while a robot waits for a person.
+
+        Raises:
+            SimulatorFailed: It died, hung or raised.
+            ConfigError: The environment cannot be built as configured.
+        """
+        kind, value = self._exchange(receive, self._sock, self._deadline)
+        while kind == "waits":
+            self._deadline = time.monotonic() + self._timeout_s
+            self._on_wait(value)
+            kind, value = self._exchange(receive, self._sock, self._deadline)
+        if kind == "config":
+            raise ConfigError(value)
+        if kind == "raised":
+            raise SimulatorFailed(f"raised:\n{value}")
+        return value
+
+    def _exchange(self, exchange: Any, *args: Any) -> Any:
+        try:
+            return exchange(*args)
+        except TimeoutError:
+            raise SimulatorFailed("hung") from None
+        except (EOFError, OSError):
+            try:
+                code = self.process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                code = None
+            ending = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+            raise SimulatorFailed(f"died ({ending})") from None
+
+    def stop(self) -> None:
+        """Ends the process, whatever its state. Hardware is stopped and closed first."""
+        if hasattr(self, "process"):
+            os.close(self._lifeline)
+            if self.holds_hardware:
+                try:
+                    self.process.wait(CLOSE_S + _EXIT_S)
+                except subprocess.TimeoutExpired:
+                    log.error(
+                        "the process of a robot did not end in time; it is killed, and its robot may not be stopped"
+                    )
+            self.process.kill()
+            self.process.wait()
+            self._sock.close()
+            del self.process
+
+
+class ProcessVectorEnv(VectorEnv):
+    """Vector environment whose slots live in several processes, neighbours in the same one.
+
+    A process that dies, hangs or raises is restarted: its slots' episodes end as truncated at the last observation,
+    with no reward and without an entry in the episode statistics; `infos["lost"]` marks them, `restarts` counts.
+
+    Args:
+        factory: Builds a process's share: `(cfg, num_envs, slot_offset, seed) -> VectorEnv`.
+        cfg: Section `env.train` or `env.eval`.
+        num_envs, slot_offset, seed: Arguments of `make_env`.
+        processes: Number of processes.
+        stage: For factories that take it (`VectorEnv.takes_stage`).
+    """
+
+    def __init__(
+        self,
+        factory: EnvFactory,
+        cfg: EnvSideConfig,
+        num_envs: int,
+        slot_offset: int,
+        seed: int,
+        processes: int,
+        stage: str | None = None,
+    ) -> None:
+        self._stage = {} if stage is None else {"stage": stage}
+        #: Episodes of each slot that were reported.
+        self._reported = np.zeros(num_envs, np.int64)
+        self.num_envs = num_envs
+        self._offset = slot_offset
+        self._seed = seed
+        from rlhpc.config.typed import alone
+
+        cfg = alone(cfg)  # values that refer to other sections are looked up here, where those are
+        self._factory = factory
+        self._cfg = cfg
+        self._timeout_s = cfg.simulator_timeout_s
+        self._waits_because = ""
+        bounds = np.linspace(0, num_envs, min(processes, num_envs) + 1).astype(int).tolist()
+        self._simulators = [_Simulator(range(a, b), self._wait) for a, b in pairwise(bounds)]
+        self._restarted_obs: dict[int, Any] = {}  # first observation of simulators that were restarted between steps
+        try:
+            for simulator in self._simulators:
+                self._start(simulator)
+            facts = [self._first_answer(simulator) for simulator in self._simulators]
+        except BaseException:
+            self.close()
+            raise
+        self.observation_space, self.action_space = facts[0]["observation_space"], facts[0]["action_space"]
+        self.supports_state = facts[0]["supports_state"]
+        self.holds_hardware = facts[0]["holds_hardware"]
+        self.max_episode_steps = facts[0]["max_episode_steps"]
+        self.record_kwargs = facts[0]["record_kwargs"]
+        self.control_hz = facts[0]["control_hz"]
+        if facts[0]["timed"]:
+            self.timing = Timing()
+
+    def _start(self, simulator: _Simulator) -> None:
+        # A restarted simulator gets episodes that it has not had, lest it die of the same one again.
+        seed = self._seed
+        if self.restarts:
+            seed = int(np.random.SeedSequence([seed, simulator.share.start, self.restarts]).generate_state(1)[0])
+        share = {"num_envs": len(simulator.share), "slot_offset": self._offset + simulator.share.start, "seed": seed}
+        simulator.start(self._cfg.simulator_python, self._factory, self._cfg, share | self._stage)
+
+    def _first_answer(self, simulator: _Simulator) -> dict[str, Any]:
+        try:
+            facts: dict[str, Any] = simulator.answer()
+            simulator.holds_hardware = facts["holds_hardware"]
+            return facts
+        except SimulatorFailed as failure:
+            raise RlhpcError(f"a simulator of env_id {self._cfg.env_id!r} {failure} while it started") from None
+
+    def _wait(self, reason: str) -> None:
+        """Writes to the log that a robot waits for a person, and checks the run; called repeatedly."""
+        if reason != self._waits_because:
+            self._waits_because = reason
+            log.warning("%s is stopped (%s), and waits for a person: rlhpc robot resume", self._cfg.env_id, reason)
+        (self.on_wait or check_run)(reason)
+
+    # -- episodes ---------------------------------------------------------------------------------------------------
+
+    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Starts an episode in every slot (`VectorEnv.reset`)."""
+        if seed is not None:
+            self._seed = seed
+        self._restarted_obs.clear()
+        answers = self._ask("reset", lambda share: (seed,), recover=lambda obs: (obs, {}))
+        self._last_obs = [obs for obs, _ in answers]
+        return join(self._last_obs), {}
+
+    def step(self, actions: np.ndarray) -> Step:
+        """Steps every slot by one action (`VectorEnv.step`)."""
+        return self._advance("step", actions)
+
+    def chunk_step(self, actions: np.ndarray) -> Step:
+        """Executes a chunk of actions in every slot (`VectorEnv.chunk_step`)."""
+        return self._advance("chunk_step", actions)
+
+    def _advance(self, name: str, actions: np.ndarray) -> Step:
+        answers: list[Any] = self._ask(
+            name, lambda share: (actions[share.start : share.stop],), recover=lambda obs: obs
+        )
+        failed = np.zeros(self.num_envs, bool)
+        for i, simulator in enumerate(self._simulators):
+            if isinstance(answers[i], tuple):
+                simulator.failures = 0
+                self._count_reported(simulator.share, answers[i][4])
+                continue
+            n, share = len(simulator.share), simulator.share
+            failed[share.start : share.stop] = True
+            infos: dict[str, Any] = {"final_obs": self._last_obs[i]}
+            if actions.shape[1:2] != (1,) and name == "chunk_step":
+                infos["chunk"] = {"rewards": np.zeros((n, actions.shape[1]), np.float32)}
+                infos["chunk"]["mask"] = np.zeros((n, actions.shape[1]), bool)
+            answers[i] = (answers[i], np.zeros(n, np.float32), np.zeros(n, bool), np.ones(n, bool), infos)
+        self._last_obs = [answer[0] for answer in answers]
+        for answer in answers:
+            if (news := answer[4].pop("timing", None)) is not None and self.timing is not None:
+                self.timing.add(news)
+        infos = _merge([answer[4] for answer in answers], [len(s.share) for s in self._simulators])
+        if failed.any():
+            infos["lost"] = failed
+            infos.setdefault("episode", {name: np.zeros(self.num_envs) for name in ("return", "length")})
+            infos["episode"].setdefault("mask", np.zeros(self.num_envs, bool))
+        obs, rewards, terminations, truncations = (join([answer[k] for answer in answers]) for k in range(4))
+        return obs, rewards, terminations, truncations, infos
+
+    def refresh(self) -> Any:
+        """Returns observations as of now (`VectorEnv.refresh`)."""
+        if not self.holds_hardware:
+            return None
+        self._last_obs = self._ask("refresh", lambda share: (), recover=lambda obs: obs)
+        return join(self._last_obs)
+
+    @property
+    def _repeats_episodes(self) -> bool:
+        """True if a restarted simulator begins with the episodes that failed: an evaluation that enumerates plays every
+        one.
+        """
+        return self._stage.get("stage") == "eval"
+
+    def _count_reported(self, share: range, infos: dict[str, Any]) -> None:
+        """Counts the episodes that a step reported for a share of the slots."""
+        if "mask" in infos.get("episode", {}):
+            self._reported[share.start : share.stop] += np.asarray(infos["episode"]["mask"], bool)
+
+    def _ask(self, name: str, args: Any, recover: Any) -> list[Any]:
+        """Calls all simulators at once.
+
+        Args:
+            name: Method.
+            args: Its arguments, from a simulator's share of the slots.
+            recover: Computes the answer of a restarted simulator from its first observation.
+        """
+        failed: dict[int, SimulatorFailed] = {}
+        for i, simulator in enumerate(self._simulators):
+            if i not in self._restarted_obs:
+                try:
+                    simulator.call(name, *args(simulator.share), timeout_s=self._timeout_s)
+                except SimulatorFailed as failure:
+                    failed[i] = failure
+        answers: list[Any] = []
+        for i, simulator in enumerate(self._simulators):
+            try:
+                if i in self._restarted_obs:
+                    answers.append(recover(self._restarted_obs.pop(i)))
+                elif i in failed:
+                    raise failed[i]
+                else:
+                    answers.append(simulator.answer())
+            except SimulatorFailed as failure:
+                answers.append(recover(self._restart(simulator, failure)))
+        return answers
+
+    def _restart(self, simulator: _Simulator, failure: SimulatorFailed) -> Any:
+        """Restarts a simulator; returns its first observations."""
+        while True:
+            simulator.failures += 1
+            share = simulator.share
+            slots = f"{self._offset + share.start}-{self._offset + share.stop - 1}"
+            if simulator.failures > _FAILURES:
+                raise RlhpcError(f"the simulator of slots {slots} failed {_FAILURES + 1} times in a row: it {failure}")
+            log.warning("the simulator of slots %s %s; their episodes are lost, it starts again", slots, failure)
+            self.restarts += 1
+            simulator.stop()
+            try:
+                self._start(simulator)
+                simulator.answer()
+                if self._repeats_episodes:
+                    counts = self._reported[share.start : share.stop]
+                    simulator.call("continue_episodes", counts, timeout_s=self._timeout_s)
+                    simulator.answer()
+                simulator.call("reset", timeout_s=self._timeout_s)
+                return simulator.answer()[0]
+            except SimulatorFailed as again:
+                failure = again
+
+    # -- state and pictures -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the slots' state, for a checkpoint (`VectorEnv.state_dict`); it does not depend on the number of
+        processes.
+        """
+        while True:
+            restarted_before = set(self._restarted_obs)
+            states = self._ask_between("save")
+            if set(self._restarted_obs) == restarted_before:
+                return {"slots": [slot for part in states for slot in part]}
+
+    def _ask_between(self, name: str) -> list[Any]:
+        """Calls all simulators between steps, as `_ask` does; the episodes of a failed simulator end at the next step."""
+        answers: list[Any] = []
+        for i, simulator in enumerate(self._simulators):
+            try:
+                simulator.call(name, timeout_s=self._timeout_s)
+                answers.append(simulator.answer())
+            except SimulatorFailed as failure:
+                self._restarted_obs[i] = self._restart(simulator, failure)
+                answers.append(None)
+        return answers
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
+        slots = self.slots_of(state)
+        for simulator in self._simulators:
+            # Playing an episode again takes as long as it took.
+            part = slots[simulator.share.start : simulator.share.stop]
+            simulator.call("load", part, timeout_s=max(self._timeout_s, _START_S))
+        for simulator in self._simulators:
+            try:
+                simulator.answer()
+            except SimulatorFailed as failure:
+                raise ValueError(f"a simulator {failure} while it took over its state") from None
+
+    def slot_state(self, state: Any, index: int) -> Any:
+        """Returns one slot's part of a `state_dict` (`VectorEnv.slot_state`)."""
+        return state["slots"][index]
+
+    def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
+        """Renders slots (`VectorEnv.render`)."""
+        frames = []
+        for slot in range(self.num_envs) if slots is None else slots:
+            simulator = next(s for s in self._simulators if slot in s.share)
+            try:
+                simulator.call("render", [slot - simulator.share.start], timeout_s=self._timeout_s)
+                frames.append(simulator.answer())
+            except SimulatorFailed as failure:
+                self._restarted_obs[self._simulators.index(simulator)] = self._restart(simulator, failure)
+                frames.append(None)
+        return np.concatenate(frames) if all(frame is not None for frame in frames) else None
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for simulator in self._simulators:
+            simulator.stop()
+
+
+def _no_start(python: str | None, reason: str | None) -> ConfigError:
+    return ConfigError(f"env.train.simulator_python is {python!r}, which cannot be started: {reason}")
+
+
+def require_python(python: str) -> None:
+    """Refuses a missing interpreter of simulators; starts nothing.
+
+    Raises:
+        ConfigError: The file does not exist or may not be executed.
+    """
+    if shutil.which(python) is None:
+        is_file = Path(python).exists()
+        raise _no_start(python, os.strerror(errno.EACCES if is_file else errno.ENOENT))
+
+
+def moves_hardware(factory: Any) -> bool:
+    """Returns whether what a factory builds must be stopped before its process ends."""
+    return isinstance(factory, type) and issubclass(factory, VectorEnv) and factory.holds_hardware
+
+
+def process_count(cfg: EnvSideConfig, factory: Any, num_envs: int) -> int:
+    """Returns the number of processes for an environment's slots; 0 keeps them in this one. See `env.train.simulators`."""
+    processes = cfg.simulators
+    # A robot is stopped by its own process, however this one ends.
+    if processes is None and (cfg.simulator_python is not None or moves_hardware(factory)):
+        return 1
+    if processes is None:
+        if not (isinstance(factory, type) and issubclass(factory, VectorEnv) and factory.gains_by_processes):
+            return 0
+        if factory.uses_accelerator(cfg):
+            return 0
+        # The launcher's limit for this rank; the affinity of a shared machine does not have it.
+        cores = min(int(os.environ.get("OMP_NUM_THREADS") or 1 << 16), len(os.sched_getaffinity(0)))
+        processes = cores if cores > 1 else 0
+    return min(processes, num_envs)
+
+
+def _merge(parts: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
+    """Merges infos of neighbouring slots; rows of parts without an entry are 0."""
+    merged: dict[str, Any] = {}
+    for name in {name: None for part in parts for name in part}:
+        values = [part.get(name) for part in parts]
+        example = next(value for value in values if value is not None)
+        if isinstance(example, dict):
+            merged[name] = _merge([value or {} for value in values], sizes)
+        else:
+            empty = [np.zeros((n, *np.shape(example)[1:]), np.asarray(example).dtype) for n in sizes]
+            merged[name] = np.concatenate([e if v is None else v for v, e in zip(values, empty, strict=True)])
+    return merged

@@ -1,0 +1,197 @@
+"""Simulator process: builds a vector environment for its parent (`subprocess_env`) and answers calls until the parent
+is gone.
+
+Started as `python -m rlhpc.embodied.envs.subprocess_main SOCKET LIFELINE`, two inherited descriptors.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+_HEADER = struct.Struct("!Q")
+
+
+def send(sock: socket.socket, message: Any, deadline: float | None = None) -> None:
+    """Sends one message.
+
+    Raises:
+        TimeoutError: The other end does not take it.
+        OSError: The other end is gone.
+    """
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    _limit(sock, deadline)
+    sock.sendall(_HEADER.pack(len(data)) + data)
+
+
+def receive(sock: socket.socket, deadline: float | None = None) -> Any:
+    """Receives one message; raises as `send`, and EOFError where the other end has closed."""
+    (size,) = _HEADER.unpack(_read(sock, _HEADER.size, deadline))
+    return pickle.loads(_read(sock, size, deadline))
+
+
+def _read(sock: socket.socket, size: int, deadline: float | None) -> bytearray:
+    data = bytearray(size)
+    view, done = memoryview(data), 0
+    while done < size:
+        # The deadline is that of the whole message: a process may be stopped in the middle of one.
+        _limit(sock, deadline)
+        got = sock.recv_into(view[done:])
+        if not got:
+            raise EOFError("the other end has closed")
+        done += got
+    return data
+
+
+def _limit(sock: socket.socket, deadline: float | None) -> None:
+    if deadline is None:
+        sock.settimeout(None)
+        return
+    # Data that has arrived is read even after the deadline: the time may have gone into waiting for another simulator.
+    sock.settimeout(max(deadline - time.monotonic(), 0.05))
+
+
+def die_with(lifeline: int) -> None:
+    """Has the kernel kill this process once the other end of a pipe is closed, even while it hangs or is stopped."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if _end_of(lifeline).poll(0):
+        os._exit(1)
+
+
+def _end_of(lifeline: int) -> select.poll:
+    """Returns a poll object for the closing of a pipe's other end; `select.select` refuses descriptors beyond 1023."""
+    closing = select.poll()
+    closing.register(lifeline, select.POLLIN)
+    return closing
+
+
+#: Seconds for stopping and closing hardware, once the parent is gone or asks for it.
+CLOSE_S = 5.0
+
+
+def close_with(lifeline: int, env: Any) -> None:
+    """Stops and closes hardware and ends this process once the other end of a pipe is closed. A thread does it, so that
+    it works while a call hangs. It replaces `die_with`, which leaves no time for it.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) & ~os.O_ASYNC)
+
+    def watch() -> None:
+        _end_of(lifeline).poll()
+        closing = threading.Thread(target=env.close, name="close-hardware", daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="simulator-lifeline", daemon=True).start()
+
+
+class _Slots:
+    """Slots of the process, with the calls that a parent makes.
+
+    Args:
+        env: The environment.
+        sock: Connection to the parent.
+    """
+
+    def __init__(self, env: Any, sock: socket.socket) -> None:
+        self.env = env
+        if env.holds_hardware:
+            env.on_wait = lambda reason: send(sock, ("waits", reason))
+
+    def step(self, actions: Any) -> Any:
+        """Steps the slots, and reports a robot's timing."""
+        return self._timed(self.env.step(actions))
+
+    def chunk_step(self, actions: Any) -> Any:
+        """Executes a chunk, and reports a robot's timing."""
+        return self._timed(self.env.chunk_step(actions))
+
+    def _timed(self, step: Any) -> Any:
+        if self.env.timing is not None:
+            step[4]["timing"] = self.env.timing.news()
+        return step
+
+    def save(self) -> list[Any]:
+        """Returns the state of each slot."""
+        state = self.env.state_dict()
+        return [self.env.slot_state(state, i) for i in range(self.env.num_envs)]
+
+    def load(self, slots: list[Any]) -> None:
+        """Restores what `save` wrote."""
+        self.env.load_state_dict(self.env.merge_states(slots))
+
+
+#: Attributes of an environment that its parent hands on.
+FACTS = (
+    "observation_space", "action_space", "supports_state", "max_episode_steps", "record_kwargs", "holds_hardware",
+    "control_hz",
+)  # fmt: skip
+
+
+def serve(sock: socket.socket, lifeline: int) -> None:
+    """Builds the environment that the first message describes, and answers until the parent closes."""
+    from rlhpc.runtime.errors import ConfigError
+
+    factory, cfg, kwargs = pickle.loads(receive(sock))
+    try:
+        env = factory(cfg, **kwargs)
+    except ConfigError as error:
+        send(sock, ("config", str(error)))
+        return
+    except Exception:
+        send(sock, ("raised", traceback.format_exc()))
+        return
+    if env.holds_hardware:
+        close_with(lifeline, env)
+    facts = {name: getattr(env, name) for name in FACTS}
+    send(sock, ("done", {**facts, "timed": env.timing is not None}))
+    try:
+        _answer(sock, env)
+    finally:
+        if env.holds_hardware:
+            env.close()
+
+
+def _answer(sock: socket.socket, env: Any) -> None:
+    from rlhpc.runtime.errors import ConfigError
+
+    slots = _Slots(env, sock)
+    while True:
+        try:
+            name, args = receive(sock)
+        except (EOFError, ConnectionError):
+            return
+        try:
+            answer = getattr(slots if hasattr(slots, name) else env, name)(*args)
+        except ConfigError as error:
+            send(sock, ("config", str(error)))
+            return
+        except Exception:
+            send(sock, ("raised", traceback.format_exc()))
+            return
+        send(sock, ("done", answer))
+
+
+def main() -> None:
+    """Runs the simulator process."""
+    sock, lifeline = (int(arg) for arg in sys.argv[1:3])
+    die_with(lifeline)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    serve(socket.socket(fileno=sock), lifeline)
+    os._exit(0)  # simulators' destructors may hang
+
+
+if __name__ == "__main__":
+    main()

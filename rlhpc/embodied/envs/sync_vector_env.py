@@ -1,0 +1,159 @@
+"""Vector environment of simulators with one robot at a time: a subclass implements the start and step of one slot."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from rlhpc.embodied.envs.base import Step, VectorEnv
+from rlhpc.embodied.envs.episode_tracker import EpisodeTracker
+from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
+
+
+class SlotStep(NamedTuple):
+    """Result of a simulator's step in one slot."""
+
+    obs: Any
+    reward: float
+    success: bool
+    failed: bool = False
+
+
+class SlotwiseVectorEnv(VectorEnv):
+    """Vector environment of N slots, stepped one after the other.
+
+    A saved slot is its episode's number and actions, which loading replays. A subclass whose resets keep something of the
+    previous episode sets `supports_state` to False.
+
+    Args:
+        cfg: Section `env.train` or `env.eval`.
+        num_envs: Slots here.
+        slot_offset: Global number of the first.
+        seed: Seed of the run.
+        limit: Steps after which an episode is truncated; 0 for none.
+    """
+
+    supports_state = True
+    gains_by_processes = True
+
+    def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:
+        self.num_envs = num_envs
+        self.episodes = EpisodeTracker(cfg, num_envs, slot_offset, seed, limit)
+        self._history: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
+        self._last_obs: list[Any] = [None] * num_envs
+
+    @abstractmethod
+    def begin_slot(self, slot: int, seed: int) -> Any:
+        """Starts an episode that follows from `seed`; returns its first observation."""
+
+    @abstractmethod
+    def step_slot(self, slot: int, action: np.ndarray) -> SlotStep:
+        """Steps one slot; `action` lies within the space's bounds."""
+
+    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Starts an episode in every slot (`VectorEnv.reset`)."""
+        if seed is not None:
+            self.episodes.reseed(seed)
+        self._begin(np.arange(self.num_envs))
+        return _stack(self._last_obs), {}
+
+    def _begin(self, slots: np.ndarray) -> None:
+        for slot, seed in zip(slots.tolist(), self.episodes.begin(slots), strict=True):
+            self._history[slot] = []
+            self._last_obs[slot] = self.begin_slot(slot, seed)
+
+    def step(self, actions: np.ndarray) -> Step:
+        """Steps every slot by one action (`VectorEnv.step`). Actions are clipped to the space's bounds."""
+        return self.chunk_step(actions.reshape(self.num_envs, 1, -1))
+
+    def chunk_step(self, actions: np.ndarray) -> Step:
+        """Executes a chunk (`VectorEnv.chunk_step`). A slot whose episode ended waits for the chunk's end."""
+        n, chunk = actions.shape[:2]
+        space = self.action_space
+        chosen = np.clip(actions.reshape(n, chunk, *space.shape), space.low, space.high).astype(space.dtype)
+        chunk_rewards, executed = np.zeros((n, chunk), np.float32), np.zeros((n, chunk), bool)
+        terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
+        for i in range(chunk):
+            active = ~(terminations | truncations)
+            (chunk_rewards[:, i], terminated, truncated), success = self._move(chosen[:, i], active)
+            executed[:, i] = active
+            terminations |= terminated
+            truncations |= truncated
+        done = terminations | truncations
+        infos: dict[str, Any] = {"success": success} if chunk == 1 else {}
+        if done.any():
+            infos |= {"final_obs": _stack(self._last_obs), "episode": self.episodes.report(done)}
+            self._begin(np.flatnonzero(done))
+        if chunk > 1:
+            infos["chunk"] = {"rewards": chunk_rewards, "mask": executed}
+        return _stack(self._last_obs), chunk_rewards.sum(1), terminations, truncations, infos
+
+    def _move(
+        self, actions: np.ndarray, active: np.ndarray
+    ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+        """Steps the active slots; returns rewards and ends for the learner (`EpisodeTracker.add`), and successes."""
+        n = self.num_envs
+        rewards, failed, success = np.zeros(n, np.float32), np.zeros(n, bool), np.zeros(n, bool)
+        for slot in np.flatnonzero(active).tolist():
+            self._history[slot].append(actions[slot].copy())
+            result = self.step_slot(slot, actions[slot])
+            self._last_obs[slot], rewards[slot], success[slot], failed[slot] = result
+        return self.episodes.add(rewards, failed, success, active), success
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the slots' state, for a checkpoint (`VectorEnv.state_dict`)."""
+        empty = np.zeros((0, *self.action_space.shape), self.action_space.dtype)
+        return {
+            "slots": [
+                {**self.episodes.place(slot), "actions": np.stack(actions) if actions else empty}
+                for slot, actions in enumerate(self._history)
+            ]
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
+        for slot, saved in enumerate(self.slots_of(state)):
+            self.episodes.replay(slot, saved)
+            self._begin(np.array([slot]))
+            only = np.arange(self.num_envs) == slot
+            for action in saved["actions"]:
+                self._move(np.broadcast_to(action, (self.num_envs, *np.shape(action))), only)
+
+    @abstractmethod
+    def picture(self, slot: int) -> np.ndarray | None:
+        """Renders a slot, uint8 `[H, W, 3]`; returns None without a renderer."""
+
+    def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
+        """Renders slots (`VectorEnv.render`)."""
+        frames = [self.picture(slot) for slot in (range(self.num_envs) if slots is None else slots)]
+        rendered = [frame for frame in frames if frame is not None]
+        return np.stack(rendered) if len(rendered) == len(frames) else None
+
+
+def _stack(rows: list[Any]) -> Any:
+    if isinstance(rows[0], dict):
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    return np.stack(rows)
+
+
+def merge_kwargs(kwargs: Any, defaults: dict[str, Any], env_type: str) -> dict[str, Any]:
+    """Returns `env.train.kwargs` over an adapter's defaults.
+
+    Raises:
+        ConfigError: The adapter does not have an argument of that name.
+    """
+    if OmegaConf.is_config(kwargs):
+        kwargs = OmegaConf.to_container(kwargs, resolve=True)
+    for name in kwargs:
+        if name not in defaults:
+            raise ConfigError(
+                f"env.train.kwargs.{name}: env_type {env_type} has no such argument: {', '.join(defaults)}"
+            )
+    return {**defaults, **kwargs}

@@ -1,0 +1,81 @@
+"""Gymnasium wrappers by name and with settings: `env.train.wrappers`.
+
+An entry is a name, a class's path (`module:Class`), or a mapping of one of these to its settings:
+
+    wrappers: [statistics, {atari: {screen_size: 84}}, "minigrid.wrappers:ImgObsWrapper", {frame_stack: {stack_size: 4}}]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhpc.config.typed import plain
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plugins import Registry
+
+_GYMNASIUM = {
+    "atari": "AtariPreprocessing", "clip_action": "ClipAction", "clip_reward": "ClipReward", "dtype": "DtypeObservation",
+    "filter": "FilterObservation", "flatten": "FlattenObservation", "frame_skip": "MaxAndSkipObservation",
+    "frame_stack": "FrameStackObservation", "grayscale": "GrayscaleObservation", "normalize": "NormalizeObservation",
+    "normalize_reward": "NormalizeReward", "pixels": "AddRenderObservation", "rescale": "RescaleObservation",
+    "rescale_action": "RescaleAction", "resize": "ResizeObservation", "statistics": "RecordEpisodeStatistics",
+    "time": "TimeAwareObservation",
+}  # fmt: skip
+
+#: Wrappers that need no registration. The modules of rlhpc's own import nothing else of it: exports carry them.
+BUILT_IN = {
+    **{name: f"gymnasium.wrappers:{wrapper}" for name, wrapper in _GYMNASIUM.items()},
+    "fire_reset": "rlhpc.embodied.envs.atari:FireReset",
+    "life_loss": "rlhpc.embodied.envs.atari:LifeLoss",
+    "panda_state": "rlhpc.embodied.envs.gym_hil:PandaState",
+}
+
+#: Classes or functions `(env, **settings) -> env`, by name.
+WRAPPERS: Registry[Any] = Registry("wrapper", "env.wrappers", "rlhpc.wrappers", BUILT_IN)
+
+
+def entry(item: Any, key: str) -> tuple[str, dict[str, Any]]:
+    """Returns name and settings of an entry.
+
+    Raises:
+        ConfigError: It has another form.
+    """
+    if isinstance(item, str):
+        return item, {}
+    if isinstance(item, Mapping) and len(item) == 1:
+        ((name, settings),) = item.items()
+        if isinstance(name, str) and (settings is None or isinstance(settings, Mapping)):
+            return name, {str(setting): _value(value) for setting, value in (settings or {}).items()}
+    raise ConfigError(
+        f"{key} is {plain(item)!r}; allowed: a name, module:Class, or one of them with its settings: "
+        "{frame_stack: {stack_size: 4}}"
+    )
+
+
+def _value(value: Any) -> Any:
+    """Returns plain values, with lists as tuples, which wrappers need for shapes."""
+    value = plain(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def wrap(env: Any, wrappers: Sequence[Any] | None, key: str = "env.wrappers") -> Any:
+    """Wraps an environment, the first wrapper innermost.
+
+    Raises:
+        ConfigError: One is unknown, cannot be imported, lacks a package, or refuses its settings or the environment.
+    """
+    from gymnasium.error import DependencyNotInstalled
+
+    for i, item in enumerate(wrappers or []):
+        at = f"{key}[{i}]"
+        name, settings = entry(item, at)
+        wrapper = WRAPPERS.find(name, at)
+        try:
+            env = wrapper(env, **settings)
+        except (DependencyNotInstalled, ImportError) as error:
+            missing = f"{at} is {name!r}, which needs a package that is not installed ({error})"
+            raise ConfigError(f"{missing}; those of simulators come with pip install 'rlhpc[embodied]'") from None
+        except (TypeError, ValueError, AssertionError, KeyError) as error:
+            raise ConfigError(f"{at} is {name!r}, which refuses {settings or 'the environment'}: {error}") from None
+    return env

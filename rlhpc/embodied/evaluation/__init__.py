@@ -1,0 +1,1 @@
+"""Evaluation, recording and intervention: episodes of a trained policy."""

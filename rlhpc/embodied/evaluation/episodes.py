@@ -1,0 +1,358 @@
+"""Evaluation of a policy: deterministic actions, a fixed number of episodes per slot."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms.nonfinite import bad_tensors, listed, skips
+from rlhpc.config.typed import changed, mapping
+from rlhpc.embodied.config import EmbodiedConfig, EnvSideConfig, EvalEnvConfig, RealTimeConfig
+from rlhpc.embodied.envs import make_env
+from rlhpc.embodied.envs.base import VectorEnv, env_failed
+from rlhpc.embodied.envs.observations import count_rows
+from rlhpc.embodied.models.base import Guide, Obs, Policy, overlap_weights
+from rlhpc.embodied.models.noise import noise_of_episodes
+from rlhpc.metrics.statistics import mean_interval, wilson
+from rlhpc.runs.device import to_tensors
+from rlhpc.runtime.errors import ConfigError, NonFinite, RlhpcError
+
+_KEY = "env.eval.real_time_chunking"
+
+
+class RealTime:
+    """Policy that acts with an inference delay: real-time chunking.
+
+    Args:
+        policy: Policy that acts by a flow.
+        delay: d, steps until a chunk is available.
+        executed: s, actions that are executed from one chunk to the next.
+        max_weight: Largest weight of the guidance; 0 for no guidance.
+    """
+
+    def __init__(self, policy: Policy, delay: int, executed: int, max_weight: float) -> None:
+        self._policy, self._delay, self._executed, self._max_weight = policy, delay, executed, max_weight
+        self._weights = overlap_weights(policy.horizon, executed, delay)
+        self._plan: Tensor | None = None
+        self._has_previous = np.zeros(0, bool)
+
+    def predict_action_batch(
+        self, obs: Obs, mode: str = "eval", noise: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Returns actions `[B, s, dim]`, like a policy; the first d come from the previous chunk, if there is one."""
+        del mode
+        delay, executed, previous, policy = self._delay, self._executed, self._plan, self._policy
+        with torch.inference_mode(False), torch.no_grad():  # guidance needs a gradient
+            self._plan = plan = policy.plan(_copied(obs), self._guide(), None if noise is None else noise.clone())
+            actions = policy.played(plan, slice(0, executed)).clone()
+            if previous is not None and delay:
+                has_previous = torch.from_numpy(self._has_previous)
+                actions[has_previous, :delay] = policy.played(previous, slice(executed, executed + delay))[has_previous]
+        self._has_previous = np.ones(count_rows(obs), bool)
+        return actions, {}
+
+    def on_episode_end(self, done: np.ndarray) -> None:
+        """Marks slots (numbers) whose episode has ended: the first chunk of the next episode has no previous chunk."""
+        self._has_previous[done] = False
+
+    def _guide(self) -> Guide | None:
+        if self._plan is None or not self._max_weight or not self._has_previous.any():
+            return None
+        remainder = torch.zeros_like(self._plan)
+        remainder[:, : -self._executed] = self._plan[:, self._executed :]
+        weights = torch.zeros(remainder.shape[1])
+        weights[: len(self._weights)] = self._weights
+        slot_weights = torch.from_numpy(self._has_previous).float()[:, None] * weights
+        return Guide(remainder, slot_weights.to(remainder.device)[..., None], self._max_weight)
+
+
+def is_late(env_cfg: EvalEnvConfig) -> bool:
+    """Returns whether the evaluation has an inference delay. Off-policy runs and old checkpoints have no such section."""
+    section: RealTimeConfig | None = mapping(env_cfg).get("real_time_chunking")
+    return section is not None and section.inference_delay is not None
+
+
+def real_time(policy: Any, env_cfg: EvalEnvConfig) -> RealTime | None:
+    """Wraps the policy as `env.eval.real_time_chunking` requires; returns None if the simulator waits for the policy.
+
+    Raises:
+        ConfigError: The policy does not act by a flow, or its chunks are too short.
+    """
+    section: RealTimeConfig | None = mapping(env_cfg).get("real_time_chunking")
+    if section is None:
+        return None
+    delay, executed, max_weight = section.inference_delay, section.execution_horizon, section.max_guidance_weight
+    if delay is None:
+        return None
+    horizon = policy.horizon if isinstance(policy, Policy) else 0
+    if not horizon:
+        raise ConfigError(
+            f"{_KEY}.inference_delay is {delay}; chunks are guided where a policy acts by a flow (flow, pi0, and lerobot's "
+            f"smolvla, pi0 and pi05), which {type(policy).__name__} does not"
+        )
+    executed = min(policy.chunk, horizon - delay) if executed is None else executed
+    if not delay <= executed or executed < 1 or executed + delay > horizon:
+        raise ConfigError(
+            f"{_KEY}: inference_delay is {delay} and execution_horizon {executed}; the former may be no more than the latter, "
+            f"and both together no more than the {horizon} actions that the policy predicts at once"
+        )
+    return RealTime(policy, delay, executed, max_weight)
+
+
+def _copied(obs: Obs) -> Obs:
+    """Returns copies that a gradient may be computed through, which is impossible for tensors made in inference mode."""
+    return {name: part.clone() for name, part in obs.items()} if isinstance(obs, dict) else obs.clone()
+
+
+log = logging.getLogger(__name__)
+
+#: Decisions after which an episode that has not ended is an error, so that no evaluation runs for ever.
+MAX_DECISIONS = 1_000_000
+#: The same where the environment has no time limit.
+MAX_WITHOUT_LIMIT = 20_000
+#: Episodes of one slot that may be lost with a simulator or robot; each is played again.
+MAX_FAILURES = 20
+
+#: Called after each decision with the number of complete episodes and of environment steps so far.
+ProgressCallback = Callable[[int, int], None]
+#: Returns noise `[N, ...]` for each slot's episode number and decision number within it.
+Noise = Callable[[np.ndarray, np.ndarray], torch.Tensor]
+
+
+class Watch:
+    """Observer of the steps that `play` makes."""
+
+    def before(self, obs: Any, actions: np.ndarray) -> None:
+        """Receives observation and actions before a step of all slots. A simulator may reuse the memory of the observation."""
+
+    def after(
+        self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
+        infos: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Receives the result of the step; `slots` (bool `[N]`) marks the slots whose episodes count."""
+
+
+def quotas(episodes: int, slots: int) -> np.ndarray:
+    """Returns the number of episodes of each slot. It is fixed in advance: the first to finish would be biased to short
+    episodes.
+    """
+    counts = np.full(slots, episodes // slots)
+    counts[: episodes % slots] += 1
+    return counts
+
+
+def eval_seed(env_cfg: EnvSideConfig, seed: int) -> int:
+    """Returns the seed of the evaluation's environments: `env.eval.seed`, or one that differs from the training's `seed`."""
+    return env_cfg.seed if env_cfg.seed is not None else seed + 1_000_003
+
+
+def eval_noise(policy: Any, env_cfg: EnvSideConfig, seed: int) -> Noise | None:
+    """Returns the source of a policy's noise in evaluations by `env.eval.noise`, or None for a policy without noise.
+
+    Args:
+        policy: A `Policy`, or another object that acts.
+        env_cfg: Section `env.eval`.
+        seed: Seed of the evaluation (`eval_seed`). The noise follows from it, slot, episode and decision.
+    """
+    # A checkpoint of an older version has no such key in its configuration.
+    noise = mapping(env_cfg).get("noise", "seeded").lower()
+    if not isinstance(policy, Policy) or not policy.start_shape:
+        return None
+    if noise == "zero":
+        return lambda episodes, decisions: torch.zeros(len(episodes), *policy.start_shape)
+    return lambda episodes, decisions: noise_of_episodes(
+        policy.sample_start, seed, episodes.tolist(), decisions.tolist()
+    )
+
+
+@torch.inference_mode()
+def evaluate_policy(
+    policy: Any,
+    env_cfg: EvalEnvConfig,
+    *,
+    seed: int,
+    episodes: int | None = None,
+    device: torch.device | str = "cpu",
+    watch: Callable[[VectorEnv], Watch] | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> dict[str, Any]:
+    """Runs the first episodes of every slot of a vector environment.
+
+    Args:
+        policy: Policy in eval mode, on `device`.
+        env_cfg: Section `env.eval`.
+        seed: Seed of the run, see `eval_seed`.
+        episodes: Number of episodes; default `env.eval.num_episodes`.
+        device: Device of the policy.
+        watch: Builds the observer for the environment.
+        on_progress: Called with the progress.
+
+    Raises:
+        NonFinite: A return is not finite.
+
+    Returns:
+        return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id, seed; if
+        the environment reports success also success_once, success_at_end and their `…_ci95`.
+    """
+    num_episodes = env_cfg.num_episodes if episodes is None else episodes
+    if num_episodes < 1:
+        raise ConfigError(f"episodes is {num_episodes}; an evaluation needs at least 1")
+    slots, seed = min(env_cfg.num_envs, num_episodes), eval_seed(env_cfg, seed)
+    delayed = real_time(policy, env_cfg)
+    # An environment that enumerates its episodes counts in slots over all ranks.
+    env = make_env(changed(env_cfg, "num_envs", slots), slots, slot_offset=0, seed=seed, stage="eval")
+    try:
+        rows = play(
+            delayed or policy,
+            env,
+            quotas(num_episodes, slots),
+            torch.device(device),
+            watch=watch(env) if watch else None,
+            on_progress=on_progress,
+            on_episode_end=None if delayed is None else delayed.on_episode_end,
+            noise=eval_noise(policy, env_cfg, seed),
+        )
+    finally:
+        env.close()
+    if bad := [number for number, row in enumerate(rows) if not math.isfinite(row["return"])]:
+        bad_weights = bad_tensors(policy.state_dict().items()) if isinstance(policy, torch.nn.Module) else []
+        cause = f"so is {listed(bad_weights)} of the policy" if bad_weights else "the policy's weights are finite"
+        raise NonFinite(
+            f"{len(bad)} of {len(rows)} episodes of {env_cfg.env_id} have a return that is not finite (the first is episode "
+            f"{bad[0]}; {cause}): there is no mean to report. Evaluate another checkpoint, or look at what the environment "
+            "gives"
+        )
+    return {**summarize(rows), "env_id": env_cfg.env_id, "seed": seed}
+
+
+def evaluation_metrics(cfg: EmbodiedConfig, policy: Any, seed: int, device: torch.device) -> dict[str, float]:
+    """Returns the metrics of an evaluation of `env.eval` during training; with `runner.on_nonfinite: skip`, an evaluation
+    whose returns are not finite is only counted (`nonfinite`).
+    """
+    try:
+        result = evaluate_policy(policy, cfg.env.eval, seed=seed, device=device)
+    except NonFinite as error:
+        if not skips(cfg):
+            raise
+        log.warning("%s", error)
+        return {"nonfinite": 1.0}
+    return {name: float(value) for name, value in result.items() if isinstance(value, (int, float))}
+
+
+def play(
+    policy: Any,
+    env: VectorEnv,
+    quota: np.ndarray,
+    device: torch.device,
+    *,
+    mode: str = "eval",
+    watch: Watch | None = None,
+    on_progress: ProgressCallback | None = None,
+    on_episode_end: Callable[[np.ndarray], None] | None = None,
+    noise: Noise | None = None,
+) -> list[dict[str, float]]:
+    """Plays the first `quota[i]` episodes of each slot i, starting from a reset. An episode that is lost with its simulator or
+    robot does not count: another one is played.
+
+    Args:
+        policy: Policy on `device`.
+        env: A vector environment.
+        quota: Number of episodes by slot.
+        device: Device of the policy.
+        mode: "eval" or "train", as `predict_action_batch` takes it.
+        watch: Observer of the steps.
+        on_progress: Called with the progress.
+        on_episode_end: Called with the slots in which an episode has ended.
+        noise: Source of the policy's noise in an evaluation, by each slot's episode and decision (`eval_noise`).
+
+    Returns:
+        One row per episode, by slot and order: return, length, and success_once and success_at_end if they are known.
+
+    Raises:
+        RlhpcError: An episode does not end, or simulators fail again and again.
+    """
+    rows: list[tuple[int, int, dict[str, float]]] = []  # slot, number of its episode, row
+    finished, since = np.zeros_like(quota), np.zeros_like(quota)
+    failures, episodes = np.zeros_like(quota), np.zeros_like(quota)
+    limit = MAX_DECISIONS if env.max_episode_steps != 0 else MAX_WITHOUT_LIMIT
+    steps = 0
+    obs, _ = env.reset()
+    while since.max() < limit:
+        noise_kwargs = {} if noise is None else {"noise": noise(episodes, since).to(device)}
+        actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode=mode, **noise_kwargs)
+        chosen = actions.cpu().numpy()
+        if watch is not None:
+            watch.before(obs, chosen)
+        obs, rewards, terminations, truncations, infos = env.chunk_step(chosen)
+        if watch is not None:
+            watch.after(finished < quota, rewards, terminations, truncations, infos)
+        done = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
+        failed = env_failed(infos, len(quota))
+        failures += failed
+        if (failures > MAX_FAILURES).any():
+            raise RlhpcError(
+                f"simulators failed {int(failures.max())} times in one slot of the evaluation; {len(rows)} of {quota.sum()} "
+                "episodes ended. Look at what the environment logged, then evaluate again"
+            )
+        if on_episode_end is not None:
+            on_episode_end(done)
+        since += 1
+        since[done] = 0
+        episodes[done] += 1
+        since[finished >= quota] = 0
+        steps += len(quota)
+        episode: dict[str, Any] = infos.get("episode", {}) if done.size else {}
+        for slot in done.tolist() if episode else ():
+            if finished[slot] < quota[slot] and episode["mask"][slot] and not failed[slot]:
+                rows.append((slot, int(finished[slot]), _episode_row(episode, slot)))
+                finished[slot] += 1
+        if on_progress is not None:
+            on_progress(len(rows), steps)
+        if (finished >= quota).all():
+            return [row for _, _, row in sorted(rows, key=lambda row: row[:2])]
+    raise RlhpcError(
+        f"an episode of the evaluation has not ended after {limit} decisions"
+        f"{', and its environment has no time limit' if limit < MAX_DECISIONS else ''}; {len(rows)} of {quota.sum()} episodes "
+        "did; set env.eval.max_episode_steps=N"
+    )
+
+
+def _episode_row(episode: dict[str, Any], slot: int) -> dict[str, float]:
+    row = {"return": float(episode["return"][slot]), "length": float(episode["length"][slot])}
+    for name in ("success_once", "success_at_end"):
+        # Environments that report `success` know it only at the end.
+        column = episode.get(name, episode.get("success"))
+        if column is not None:
+            row[name] = float(column[slot])
+    return row
+
+
+def summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """Returns the statistics of an evaluation.
+
+    The interval of the mean return is Student's, those of the success rates are Wilson's.
+    """
+    values = np.asarray([row["return"] for row in rows], np.float64)
+    mean, count = float(values.mean()), len(values)
+    std = float(values.std(ddof=1)) if count > 1 else 0.0
+    statistics: dict[str, Any] = {
+        "return_mean": mean,
+        "return_std": std,
+        "return_min": float(values.min()),
+        "return_max": float(values.max()),
+        "return_ci95": list(mean_interval(values)),
+        "length_mean": float(np.mean([row["length"] for row in rows])),
+        "episodes": count,
+    }
+    for name in ("success_once", "success_at_end"):
+        reached = [row[name] for row in rows if name in row]
+        if len(reached) == count:
+            statistics[name] = float(np.mean(reached))
+            statistics[f"{name}_ci95"] = list(wilson(sum(reached), count))
+    return statistics

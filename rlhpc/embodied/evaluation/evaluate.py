@@ -1,0 +1,293 @@
+"""Offline evaluation of a checkpoint's policy by `rlhpc eval`: in one process, from the checkpoint alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from rlhpc import __version__
+from rlhpc.checkpoint import read_manifest, require_valid
+from rlhpc.checkpoint.start import find_weights
+from rlhpc.checkpoint.state import load_tensors
+from rlhpc.config.typed import mapping, plain, select, typed
+from rlhpc.embodied.config import EmbodiedConfig, PpoConfig
+from rlhpc.embodied.data.datasets import WriteOptions
+from rlhpc.embodied.data.video import framed, shrink, tile, write_video
+from rlhpc.embodied.envs.base import VectorEnv, env_failed
+from rlhpc.embodied.evaluation.episodes import Watch, evaluate_policy
+from rlhpc.embodied.evaluation.intervention import find_intervention
+from rlhpc.embodied.evaluation.recorder import record
+from rlhpc.embodied.export import load_exported
+from rlhpc.embodied.models import policy_from_spec
+from rlhpc.jobs.paths import CONFIG, MODEL
+from rlhpc.metrics import ProgressBar
+from rlhpc.runs.run_folder import note
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.files import expand_home, read_json, read_yaml, replace_durably
+from rlhpc.runtime.plugins import load_attribute
+from rlhpc.runtime.trust import Trust, without_variables
+
+
+class ExpertPolicy:
+    """Expert function `obs [N, ...] -> actions [N, A]` with the interface of a policy; it has no noise and no values."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+
+    def predict_action_batch(
+        self, obs: Any, mode: str = "eval", noise: Any = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Returns actions `[N, 1, A]`."""
+        del mode, noise
+        arrays = (
+            {name: part.cpu().numpy() for name, part in obs.items()} if isinstance(obs, dict) else obs.cpu().numpy()
+        )
+        actions = np.asarray(self._function(arrays))
+        return torch.from_numpy(actions.reshape(len(actions), 1, -1)), {}
+
+
+def load_actor(source: str, key: str, trust: Trust | None = None) -> Any:
+    """Loads an expert from `module:function`, or the policy of a checkpoint, export folder or run folder.
+
+    Args:
+        source: Source as the user writes it.
+        key: Name of the option in messages.
+        trust: Trust in code that a folder names.
+
+    Raises:
+        ConfigError, CheckpointError: It cannot be loaded.
+    """
+    if ":" in source and not expand_home(source).exists():
+        return ExpertPolicy(load_attribute(source, key))
+    folder = find_weights(source, key)
+    if not any((folder / name).is_file() for name in ("config.json", "model.json")):
+        raise CheckpointError(f"{folder} says nothing of the network (no model.json, no config.json)")
+    return load_exported(folder, trust=trust)
+
+
+#: Maximum number of pictures of a film.
+MAX_FRAMES = 1500
+
+
+class Film(Watch):
+    """Film with a picture of each slot before each of its steps; a slot whose episode has ended keeps its last picture,
+    framed.
+
+    Args:
+        env: A vector environment.
+        episodes: Number of slots that are shown.
+    """
+
+    def __init__(self, env: VectorEnv, episodes: int) -> None:
+        self._env, self._slots = env, list(range(min(episodes, env.num_envs)))
+        self._last_pictures: dict[int, np.ndarray] = {}
+        self._pictures: np.ndarray | None = None
+        self.frames: list[np.ndarray] = []
+        self.available = True
+
+    def before(self, obs: Any, actions: np.ndarray) -> None:
+        """Renders the slots (`Watch.before`)."""
+        if not self.available or len(self._last_pictures) == len(self._slots) or len(self.frames) >= MAX_FRAMES:
+            return
+        rendered = self._env.render(self._slots)
+        self.available = rendered is not None
+        if rendered is None:
+            return
+        self._pictures = shrink(np.asarray(rendered))
+        tiles = [self._last_pictures.get(slot, self._pictures[i]) for i, slot in enumerate(self._slots)]
+        self.frames.append(tile(np.stack(tiles)))
+
+    def after(
+        self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
+        infos: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Frames the last pictures of episodes that ended (`Watch.after`)."""
+        episode = infos.get("episode", {})
+        success = next((episode[name] for name in ("success_once", "success") if name in episode), None)
+        has_ended = (terminations | truncations) & ~env_failed(infos, len(slots))
+        for i, slot in enumerate(self._slots):
+            if self._pictures is not None and slot not in self._last_pictures and has_ended[slot]:
+                self._last_pictures[slot] = framed(self._pictures[i], success is not None and bool(success[slot]))
+
+    def write(self, path: Path, fps: int) -> None:
+        """Writes the film as an mp4 file; its last picture stays for half a second."""
+        if self._pictures is None:
+            return
+        last = tile(np.stack([self._last_pictures.get(slot, self._pictures[i]) for i, slot in enumerate(self._slots)]))
+        write_video(path, [*self.frames, *[last] * max(1, fps // 2)], fps)
+
+
+def evaluate_checkpoint(
+    checkpoint: str | Path,
+    *,
+    cfg: EmbodiedConfig | None = None,
+    suite: str = "default",
+    episodes: int | None = None,
+    output: str | Path | None = None,
+    trust_code: bool = False,
+) -> dict[str, Any]:
+    """Evaluates a checkpoint with deterministic actions, a fixed number of episodes per slot.
+
+    Args:
+        checkpoint: A `global_step_<N>` folder of any run, on any machine.
+        cfg: Replaces the checkpoint's config.yaml: section `env.eval`, and `runner.seed`.
+        suite: Name of the evaluation.
+        episodes: Default `env.eval.num_episodes`.
+        output: JSON file to write, atomically.
+        trust_code: Import code that the checkpoint names as `module:Class`, also if `cfg` does not name it.
+
+    Returns:
+        See `evaluate_policy`; also suite, global_step and checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint has faults.
+        ConfigError: The environment cannot be built, or does not fit the policy.
+    """
+    folder = expand_home(checkpoint).absolute()
+    require_valid(folder, hint="or evaluate another checkpoint")
+    cfg = _config(folder, Trust(trust_code)) if cfg is None else cfg
+    side, seed = cfg.env.eval, cfg.runner.seed
+    policy = load_policy(folder, Trust.of(plain(cfg), trust_code))
+    films: list[Film] = []
+
+    def film(env: VectorEnv) -> Film:
+        films.append(Film(env, side.video_episodes))
+        return films[0]
+
+    # A checkpoint of an older version has no such key in its configuration.
+    build_film = film if output is not None and mapping(side).get("video_episodes", 0) else None
+    num_episodes = side.num_episodes if episodes is None else episodes
+    start = time.perf_counter()
+    try:
+        with ProgressBar(num_episodes, name="eval", unit="episode") as bar:
+
+            def update_bar(done: int, steps: int) -> None:
+                bar.update(done, {"time/env_steps_per_s": steps / (time.perf_counter() - start)})
+
+            result = evaluate_policy(
+                policy, side, seed=seed, episodes=episodes, watch=build_film, on_progress=update_bar
+            )
+    except RuntimeError as error:
+        raise ConfigError(f"env.eval.env_id={cfg.env.eval.env_id} does not fit {folder}'s policy: {error}") from error
+    result |= {"suite": suite, "global_step": int(read_manifest(folder)["global_step"]), "checkpoint": str(folder)}
+    if output is not None:
+        if films and films[0].available:
+            video = Path(output).with_suffix(".mp4")
+            films[0].write(video, side.video_fps)
+            result["video"] = video.name
+        elif films:
+            note(f"{cfg.env.eval.env_id} cannot be rendered here, so there is no video")
+        write_result(Path(output), result)
+    return result
+
+
+def write_result(output: Path, result: dict[str, Any]) -> None:
+    """Writes an evaluation's result as JSON, atomically.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    try:
+        replace_durably(output, json.dumps(result, indent=2, sort_keys=True).encode() + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
+
+
+def record_episodes(
+    source: str,
+    cfg: EmbodiedConfig,
+    output: Path,
+    *,
+    episodes: int,
+    only_success: bool = False,
+    mode: str = "eval",
+    seed: int | None = None,
+    teacher: str | None = None,
+    intervene: str | None = None,
+    only_taken: bool = False,
+    trust_code: bool = False,
+    options: WriteOptions | None = None,
+) -> dict[str, Any]:
+    """Records episodes of `env.eval` as trajectories.
+
+    Args:
+        source: A checkpoint, an export folder, a run folder, or an expert as `module:function`.
+        cfg: Configuration.
+        output, episodes, only_success, mode: See `record`.
+        seed: Used instead of `runner.seed`.
+        teacher: Policy whose actions are written instead of those played; same forms as `source`.
+        intervene: Source of interventions, see `find_intervention`.
+        only_taken, options: See `record`.
+        trust_code: Import code that a checkpoint or export names as `module:Class`, also if `cfg` does not name it.
+
+    Returns:
+        See `record`.
+    """
+    trust = Trust.of(plain(cfg), trust_code)
+    actor = load_actor(source, "--expert" if ":" in source else "--checkpoint", trust)
+    labels = None if teacher is None else load_actor(teacher, "--teacher", trust)
+    seed = cfg.runner.seed if seed is None else seed
+    origin = {"source": source, "teacher": teacher, "mode": mode, "seed": seed, "rlhpc_version": __version__}
+    origin |= {} if intervene is None else {"intervene": intervene}
+    if teacher is not None and intervene is not None:
+        raise ConfigError("--teacher and --intervene: either the one labels what is played, or the other acts")
+    intervention = None if intervene is None else find_intervention(intervene)
+    kind = "dagger" if teacher is not None else "scripted" if isinstance(actor, ExpertPolicy) else "rl"
+    kind = kind if intervention is None else "human"
+    try:
+        return record(
+            actor, cfg.env.eval, output, episodes=episodes, seed=seed, only_success=only_success, mode=mode,
+            teacher=labels, intervention=intervention, only_taken=only_taken, source_type=kind,
+            source_desc=source, extra={"rlhpc": origin}, options=options,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise ConfigError(
+            f"env.eval.env_id={cfg.env.eval.env_id} does not fit the policy of {source}: {error}"
+        ) from error
+
+
+def _config(folder: Path, trust: Trust) -> EmbodiedConfig:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; pass the run's configuration with --config")
+    try:
+        content = read_yaml(path.read_bytes())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("env"), dict):
+        raise CheckpointError(f"{path}: no configuration of a policy in an environment (no section env)")
+    cfg = OmegaConf.create(content if trust.everything else without_variables(content, trust, str(path)))
+    trust.check(plain(cfg), str(path))
+    if lacks := [key for key in ("env.eval", "runner.seed") if select(cfg, key) is None]:
+        raise CheckpointError(f"{path}: no {lacks[0]}; pass a configuration")
+    return typed(PpoConfig, cfg)  # every kind of run has these same sections
+
+
+def load_policy(folder: Path, trust: Trust) -> Any:
+    """Builds a checkpoint's policy, in eval mode.
+
+    Args:
+        folder: A `global_step_<N>` folder.
+        trust: Trust in code that the checkpoint names.
+
+    Raises:
+        CheckpointError: The checkpoint has faults.
+    """
+    try:
+        spec = read_json((folder / "model.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / 'model.json'}: cannot be read ({error})") from error
+    policy = policy_from_spec(spec, trust, str(folder / "model.json"))
+    try:
+        policy.load_state_dict(load_tensors(folder / MODEL))
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder}: the weights do not fit what model.json describes: {error}") from error
+    return policy.eval()

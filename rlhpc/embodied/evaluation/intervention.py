@@ -1,0 +1,348 @@
+"""Interventions: a person or a script watches a policy play and takes over when it fails (human-gated DAgger, Kelly et al.
+2019).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhpc.embodied.envs.base import VectorEnv
+from rlhpc.embodied.envs.observations import as_arrays
+from rlhpc.embodied.envs.wrappers import entry
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import read_yaml
+from rlhpc.runtime.plugins import Registry, load_attribute
+
+
+class Intervention(ABC):
+    """Observer of a policy that decides at every step who acts.
+
+    Attributes:
+        one_slot: True if it can watch a single slot only.
+        needs_pictures: True if it needs pictures of the first slot.
+    """
+
+    one_slot = False
+    needs_pictures = False
+
+    @abstractmethod
+    def act(self, obs: Any, actions: np.ndarray, picture: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Chooses the actions of this step.
+
+        Args:
+            obs: An array `[N, ...]`, or a dict of them.
+            actions: The policy's actions, `[N, dim]`.
+            picture: Picture of the first slot, uint8 `[H, W, 3]`, if `needs_pictures` and the environment can be rendered.
+
+        Returns:
+            Actions `[N, dim]`, and the slots in which they are not the policy's, bool `[N]`.
+        """
+
+    def ended(self, slots: np.ndarray) -> None:  # noqa: B027 (most need not know)
+        """Handles the end of episodes in these slots, bool `[N]`."""
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to free)
+        """Frees resources at the end."""
+
+
+INTERVENTIONS: Registry[Any] = Registry(
+    "intervention", "--intervene", "rlhpc.interventions",
+    {
+        "gamepad": "rlhpc.embodied.evaluation.intervention:Gamepad",
+        "keyboard": "rlhpc.embodied.evaluation.intervention:Keyboard",
+        "scripted": "rlhpc.embodied.evaluation.intervention:Scripted",
+    },
+)  # fmt: skip
+register_intervention = INTERVENTIONS.register
+
+
+def named_intervention(text: str) -> tuple[str, Any, dict[str, Any]]:
+    """Parses a name, or a mapping of a name to settings, as in `{scripted: {expert: module:function}}`.
+
+    Returns:
+        The name, the factory that is called with the settings, and the settings.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    try:
+        content = read_yaml(text)
+    except Exception as error:  # whatever the YAML parser has against it
+        raise ConfigError(
+            f"--intervene is {text!r}, which is no name and no mapping of one to settings: {error}"
+        ) from None
+    name, settings = entry(content, "--intervene")
+    return name, INTERVENTIONS.find(name), settings
+
+
+def find_intervention(text: str) -> Intervention:
+    """Builds the intervention from a text that `named_intervention` parses; a person gets a window.
+
+    Raises:
+        ConfigError: It is unknown, or rejects its settings.
+    """
+    name, factory, settings = named_intervention(text)
+    try:
+        intervention: Intervention = factory(**settings)
+    except TypeError as error:
+        raise ConfigError(f"--intervene is {name!r}, which refuses {settings}: {error}") from None
+    return intervention
+
+
+def require_single(chunk: int) -> None:
+    """Raises an error for a policy that acts in chunks."""
+    if chunk != 1:
+        raise ConfigError(
+            f"the policy acts in chunks of {chunk} (actor.model.num_action_chunks); people take over between single actions: "
+            "allowed is 1"
+        )
+
+
+class Gated:
+    """Policy whose actions an intervention may replace.
+
+    Args:
+        policy: Policy of single actions.
+        intervention: Observer that may take over.
+        env: Environment in which the policy acts.
+
+    Attributes:
+        intervened: Slots in which the last actions were not the policy's, bool `[N]`.
+    """
+
+    def __init__(self, policy: Any, intervention: Intervention, env: VectorEnv) -> None:
+        if intervention.one_slot and env.num_envs > 1:
+            raise ConfigError(f"a person watches one slot at a time: set env.eval.num_envs=1 (it is {env.num_envs})")
+        self._policy, self.intervention, self._env = policy, intervention, env
+        self.intervened = np.zeros(env.num_envs, bool)
+
+    def predict_action_batch(
+        self, obs: Any, mode: str = "eval", noise: Any = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Returns actions `[N, 1, dim]`, like a policy."""
+        actions, extras = self._policy.predict_action_batch(obs, mode=mode, noise=noise)
+        require_single(actions.shape[1])
+        pictures = self._env.render([0]) if self.intervention.needs_pictures else None
+        picture = None if pictures is None else pictures[0]
+        chosen, self.intervened = self.intervention.act(as_arrays(obs), actions[:, 0].cpu().numpy(), picture)
+        return torch.from_numpy(np.asarray(chosen))[:, None], extras
+
+
+__all__ = ["INTERVENTIONS", "Gated", "Intervention", "find_intervention", "named_intervention", "register_intervention"]
+
+
+log = logging.getLogger(__name__)
+
+#: Effect of a key, a button or a stick: the index of the action component, and its change.
+Move = Sequence[float]
+_KEYS = {"up": (0, 1.0), "down": (0, -1.0), "left": (1, 1.0), "right": (1, -1.0),
+         "w": (2, 1.0), "s": (2, -1.0), "c": (3, 1.0), "o": (3, -1.0)}  # fmt: skip
+_STICKS = {1: (0, -1.0), 0: (1, -1.0), 4: (2, -1.0)}
+_BUTTONS = {0: (3, 1.0), 1: (3, -1.0)}
+#: Largest deflection of a stick at rest.
+_DEAD = 0.1
+#: SDL drivers without a visible window.
+_BLIND = ("dummy", "offscreen")
+#: Environment variables, one of which names the display on Linux.
+_SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
+_SCREEN = "a person needs one: log in with it (ssh -X), or take scripted"
+
+
+class Person(Intervention):
+    """Window and pace of a person, who may take control.
+
+    Args:
+        hz: Maximum number of steps per second.
+        size: Pixels of the window's side.
+    """
+
+    one_slot = True
+    needs_pictures = True
+
+    def __init__(self, hz: float = 10.0, size: int = 512) -> None:
+        import pygame
+
+        if hz <= 0 or size < 1:
+            raise ConfigError(f"--intervene: hz is {hz} and size {size}; both must be above 0")
+        self._pygame, self._period, self._next = pygame, 1.0 / hz, 0.0
+        # SDL would try all its drivers, and the libraries of some abort the process if there is no screen.
+        if sys.platform == "linux" and not any(os.environ.get(name) for name in _SCREENS):
+            raise ConfigError(f"--intervene: there is no screen (DISPLAY is not set); {_SCREEN}")
+        try:
+            pygame.init()
+            self._window = pygame.display.set_mode((size, size))
+        except pygame.error as error:
+            raise ConfigError(f"--intervene: no window can be opened ({error}); {_SCREEN}") from None
+        if (driver := pygame.display.get_driver()) in _BLIND and os.environ.get("SDL_VIDEODRIVER") != driver:
+            raise ConfigError(f"--intervene: there is no screen (DISPLAY is not set); {_SCREEN}")
+        self.in_control = False
+
+    @abstractmethod
+    def hear(self, event: Any) -> None:
+        """Handles an event of a key, a button or a stick."""
+
+    @abstractmethod
+    def moves(self) -> list[tuple[int, float]]:
+        """Returns the person's present moves: indices of action components, and their changes."""
+
+    def act(self, obs: Any, actions: np.ndarray, picture: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Chooses the actions of this step (`Intervention.act`)."""
+        del obs
+        self._show(picture)
+        time.sleep(max(0.0, self._next - time.monotonic()))
+        self._next = time.monotonic() + self._period
+        for event in self._pygame.event.get():
+            if event.type == self._pygame.QUIT:
+                raise KeyboardInterrupt
+            self.hear(event)
+        if not self.in_control:
+            return actions, np.zeros(1, bool)
+        chosen = np.zeros_like(actions)
+        for number, by in self.moves():
+            if number < chosen.shape[1]:
+                chosen[0, number] += by
+        return chosen, np.ones(1, bool)
+
+    def _show(self, picture: np.ndarray | None) -> None:
+        pygame = self._pygame
+        if picture is not None:
+            surface = pygame.surfarray.make_surface(picture.swapaxes(0, 1))
+            pygame.transform.scale(surface, self._window.get_size(), self._window)
+        pygame.display.set_caption("you lead" if self.in_control else "the policy leads")
+        pygame.display.flip()
+
+    def close(self) -> None:
+        """Closes the window."""
+        self._pygame.quit()
+
+
+class Keyboard(Person):
+    """Keyboard: keys that move while they are pressed, and one key that takes and returns control.
+
+    Args:
+        keys: Name of a key in pygame → index of the action component, and its change.
+        take: Key for the control.
+        hz, size: See `Person`.
+    """
+
+    def __init__(
+        self, keys: Mapping[str, Move] = _KEYS, take: str = "space", hz: float = 10.0, size: int = 512
+    ) -> None:
+        super().__init__(hz, size)
+        try:
+            self._keys = {
+                self._pygame.key.key_code(name): (int(move[0]), float(move[1])) for name, move in keys.items()
+            }
+            self._take = self._pygame.key.key_code(take)
+        except ValueError as error:
+            raise ConfigError(
+                f"--intervene keyboard: {error}; keys are named as pygame names them: left, space, a"
+            ) from None
+        self._held: set[int] = set()
+
+    def hear(self, event: Any) -> None:
+        """Handles a key (`Person.hear`)."""
+        if event.type == self._pygame.KEYDOWN:
+            self._held.add(event.key)
+            self.in_control ^= event.key == self._take
+        elif event.type == self._pygame.KEYUP:
+            self._held.discard(event.key)
+
+    def moves(self) -> list[tuple[int, float]]:
+        """Returns the moves of the pressed keys (`Person.moves`)."""
+        return [move for key, move in self._keys.items() if key in self._held]
+
+
+class Gamepad(Person):
+    """Gamepad: sticks and buttons that move, and a button that gives control while it is pressed.
+
+    Args:
+        sticks: Number of an axis → index of the action component, and its change at the axis's end.
+        buttons: Number of a button → index of the action component, and its change.
+        take: Button for the control.
+        hz, size: See `Person`.
+    """
+
+    def __init__(
+        self, sticks: Mapping[Any, Move] = _STICKS, buttons: Mapping[Any, Move] = _BUTTONS, take: int = 5, hz: float = 10.0,
+        size: int = 512,
+    ) -> None:  # fmt: skip
+        super().__init__(hz, size)
+        self._devices: list[Any] = []
+        if not self._pygame.joystick.get_count():
+            log.warning("no gamepad is attached; the policy leads until one is")
+        self._sticks = {int(axis): (int(move[0]), float(move[1])) for axis, move in sticks.items()}
+        self._buttons = {int(button): (int(move[0]), float(move[1])) for button, move in buttons.items()}
+        self._take, self._deflections, self._held = take, dict.fromkeys(self._sticks, 0.0), set[int]()
+
+    def hear(self, event: Any) -> None:
+        """Handles a stick or a button (`Person.hear`)."""
+        if event.type == self._pygame.JOYDEVICEADDED:
+            self._devices.append(self._pygame.joystick.Joystick(event.device_index))
+        elif event.type == self._pygame.JOYAXISMOTION and event.axis in self._deflections:
+            self._deflections[event.axis] = event.value if abs(event.value) > _DEAD else 0.0
+        elif event.type == self._pygame.JOYBUTTONDOWN:
+            self._held.add(event.button)
+        elif event.type == self._pygame.JOYBUTTONUP:
+            self._held.discard(event.button)
+        self.in_control = self._take in self._held
+
+    def moves(self) -> list[tuple[int, float]]:
+        """Returns the moves of sticks and pressed buttons (`Person.moves`)."""
+        sticks = [(number, by * self._deflections[axis]) for axis, (number, by) in self._sticks.items()]
+        return sticks + [move for button, move in self._buttons.items() if button in self._held]
+
+
+class Scripted(Intervention):
+    """Scripted intervention that imitates a person: it tolerates small differences, reacts with a delay, and keeps control for
+    a while.
+
+    Args:
+        expert: `obs [N, ...] -> actions [N, dim]`, as `module:function`.
+        apart: Largest tolerated difference of an action component between policy and expert.
+        patience: Consecutive steps with a larger difference before the expert takes over.
+        hold: Minimum steps of the expert's control; it then continues until the policy is close again.
+    """
+
+    def __init__(self, expert: str, apart: float = 0.5, patience: int = 3, hold: int = 10) -> None:
+        if apart < 0 or patience < 1 or hold < 1:
+            raise ConfigError(
+                f"--intervene scripted: apart is {apart}, patience {patience}, hold {hold}; at least 0, 1 and 1 are wanted"
+            )
+        self._expert = load_attribute(expert, "--intervene scripted.expert")
+        self._apart, self._patience, self._hold = apart, patience, hold
+        self._steps_apart = self._steps_in_control = np.zeros(0, np.int64)
+
+    def act(self, obs: Any, actions: np.ndarray, picture: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Chooses the actions of this step (`Intervention.act`)."""
+        del picture
+        if len(self._steps_in_control) != len(actions):
+            self._steps_apart, self._steps_in_control = (
+                np.zeros(len(actions), np.int64),
+                np.zeros(len(actions), np.int64),
+            )
+        expert_actions = np.asarray(self._expert(obs), actions.dtype).reshape(actions.shape)
+        far = np.abs(expert_actions - actions).max(1) > self._apart
+        self._steps_apart = np.where(far, self._steps_apart + 1, 0)
+        was_in_control = self._steps_in_control > 0
+        in_control = np.where(
+            was_in_control, far | (self._steps_in_control < self._hold), self._steps_apart >= self._patience
+        )
+        self._steps_in_control = np.where(in_control, self._steps_in_control + 1, 0)
+        return np.where(in_control[:, None], expert_actions, actions), in_control
+
+    def ended(self, slots: np.ndarray) -> None:
+        """Resets the counters of slots whose episode ended (`Intervention.ended`)."""
+        self._steps_apart, self._steps_in_control = (
+            np.where(slots, 0, self._steps_apart),
+            np.where(slots, 0, self._steps_in_control),
+        )

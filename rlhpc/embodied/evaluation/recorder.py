@@ -1,0 +1,298 @@
+"""Recorder of episodes: collects each slot's steps until its episode ends, and writes trajectories."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhpc.config.typed import changed
+from rlhpc.embodied.config import EvalEnvConfig
+from rlhpc.embodied.data.datasets import WriteOptions
+from rlhpc.embodied.data.lerobot_info import DatasetFacts
+from rlhpc.embodied.data.trajectories import TrajectoryWriter
+from rlhpc.embodied.data.trajectory import EpisodeWriter
+from rlhpc.embodied.envs import make_env
+from rlhpc.embodied.envs.base import VectorEnv, env_failed
+from rlhpc.embodied.envs.registry import ENVS
+from rlhpc.embodied.envs.subprocess_env import moves_hardware
+from rlhpc.embodied.evaluation.episodes import Watch, eval_noise, eval_seed, is_late, play, quotas
+from rlhpc.embodied.evaluation.intervention import Gated, Intervention
+from rlhpc.runs.device import to_tensors
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+
+#: Episodes played per requested episode before `only_success` gives up.
+MAX_ATTEMPTS = 20
+
+
+class EpisodeRecorder(Watch):
+    """Observer of `play` that writes complete episodes.
+
+    Args:
+        writer: Writer of the episodes.
+        env: The environment.
+        only_success: Leave out episodes that never succeeded.
+        num_episodes: Number of episodes to write.
+        teacher: Policy whose actions are written instead of those played (DAgger), without rewards, which belong to the
+            actions played.
+        gated: Policy with interventions, which reports who acted.
+    """
+
+    def __init__(
+        self,
+        writer: EpisodeWriter,
+        env: VectorEnv,
+        *,
+        only_success: bool,
+        num_episodes: int,
+        teacher: Any = None,
+        gated: Gated | None = None,
+    ) -> None:
+        self._teacher, self._gated = teacher, gated
+        self._writer, self._env, self._only_success, self._num_episodes = writer, env, only_success, num_episodes
+        self._before: dict[str, Any] = {}
+        self._open: list[list[dict[str, Any]]] = [[] for _ in range(env.num_envs)]
+        self.played = 0
+        self.success_known = False
+
+    def forget(self) -> None:
+        """Drops the unfinished episodes, which will not continue."""
+        self._open = [[] for _ in self._open]
+
+    @property
+    def missing(self) -> int:
+        """Number of episodes that must still be played."""
+        return self._num_episodes - len(self._writer)
+
+    def before(self, obs: Any, actions: np.ndarray) -> None:
+        """Stores observation and actions of the step (`Watch.before`)."""
+        if actions.shape[1] != 1:
+            raise ConfigError(
+                f"the policy acts in chunks of {actions.shape[1]} (actor.model.num_action_chunks); episodes of single actions "
+                "can be recorded"
+            )
+        if self._teacher is not None:
+            actions = self._teacher.predict_action_batch(to_tensors(obs, torch.device("cpu")), mode="eval")[0].numpy()
+        self._before = {"obs": copy.deepcopy(obs), "actions": actions}
+        if (states := self._env.env_states()) is not None:
+            self._before["env_states"] = states
+
+    def after(
+        self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
+        infos: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Stores the step's result (`Watch.after`). An episode that is lost with its simulator or robot is not recorded."""
+        failed = env_failed(infos, len(slots))
+        for slot in np.flatnonzero(slots).tolist():
+            if failed[slot]:
+                self._open[slot] = []
+                continue
+            step = {name: _row(value, slot) for name, value in self._before.items()}
+            step |= {"rewards": rewards[slot], "terminations": terminations[slot], "truncations": truncations[slot]}
+            if self._gated is not None:
+                step["taken"] = bool(self._gated.intervened[slot])
+            if "success" in infos:
+                step["success"] = bool(infos["success"][slot])
+            self._open[slot].append(step)
+            if terminations[slot] or truncations[slot]:
+                self._finish(slot, infos)
+
+    def _finish(self, slot: int, infos: Mapping[str, Any]) -> None:
+        steps, self._open[slot] = self._open[slot], []
+        self.played += 1
+        episode = infos.get("episode", {})
+        flags = [step.get("success") for step in steps]  # some say it at the end only
+        success = None if flags[-1] is None else np.array([bool(each) for each in flags])
+        at_end = next((episode[name] for name in ("success_at_end", "success") if name in episode), None)
+        if success is None and at_end is not None:
+            success = np.zeros(len(steps), bool)
+            success[-1] = bool(at_end[slot])
+        self.success_known |= success is not None
+        once = success is not None and bool(success.any() or _flag(episode, "success_once", slot))
+        if len(self._writer) >= self._num_episodes or (self._only_success and not once):
+            return
+        final = infos.get("final_env_states")
+        self._writer.add({
+            "source": f"episode {self.played} of the recording",
+            "obs": _stack([*(step["obs"] for step in steps), _row(infos["final_obs"], slot)]),
+            "actions": np.stack([np.asarray(step["actions"]).reshape(-1) for step in steps]),
+            **{name: np.array([step[name] for step in steps]) for name in ("terminations", "truncations")},
+            "rewards": np.array([step["rewards"] for step in steps]) if self._teacher is None else None,
+            "success": success,
+            "taken": None if self._gated is None else np.array([step["taken"] for step in steps]),
+            "env_states": None if final is None else _stack([*(s["env_states"] for s in steps), _row(final, slot)]),
+        })  # fmt: skip
+
+
+class TakenRecorder(EpisodeRecorder):
+    """Observer of `play` that writes only interventions, each as a separate episode that ends when the policy has control
+    again.
+
+    Args:
+        writer, env: As in `EpisodeRecorder`.
+        num_episodes: Number of episodes to watch, regardless of the number of interventions.
+        gated: Policy with interventions, which reports who acted.
+    """
+
+    def __init__(self, writer: EpisodeWriter, env: VectorEnv, *, num_episodes: int, gated: Gated) -> None:
+        super().__init__(writer, env, only_success=False, num_episodes=num_episodes, gated=gated)
+        self._gated: Gated = gated
+        self.taken_steps = 0
+
+    @property
+    def missing(self) -> int:
+        """Number of episodes that must still be watched."""
+        return self._num_episodes - self.played
+
+    def after(
+        self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
+        infos: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Stores the steps of interventions (`Watch.after`). A step that is lost with its simulator or robot is left out; the
+        steps before it are written.
+        """
+        done, failed = terminations | truncations, env_failed(infos, len(slots))
+        intervened = self._gated.intervened & ~failed
+        for slot in np.flatnonzero(slots).tolist():
+            steps = self._open[slot]
+            if intervened[slot]:
+                step = {name: _row(self._before[name], slot) for name in ("obs", "actions")}
+                steps.append(step | {"rewards": rewards[slot], "terminations": terminations[slot]})
+                self.taken_steps += 1
+            if steps and (done[slot] or not intervened[slot]):
+                self._cut(slot, _row(infos["final_obs"] if intervened[slot] else self._before["obs"], slot))
+            self.played += int(done[slot] and not failed[slot])
+        if done.any():
+            self._gated.intervention.ended(done)
+
+    def _cut(self, slot: int, last: Any) -> None:
+        steps, self._open[slot] = self._open[slot], []
+        truncations = np.zeros(len(steps), bool)
+        truncations[-1] = not steps[-1]["terminations"]
+        self._writer.add({
+            "source": f"a part of episode {self.played + 1} of the recording",
+            "obs": _stack([*(step["obs"] for step in steps), last]),
+            "actions": np.stack([np.asarray(step["actions"]).reshape(-1) for step in steps]),
+            **{name: np.array([step[name] for step in steps]) for name in ("rewards", "terminations")},
+            "truncations": truncations, "taken": np.ones(len(steps), bool),
+        })  # fmt: skip
+
+
+def _flag(episode: Mapping[str, Any], name: str, slot: int) -> bool:
+    return name in episode and bool(episode[name][slot])
+
+
+def _row(value: Any, slot: int) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _row(part, slot) for name, part in value.items()}
+    return np.array(value[slot])
+
+
+def _stack(rows: list[Any]) -> Any:
+    if isinstance(rows[0], Mapping):
+        return {name: _stack([row[name] for row in rows]) for name in rows[0]}
+    return np.stack(rows)
+
+
+@torch.inference_mode()
+def record(
+    actor: Any, env_cfg: EvalEnvConfig, output: Path, *, episodes: int, seed: int, only_success: bool = False,
+    mode: str = "eval", teacher: Any = None, intervention: Intervention | None = None, only_taken: bool = False,
+    source_type: str = "rl", source_desc: str = "", extra: Mapping[str, Any] | None = None,
+    options: WriteOptions | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Plays episodes and writes them as trajectories.
+
+    Args:
+        actor: A policy, or an `ExpertPolicy`.
+        env_cfg: Section `env.eval`.
+        output: The `.h5` file, or the folder of a LeRobot dataset.
+        episodes: Number of episodes to write.
+        seed: Seed of the run, see `eval_seed`.
+        only_success: Write only episodes that succeeded, and play until there are enough.
+        mode: "eval" takes the most likely action, "train" samples.
+        teacher: See `EpisodeRecorder`.
+        intervention: Observer that may act instead of the actor.
+        only_taken: Write only interventions; `episodes` then counts the watched episodes (`TakenRecorder`).
+        source_type, source_desc, extra: See `TrajectoryWriter`; LeRobot's format does not store them.
+        options: Format of the output; ManiSkill's HDF5 by default.
+
+    Returns:
+        episodes (written), played, steps, return_mean (of all played), and success_once of the played if it is known; with
+        `only_taken` also taken_steps.
+
+    Raises:
+        ConfigError: Success is required but unknown, or too rare.
+    """
+    if is_late(env_cfg):
+        raise ConfigError(
+            "env.eval.real_time_chunking.inference_delay: what is recorded is played by a simulator that waits; take it out"
+        )
+    slots, seed = min(env_cfg.num_envs, episodes), eval_seed(env_cfg, seed)
+    # Simulator states are read in the simulator's process, so it runs in this process if possible.
+    separate_process = env_cfg.simulator_python is not None or moves_hardware(ENVS.find(env_cfg.env_type))
+    side = changed(env_cfg, "num_envs", slots)
+    env = make_env(
+        side if separate_process else changed(side, "simulators", 0), slots, slot_offset=0, seed=seed, stage="eval"
+    )
+    env.keep_states = True
+    kwargs = dict((env_cfg.kwargs or {}) if env.record_kwargs is None else env.record_kwargs)
+    limit = (env_cfg.max_episode_steps if env.max_episode_steps is None else env.max_episode_steps) or None
+    facts = DatasetFacts(fps=env.control_hz)
+    returns: list[float] = []
+    successes: list[float] = []
+    steps = 0
+    try:
+        if options is not None and options.to == "lerobot":
+            opened: EpisodeWriter = options.lerobot_writer(output, env_cfg.env_id, facts)
+        else:
+            opened = TrajectoryWriter(
+                output, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=limit, source_type=source_type,
+                source_desc=source_desc, extra=extra, facts=facts.to_json(),
+            )  # fmt: skip
+        with torch.random.fork_rng(devices=[]), opened as writer:
+            torch.manual_seed(seed)  # what is sampled is the same each time
+            gated, student, attempts = None, actor, -1
+            if intervention is not None:
+                gated = actor = Gated(actor, intervention, env)
+            recorder = EpisodeRecorder(
+                writer, env, only_success=only_success, num_episodes=episodes, teacher=teacher, gated=gated
+            )
+            if only_taken and gated is not None:
+                recorder = TakenRecorder(writer, env, num_episodes=episodes, gated=gated)
+            while (missing := recorder.missing) > 0:
+                if recorder.played and only_success and not recorder.success_known:
+                    raise ConfigError(f"--only-success: {env_cfg.env_id} does not say whether an episode succeeded")
+                if recorder.played >= MAX_ATTEMPTS * episodes:
+                    raise RlhpcError(
+                        f"of {recorder.played} episodes only {len(writer)} succeeded; {episodes} were wanted"
+                    )
+                attempts += 1
+                noise = eval_noise(student, env_cfg, seed + attempts) if mode == "eval" else None
+                rows = play(
+                    actor, env, quotas(missing, slots), torch.device("cpu"), mode=mode, watch=recorder, noise=noise
+                )
+                recorder.forget()
+                returns += [row["return"] for row in rows]
+                steps += int(sum(row["length"] for row in rows))
+                successes += [row["success_once"] for row in rows if "success_once" in row]
+            written = len(writer)
+    finally:
+        env.close()
+        if intervention is not None:
+            intervention.close()
+    result: dict[str, Any] = {
+        "episodes": written,
+        "played": recorder.played,
+        "steps": steps,
+        "return_mean": float(np.mean(returns)),
+    }
+    if successes:
+        result["success_once"] = float(np.mean(successes))
+    if isinstance(recorder, TakenRecorder):
+        result["taken_steps"] = recorder.taken_steps
+    return result | {"env_id": env_cfg.env_id, "output": str(output)}

@@ -1,0 +1,79 @@
+"""Evaluation of a success model by `rlhpc eval`: its predictions for recorded episodes, compared with the simulator's
+labels.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhpc.checkpoint import read_manifest, require_valid
+from rlhpc.embodied.config import BcConfig
+from rlhpc.embodied.data.demonstrations import held_out_of, read_demos
+from rlhpc.embodied.data.trajectory import Trajectory
+from rlhpc.embodied.envs.observations import take
+from rlhpc.embodied.evaluation.evaluate import write_result
+from rlhpc.embodied.models.base import Policy
+from rlhpc.embodied.models.registry import load_policy
+from rlhpc.runs.device import to_tensors
+from rlhpc.runtime.trust import Trust
+
+
+def evaluate_judge(cfg: BcConfig, checkpoint: Path, suite: str, episodes: int | None, output: Path | None) -> str:
+    """Evaluates the model on every step of the episodes that `demos.holdout` held out, or of all episodes without a holdout.
+
+    Args:
+        cfg: Configuration.
+        checkpoint: Checkpoint of the model.
+        suite: Name of the evaluation.
+        episodes: Maximum number of episodes.
+        output: JSON file to write, atomically.
+
+    Returns:
+        A line of text with the model's accuracy.
+
+    Raises:
+        CheckpointError: The checkpoint has faults.
+        ConfigError: The episodes cannot be read, or the file cannot be written.
+    """
+    require_valid(checkpoint, hint="or evaluate another checkpoint")
+    model, trajectories = load_policy(checkpoint, Trust()), list(read_demos(cfg))
+    held_out = held_out_of(len(trajectories), cfg)
+    chosen = [each for number, each in enumerate(trajectories) if number in held_out or not held_out][:episodes]
+    result = judged(model, chosen) | {
+        "suite": suite, "episodes": len(chosen), "held_out": bool(held_out), "checkpoint": str(checkpoint),
+        "global_step": int(read_manifest(checkpoint)["global_step"]),
+    }  # fmt: skip
+    if output is not None:
+        write_result(output, result)
+    which = "held-out" if held_out else "trained-on"
+    return (
+        f"{result['accuracy']:.1%} of {result['steps']} steps of {len(chosen)} {which} episodes judged rightly; of "
+        f"{result['successes']} steps with success {result['recall']:.1%}, of the others {result['specificity']:.1%}"
+    )
+
+
+@torch.no_grad()
+def judged(model: Policy, trajectories: list[Trajectory]) -> dict[str, Any]:
+    """Compares predictions (probability above one half) with the simulator's success label of each step.
+
+    Returns:
+        steps, successes (steps with success), accuracy, recall (of those), specificity (of the others); each 1 if there are
+        no such steps.
+    """
+    device = torch.device("cpu")
+    correct, labels = np.zeros(0, bool), np.zeros(0, bool)
+    for each in trajectories:
+        predicted = model.value(to_tensors(take(each["obs"], slice(1, None)), device)).numpy() > 0.5
+        correct, labels = np.append(correct, predicted == each["success"]), np.append(labels, each["success"])
+
+    def part(mask: np.ndarray) -> float:
+        return float(correct[mask].mean()) if mask.any() else 1.0
+
+    return {
+        "steps": len(labels), "successes": int(labels.sum()), "accuracy": part(np.ones(len(labels), bool)),
+        "recall": part(labels), "specificity": part(~labels),
+    }  # fmt: skip

@@ -1,0 +1,164 @@
+"""Display of a trained policy: in a window if a display is available, otherwise in a film."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhpc.config.typed import changed, plain
+from rlhpc.embodied.config import EmbodiedConfig
+from rlhpc.embodied.data.video import pyav
+from rlhpc.embodied.envs.base import VectorEnv
+from rlhpc.embodied.evaluation.episodes import Watch, evaluate_policy
+from rlhpc.embodied.evaluation.evaluate import Film, load_policy
+from rlhpc.runs.run_folder import note
+from rlhpc.runs.task_type import PlayOptions
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.trust import Trust
+
+#: Default number of episodes.
+_EPISODES = 4
+#: Shorter side of a window in pixels, at least.
+_SMALLEST = 480
+
+
+class _Closed(Exception):
+    """The user closed the window."""
+
+
+class EnvWindow(Watch):
+    """Window that shows slot 0 of an environment, at the film's pace. Escape, q or the window's button ends it.
+
+    Args:
+        env: A vector environment.
+        name: Title of the window.
+        fps: Pictures per second.
+
+    Attributes:
+        available: Whether the environment renders pictures.
+    """
+
+    def __init__(self, env: VectorEnv, name: str, fps: int) -> None:
+        import pygame
+
+        self._pygame, self._env, self._name, self._period_s = pygame, env, name, 1.0 / fps
+        self._surface: Any = None
+        self._next, self._return, self._episode = 0.0, 0.0, 1
+        self.available = True
+
+    def before(self, obs: Any, actions: np.ndarray) -> None:
+        """Draws the present state (`Watch.before`)."""
+        pictures = self._env.render([0]) if self.available else None
+        self.available = pictures is not None
+        if pictures is None:
+            return
+        self._show(np.asarray(pictures)[0])
+
+    def after(
+        self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
+        infos: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Updates return and episode number of the title (`Watch.after`)."""
+        self._return += float(np.asarray(rewards)[0].sum())
+        if bool(np.asarray(terminations)[0] | np.asarray(truncations)[0]):
+            self._episode, self._return = self._episode + 1, 0.0
+
+    def _show(self, picture: np.ndarray) -> None:
+        pygame = self._pygame
+        height, width = picture.shape[:2]
+        factor = max(1, -(-_SMALLEST // min(height, width)))
+        if self._surface is None:
+            self._surface = pygame.display.set_mode((width * factor, height * factor))
+        frame = pygame.surfarray.make_surface(picture.swapaxes(0, 1))
+        self._surface.blit(pygame.transform.scale_by(frame, factor), (0, 0))
+        pygame.display.set_caption(f"{self._name}: episode {self._episode}, return {self._return:.1f}")
+        pygame.display.flip()
+        for event in pygame.event.get():
+            if event.type == pygame.QUIT or (
+                event.type == pygame.KEYDOWN and event.key in (pygame.K_ESCAPE, pygame.K_q)
+            ):
+                raise _Closed
+        time.sleep(max(0.0, self._next - time.monotonic()))
+        self._next = time.monotonic() + self._period_s
+
+    def close(self) -> None:
+        """Closes the window."""
+        if self._surface is not None:
+            self._pygame.display.quit()
+
+
+def has_display() -> bool:
+    """Returns whether a window can be opened here."""
+    if not any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")):
+        return False
+    try:
+        import pygame
+    except ImportError:
+        return False
+    try:
+        pygame.display.init()
+    except pygame.error as error:
+        note(f"no window can be opened ({error}); a film is made")
+        return False
+    return True
+
+
+def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOptions) -> dict[str, Any]:
+    """Plays episodes of `env.eval` with a checkpoint's policy and deterministic actions, and shows them.
+
+    Args:
+        checkpoint: A `global_step_<N>` folder.
+        cfg: Sections `env.eval` and `runner.seed`.
+        options: Options.
+
+    Returns:
+        See `evaluate_policy`; with a film also video, its path. Empty if the user closed the window before the first episode
+        ended.
+
+    Raises:
+        CheckpointError: The checkpoint has faults.
+        ConfigError: The environment cannot be built or rendered, or does not fit the policy.
+    """
+    folder = expand_home(checkpoint).absolute()
+    policy = load_policy(folder, Trust.of(plain(cfg), options.trust_code))
+    episodes = _EPISODES if options.episodes is None else options.episodes
+    in_window = has_display()
+    if not in_window:
+        pyav()
+    side = changed(cfg.env.eval, "num_envs", 1 if in_window else episodes)
+    if options.seed is not None:
+        side = changed(side, "seed", options.seed)
+    watches: list[EnvWindow | Film] = []
+
+    def watch(env: VectorEnv) -> Watch:
+        watches.append(EnvWindow(env, side.env_id, side.video_fps) if in_window else Film(env, episodes))
+        return watches[0]
+
+    def check_pictures(done: int, steps: int) -> None:
+        del done, steps
+        if not watches[0].available:
+            raise ConfigError(f"{side.env_id} cannot be rendered here, so there is nothing to show; see rlhpc eval")
+
+    result: dict[str, Any] = {}
+    try:
+        result = evaluate_policy(
+            policy, side, seed=cfg.runner.seed, episodes=episodes, watch=watch, on_progress=check_pictures
+        )
+    except _Closed:
+        return {}
+    except RuntimeError as error:
+        raise ConfigError(f"env.eval.env_id={side.env_id} does not fit {folder}'s policy: {error}") from error
+    finally:
+        for one in watches:
+            if isinstance(one, EnvWindow):
+                one.close()
+    if watches and isinstance(watches[0], Film):
+        watches[0].write(options.film, side.video_fps)
+        result["video"] = str(options.film)
+    return result

@@ -1,0 +1,318 @@
+"""Action distributions, without torch.distributions in the hot path; callers pass the noise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from rlhpc.embodied.envs.observations import require_bounded
+from rlhpc.runtime.errors import ConfigError
+
+_LOG_2PI = math.log(2 * math.pi)
+#: Range of the log-std of squashed Gaussians (CleanRL).
+_LOG_STD = (-5.0, 2.0)
+#: Levels of log-probabilities: one for each component of each action of a chunk `[B, chunk, d]`, one for each action
+#: `[B, chunk]`, or one for the chunk `[B]`.
+LEVELS = ("token_level", "action_level", "chunk_level")
+
+
+def at_level(parts: Tensor, level: str, chunk: int) -> Tensor:
+    """Sums values of single components, `[B, chunk · d]` or `[B, chunk, d]`, to one of `LEVELS`."""
+    if level == "chunk_level":
+        return parts.flatten(1).sum(-1)
+    each = parts.reshape(parts.shape[0], chunk, -1)
+    return each.sum(-1) if level == "action_level" else each
+
+
+class CategoricalHead(nn.Module):
+    """Distribution of Discrete and MultiDiscrete actions: independent categoricals over slices of the logits.
+
+    Actions are `[B, chunk, d]` int64, d the number of components; `sizes` has those of the whole chunk.
+    """
+
+    def __init__(self, sizes: list[int], chunk: int = 1) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.inputs = sum(sizes)
+        self.chunk = chunk
+
+    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Draws Gumbel noise `[*shape, sum(sizes)]`: argmax(logits + noise) is a sample (Gumbel-max)."""
+        uniform = torch.rand((*shape, self.inputs), generator=generator).clamp_(min=1e-20)
+        return -torch.log((-torch.log(uniform)).clamp_(min=1e-20))
+
+    def act(self, logits: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the most likely ones."""
+        actions, logprobs, at = [], [], 0
+        for size in self.sizes:
+            part = logits[:, at : at + size]
+            index = (part if noise is None else part + noise[:, at : at + size]).argmax(-1, keepdim=True)
+            logprobs.append(torch.log_softmax(part, -1).gather(-1, index))
+            actions.append(index)
+            at += size
+        chosen = (actions[0] if len(actions) == 1 else torch.cat(actions, -1)).reshape(logits.shape[0], self.chunk, -1)
+        return chosen, self._at_level(logprobs, level)
+
+    def evaluate(
+        self, logits: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns log-probabilities and entropy of given actions, at a level."""
+        flat, at = actions.reshape(actions.shape[0], -1), 0
+        logprobs, totals = [], []
+        for i, size in enumerate(self.sizes):
+            logp = torch.log_softmax(logits[:, at : at + size], -1)
+            logprobs.append(logp.gather(-1, flat[:, i : i + 1]))
+            if entropy:
+                totals.append(-(logp.exp() * logp).sum(-1, keepdim=True))
+            at += size
+        return self._at_level(logprobs, level), self._at_level(totals, level) if entropy else None
+
+    def _at_level(self, parts: list[Tensor], level: str) -> Tensor:
+        if level == "chunk_level":  # the sum is written out: few terms, each a column
+            total = parts[0].squeeze(-1)
+            for part in parts[1:]:
+                total = total + part.squeeze(-1)
+            return total
+        return at_level(torch.cat(parts, -1), level, self.chunk)
+
+
+class GaussianHead(nn.Module):
+    """Distribution of Box actions: a diagonal Gaussian with a state-independent log-std (as CleanRL). Actions are `[B,
+    chunk, d]` float32.
+
+    The environment clips them to its bounds; the log-probability is that of the unclipped action.
+    """
+
+    def __init__(self, dim: int, log_std_init: float, chunk: int = 1) -> None:
+        super().__init__()
+        self.inputs = chunk * dim
+        self.chunk = chunk
+        self.log_std = nn.Parameter(torch.full((self.inputs,), float(log_std_init)))
+
+    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Draws standard normal noise `[*shape, chunk · d]`."""
+        return torch.randn((*shape, self.inputs), generator=generator)
+
+    def act(self, mean: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the mean."""
+        noise = torch.zeros_like(mean) if noise is None else noise
+        actions = mean + self.log_std.exp() * noise
+        logprobs = at_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
+        return actions.reshape(mean.shape[0], self.chunk, -1), logprobs
+
+    def evaluate(
+        self, mean: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns log-probabilities and entropy of given actions, at a level."""
+        noise = (actions.reshape(mean.shape) - mean) * (-self.log_std).exp()
+        logprobs = at_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
+        if not entropy:
+            return logprobs, None
+        total = at_level((self.log_std + 0.5 + 0.5 * _LOG_2PI).unsqueeze(0), level, self.chunk)
+        return logprobs, total.expand(logprobs.shape)
+
+
+class BoundedHead(nn.Module):
+    """Distribution of Box actions within their bounds, `[B, chunk, d]` float32.
+
+    Args:
+        space: Bounded Box of one slot's actions.
+        chunk: Actions that are chosen at once.
+
+    Attributes:
+        inputs: Number of outputs of the network.
+        dim: Numbers of a chunk.
+
+    Raises:
+        ConfigError: It is no Box, or has no bounds.
+    """
+
+    low: Tensor
+    high: Tensor
+    inputs: int
+
+    def __init__(self, space: Any, chunk: int = 1) -> None:
+        super().__init__()
+        require_bounded(space)
+        self.dim = chunk * math.prod(space.shape)
+        self.chunk = chunk
+        for name, bound in (("low", space.low), ("high", space.high)):
+            each = torch.as_tensor(bound, dtype=torch.float32).reshape(-1).repeat(chunk)
+            self.register_buffer(name, each, persistent=False)
+
+    @property
+    def scale(self) -> Tensor:
+        """Half the width of the bounds, `[chunk · d]`."""
+        return (self.high - self.low) / 2
+
+    @property
+    def middle(self) -> Tensor:
+        """Middle of the bounds, `[chunk · d]`."""
+        return (self.high + self.low) / 2
+
+    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Draws standard normal noise `[*shape, chunk · d]`."""
+        return torch.randn((*shape, self.dim), generator=generator)
+
+    def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the best ones."""
+        raise NotImplementedError
+
+    def evaluate(
+        self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns log-probabilities and entropy of given actions, at a level."""
+        raise NotImplementedError
+
+    def uniform(self, noise: Tensor) -> Tensor:
+        """Returns actions `[B, chunk, d]` spread evenly over the bounds, from normal noise."""
+        return self.within(torch.erf(noise / math.sqrt(2)))
+
+    def within(self, unit: Tensor) -> Tensor:
+        """Returns actions `[B, chunk, d]` for numbers `[B, chunk · d]` between -1 and 1."""
+        return (unit * self.scale + self.middle).unflatten(-1, (self.chunk, -1))
+
+    def unit(self, actions: Tensor) -> Tensor:
+        """Returns numbers between -1 and 1 for actions, the inverse of `within`."""
+        return (actions.flatten(1) - self.middle) / self.scale
+
+
+class SquashedGaussianHead(BoundedHead):
+    """Distribution of tanh of a diagonal Gaussian, scaled (Haarnoja et al. 2018, as CleanRL's SAC). The network outputs
+    mean and log-std, the latter squashed into [-5, 2]. Arguments as `BoundedHead`'s.
+    """
+
+    def __init__(self, space: Any, chunk: int = 1) -> None:
+        super().__init__(space, chunk)
+        self.inputs = 2 * self.dim
+
+    def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise tanh of the mean."""
+        mean, log_std = self._split(inputs)
+        noise = torch.zeros_like(mean) if noise is None else noise
+        squashed = torch.tanh(mean + log_std.exp() * noise)
+        return self.within(squashed), at_level(self._logprobs(squashed, noise, log_std), level, self.chunk)
+
+    def evaluate(
+        self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns log-probabilities of given actions at a level, and the entropy of the Gaussian before the tanh."""
+        mean, log_std = self._split(inputs)
+        # Half a float's precision off the bounds, where atanh is infinite.
+        squashed = self.unit(actions).clamp(-1 + 1e-6, 1 - 1e-6)
+        noise = (torch.atanh(squashed) - mean) * (-log_std).exp()
+        logprobs = at_level(self._logprobs(squashed, noise, log_std), level, self.chunk)
+        return logprobs, at_level(log_std + 0.5 + 0.5 * _LOG_2PI, level, self.chunk) if entropy else None
+
+    def _split(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = inputs.chunk(2, -1)
+        return mean, _LOG_STD[0] + 0.5 * (_LOG_STD[1] - _LOG_STD[0]) * (torch.tanh(log_std) + 1)
+
+    def _logprobs(self, squashed: Tensor, noise: Tensor, log_std: Tensor) -> Tensor:
+        change = torch.log(self.scale * (1 - squashed**2) + 1e-6)
+        return -0.5 * noise**2 - log_std - 0.5 * _LOG_2PI - change
+
+
+class DeterministicHead(BoundedHead):
+    """Scaled tanh of the network's output, with normal exploration noise (Fujimoto et al. 2018, as CleanRL's TD3).
+
+    Log-probabilities are those of the noise, before actions are clipped to the bounds.
+
+    Args:
+        space, chunk: Arguments of `BoundedHead`.
+        std: Standard deviation of the noise, in halves of the bounds' width.
+    """
+
+    def __init__(self, space: Any, std: float, chunk: int = 1) -> None:
+        super().__init__(space, chunk)
+        self.inputs = self.dim
+        self.std = std
+
+    def near(self, inputs: Tensor, offset: Tensor) -> Tensor:
+        """Returns actions `[B, chunk, d]` off the best ones by `offset` `[B, chunk · d]`, in halves of the bounds'
+        width; clipped.
+        """
+        return self.within((torch.tanh(inputs) + offset).clamp(-1, 1))
+
+    def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the actor's own."""
+        if noise is None:
+            return self.within(torch.tanh(inputs)), at_level(
+                self._logprobs(torch.zeros_like(inputs)), level, self.chunk
+            )
+        return self.near(inputs, self.std * noise), at_level(self._logprobs(noise), level, self.chunk)
+
+    def evaluate(
+        self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns log-probabilities and entropy of given actions, at a level."""
+        logprobs = at_level(self._logprobs((self.unit(actions) - torch.tanh(inputs)) / self.std), level, self.chunk)
+        if not entropy:
+            return logprobs, None
+        spread = (self.std * self.scale).log() + 0.5 + 0.5 * _LOG_2PI
+        return logprobs, at_level(spread.expand_as(inputs), level, self.chunk)
+
+    def _logprobs(self, noise: Tensor) -> Tensor:
+        return -0.5 * noise**2 - (self.std * self.scale).log() - 0.5 * _LOG_2PI
+
+
+class BoundedGaussianHead(BoundedHead):
+    """Diagonal Gaussian around the scaled tanh of the network's output (Kostrikov et al. 2022, as CORL's IQL). The
+    network outputs the mean before tanh and the log-std, in halves of the bounds' width, clamped to [-20, 2]. Arguments
+    as `BoundedHead`'s.
+
+    Log-probabilities are those of the Gaussian, before actions are clipped to the bounds.
+    """
+
+    def __init__(self, space: Any, chunk: int = 1) -> None:
+        super().__init__(space, chunk)
+        self.inputs = 2 * self.dim
+
+    def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
+        """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the middle of the
+        Gaussian.
+        """
+        mean, log_std = self._split(inputs)
+        noise = torch.zeros_like(mean) if noise is None else noise
+        actions = self.within((mean + log_std.exp() * noise).clamp(-1, 1))
+        return actions, at_level(self._logprobs(noise, log_std), level, self.chunk)
+
+    def evaluate(
+        self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns log-probabilities and entropy of given actions, at a level."""
+        mean, log_std = self._split(inputs)
+        noise = (self.unit(actions) - mean) * (-log_std).exp()
+        logprobs = at_level(self._logprobs(noise, log_std), level, self.chunk)
+        if not entropy:
+            return logprobs, None
+        return logprobs, at_level(log_std + self.scale.log() + 0.5 + 0.5 * _LOG_2PI, level, self.chunk)
+
+    @staticmethod
+    def _split(inputs: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = inputs.chunk(2, -1)
+        return torch.tanh(mean), log_std.clamp(-20.0, 2.0)
+
+    def _logprobs(self, noise: Tensor, log_std: Tensor) -> Tensor:
+        return -0.5 * noise**2 - log_std - self.scale.log() - 0.5 * _LOG_2PI
+
+
+def make_head(space: Any, log_std_init: float, chunk: int = 1) -> CategoricalHead | GaussianHead:
+    """Builds the head for an action space and chunks of `chunk` actions.
+
+    Raises:
+        ConfigError: The space is not supported.
+    """
+    if isinstance(space, spaces.Discrete):
+        return CategoricalHead([int(space.n)] * chunk, chunk)
+    if isinstance(space, spaces.MultiDiscrete):
+        return CategoricalHead([int(n) for n in space.nvec.reshape(-1)] * chunk, chunk)
+    if isinstance(space, spaces.MultiBinary):
+        return CategoricalHead([2] * int(torch.tensor(space.shape).prod()) * chunk, chunk)
+    if isinstance(space, spaces.Box):
+        return GaussianHead(int(torch.tensor(space.shape).prod()), log_std_init, chunk)
+    raise ConfigError(f"action space {space} is not supported; supported: Discrete, MultiDiscrete, MultiBinary, Box")

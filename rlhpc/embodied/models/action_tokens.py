@@ -1,0 +1,260 @@
+"""Vision-language-action policy with actions as tokens, as RT-2 (Brohan et al. 2023) and OpenVLA (Kim et al. 2024).
+
+Each component of an action falls into one of 256 bins between −1 and 1, which are the last tokens of the vocabulary, the
+first bin the very last one. A chunk is written action by action; probabilities are those among the bins. Values come
+from the hidden state from which the first of them is predicted.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from rlhpc.config.sections import LoraConfig
+from rlhpc.embodied.config import ModelConfig
+from rlhpc.embodied.models.action_heads import at_level
+from rlhpc.embodied.models.base import Obs, Policy
+from rlhpc.embodied.models.flow import scale_of
+from rlhpc.embodied.models.normalization import Scaling
+from rlhpc.embodied.models.vlm import (
+    PROMPT,
+    Eye,
+    ValueHead,
+    VlmInputs,
+    image_tokens,
+    load_vlm,
+    numbers_in,
+    positions,
+    values_of,
+)
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.training.lora import inject_lora
+
+BINS = 256
+
+
+class ActionTokens:
+    """Conversion of actions between −1 and 1 to token ids and back, as in OpenVLA: 256 edges, so the middles of 255
+    bins.
+
+    Args:
+        end: One past the last token of the vocabulary.
+    """
+
+    def __init__(self, end: int) -> None:
+        self.first, self.end = end - BINS, end
+        self.edges = torch.linspace(-1, 1, BINS)
+        self.middles = (self.edges[:-1] + self.edges[1:]) / 2
+
+    def ids(self, actions: Tensor) -> Tensor:
+        """Returns the token ids of actions."""
+        return self.end - torch.bucketize(actions.clamp(-1, 1), self.edges.to(actions.device), right=True)
+
+    def actions(self, ids: Tensor) -> Tensor:
+        """Returns the actions of token ids."""
+        return self.middles.to(ids.device)[(self.end - ids - 1).clamp(0, BINS - 2)]
+
+
+class TokenPolicy(Policy):
+    """Policy whose actions are tokens of a language model. A subclass implements `load`, `_read` and `_run_body`."""
+
+    has_head = False
+    mixed_precision = True
+    #: Keys of `actor.model.kwargs`.
+    options_known: tuple[str, ...] = ("prompt",)
+    vlm: Any
+    inputs: VlmInputs
+    tokens: ActionTokens
+    scaling: Scaling
+    value_head: ValueHead | None
+
+    def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
+        super().__init__(cfg, observation_space, action_space)
+        name = cfg.model_type
+        if not isinstance(action_space, spaces.Box):
+            raise ConfigError(f"model_type {name!r} needs continuous actions; these are {action_space}")
+        self.options = dict(cfg.kwargs)
+        if unknown := set(self.options) - {*self.options_known, "lora"}:
+            raise ConfigError(
+                f"actor.model.kwargs of the {name} has {', '.join(sorted(unknown))}; allowed: {', '.join(self.options_known)}"
+            )
+        self.dim = math.prod(action_space.shape)
+        self.scaling = Scaling(*scale_of(action_space))
+        self.load(cfg)
+        if self.options.get("lora"):
+            inject_lora(self.vlm, LoraConfig(**self.options["lora"]))
+        width = int(self.vlm.config.text_config.hidden_size)
+        self.value_head = ValueHead(width, self.value_width) if cfg.add_value_head else None
+
+    @abstractmethod
+    def load(self, cfg: ModelConfig) -> None:
+        """Sets `vlm`, `inputs`, `tokens` and the other attributes of the subclass."""
+
+    @abstractmethod
+    def _read(self, obs: Obs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
+        """Runs the model's body over pictures, prompt, and the tokens written so far `[B, n]`; returns its outputs and
+        the mask.
+        """
+
+    @abstractmethod
+    def _run_body(self, **inputs: Any) -> Any:
+        """Runs the model's body over one more token."""
+
+    @abstractmethod
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits of the complete vocabulary."""
+
+    def recompute_activations(self) -> bool:
+        """Enables gradient checkpointing (`Policy.recompute_activations`)."""
+        self.vlm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return True
+
+    # -- the passes -----------------------------------------------------------------------------------------------
+
+    def _logp(self, hidden: Tensor) -> Tensor:
+        """Returns log-probabilities among the bins, by token id from the first bin's."""
+        logits = self._logits(hidden)[..., self.tokens.first : self.tokens.end]
+        return torch.log_softmax(logits.float(), -1)
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        return values_of(self.value_head, hidden, self.value_width)
+
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the head's input, None for tokens, and the values (`Policy.features`)."""
+        if self.value_head is None and value:
+            return None, self._values(self.inputs(obs)[0])
+        return None, self._values(self._states(obs, None)[:, 0]) if value else None
+
+    def _states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
+        """Returns the hidden states that predict the tokens `[B, n]`, `[B, n, width]`; without tokens the first."""
+        previous_tokens, count = (None, 1) if tokens is None else (tokens[:, :-1], tokens.shape[1])
+        hidden: Tensor = self._read(obs, previous_tokens)[0].last_hidden_state[:, -count:]
+        return hidden
+
+    def default_forward(
+        self,
+        inputs: dict[str, Any],
+        compute_logprobs: bool = True,
+        compute_entropy: bool = False,
+        compute_values: bool = False,
+    ) -> dict[str, Tensor]:
+        """Runs the training pass (`Policy.default_forward`); `inputs` may have the sampled `tokens [B, chunk · dim]` of
+        the actions.
+        """
+        tokens = inputs["tokens"] if "tokens" in inputs else self.tokens.ids(self._scaled(inputs["actions"])).flatten(1)
+        hidden = self._states(inputs["obs"], tokens)
+        out: dict[str, Tensor] = {}
+        if compute_logprobs or compute_entropy:
+            logp = self._logp(hidden)
+            chosen = logp.gather(-1, (tokens - self.tokens.first)[..., None]).squeeze(-1)
+            out["logprobs"] = at_level(chosen, self.logprob_type, self.chunk)
+            if compute_entropy:
+                out["entropy"] = at_level(-(logp.exp() * logp).sum(-1), self.logprob_type, self.chunk)
+        if compute_values:
+            out["values"] = self._values(hidden[:, 0])
+        return out
+
+    def predict_action_batch(
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Chooses actions for a batch of observations (`Policy.predict_action_batch`)."""
+        noise = None if mode == "eval" else self.noise_for(obs, noise, self.scaling.low.device)
+        bins, logprobs, first = self._sample_tokens(obs, noise)
+        tokens = bins + self.tokens.first
+        actions = self.scaling.unscaled(self.tokens.actions(tokens).unflatten(1, (self.chunk, self.dim)))
+        leveled = at_level(logprobs, self.logprob_type, self.chunk)
+        return actions, {"prev_logprobs": leveled, "prev_values": self._values(first), "inputs": {"tokens": tokens}}
+
+    def _sample_tokens(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Samples the tokens one after the other; returns their bins and log-probs `[B, chunk · dim]`, and the first
+        hidden state.
+        """
+        out, mask = self._read(obs, cache=True)
+        first = hidden = out.last_hidden_state[:, -1]
+        sampled_bins: list[Tensor] = []
+        logprobs: list[Tensor] = []
+        for i in range(self.chunk * self.dim):
+            if i:
+                mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+                out = self._run_body(
+                    input_ids=sampled_bins[-1] + self.tokens.first,
+                    attention_mask=mask,
+                    position_ids=positions(mask)[:, -1:],
+                    past_key_values=out.past_key_values,
+                    use_cache=True,
+                )
+                hidden = out.last_hidden_state[:, -1]
+            bins, chosen = self._choose(hidden[:, None], None if noise is None else noise[:, i : i + 1])
+            logprobs.append(chosen)
+            sampled_bins.append(bins)
+        return torch.cat(sampled_bins, 1), torch.cat(logprobs, 1), first
+
+    def _choose(self, hidden: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Chooses bins from hidden states `[B, n, width]`; returns them and their log-probs `[B, n]`. Without noise it
+        takes the most likely ones.
+        """
+        logp = self._logp(hidden)
+        bins = logp.argmax(-1, keepdim=True) if noise is None else _drawn(logp, noise[..., None])
+        return bins.squeeze(-1), logp.gather(-1, bins).squeeze(-1)
+
+    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Draws uniform noise `[*shape, chunk · dim]`: each token's position in the cumulative distribution."""
+        return torch.rand((*shape, self.chunk * self.dim), generator=generator)
+
+    def _scaled(self, actions: Tensor) -> Tensor:
+        return self.scaling.scaled(actions.reshape(len(actions), -1, self.dim))
+
+
+class VLAPolicy(TokenPolicy):
+    """Policy from pictures and an instruction to action tokens, by a Llava model.
+
+    `actor.model`: `model_path` (a Hugging Face folder, or `builtin:tiny`), `dtype`, `add_value_head`; `actor.lora`;
+    `kwargs`: `prompt`, with `{instruction}`.
+    """
+
+    def load(self, cfg: ModelConfig) -> None:
+        """Loads the Llava model and its tokenizer (`TokenPolicy.load`)."""
+        space = self.observation_space
+        self.vlm, tokenizer, settings = load_vlm(cfg, "vla", self.chunk, self.dim, numbers_in(space))
+        config, image = self.vlm.config, int(self.vlm.config.image_token_id)
+        prompt = str(self.options.get("prompt") or PROMPT)
+        self.inputs = VlmInputs(
+            space, tokenizer, Eye.of(config, settings), image, image_tokens(self.vlm, config), prompt
+        )
+        self.tokens = ActionTokens(int(tokenizer.vocab_size))
+        if self.tokens.first <= image < self.tokens.end:
+            raise ConfigError(
+                f"actor.model.model_path: the image token {image} is among the last {BINS} words of the vocabulary, which "
+                "stand for actions"
+            )
+
+    def _read(self, obs: Obs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
+        ids, mask, pixels = self.inputs(obs)
+        if token_ids is not None:
+            ids, mask = torch.cat([ids, token_ids], 1), torch.cat([mask, torch.ones_like(token_ids)], 1)
+        out = self.vlm.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions(mask),
+            use_cache=cache,
+            pixel_values=pixels.flatten(0, 1).to(self.vlm.dtype),
+        )
+        return out, mask
+
+    def _run_body(self, **inputs: Any) -> Any:
+        return self.vlm.model(**inputs)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.vlm.lm_head(hidden)
+        return logits
+
+
+def _drawn(logp: Tensor, uniform: Tensor) -> Tensor:
+    """Samples bins `[..., 1]` by inversion of the cumulative distribution."""
+    summed = logp.exp().cumsum(-1)
+    return torch.searchsorted(summed, uniform * summed[..., -1:]).clamp(max=logp.shape[-1] - 1)

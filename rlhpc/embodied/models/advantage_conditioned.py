@@ -1,0 +1,180 @@
+"""Advantage-conditioned policy: an extra input marks improvements (RECAP: Physical Intelligence 2025, "π*0.6: a VLA
+That Learns From Experience"). It learns from all episodes, good and bad; acting asks for an improvement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from rlhpc.checkpoint.start import find_weights
+from rlhpc.config.typed import changed
+from rlhpc.embodied.config import BcConfig, PolicyConfig
+from rlhpc.embodied.data.trajectory import Trajectory
+from rlhpc.embodied.envs.observations import count_rows, space_to_json, take
+from rlhpc.embodied.models.base import Obs, Policy
+from rlhpc.embodied.models.registry import build_model, load_policy
+from rlhpc.runs.device import to_tensors
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.trust import Trust
+
+#: Added observation: 1 for an improvement, −1 for none, 0 for unknown.
+IMPROVEMENT = "improvement"
+#: Model types that can be conditioned: networks that take numbers with their other inputs.
+INNER = ("mlp", "cnn", "resnet", "flow")
+_OF, _UNSAID = "of", "unconditioned"
+
+
+class ConditionedPolicy(Policy):
+    """Policy with one more number in the observations of an inner policy.
+
+    `actor.model.kwargs`: `of` (the other policy's model type: mlp, cnn, resnet or flow), `unconditioned` (the share of
+    training with the number unknown, default 0.3), and the options of the other policy.
+
+    Attributes:
+        inner: Inner policy.
+        unconditioned: See above.
+    """
+
+    has_head = False
+
+    def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
+        super().__init__(cfg, observation_space, action_space)
+        options = dict(cfg.kwargs)
+        kind, self.unconditioned = options.pop(_OF, None), options.pop(_UNSAID, 0.3)
+        if kind not in INNER:
+            raise ConfigError(f"actor.model.kwargs.{_OF} is {kind!r}; conditioned wants one of {', '.join(INNER)}")
+        unsaid = self.unconditioned
+        if isinstance(unsaid, bool) or not isinstance(unsaid, (int, float)) or not 0 <= unsaid < 1:
+            raise ConfigError(f"actor.model.kwargs.{_UNSAID} is {unsaid!r}; it must be at least 0 and less than 1")
+        section = changed(changed(cfg, "model_type", kind), "kwargs", options)
+        self.inner = build_model(section, _with_improvement(observation_space), action_space)
+        self.mixed_precision = self.inner.mixed_precision
+
+    @property
+    def imitated(self) -> range:
+        """Actions that behaviour cloning learns at an observation (`Policy.imitated`)."""
+        return self.inner.imitated
+
+    def recompute_activations(self) -> bool:
+        """Enables gradient checkpointing (`Policy.recompute_activations`)."""
+        return self.inner.recompute_activations()
+
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the inner policy's features with an improvement (`Policy.features`)."""
+        return self.inner.features(_add_improvement(obs), policy, value)
+
+    def default_forward(self, inputs: dict[str, Any], *args: bool, **kwargs: bool) -> dict[str, Tensor]:
+        """Runs the training pass with improvements, as in acting (`Policy.default_forward`)."""
+        self.inner.logprob_type = self.logprob_type
+        conditioned = {**inputs, "obs": _add_improvement(inputs["obs"])}
+        return self.inner.default_forward(conditioned, *args, **kwargs)
+
+    def predict_action_batch(
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Chooses actions for an improvement (`Policy.predict_action_batch`)."""
+        self.inner.logprob_type = self.logprob_type
+        return self.inner.predict_action_batch(_add_improvement(obs), mode, noise)
+
+    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Draws the inner policy's noise (`Policy.sample_noise`)."""
+        return self.inner.sample_noise(shape, generator)
+
+    @property
+    def start_shape(self) -> tuple[int, ...]:
+        """Shape of the inner policy's start noise (`Policy.start_shape`)."""
+        return self.inner.start_shape
+
+    def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
+        """Returns the loss of behaviour cloning (`Policy.bc_loss`); `improvement [B, 1]` labels the actions. Draws from
+        torch's generator.
+        """
+        improvement: Tensor = inputs[IMPROVEMENT]
+        is_labeled = torch.rand(improvement.shape).to(improvement.device) >= self.unconditioned
+        self.inner.logprob_type = self.logprob_type
+        return self.inner.bc_loss({**inputs, "obs": _add_improvement(inputs["obs"], improvement * is_labeled)})
+
+
+def _with_improvement(space: Any) -> spaces.Dict:
+    boxes = dict(space.spaces) if isinstance(space, spaces.Dict) else {"state": space}
+    if IMPROVEMENT in boxes:
+        raise ConfigError(
+            f"an observation of env.train is called {IMPROVEMENT!r} already; model_type conditioned adds one"
+        )
+    return spaces.Dict({**boxes, IMPROVEMENT: spaces.Box(-1, 1, (1,), np.float32)})
+
+
+def _add_improvement(obs: Obs, improvement: Tensor | None = None) -> dict[str, Tensor]:
+    named = dict(obs) if isinstance(obs, dict) else {"state": obs}
+    if improvement is None:
+        first = next(iter(named.values()))
+        improvement = torch.ones((first.shape[0], 1), device=first.device)
+    return {**named, IMPROVEMENT: improvement}
+
+
+KEY = "algorithm.value_model"
+#: Observations that are valued at once.
+_ROWS = 1024
+
+
+def value_model(cfg: BcConfig, observation_space: object) -> Policy:
+    """Loads the policy whose critic estimates the expected return.
+
+    Raises:
+        ConfigError: There is none, it has no critic, or it sees something else.
+    """
+    policy = load_policy(find_weights(str(cfg.algorithm.value_model), KEY), Trust())
+    if space_to_json(policy.observation_space) != space_to_json(observation_space):
+        raise ConfigError(
+            f"{KEY} is {cfg.algorithm.value_model!r}, which sees {policy.observation_space}; env.train has {observation_space}"
+        )
+    return policy
+
+
+def advantages(rewards: np.ndarray, values: np.ndarray, gamma: float, steps: int) -> np.ndarray:
+    """Returns the advantage of each step of an episode over its expected value, `[T]`; nothing follows the last.
+
+    Args:
+        rewards: `[T]`.
+        values: Values of the observations before the steps, `[T]`.
+        gamma: Discount of a step.
+        steps: Number of rewards before the bootstrap value from `values`.
+    """
+    T = len(rewards)
+    following = np.concatenate([values, np.zeros(steps)])
+    advantage = gamma**steps * following[steps : steps + T] - values
+    padded = np.concatenate([rewards, np.zeros(steps)])
+    for k in range(min(steps, T)):
+        advantage += gamma**k * padded[k : k + T]
+    return advantage
+
+
+def improvements(episode_advantages: Sequence[np.ndarray], fraction: float) -> list[np.ndarray]:
+    """Returns 1 where an advantage is among the largest `fraction` of all, else −1, `[T, 1]` float32 for each episode."""
+    threshold = np.quantile(np.concatenate(list(episode_advantages)), 1 - fraction)
+    return [np.where(each > threshold, 1, -1).astype(np.float32)[:, None] for each in episode_advantages]
+
+
+@torch.no_grad()
+def label(cfg: BcConfig, trajectories: Sequence[Trajectory], model: Policy, device: torch.device) -> list[np.ndarray]:
+    """Labels the steps of episodes that count as improvements, see `improvements`."""
+    algorithm, scale = cfg.algorithm, cfg.env.train.reward_scale
+    model.to(device)
+
+    def valued(trajectory: Trajectory) -> np.ndarray:
+        count = count_rows(trajectory["obs"]) - 1
+        parts = (take(trajectory["obs"], slice(at, min(at + _ROWS, count))) for at in range(0, count, _ROWS))
+        rows = [model.value(to_tensors(part, device)) for part in parts]
+        return torch.cat([row.reshape(len(row), -1)[:, 0] for row in rows]).double().cpu().numpy()
+
+    episode_advantages = [
+        advantages(scale * each["rewards"].astype(np.float64), valued(each), algorithm.gamma, algorithm.advantage_steps)
+        for each in trajectories
+    ]
+    return improvements(episode_advantages, algorithm.improved_fraction)

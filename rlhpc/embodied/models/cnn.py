@@ -1,0 +1,181 @@
+"""Actor-critics over images: a convolutional trunk for policy and value, joined with numbers if the observation has
+some.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rlhpc.embodied.config import PolicyConfig
+from rlhpc.embodied.envs.observations import boxes_of, is_channel_last
+from rlhpc.embodied.models.base import Obs, Policy, layer
+from rlhpc.embodied.models.mlp import flat_numbers
+from rlhpc.embodied.models.registry import MODELS
+from rlhpc.runtime.errors import ConfigError
+
+#: Smallest image, in pixels: the convolutions reduce smaller ones to nothing.
+_SMALLEST = 5
+
+
+class ImagePolicy(Policy):
+    """Actor-critic over images `[B, H, W, C]` or `[B, C, H, W]`, integers (scaled to 0..1 by their range) or float.
+
+    In a dict of observations each image has a separate encoder, everything else except texts is taken as numbers, and one
+    layer joins their features.
+
+    Args:
+        cfg, observation_space, action_space: See `Policy`.
+        heads: Build actor and critic heads; False builds an encoder for another policy, with `see` only.
+
+    Attributes:
+        hidden: Width of what `see` returns.
+    """
+
+    def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any, heads: bool = True) -> None:
+        self.has_head = heads
+        super().__init__(cfg, observation_space, action_space)
+        self._name = cfg.model_type
+        self._orthogonal = cfg.ortho_init
+        self.options = dict(cfg.kwargs)
+        self.hidden = hidden = cfg.hidden_sizes[-1] if len(cfg.hidden_sizes) else 512
+        boxes = boxes_of(observation_space)
+        if "" in boxes:
+            self.trunk = self._eye(boxes[""], hidden)
+        else:
+            self._several(boxes, hidden)
+        if heads:
+            self.actor = layer(hidden, self.head.inputs, 0.01, self._orthogonal)
+            self.critic = layer(hidden, self.value_width, 1.0, self._orthogonal)
+
+    @abstractmethod
+    def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
+        """Builds the network from images `[B, channels, height, width]` to features `[B, ...]`."""
+
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the head's input and the values (`Policy.features`)."""
+        hidden = self.see(obs)
+        return self.actor(hidden) if policy else None, self.critic(hidden).squeeze(-1) if value else None
+
+    def _eye(self, box: Any, hidden: int) -> nn.Sequential:
+        shape = box.shape
+        if len(shape) != 3:
+            raise ConfigError(
+                f"model_type {self._name!r} needs images [H, W, C] or [C, H, W]; observations are {tuple(shape)}"
+            )
+        channels, height, width = (shape[2], *shape[:2]) if is_channel_last(shape) else shape
+        if min(height, width) < _SMALLEST:
+            raise ConfigError(
+                f"model_type {self._name!r} needs images of at least {_SMALLEST} pixels a side; these are {tuple(shape)}"
+            )
+        encoder = self.encoder(channels, height, width)
+        with torch.no_grad():
+            num_features = encoder(torch.zeros(1, channels, height, width)).shape[1]
+        return nn.Sequential(encoder, layer(num_features, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
+
+    def _several(self, boxes: dict[str, Any], hidden: int) -> None:
+        images = {key: box for key, box in boxes.items() if len(box.shape) == 3}
+        if not images:
+            raise ConfigError(
+                f"model_type {self._name!r} needs images; the observations are {', '.join(boxes)}: choose mlp"
+            )
+        self._numbers = [key for key, box in boxes.items() if key not in images and np.dtype(box.dtype) != np.uint8]
+        count = sum(math.prod(boxes[key].shape) for key in self._numbers)
+        self.eyes = nn.ModuleDict({key: self._eye(box, hidden) for key, box in images.items()})
+        width = hidden * (len(images) + bool(count))
+        if count:
+            self.numbers = nn.Sequential(layer(count, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
+        self.join = nn.Sequential(layer(width, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
+
+    def see(self, obs: Any) -> Tensor:
+        """Returns features `[B, hidden]` of observations."""
+        if not isinstance(obs, dict):
+            alone: Tensor = self.trunk(_prepared(obs, self.observation_space))
+            return alone
+        features = [eye(_prepared(obs[key], self.observation_space[key])) for key, eye in self.eyes.items()]
+        if self._numbers:
+            features.append(self.numbers(torch.cat([obs[key].flatten(1).float() for key in self._numbers], 1)))
+        hidden: Tensor = self.join(torch.cat(features, 1))
+        return hidden
+
+
+class CNNPolicy(ImagePolicy):
+    """Actor-critic with Mnih et al. 2015's convolutions; two smaller ones for images under 36 pixels."""
+
+    def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
+        """Builds the network from an image to features (`ImagePolicy.encoder`)."""
+        if min(height, width) >= 36:
+            convolutions = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
+        else:
+            convolutions = [(channels, 16, 3, 1), (16, 32, 3, 2)]
+        layers: list[nn.Module] = []
+        for inputs, outputs, kernel, stride in convolutions:
+            conv = nn.Conv2d(inputs, outputs, kernel, stride)
+            if self._orthogonal:
+                nn.init.orthogonal_(conv.weight, math.sqrt(2))
+                conv.bias.data.zero_()  # type: ignore[union-attr]
+            layers += [conv, nn.ReLU()]
+        return nn.Sequential(*layers, nn.Flatten())
+
+
+class Residual(nn.Module):
+    """Residual block x + conv(relu(conv(relu(x))))."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Takes and returns features `[B, channels, H, W]`."""
+        y: Tensor = x + self.second(F.relu(self.first(F.relu(x))))
+        return y
+
+
+class ResNetPolicy(ImagePolicy):
+    """Actor-critic with IMPALA's residual network (Espeholt et al. 2018, fig. 3): for each of `channels` a convolution,
+    a pooling that halves the image, and two residual blocks. It has no batch statistics, so that acting and training
+    agree.
+
+    `actor.model.kwargs`: `channels`, by default [16, 32, 32].
+    """
+
+    def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
+        """Builds the network from an image to features (`ImagePolicy.encoder`)."""
+        unknown = set(self.options) - {"channels"}
+        if unknown and self.has_head:
+            raise ConfigError(f"actor.model.kwargs of the resnet has {', '.join(sorted(unknown))}; allowed: channels")
+        layers: list[nn.Module] = []
+        for outputs in map(int, self.options.get("channels", (16, 32, 32))):
+            layers += [nn.Conv2d(channels, outputs, 3, padding=1), nn.MaxPool2d(3, 2, padding=1)]
+            layers += [Residual(outputs), Residual(outputs)]
+            channels = outputs
+        return nn.Sequential(*layers, nn.ReLU(), nn.Flatten())
+
+
+def _prepared(images: Tensor, box: Any) -> Tensor:
+    """Returns float images `[B, C, H, W]`. A permuted view is in channels-last format, which convolutions take directly."""
+    view = images.permute(0, 3, 1, 2) if is_channel_last(box.shape) else images
+    dtype = np.dtype(box.dtype)
+    return view.float() / np.iinfo(dtype).max if dtype.kind in "ui" else view.float()
+
+
+def encoder_of(cfg: PolicyConfig, observation_space: Any, action_space: Any, options: Mapping[str, Any]) -> Any:
+    """Builds the encoder of observations with images, of the kind that `options` names (`encoder`: cnn or resnet);
+    returns None for observations of numbers only.
+    """
+    if not any(len(box.shape) == 3 for box in boxes_of(observation_space).values()):
+        return None
+    return MODELS.find(str(options.get("encoder", "cnn")))(cfg, observation_space, action_space, heads=False)
+
+
+def encode_obs(encoder: Any, obs: Obs) -> Tensor:
+    """Returns the encoded observations, `[B, width]`; without an encoder their numbers."""
+    encoded: Tensor = flat_numbers(obs) if encoder is None else encoder.see(obs)
+    return encoded

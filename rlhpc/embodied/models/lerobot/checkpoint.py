@@ -1,0 +1,243 @@
+"""Description of a policy's folder in the format of LeRobot's `save_pretrained`, from its JSON files: LeRobot is not
+imported.
+
+config.json                {"type": "act", "input_features": {"observation.state": {"type": "STATE", "shape": [2]}}, …}
+model.safetensors          weights
+policy_preprocessor.json   normalisation and other steps, with their statistics in separate files
+policy_postprocessor.json
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gymnasium import spaces
+
+from rlhpc.embodied.envs.observations import boxes_of
+from rlhpc.jobs.paths import MODEL
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home, read_json
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import ModelConfig
+
+#: Supported families, and the configuration key of the number of actions that their networks predict at once.
+FAMILIES = {
+    "act": "chunk_size", "diffusion": "horizon", "smolvla": "chunk_size", "pi0": "chunk_size", "pi05": "chunk_size",
+}  # fmt: skip
+_FLOW = ("statistics", "cameras", "noise_level", "num_steps", "vlm", "task")
+#: Keys of `actor.model.kwargs`, by family.
+OPTIONS = {
+    "act": ("statistics", "cameras"),
+    "diffusion": ("statistics", "cameras", "noise_level", "num_steps"),
+    **dict.fromkeys(("smolvla", "pi0", "pi05"), _FLOW),
+}
+STATE, PLACE = "observation.state", "observation.environment_state"
+_KEY = "actor.model.model_path"
+
+
+@dataclass(frozen=True)
+class Described:
+    """Description of a policy's folder, from its config.json.
+
+    Attributes:
+        path: The folder.
+        family: One of `FAMILIES`.
+        sources: Part of the environment's observations for each of its inputs; None for pictures.
+        cameras: Camera of the environment for each input with pictures: part, and number within it.
+        num_obs_steps: Number of observations that it takes, the last of which is the current one (`n_obs_steps`).
+        config: Content of config.json.
+    """
+
+    path: Path
+    family: str
+    sources: dict[str, str | None]
+    cameras: dict[str, tuple[str, int]]
+    num_obs_steps: int
+    config: dict[str, Any]
+
+
+def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Described:
+    """Reads a folder and checks it against an environment and the configuration.
+
+    Raises:
+        ConfigError: It is no policy, of an unsupported family, or of another task; or an option is unknown.
+    """
+    path, config = _read(cfg.model_path)
+    family = _family(path, config)
+    if unknown := sorted(set(cfg.kwargs) - set(OPTIONS[family])):
+        raise ConfigError(
+            f"actor.model.kwargs of lerobot's {family} has {', '.join(unknown)}; allowed: {', '.join(OPTIONS[family])}"
+        )
+    num_obs_steps = int(config.get("n_obs_steps") or 1)
+    if num_obs_steps != 1 and family != "diffusion":
+        raise ConfigError(
+            f"{_KEY}: {path}/config.json has n_obs_steps {num_obs_steps}; {family} sees one observation: 1"
+        )
+    if config.get("adapt_to_pi_aloha"):
+        raise ConfigError(f"{_KEY}: {path}/config.json has adapt_to_pi_aloha, which is not here: set it false")
+    if config.get("temporal_ensemble_coeff") is not None:
+        raise ConfigError(
+            f"{_KEY}: {path}/config.json has temporal_ensemble_coeff {config['temporal_ensemble_coeff']}; chunks are "
+            "played as they are here: set it null"
+        )
+    _check_actions(cfg, path, config, action_space, FAMILIES[family], num_obs_steps)
+    sources = _sources(path, config, observation_space, num_obs_steps)
+    inputs = [name for name, source in sources.items() if source is None]
+    cameras = match_cameras(
+        inputs, environment_cameras(observation_space, num_obs_steps), cfg.kwargs.get("cameras"), path
+    )
+    return Described(path, family, sources, cameras, num_obs_steps, config)
+
+
+def check_folder(cfg: ModelConfig) -> None:
+    """Refuses a folder that LeRobot's `save_pretrained` did not write, or of an unsupported family.
+
+    Raises:
+        ConfigError: The folder is invalid; the message says why.
+    """
+    path, config = _read(cfg.model_path)
+    _family(path, config)
+
+
+def _family(path: Path, config: Mapping[str, Any]) -> str:
+    family = str(config.get("type"))
+    if family not in FAMILIES:
+        raise ConfigError(f"{_KEY}: {path}/config.json is of type {family!r}; here are: {', '.join(FAMILIES)}")
+    return family
+
+
+def _read(model_path: str | None) -> tuple[Path, dict[str, Any]]:
+    if not model_path:
+        raise ConfigError(f"{_KEY} is not set; model_type lerobot takes a folder that LeRobot's save_pretrained wrote")
+    path = expand_home(model_path).absolute()
+    try:
+        config = read_json((path / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{_KEY}: {path}/config.json cannot be read: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("input_features"), dict):
+        raise ConfigError(f"{_KEY}: {path}/config.json has no input_features: LeRobot's save_pretrained writes them")
+    if not (path / MODEL).is_file():
+        raise ConfigError(f"{_KEY}: {path} has no {MODEL}")
+    return path, config
+
+
+def _check_actions(
+    cfg: ModelConfig, path: Path, config: Mapping[str, Any], space: Any, horizon_key: str, num_obs_steps: int
+) -> None:
+    if not isinstance(space, spaces.Box):
+        raise ConfigError(f"model_type 'lerobot' needs continuous actions; these are {space}")
+    outputs: Mapping[str, Any] = config.get("output_features") or {}
+    shape = list((outputs.get("action") or {}).get("shape") or ())
+    if shape != [math.prod(space.shape)]:
+        raise ConfigError(
+            f"{_KEY}: {path}/config.json has actions of shape {shape}, the environment {list(space.shape)}"
+        )
+    if cfg.num_action_chunks > int(config[horizon_key]) - (num_obs_steps - 1):
+        before = (
+            f", {num_obs_steps - 1} of which are before the present one (n_obs_steps {num_obs_steps})"
+            if num_obs_steps > 1
+            else ""
+        )
+        raise ConfigError(
+            f"actor.model.num_action_chunks is {cfg.num_action_chunks}; {path}/config.json has {horizon_key} "
+            f"{config[horizon_key]}{before}"
+        )
+
+
+def pictures_of(space: Any, num_obs_steps: int) -> dict[str, Any]:
+    """Returns the boxes of pictures of an observation, `[H, W, C]`, or `[num_obs_steps, H, W, C]` for several steps."""
+    return {key: box for key, box in boxes_of(space).items() if len(box.shape) == 3 + (num_obs_steps > 1)}
+
+
+def environment_cameras(space: Any, num_steps: int) -> dict[str, tuple[str, int]]:
+    """Returns the cameras of an environment by name: part of the observation, and number within it. A part that holds several
+    pictures side by side, such as `rgb`, has cameras `rgb_0`, `rgb_1`, …; `num_steps` as `Described.num_obs_steps`."""
+    cameras: dict[str, tuple[str, int]] = {}
+    for key, box in pictures_of(space, num_steps).items():
+        count = box.shape[-1] // 3
+        cameras |= {(key or "pictures") if count == 1 else f"{key or 'pictures'}_{i}": (key, i) for i in range(count)}
+    return cameras
+
+
+def match_cameras(
+    inputs: Sequence[str], cameras: Mapping[str, tuple[str, int]], chosen: Any, path: Path
+) -> dict[str, tuple[str, int]]:
+    """Returns the environment's camera of each input with pictures.
+
+    `observation.images.X` is the camera X. Where no name is the same, the cameras of one part, such as `rgb`, are the inputs
+    in their order.
+
+    Args:
+        inputs: In the folder's order.
+        cameras: `environment_cameras`.
+        chosen: `actor.model.kwargs.cameras`, which names a camera for each input; None for none.
+        path: The folder, for messages.
+
+    Raises:
+        ConfigError: An input's camera is ambiguous, or a camera is unused.
+    """
+    short = {name: name.removeprefix("observation.").removeprefix("images.") for name in inputs}
+    lists = (
+        f"{path}/config.json has cameras {', '.join(short.values())}, the environment {', '.join(cameras) or 'none'}"
+    )
+    if chosen is not None:
+        if not isinstance(chosen, Mapping):
+            raise ConfigError(f"actor.model.kwargs.cameras is {chosen!r}; it is a mapping: {{theirs: ours}}")
+        named = {
+            str(name).removeprefix("observation.").removeprefix("images."): str(camera)
+            for name, camera in chosen.items()
+        }
+        if set(named) != set(short.values()) or not set(named.values()) <= set(cameras):
+            raise ConfigError(
+                f"actor.model.kwargs.cameras is {named}; it names one of the environment's for each of the folder's: {lists}"
+            )
+        return {name: cameras[named[short[name]]] for name in inputs}
+    if set(short.values()) == set(cameras):
+        return {name: cameras[short[name]] for name in inputs}
+    parts = {part for part, _ in cameras.values()}
+    by_position = len(parts) <= 1 and not set(short.values()) & set(cameras) and len(inputs) == len(cameras)
+    if not by_position:
+        ours = list(cameras)
+        example = ", ".join(f"{name}: {ours[i % len(ours)]}" for i, name in enumerate(short.values()))
+        raise ConfigError(
+            f"{_KEY}: {lists}; which is which does not follow from their names: set "
+            f"actor.model.kwargs.cameras={{{example}}}, each with the right one"
+        )
+    return dict(zip(inputs, cameras.values(), strict=True))
+
+
+def _sources(path: Path, config: Mapping[str, Any], space: Any, num_obs_steps: int) -> dict[str, str | None]:
+    boxes = boxes_of(space)
+    if num_obs_steps > 1 and any(len(box.shape) < 2 or box.shape[0] != num_obs_steps for box in boxes.values()):
+        shapes_text = ", ".join(f"{key or 'numbers'} {list(box.shape)}" for key, box in boxes.items())
+        raise ConfigError(
+            f"{_KEY}: {path}/config.json has n_obs_steps {num_obs_steps}; the environment shows {shapes_text}. "
+            f"Have it show the last {num_obs_steps} of each: "
+            f"env.train.wrappers=[{{frame_stack: {{stack_size: {num_obs_steps}}}}}], after all others"
+        )
+    sources: dict[str, str | None] = {}
+    num_cameras = 0
+    for name, feature in config["input_features"].items():
+        shape = list(feature["shape"])
+        if feature["type"] == "VISUAL":
+            sources[name], num_cameras = None, num_cameras + 1
+            continue
+        short_name = name.removeprefix("observation.")
+        source = next((key for key in (short_name, "state", "") if key in boxes), None)
+        if source is None or [math.prod(boxes[source].shape) // num_obs_steps] != shape:
+            shapes_text = ", ".join(f"{key or 'numbers'} {list(box.shape)}" for key, box in boxes.items())
+            raise ConfigError(
+                f"{_KEY}: {path}/config.json has input {name} of shape {shape}; the environment shows {shapes_text}"
+            )
+        sources[name] = source
+    num_env_cameras = sum(box.shape[-1] // 3 for box in pictures_of(space, num_obs_steps).values())
+    if num_cameras > num_env_cameras:
+        raise ConfigError(
+            f"{_KEY}: {path}/config.json has {num_cameras} cameras, the environment shows {num_env_cameras}"
+        )
+    return sources

@@ -1,0 +1,544 @@
+"""Policies of LeRobot's library, by family."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.embodied.config import ModelConfig
+from rlhpc.embodied.envs.observations import count_rows, decode_text
+from rlhpc.embodied.models.action_heads import GaussianHead, at_level
+from rlhpc.embodied.models.base import Guide, Obs, Policy, Velocity
+from rlhpc.embodied.models.flow import Flow
+from rlhpc.embodied.models.lerobot import checkpoint as folder
+from rlhpc.embodied.models.lerobot import library
+from rlhpc.embodied.models.lerobot.checkpoint import FAMILIES, describe
+from rlhpc.embodied.models.vlm import ValueHead, values_of
+from rlhpc.runtime.errors import ConfigError
+
+
+class LerobotPolicy(Policy):
+    """Policy of LeRobot's library. A subclass implements acting and the value head's input.
+
+    `actor.model`: `model_path`, `num_action_chunks` (how many of the predicted actions are played), `add_value_head`;
+    `kwargs`: `statistics` (a LeRobot dataset's folder, or its stats.json, in place of the folder's own); `cameras` (the
+    environment's camera of each of the folder's, where their names differ).
+
+    Attributes:
+        inner: The policy of LeRobot's library.
+    """
+
+    has_head = False
+    inner: Any
+    value_head: ValueHead | None
+
+    def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
+        super().__init__(cfg, observation_space, action_space)
+        self.described = folder.describe(cfg, observation_space, action_space)
+        self.dim = math.prod(action_space.shape)
+        self.inner = library.load(self.described, cfg.kwargs.get("vlm"))
+        self.processors = library.Processors(
+            self.described, self.inner.config, cfg.kwargs.get("statistics"), cfg.kwargs.get("vlm")
+        )
+        self._task = str(cfg.kwargs.get("task") or "")
+        self.value_head = ValueHead(self.value_inputs(), self.value_width) if cfg.add_value_head else None
+
+    def value_inputs(self) -> int:
+        """Returns the width of the value head's input."""
+        raise NotImplementedError
+
+    @property
+    def imitated(self) -> range:
+        """Actions that behaviour cloning learns (`Policy.imitated`): as many as the network predicts, from its first
+        observation on.
+        """
+        return range(self.before, self.before + int(getattr(self.inner.config, FAMILIES[self.described.family])))
+
+    @property
+    def before(self) -> int:
+        """Offset of the first observation that it takes, 0 or less: the current one is 0."""
+        return 1 - self.described.num_obs_steps
+
+    # -- inputs ---------------------------------------------------------------------------------------------------
+
+    def batch(self, obs: Obs, actions: Tensor | None = None, is_pad: Tensor | None = None) -> dict[str, Any]:
+        """Converts observations, and actions if given, for LeRobot's networks: named, scaled, pictures by camera.
+
+        Args:
+            obs: The environment's; where the network takes several steps, with an axis of time, `[B, num_obs_steps, ...]`.
+            actions: `[B, imitated, dim]`, as the environment takes them.
+            is_pad: `[B, imitated]`, marks the actions outside of the episode; none by default.
+        """
+        parts = obs if isinstance(obs, dict) else {"": obs}
+        batch: dict[str, Any] = {}
+        for name, source in self.described.sources.items():
+            batch[name] = self._camera(name, parts) if source is None else self._numbers(parts[source])
+        batch["task"] = self._tasks(parts, count_rows(obs))
+        if actions is not None:
+            batch["action"] = actions.reshape(len(actions), -1, self.dim).float()
+            batch["action_is_pad"] = torch.zeros(batch["action"].shape[:2], dtype=torch.bool, device=actions.device)
+            if is_pad is not None:
+                batch["action_is_pad"] = is_pad
+        return self.processors.before(batch)
+
+    def framed(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Returns the batch, with an axis of time for observations where the network takes one."""
+        return batch
+
+    def _numbers(self, part: Tensor) -> Tensor:
+        return part.flatten(1 if self.described.num_obs_steps == 1 else 2).float()
+
+    def _camera(self, name: str, parts: dict[str, Tensor]) -> Tensor:
+        """Returns the pictures of an input, channels first, 0 to 1."""
+        key, number = self.described.cameras[name]
+        picture = parts[key][..., 3 * number : 3 * number + 3]
+        return (picture.movedim(-1, -3).float() / 255).contiguous()
+
+    def _tasks(self, parts: dict[str, Tensor], rows: int) -> list[str]:
+        if "instruction" not in parts:
+            return [self._task] * rows
+        words = parts["instruction"] if self.described.num_obs_steps == 1 else parts["instruction"][:, -1]
+        return [decode_text(bytes(row)) for row in words.cpu().numpy()]
+
+    @contextmanager
+    def settled(self) -> Iterator[Any]:
+        """Yields LeRobot's policy without dropout and random crops, so that acting and training by log-probs see the
+        same.
+        """
+        was = self.inner.training
+        self.inner.eval()
+        try:
+            yield self.inner
+        finally:
+            self.inner.train(was)
+
+    # -- learning and files ---------------------------------------------------------------------------------------
+
+    def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
+        """Returns the loss of behaviour cloning (`Policy.bc_loss`): LeRobot's loss, a mean over the rows, for each of
+        them.
+        """
+        batch = self.framed(self.batch(inputs["obs"], inputs["actions"], inputs.get("is_pad")))
+        self.inner.train()
+        loss: Tensor = self.inner(batch)[0]
+        return loss.expand(len(inputs["actions"]))
+
+    def release(self, target: Path, step: int) -> None:
+        """Writes the policy as LeRobot's `save_pretrained` does, with its processors."""
+        del step
+        self.inner.save_pretrained(target)
+        self.processors.save(target)
+
+
+class ActPolicy(LerobotPolicy):
+    """ACT policy of LeRobot; the value head takes the mean of its encoder's outputs for the observation.
+
+    `actor.model` of all LeRobot policies, and `log_std_init`.
+    """
+
+    def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
+        super().__init__(cfg, observation_space, action_space)
+        self.head = GaussianHead(self.dim, cfg.log_std_init, self.chunk)
+
+    def value_inputs(self) -> int:
+        """Returns the width of the encoder's outputs (`LerobotPolicy.value_inputs`)."""
+        return int(self.inner.config.dim_model)
+
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the normalised chunk and the values (`Policy.features`)."""
+        batch = self.batch(obs)
+        if self.inner.config.image_features:
+            batch["observation.images"] = [batch[name] for name in self.inner.config.image_features]
+        encoded: list[Tensor] = []
+        with self.settled() as inner:
+            hook = inner.model.encoder.register_forward_hook(lambda module, args, out: encoded.append(out))
+            try:
+                chunk: Tensor = inner.model(batch)[0]
+            finally:
+                hook.remove()
+        mean = chunk[:, : self.chunk].flatten(1) if policy else None
+        return mean, values_of(self.value_head, encoded[0].mean(0), self.value_width) if value else None
+
+    def default_forward(self, inputs: dict[str, Any], *args: bool, **kwargs: bool) -> dict[str, Tensor]:
+        """Runs the training pass (`Policy.default_forward`); `inputs` has the normalised actions, `scaled`, of
+        `predict_action_batch`.
+        """
+        return super().default_forward({**inputs, "actions": inputs.get("scaled")}, *args, **kwargs)
+
+    def predict_action_batch(
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Chooses actions for a batch of observations (`Policy.predict_action_batch`)."""
+        scaled, extras = Policy.predict_action_batch(self, obs, mode, noise)
+        return self.processors.after(scaled), {**extras, "inputs": {"scaled": scaled}}
+
+
+class DenoisingPolicy(LerobotPolicy):
+    """Policy that denoises actions step by step. Its states form a chain `[B, K + 1, *state_shape]`, whose
+    log-probability over the actions that are used is that of the chunk. Evaluation denoises deterministically.
+
+    Attributes:
+        steps: K.
+    """
+
+    steps: int
+
+    @property
+    @abstractmethod
+    def state_shape(self) -> tuple[int, int]:
+        """Shape of a state: the network's chunk, and an action's components or more."""
+
+    @abstractmethod
+    def see(self, obs: Obs) -> tuple[Any, Tensor]:
+        """Encodes an observation once; returns the encoding for the steps, and `[B, width]` for the value head."""
+
+    @abstractmethod
+    def chain(self, encoded: Any, noise: Tensor) -> Tensor:
+        """Returns the states from noise `[B, K + 1, *state_shape]`."""
+
+    @abstractmethod
+    def chain_logprobs(self, encoded: Any, chain: Tensor) -> Tensor:
+        """Returns log-probabilities `[B, *state_shape]`, summed over all steps."""
+
+    @abstractmethod
+    def noise_entropy(self) -> float:
+        """Returns the entropy of all steps' noise, for each number of a state; it is not learned."""
+
+    @abstractmethod
+    def denoise(self, encoded: Any, x: Tensor) -> Tensor:
+        """Denoises a state deterministically to normalised actions `[B, *state_shape]`."""
+
+    def evaluated(self, encoded: Any, hidden: Tensor, obs: Obs, noise: Tensor | None) -> Tensor:
+        """Returns the actions of evaluations, which begin in rows of `sample_start`."""
+        return self.denoise(encoded, self.start_for(obs, noise, hidden.device))
+
+    @property
+    def start_shape(self) -> tuple[int, ...]:
+        """Shape of a state (`Policy.start_shape`)."""
+        return self.state_shape
+
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the head's input, None without a head, and the values (`Policy.features`)."""
+        with self.settled():
+            return None, self._values(self.see(obs)[1]) if value else None
+
+    def default_forward(
+        self,
+        inputs: dict[str, Any],
+        compute_logprobs: bool = True,
+        compute_entropy: bool = False,
+        compute_values: bool = False,
+    ) -> dict[str, Tensor]:
+        """Runs the training pass (`Policy.default_forward`); `inputs` has the `chain` of states of
+        `predict_action_batch`.
+        """
+        out: dict[str, Tensor] = {}
+        with self.settled():
+            encoded, hidden = self.see(inputs["obs"])
+            if compute_logprobs:
+                out["logprobs"] = self._leveled(self.chain_logprobs(encoded, inputs["chain"]))
+        if compute_entropy:
+            out["entropy"] = self._leveled(hidden.new_full((len(hidden), *self.state_shape), self.noise_entropy()))
+        if compute_values:
+            out["values"] = self._values(hidden)
+        return out
+
+    def predict_action_batch(
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Chooses actions for a batch of observations (`Policy.predict_action_batch`); evaluations denoise
+        deterministically.
+        """
+        with self.settled():
+            encoded, hidden = self.see(obs)
+            values = self._values(hidden)
+            if mode == "eval":
+                return self._used(self.evaluated(encoded, hidden, obs, noise)), {"prev_values": values}
+            chain = self.chain(encoded, self.noise_for(obs, noise, hidden.device))
+            logprobs = self._leveled(self.chain_logprobs(encoded, chain))
+        return self._used(chain[:, -1]), {"prev_logprobs": logprobs, "prev_values": values, "inputs": {"chain": chain}}
+
+    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Draws standard normal noise `[*shape, K + 1, *state_shape]`: the start, and the noise of the steps."""
+        return torch.randn((*shape, self.steps + 1, *self.state_shape), generator=generator)
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        return values_of(self.value_head, hidden, self.value_width)
+
+    def _used(self, actions: Tensor) -> Tensor:
+        return self.processors.after(self._played(actions))
+
+    def _leveled(self, each: Tensor) -> Tensor:
+        return at_level(self._played(each), self.logprob_type, self.chunk)
+
+    def _played(self, each: Tensor) -> Tensor:
+        """Returns the executed actions, from the current one on; the prediction begins at the first observation."""
+        return each[:, -self.before : self.chunk - self.before, : self.dim]
+
+
+_LOG_2PI = math.log(2 * math.pi)
+
+
+class DiffusionPolicy(DenoisingPolicy):
+    """Diffusion Policy of LeRobot; the value head takes the denoising network's conditioning on the observation.
+
+    `actor.model` of all LeRobot policies, and in `kwargs`: `num_steps` (K; by default the folder's), `noise_level` (0.1).
+    """
+
+    def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
+        super().__init__(cfg, observation_space, action_space)
+        model = self.inner.diffusion
+        self.steps = int(cfg.kwargs.get("num_steps") or model.num_inference_steps)
+        self.noise_level = float(cfg.kwargs.get("noise_level", 0.1))
+        max_steps = int(model.noise_scheduler.config.num_train_timesteps)
+        if not 1 <= self.steps <= max_steps or self.noise_level <= 0:
+            raise ConfigError(
+                f"actor.model.kwargs: num_steps is {self.steps} (1 to {max_steps}) and noise_level {self.noise_level} "
+                "(above 0)"
+            )
+        model.num_inference_steps = self.steps
+        model.noise_scheduler.set_timesteps(self.steps)
+        self._times = [int(t) for t in model.noise_scheduler.timesteps]
+        self._stds = [max(self.noise_level, math.sqrt(self._coefficients(t)[2])) for t in self._times]
+
+    def value_inputs(self) -> int:
+        """Returns the width of the conditioning (`LerobotPolicy.value_inputs`)."""
+        model = self.inner.diffusion
+        return int(model.unet.down_modules[0][0].cond_encoder[1].in_features) - int(
+            model.config.diffusion_step_embed_dim
+        )
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """Horizon of the network and components of an action (`DenoisingPolicy.state_shape`)."""
+        return int(self.inner.config.horizon), self.dim
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def _coefficients(self, t: int) -> tuple[float, float, float]:
+        """Returns the coefficients of x_0 and x_t in the posterior's mean at `t`, and its variance."""
+        scheduler = self.inner.diffusion.noise_scheduler
+        s = t - int(scheduler.config.num_train_timesteps) // self.steps
+        now = float(scheduler.alphas_cumprod[t])
+        then = float(scheduler.alphas_cumprod[s]) if s >= 0 else 1.0
+        ratio = now / then
+        of_end, of_now = math.sqrt(then) * (1 - ratio) / (1 - now), math.sqrt(ratio) * (1 - then) / (1 - now)
+        return of_end, of_now, (1 - then) / (1 - now) * (1 - ratio)
+
+    def _predict(self, encoded: Tensor, x: Tensor, t: int) -> Tensor:
+        predicted: Tensor = self.inner.diffusion.unet(
+            x, x.new_full((len(x),), t, dtype=torch.long), global_cond=encoded
+        )
+        return predicted
+
+    def _mean(self, encoded: Tensor, x: Tensor, t: int) -> Tensor:
+        """Returns μ of the step from `t`."""
+        scheduler = self.inner.diffusion.noise_scheduler
+        predicted, now = self._predict(encoded, x, t), float(scheduler.alphas_cumprod[t])
+        if scheduler.config.prediction_type == "epsilon":
+            predicted = (x - math.sqrt(1 - now) * predicted) / math.sqrt(now)
+        if scheduler.config.clip_sample:
+            clip_range = float(scheduler.config.clip_sample_range)
+            predicted = predicted.clamp(-clip_range, clip_range)
+        of_end, of_now, _ = self._coefficients(t)
+        return of_end * predicted + of_now * x
+
+    def framed(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Adds the axis of time to observations (`LerobotPolicy.framed`)."""
+        if self.before:
+            return batch
+        return {name: each[:, None] if name.startswith("observation.") else each for name, each in batch.items()}
+
+    # -- acting and learning --------------------------------------------------------------------------------------
+
+    def see(self, obs: Obs) -> tuple[Tensor, Tensor]:
+        """Returns the denoising network's conditioning `[B, width]`, twice (`DenoisingPolicy.see`)."""
+        rows, config = self.framed(self.batch(obs)), self.inner.config
+        if config.image_features:
+            rows["observation.images"] = torch.stack([rows[name] for name in config.image_features], -4)
+        conditioning: Tensor = self.inner.diffusion._prepare_global_conditioning(rows)
+        return conditioning, conditioning
+
+    def chain(self, encoded: Tensor, noise: Tensor) -> Tensor:
+        """Returns the chain of states (`DenoisingPolicy.chain`)."""
+        states = [noise[:, 0]]
+        for k, (t, std) in enumerate(zip(self._times, self._stds, strict=True)):
+            states.append(self._mean(encoded, states[-1], t) + std * noise[:, k + 1])
+        return torch.stack(states, 1)
+
+    def chain_logprobs(self, encoded: Tensor, chain: Tensor) -> Tensor:
+        """Returns log-probabilities of the steps (`DenoisingPolicy.chain_logprobs`)."""
+        total = torch.zeros_like(chain[:, 0])
+        for k, (t, std) in enumerate(zip(self._times, self._stds, strict=True)):
+            off = (chain[:, k + 1] - self._mean(encoded, chain[:, k], t)) / std
+            total = total - 0.5 * off**2 - math.log(std) - 0.5 * _LOG_2PI
+        return total
+
+    def noise_entropy(self) -> float:
+        """Returns the entropy of the steps' noise (`DenoisingPolicy.noise_entropy`)."""
+        return sum(math.log(std) + 0.5 + 0.5 * _LOG_2PI for std in self._stds)
+
+    def denoise(self, encoded: Tensor, x: Tensor) -> Tensor:
+        """Denoises with the scheduler's steps, or with the means (`DenoisingPolicy.denoise`)."""
+        scheduler = self.inner.diffusion.noise_scheduler
+        is_ddim = type(scheduler).__name__ == "DDIMScheduler"
+        for t in self._times:
+            x = scheduler.step(self._predict(encoded, x, t), t, x).prev_sample if is_ddim else self._mean(encoded, x, t)
+        return x
+
+
+class LeRobotFlowPolicy(DenoisingPolicy):
+    """Flow policy of LeRobot, whose configuration has `chunk_size` and `max_action_dim`; a subclass encodes
+    observations.
+
+    `actor.model` of all LeRobot policies, and in `kwargs`: `vlm` (a local folder in place of the hub name that the folder
+    has), `task` (the instruction where observations have none), `num_steps` (by default the folder's) and `noise_level`
+    (0.5).
+    """
+
+    #: The key of K in the folder's config.json.
+    steps_key: str
+
+    def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
+        super().__init__(cfg, observation_space, action_space)
+        self.steps = int(cfg.kwargs.get("num_steps") or getattr(self.inner.config, self.steps_key))
+        self.flow = Flow(self.steps, float(cfg.kwargs.get("noise_level", 0.5)))
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """Chunk of the network and its padded action (`DenoisingPolicy.state_shape`)."""
+        return int(self.inner.config.chunk_size), int(self.inner.config.max_action_dim)
+
+    def chain(self, encoded: Velocity, noise: Tensor) -> Tensor:
+        """Returns the chain of states (`DenoisingPolicy.chain`)."""
+        return self.flow.act(encoded, noise[:, 1:], noise[:, 0])
+
+    def chain_logprobs(self, encoded: Velocity, chain: Tensor) -> Tensor:
+        """Returns log-probabilities of the steps (`DenoisingPolicy.chain_logprobs`)."""
+        return self.flow.logprobs(encoded, chain)
+
+    def noise_entropy(self) -> float:
+        """Returns the entropy of the steps' noise (`DenoisingPolicy.noise_entropy`)."""
+        return self.flow.entropy()
+
+    @property
+    def horizon(self) -> int:
+        """Number of actions that the network predicts (`Policy.horizon`)."""
+        return self.state_shape[0]
+
+    def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
+        """Predicts a chunk as evaluations do (`Policy.plan`)."""
+        with self.settled():
+            velocity, hidden = self.see(obs)
+            return self.evaluated(velocity if guide is None else guide(velocity), hidden, obs, noise)
+
+    def played(self, plan: Tensor, part: slice) -> Tensor:
+        """Returns actions of a part of a plan (`Policy.played`)."""
+        return self.processors.after(plan[:, part, : self.dim])
+
+    def denoise(self, encoded: Velocity, x: Tensor) -> Tensor:
+        """Denoises in LeRobot's arithmetic (`DenoisingPolicy.denoise`)."""
+        dt = -1.0 / self.steps
+        for k in range(self.steps):
+            x = x + dt * encoded(x, x.new_full((len(x),), 1.0 + k * dt))
+        return x
+
+
+class PiPolicy(LeRobotFlowPolicy):
+    """π0 or π0.5 of LeRobot; the value head takes PaliGemma's hidden state of the last token, and for π0 also the state."""
+
+    steps_key = "num_inference_steps"
+
+    @property
+    def _has_state(self) -> bool:
+        """True if the expert takes the state."""
+        return self.described.family == "pi0"
+
+    def value_inputs(self) -> int:
+        """Returns the width of the value head's input (`LerobotPolicy.value_inputs`)."""
+        width = int(self.inner.model.paligemma_with_expert.paligemma.config.text_config.hidden_size)
+        return width + (int(self.inner.config.max_state_dim) if self._has_state else 0)
+
+    def see(self, obs: Obs) -> tuple[Velocity, Tensor]:
+        """Returns the velocity for an observation, and the value head's input (`DenoisingPolicy.see`)."""
+        from lerobot.policies.pi0.modeling_pi0 import make_att_2d_masks
+
+        inner, model, batch = self.inner, self.inner.model, self.batch(obs)
+        words, spoken = (batch[f"observation.language.{name}"] for name in ("tokens", "attention_mask"))
+        embedded, mask, causal = model.embed_prefix(*inner._preprocess_images(batch), words, spoken)
+        both = model.paligemma_with_expert
+        # As in `sample_actions`, whose other steps compute no gradient.
+        both.paligemma.language_model.config._attn_implementation = "eager"
+        (read, _), cache = both.forward(
+            attention_mask=model._prepare_attention_masks_4d(make_att_2d_masks(mask, causal)),
+            position_ids=mask.cumsum(1) - 1,
+            inputs_embeds=[embedded, None],
+            use_cache=True,
+        )
+        state = [inner.prepare_state(batch)] if self._has_state else []
+
+        def velocity(x: Tensor, t: Tensor) -> Tensor:
+            velocities: Tensor = model.denoise_step(*state, mask, cache, x, t)
+            return velocities
+
+        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+        return velocity, torch.cat([read[torch.arange(len(read)), last].float(), *state], 1)
+
+
+class SmolVlaPolicy(LeRobotFlowPolicy):
+    """SmolVLA of LeRobot; the value head takes the vision-language model's hidden state of the robot's state, its last
+    token.
+    """
+
+    steps_key = "num_steps"
+
+    def value_inputs(self) -> int:
+        """Returns the width of the hidden state (`LerobotPolicy.value_inputs`)."""
+        return int(self.inner.model.vlm_with_expert.config.text_config.hidden_size)
+
+    def see(self, obs: Obs) -> tuple[Velocity, Tensor]:
+        """Returns the velocity for an observation, and the value head's input (`DenoisingPolicy.see`)."""
+        from lerobot.policies.smolvla.modeling_smolvla import make_att_2d_masks
+
+        inner, batch = self.inner, self.batch(obs)
+        pictures, picture_mask = inner.prepare_images(batch)
+        words, spoken = (batch[f"observation.language.{name}"] for name in ("tokens", "attention_mask"))
+        embedded, mask, causal = inner.model.embed_prefix(
+            pictures, picture_mask, words, spoken, state=inner.prepare_state(batch)
+        )
+        (read, _), cache = inner.model.vlm_with_expert.forward(
+            attention_mask=make_att_2d_masks(mask, causal),
+            position_ids=mask.cumsum(1) - 1,
+            past_key_values=None,
+            inputs_embeds=[embedded, None],
+            use_cache=True,
+            fill_kv_cache=True,
+        )
+
+        def velocity(x: Tensor, t: Tensor) -> Tensor:
+            velocities: Tensor = inner.model.denoise_step(mask, cache, x, t)
+            return velocities
+
+        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+        return velocity, read[torch.arange(len(read)), last].float()
+
+
+_KINDS: dict[str, type[LerobotPolicy]] = {
+    "act": ActPolicy, "diffusion": DiffusionPolicy, "smolvla": SmolVlaPolicy, "pi0": PiPolicy, "pi05": PiPolicy,
+}  # fmt: skip
+
+
+def lerobot_policy(cfg: ModelConfig, observation_space: Any, action_space: Any) -> LerobotPolicy:
+    """Builds the policy of the folder `actor.model.model_path`, of any supported family.
+
+    Raises:
+        ConfigError: It cannot be loaded, or is of another task.
+    """
+    return _KINDS[describe(cfg, observation_space, action_space).family](cfg, observation_space, action_space)

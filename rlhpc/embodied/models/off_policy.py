@@ -1,0 +1,306 @@
+"""Networks of off-policy learning from state observations: an actor, and twin critics of actions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from rlhpc.embodied.config import BcModelConfig, SacModelConfig
+from rlhpc.embodied.models.action_heads import BoundedGaussianHead, BoundedHead, DeterministicHead, SquashedGaussianHead
+from rlhpc.embodied.models.base import Policy
+from rlhpc.embodied.models.mlp import ACTIVATIONS, mlp
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.training.flat_parameters import Reduce
+
+#: Constants of CrossQ's authors: fraction of the running statistics that a batch replaces, term added to variances, number
+#: of batches that are normalised by their own statistics alone, bounds of the correction.
+MOMENTUM, EPS, WARM_UP, R_MAX, D_MAX = 0.01, 1e-3, 100_000, 3.0, 5.0
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over the ranks, which each rank's loss depends on."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, reduce: Reduce) -> Tensor:
+        ctx.reduce = reduce
+        return reduce(part.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.reduce(gradient.clone()), None
+
+
+class BatchRenorm(nn.Module):
+    """Batch renormalisation of rows `[B, width]`: in training by the batch's mean and variance, which after `WARM_UP`
+    batches are corrected towards the running ones; otherwise by the running ones.
+
+    Attributes:
+        reduce: Sums a tensor over the ranks, in place; None for a single rank.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    batches: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("variance", torch.ones(width))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.long))
+        self.reduce: Reduce | None = None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Returns normalised rows."""
+        if not self.training:
+            return (rows - self.mean) * (self.variance + EPS).rsqrt() * self.weight + self.bias
+        mean, variance = self._statistics(rows)
+        normal = (rows - mean) * (variance + EPS).rsqrt()
+        if self.batches >= WARM_UP:
+            normal = self._corrected(normal, mean.detach(), variance.detach())
+        with torch.no_grad():
+            self.mean.lerp_(mean, MOMENTUM)
+            self.variance.lerp_(variance, MOMENTUM)
+            self.batches += 1
+        return normal * self.weight + self.bias
+
+    def _corrected(self, normal: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """Corrects rows normalised by a batch's statistics towards the result of the running ones."""
+        running = (self.variance + EPS).sqrt()
+        stretch = ((variance + EPS).sqrt() / running).clamp(1 / R_MAX, R_MAX)
+        return normal * stretch + ((mean - self.mean) / running).clamp(-D_MAX, D_MAX)
+
+    def _statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns mean and variance over the rows of all ranks."""
+        if self.reduce is None:
+            variance, mean = torch.var_mean(rows, 0, correction=0)
+            return mean, variance
+        counted = torch.cat((rows.sum(0), rows.new_full((1,), rows.shape[0])))
+        total: Tensor = _Sum.apply(counted, self.reduce)
+        mean = total[:-1] / total[-1]
+        squares: Tensor = _Sum.apply((rows - mean).square().sum(0), self.reduce)
+        return mean, squares / total[-1].detach()
+
+
+def renormed(sizes: list[int], outputs: int, activation: str) -> nn.Sequential:
+    """Builds a perceptron that normalises each layer's input."""
+    layers: list[nn.Module] = []
+    for inputs, hidden in itertools.pairwise(sizes):
+        layers += [BatchRenorm(inputs), nn.Linear(inputs, hidden), ACTIVATIONS[activation]()]
+    return nn.Sequential(*layers, BatchRenorm(sizes[-1]), nn.Linear(sizes[-1], outputs))
+
+
+class NormedTwinCritic(nn.Module):
+    """Pair of Q-networks with batch renormalisation.
+
+    Args:
+        inputs: Width of observation and action.
+        hidden: Widths of the hidden layers.
+        activation: Its name.
+    """
+
+    def __init__(self, inputs: int, hidden: list[int], activation: str) -> None:
+        super().__init__()
+        self.one, self.two = renormed([inputs, *hidden], 1, activation), renormed([inputs, *hidden], 1, activation)
+
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Returns values `[2, B]` of flat observations `[B, D]` and actions `[B, d]`."""
+        rows = torch.cat((obs, actions), -1)
+        return torch.stack((self.one(rows).squeeze(-1), self.two(rows).squeeze(-1)))
+
+
+def flat_width(space: Any, model_type: str) -> int:
+    """Returns the number of values in an observation.
+
+    Raises:
+        ConfigError: It has images.
+    """
+    boxes: dict[str, Any] = space.spaces if isinstance(space, spaces.Dict) else {"": space}
+    for name, box in boxes.items():
+        if not isinstance(box, spaces.Box) or len(box.shape) > 2:
+            raise ConfigError(
+                f"actor.model.model_type {model_type!r} takes observations of numbers; {name or 'the observation'} is {box}"
+            )
+    return sum(math.prod(box.shape) for box in boxes.values())
+
+
+def flatten(obs: Any) -> Tensor:
+    """Returns observations as float rows `[B, D]`; several, by name, one after the other."""
+    parts = [obs[name] for name in sorted(obs)] if isinstance(obs, dict) else [obs]
+    rows = [part.flatten(1) if part.is_floating_point() else part.flatten(1).float() for part in parts]
+    return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
+
+
+class TwinCritic(nn.Module):
+    """Pair of Q-networks. Their first layers are one wide layer, the others two products: on a CPU that is faster than
+    batched products, forward and backward.
+
+    Args:
+        inputs: Width of observation and action.
+        hidden: Widths of the hidden layers.
+        activation: Its name.
+        layer_norm: Normalises after every hidden layer (RLPD, Ball et al. 2023).
+    """
+
+    def __init__(self, inputs: int, hidden: list[int], activation: str, layer_norm: bool) -> None:
+        super().__init__()
+        kind = ACTIVATIONS[activation]
+        self.first = nn.Linear(inputs, 2 * hidden[0])
+        self.width = hidden[0]
+
+        def hidden_layers() -> nn.Sequential:
+            layers: list[nn.Module] = [nn.LayerNorm(hidden[0])] if layer_norm else []
+            layers.append(kind())
+            for wide, narrow in itertools.pairwise(hidden):
+                layers.append(nn.Linear(wide, narrow))
+                layers += [nn.LayerNorm(narrow), kind()] if layer_norm else [kind()]
+            return nn.Sequential(*layers, nn.Linear(hidden[-1], 1))
+
+        self.one, self.two = hidden_layers(), hidden_layers()
+
+    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Returns values `[2, B]` of flat observations `[B, D]` and actions `[B, d]`."""
+        first, second = self.first(torch.cat((obs, actions), -1)).split(self.width, -1)
+        return torch.stack((self.one(first).squeeze(-1), self.two(second).squeeze(-1)))
+
+
+class ActorCritic(Policy):
+    """Actor with twin critics of actions. The value of an observation is the smaller of the critics' values of the
+    actor's action without noise.
+    """
+
+    head: BoundedHead  # type: ignore[assignment]
+    has_head = False  # none of those that `Policy` builds
+    #: Prefixes of the names of the weights that acting needs.
+    acts_with: tuple[str, ...] = ("actor.",)
+
+    def __init__(self, cfg: SacModelConfig | BcModelConfig, observation_space: Any, action_space: Any) -> None:
+        super().__init__(cfg, observation_space, action_space)
+        self.head = self.build_head(cfg, action_space)
+        hidden = list(cfg.hidden_sizes)
+        if not hidden:
+            raise ConfigError(
+                f"actor.model.hidden_sizes is empty; model_type {cfg.model_type!r} needs at least one layer"
+            )
+        inputs = flat_width(observation_space, cfg.model_type)
+        self.build_networks(cfg, inputs, hidden, list(cfg.critic_hidden_sizes or hidden))
+
+    def build_networks(
+        self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
+    ) -> None:
+        """Builds `actor` and `critics`, for observations of `inputs` numbers."""
+        self.actor: nn.Module = mlp([inputs, *hidden], self.head.inputs, cfg.activation, cfg.ortho_init, 0.01)
+        self.critics: nn.Module = TwinCritic(
+            inputs + self.head.dim, critic_hidden, cfg.activation, cfg.critic_layer_norm
+        )
+
+    @abstractmethod
+    def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> BoundedHead:
+        """Builds the head that turns the actor's outputs into actions within their bounds."""
+
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the head's input and the values (`Policy.features`)."""
+        flat = flatten(obs)
+        inputs = self.actor(flat)
+        if not value:
+            return inputs, None
+        actions = self.head.act(inputs, None)[0].flatten(1)
+        return inputs if policy else None, self.critics(flat, actions).amin(0)
+
+    def executed(self, obs: Any, actions: Tensor) -> Tensor:
+        """Returns the executed actions `[B, chunk, dim]` for the actor's `actions`: here the same."""
+        del obs
+        return actions
+
+    def acting(self) -> list[tuple[str, Tensor]]:
+        """Returns the weights that acting needs."""
+        return [(name, tensor) for name, tensor in self.state_dict().items() if name.startswith(self.acts_with)]
+
+
+class SACPolicy(ActorCritic):
+    """Actor and critics of SAC (as CleanRL's sac_continuous_action.py)."""
+
+    head: SquashedGaussianHead
+
+    def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> SquashedGaussianHead:
+        """Builds a squashed Gaussian."""
+        return SquashedGaussianHead(action_space, self.chunk)
+
+
+class CrossQPolicy(SACPolicy):
+    """Actor and critics of CrossQ (Bhatt et al. 2024): those of SAC, with normalised inputs of each layer."""
+
+    def build_networks(
+        self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
+    ) -> None:
+        """Builds renormalised networks (`ActorCritic.build_networks`)."""
+        self.actor = renormed([inputs, *hidden], self.head.inputs, cfg.activation)
+        self.critics = NormedTwinCritic(inputs + self.head.dim, critic_hidden, cfg.activation)
+
+
+class TD3Policy(ActorCritic):
+    """Actor and critics of TD3 (as CleanRL's td3_continuous_action.py)."""
+
+    head: DeterministicHead
+
+    def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> DeterministicHead:
+        """Builds a deterministic head with exploration noise."""
+        return DeterministicHead(action_space, cfg.exploration_noise, self.chunk)
+
+
+class SpreadActor(nn.Module):
+    """Actor whose log-std does not depend on the observation; outputs mean and log-std, concatenated.
+
+    Args:
+        mean: Network of the mean.
+        outputs: Width of its outputs.
+    """
+
+    def __init__(self, mean: nn.Module, outputs: int) -> None:
+        super().__init__()
+        self.mean = mean
+        self.log_std = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """Returns `[B, 2 · outputs]` for flat observations `[B, D]`."""
+        mean = self.mean(obs)
+        return torch.cat((mean, self.log_std.expand_as(mean)), -1)
+
+
+class ValuedTwinCritic(TwinCritic):
+    """Twin critics with a network that values observations without an action.
+
+    Args:
+        obs: Width of the observation.
+        dim: Width of the action.
+        hidden, activation, layer_norm: Arguments of `TwinCritic`.
+    """
+
+    def __init__(self, obs: int, dim: int, hidden: list[int], activation: str, layer_norm: bool) -> None:
+        super().__init__(obs + dim, hidden, activation, layer_norm)
+        self.value = mlp([obs, *hidden], 1, activation, False, 1.0)
+
+
+class IQLPolicy(ActorCritic):
+    """Actor, critics and value network of IQL (as CORL's iql.py). The value network is among the critics."""
+
+    head: BoundedGaussianHead
+    critics: ValuedTwinCritic
+
+    def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> BoundedGaussianHead:
+        """Builds a bounded Gaussian."""
+        return BoundedGaussianHead(action_space, self.chunk)
+
+    def build_networks(
+        self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
+    ) -> None:
+        """Builds actor, critics and value network (`ActorCritic.build_networks`)."""
+        mean = mlp([inputs, *hidden], self.head.dim, cfg.activation, cfg.ortho_init, 0.01)
+        self.actor = SpreadActor(mean, self.head.dim)
+        self.critics = ValuedTwinCritic(inputs, self.head.dim, critic_hidden, cfg.activation, cfg.critic_layer_norm)

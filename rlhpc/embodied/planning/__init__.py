@@ -1,0 +1,1 @@
+"""Estimates before the start of an embodied run: memory and work of a step."""

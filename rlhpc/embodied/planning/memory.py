@@ -1,0 +1,74 @@
+"""Memory accounts of actor and rollout ranks of embodied runs, computed from the policy, built without its weights.
+
+A policy's sizes depend on its simulator's observations, so one environment is built for it, which only `rlhpc plan --measure`
+does. Activations are left out: they depend on the policy's class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhpc.runs.memory.account import GIB, MIB, Account, GroupRanks, MemoryTerm, Moment, terms
+from rlhpc.runtime.errors import RlhpcError
+
+_WHY = (
+    "its policy's sizes follow from what the simulator observes; rlhpc plan --measure makes one and builds the policy"
+)
+#: Memory of a process in addition to tensors.
+_ON_HOST, _ON_ACCELERATOR = 24.0 * MIB, 1.5 * GIB
+_POLICIES = ("actor", "rollout")
+
+
+def accounts(cfg: Any, ranks: Mapping[str, GroupRanks], *, build: bool, measure: bool) -> list[Account]:
+    """Returns the memory accounts of a run's groups (`rlhpc.runs.memory.plan.Accounting`)."""
+    del build
+    policy_groups = {name: one for name, one in ranks.items() if name in _POLICIES}
+    if not measure:
+        # On CPUs a policy is small compared with the simulators, whose memory is unknown, too.
+        return [Account(name, unknown=_WHY) for name, one in policy_groups.items() if one.accelerated]
+    try:
+        trained, frozen = _parameters(cfg, any(one.accelerated for one in policy_groups.values()))
+    except RlhpcError as error:
+        return [Account(name, unknown=str(error)) for name in policy_groups]
+    return [_account(cfg, name, one, trained, frozen) for name, one in policy_groups.items()]
+
+
+def _parameters(cfg: Any, accelerated: bool) -> tuple[int, float]:
+    """Returns the number of trained parameters, and the bytes of the others, in the ranks' precision."""
+    import torch
+
+    from rlhpc.config.typed import changed
+    from rlhpc.embodied.envs.registry import check_env
+    from rlhpc.embodied.models.registry import policy_dtype
+    from rlhpc.embodied.training.blueprint import PolicyBlueprint
+
+    side = getattr(cfg.env, "train", None) or cfg.env.eval
+    actor = cfg.actor
+    if hasattr(actor.model, "dtype"):  # accelerators are assumed to compute in bfloat16
+        actor = changed(actor, "model", changed(actor.model, "dtype", policy_dtype(actor, accelerated)))
+    blueprint = PolicyBlueprint(actor, check_env(side), torch.device("cpu"), seed=cfg.runner.seed, look=False)
+    policy = list(blueprint.build(empty=True).parameters())
+    return (
+        sum(p.numel() for p in policy if p.requires_grad),
+        float(sum(p.numel() * p.element_size() for p in policy if not p.requires_grad)),
+    )
+
+
+def _account(cfg: Any, name: str, ranks: GroupRanks, trained: int, frozen: float) -> Account:
+    shard_fraction = (
+        1.0 / ranks.number if name == "actor" and cfg.actor.training_backend.lower() in ("fsdp", "deepspeed") else 1.0
+    )
+    process = (
+        MemoryTerm("context and collectives", _ON_ACCELERATOR)
+        if ranks.accelerated
+        else MemoryTerm("libraries' work space", _ON_HOST)
+    )
+    held = (*terms(weights=4.0 * trained * shard_fraction, frozen_weights=frozen * shard_fraction), process)
+    if name == "actor":
+        held = (*held, *terms(gradients=4.0 * trained * shard_fraction, optimizer=8.0 * trained * shard_fraction))
+    return Account(
+        name,
+        about=f"{cfg.actor.model.model_type}: {trained} parameters are trained; without activations",
+        moments=(Moment("update" if name == "actor" else "acting", held),),
+    )

@@ -1,0 +1,103 @@
+"""Calls in another Python environment: evaluation, recording and conversion of LeRobot's policies.
+
+`python -m rlhpc.embodied.python_env ANSWER` in that Python reads a pickled call from its input and writes the pickled answer
+to a file. Both sides are this same program; pickled data never come from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.files import read_json
+
+#: Environment variable that names the Python.
+PYTHON = "RLHPC_LEROBOT_PYTHON"
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+def importable() -> bool:
+    """Returns whether this Python has LeRobot."""
+    return importlib.util.find_spec("lerobot") is not None
+
+
+def needs_lerobot(why: str) -> ConfigError:
+    """Returns the error that explains how to install LeRobot."""
+    return ConfigError(
+        f"{why} needs lerobot, which has a Python of its own: make setup-lerobot, export "
+        "RLHPC_LEROBOT_PYTHON=$PWD/.venv-lerobot/bin/python, and name it as cluster.node_groups[].python_interpreter of "
+        "actor and rollout (docs/how-to/lerobot.md)"
+    )
+
+
+def call_where_importable(
+    of: str | Path, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
+) -> Result:
+    """Calls a function of this package here, or in LeRobot's Python if it concerns one of LeRobot's policies.
+
+    Args:
+        of: Checkpoint or export that the call concerns, or another name.
+        function: Function at the top level of a module.
+        *args, **kwargs: Its arguments, which must be picklable, like its result.
+
+    Raises:
+        ConfigError: LeRobot's Python is needed, but is not named or cannot be started.
+        RlhpcError: The error that the function raised there.
+    """
+    if importable() or not _is_lerobot(Path(of)):
+        return function(*args, **kwargs)
+    python = os.environ.get(PYTHON)
+    if not python:
+        raise needs_lerobot(f"the policy of {of}")
+    call = pickle.dumps((function.__module__, function.__qualname__, args, kwargs))
+    root = str(Path(__file__).resolve().parents[2])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer")
+        try:
+            done = subprocess.run([python, "-m", __name__, str(answer)], input=call, env=env, stdout=subprocess.DEVNULL)
+        except OSError as error:
+            raise needs_lerobot(f"{PYTHON} is {python!r}, which cannot be started ({error.strerror}); {of}") from error
+        if not answer.is_file():
+            raise RlhpcError(f"{python} ended with {done.returncode} and no answer; what it said is above")
+        answer_value, raised = pickle.loads(answer.read_bytes())
+    if raised is not None:
+        raise raised
+    result: Result = answer_value
+    return result
+
+
+def _is_lerobot(folder: Path) -> bool:
+    """Returns whether a checkpoint or an export has one of LeRobot's policies."""
+    for name in ("model.json", "config.json"):
+        try:
+            spec = read_json((folder / name).read_bytes())
+            model_type = spec.get("policy", spec)["model"]["model_type"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+        return str(model_type).lower() == "lerobot"
+    return False
+
+
+def main() -> None:
+    """Runs a pickled call and writes its answer."""
+    module, name, args, kwargs = pickle.loads(sys.stdin.buffer.read())
+    result, raised = None, None
+    try:
+        result = getattr(importlib.import_module(module), name)(*args, **kwargs)
+    except RlhpcError as error:
+        raised = error
+    Path(sys.argv[1]).write_bytes(pickle.dumps((result, raised)))
+
+
+if __name__ == "__main__":
+    main()

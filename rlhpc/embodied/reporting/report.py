@@ -1,0 +1,329 @@
+"""Report of a run with simulators: charts, cards and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import yaml
+
+from rlhpc.jobs.paths import RunPaths, step_name
+from rlhpc.metrics.charts import CHART, TALL, Line, Size, line_chart, number, stacked_bars
+from rlhpc.metrics.curves import Metric, color_of, evaluation_chart, hollow_points, metric_charts
+from rlhpc.metrics.logger import series
+from rlhpc.metrics.page import Cell, card, duration, figures, missing, table, time_unit
+from rlhpc.metrics.phase_times import Rows, binned, phase_columns
+from rlhpc.metrics.provenance import (
+    evaluations_by_suite,
+    interval_of,
+    judged_results,
+    judging_suite,
+    of_suite,
+    typed_results,
+)
+from rlhpc.runs.task_type import Parts
+from rlhpc.runtime.files import read_yaml
+from rlhpc.runtime.text import in_parentheses, interval_text
+
+_DIAGNOSTICS = [
+    Metric("policy_loss", "train/policy_loss", "Policy loss", "loss"),
+    Metric("value_loss", "train/value_loss", "Value loss", "loss"),
+    Metric("entropy", "train/entropy", "Policy entropy", "entropy (nats)"),
+    Metric("kl", "train/approx_kl", "Policy change per update", "approximate KL (nats)"),
+    Metric("clip_fraction", "train/clip_fraction", "Clipped ratios", "fraction of samples"),
+    Metric("explained_variance", "train/explained_variance", "Value function", "explained variance"),
+    Metric("grad_norm", "train/grad_norm", "Gradient norm", "L2 norm before clipping"),
+    Metric("lr", "train/lr", "Learning rate", "learning rate"),
+    Metric("q_loss", "train/q_loss", "Critics' loss", "loss"),
+    Metric("actor_loss", "train/actor_loss", "Actor's loss", "loss"),
+    Metric("alpha", "train/alpha", "Temperature", "α"),
+    Metric("q_value", "train/q_value", "Critics' values", "value"),
+    Metric("episode_length", "train/episode_length", "Episode length", "environment steps"),
+]
+_SUCCESS = "train/success_once"
+
+
+def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
+    """Draws return (and success, if it is known) against env steps and wall time, then losses, entropy, KL and other logged
+    metrics. For behaviour cloning, it draws the loss.
+    """
+    if not series(rows, "train/episode_return")[0] and series(rows, "train/demonstrations")[0]:
+        return imitation_curves(rows)
+    unit, seconds = time_unit(max(series(rows, "time/wall_s")[1], default=0.0))
+    x_name, x_label = _steps_axis(rows)
+    quantities = [("return", "train/episode_return", "Return", "episode return")]
+    if series(rows, _SUCCESS)[0]:
+        quantities.append(("success", _SUCCESS, "Success (once)", "share of episodes"))
+    charts: dict[str, str] = {}
+    for word, name, title, label in quantities:
+        when, values = series(rows, name, "time/wall_s")
+        color = color_of(name)
+        over_steps = Line("", *series(rows, name, x_name), color=color, smooth=True)
+        over_time = Line("", [t / seconds for t in when], values, color=color, smooth=True)
+        charts[f"{word}_vs_env_steps"] = line_chart(f"{title} over experience", x_label, label, [over_steps])
+        charts[f"{word}_vs_time"] = line_chart(f"{title} over wall time", f"wall time ({unit})", label, [over_time])
+    return charts | metric_charts(rows, _DIAGNOSTICS, always, (x_name, x_label))
+
+
+def imitation_curves(rows: Rows) -> dict[str, str]:
+    """Draws the loss of behaviour cloning against demonstrated steps and wall time, and its gradient norm."""
+    unit, seconds = time_unit(max(series(rows, "time/wall_s")[1], default=0.0))
+
+    def lines(against: str, scale: float = 1.0) -> list[Line]:
+        lines_with_data = []
+        for color, (name, label) in enumerate(
+            (("train/loss", "trained on"), ("train/holdout_loss", "held out")), start=1
+        ):
+            x, y = series(rows, name, against)
+            if x:
+                lines_with_data.append(Line(label, [value / scale for value in x], y, color=color, smooth=True))
+        return lines_with_data
+
+    return {
+        "loss": line_chart("Imitation loss", "demonstrated steps seen", "loss", lines("train/samples")),
+        "loss_vs_time": line_chart(
+            "Imitation loss over wall time", f"wall time ({unit})", "loss", lines("time/wall_s", seconds)
+        ),
+        "grad_norm": line_chart(
+            "Gradient norm",
+            "global step",
+            "L2 norm before clipping",
+            [Line("", *series(rows, "train/grad_norm"), color=color_of("train/grad_norm"))],
+        ),
+    }
+
+
+def _steps_axis(rows: Rows) -> tuple[str, str]:
+    if series(rows, "rollout/env_steps")[0]:
+        return "rollout/env_steps", "environment steps"
+    return "step", "global step"
+
+
+def time_curves(rows: Rows) -> dict[str, str]:
+    """Draws env steps (behaviour cloning: demonstrated steps) per second, and the stacked phases of a step."""
+    cloning = bool(series(rows, "train/demonstrations")[0])
+    rate, unit = ("samples", "demonstrated steps") if cloning else ("env_steps", "environment steps")
+    phases = phase_columns(rows)
+    bins, stacks = binned(rows, phases)
+    return {
+        "throughput": line_chart(
+            "Throughput",
+            "global step",
+            f"{unit} / s",
+            [Line("", *series(rows, f"time/{rate}_per_s"), color=5, smooth=True)],
+        ),
+        "time_per_phase": stacked_bars("Time per phase", "global step", "seconds per step", bins, stacks),
+    }
+
+
+def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
+    """Reads every valid eval/global_step_<N>/<suite>.json that has a mean return, with `suite`, `low` and `high` (95 %).
+
+    Ordered by suite and step.
+    """
+    results = typed_results(paths, "return_mean")
+    for result in results:
+        result["low"], result["high"] = interval_of(result, "return_mean")
+    return results
+
+
+def read_judged(paths: RunPaths) -> list[dict[str, Any]]:
+    """Reads the evaluations of a success model (`rlhpc.embodied.evaluation.success_model`), ordered by suite and step."""
+    return typed_results(paths, "accuracy")
+
+
+def evaluation_curves(paths: RunPaths, rows: Rows, size: Size = CHART) -> dict[str, str]:
+    """Draws the success (if it is known) and the mean return of all evaluations, during training and of checkpoints, with 95 %
+    intervals; by file name.
+    """
+    results = read_evaluations(paths)
+    charts = {}
+    for file, name, title, label in (
+        ("evaluation_success", "success_once", "Success (once) in evaluations", "share of episodes, 95 % interval"),
+        ("evaluation", "return_mean", "Return in evaluations", "mean return, 95 % interval"),
+    ):
+        suites = evaluations_by_suite(paths, rows, results, name)
+        if suites or name == "return_mean":
+            charts[file] = evaluation_chart(title, label, suites, name, size)
+    return charts
+
+
+def all_curves(paths: RunPaths, rows: Rows, always: Container[str]) -> dict[str, str]:
+    """Draws every chart of the run; returns them by file name."""
+    return {**learning_curves(rows, always), **evaluation_curves(paths, rows), **time_curves(rows)}
+
+
+#: Maximum number of suites whose film the page shows.
+_MAX_VIDEOS = 6
+
+
+def parts(paths: RunPaths, rows: Sequence[Mapping[str, Any]], *, always: Container[str], linked: bool) -> Parts:
+    """Builds the parts of the report (`Kind.parts`); `always` names curves that are drawn even without data."""
+    evaluations, judged = read_evaluations(paths), read_judged(paths)
+    suite = judging_suite(paths, [*evaluations, *judged])
+    evaluated: dict[int, str] = {}
+    for result in of_suite(judged, suite):
+        evaluated[result["global_step"]] = f"{result['accuracy']:.1%}"
+    for result in of_suite(evaluations, suite):
+        rate = result.get("success_once")
+        text = f"{result['return_mean']:.1f}" if rate is None else f"{rate:.0%}, {result['return_mean']:.1f}"
+        evaluated.setdefault(result["global_step"], text)
+    return Parts(
+        subject=_env_id(paths),
+        cards=_key_figures(
+            rows, judged_results(paths, rows, evaluations, suite, "return_mean"), of_suite(judged, suite), suite
+        ),
+        curves=list(learning_curves(rows, always).values()),
+        evaluation=_judged(judged) if judged else _evaluation(paths, rows, evaluations, films=linked),
+        times=list(time_curves(rows).values())[::-1],
+        evaluated=evaluated,
+        trained=("train/episode_return", "training return"),
+    )
+
+
+def _env_id(paths: RunPaths) -> str:
+    try:
+        return str(read_yaml(paths.config.read_bytes())["env"]["train"]["env_id"])
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return ""
+
+
+def _last(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = series(rows, name)[1]
+    return values[-1] if values else None
+
+
+def _key_figures(
+    rows: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
+    judged: Sequence[Mapping[str, Any]],
+    suite: str,
+) -> str:
+    """Builds the cards at the head of the page, from the results of one suite."""
+    best = max(evaluations, key=lambda r: (r.get("success_once") or 0.0, r["return_mean"]), default=None)
+    last = max(evaluations, key=lambda result: result["global_step"], default=None)
+    env_steps, wall, returned = (_last(rows, k) for k in ("rollout/env_steps", "time/wall_s", "train/episode_return"))
+    demonstrations, loss = _last(rows, "train/demonstrations"), _last(rows, "train/loss")
+    rates = series(rows, "time/env_steps_per_s")[1]
+    rate = env_steps / wall if env_steps and wall else (sum(rates) / len(rates) if rates else None)
+
+    on = f"suite {suite}"
+
+    def evaluated(title: str, result: Mapping[str, Any] | None) -> str:
+        if judged:
+            of = {"Best evaluation": max(judged, key=lambda one: one["accuracy"]), "Last evaluation": judged[-1]}[title]
+            return card(title, f"{of['accuracy']:.1%}", f"of steps judged rightly, step {of['global_step']}, {on}")
+        if result is None:
+            return card(title, "–", "not evaluated yet")
+        if isinstance(result.get("success_once"), (int, float)):
+            return card(title, f"{result['success_once']:.0%}", f"success (once), step {result['global_step']}, {on}")
+        return card(title, f"{result['return_mean']:.1f}", f"mean return, step {result['global_step']}, {on}")
+
+    return (
+        '<div class="cards">'
+        + evaluated("Best evaluation", best)
+        + evaluated("Last evaluation", last)
+        + (
+            card("Training return", "–" if returned is None else f"{returned:.1f}", "at the last step")
+            + card("Environment steps", "–" if env_steps is None else number(env_steps), f"{len(rows)} training steps")
+            if demonstrations is None
+            else card("Demonstrations", number(demonstrations), f"{len(rows)} training steps")
+            + card("Imitation loss", "–" if loss is None else f"{loss:.3g}", "at the last step")
+        )
+        + card("Wall time", "–" if wall is None else duration(wall), "training")
+        + (
+            card("Env steps / s", "–" if rate is None else f"{rate:,.0f}", "mean over the run")
+            if demonstrations is None
+            else ""
+        )
+        + _robot(rows)
+        + "</div>"
+    )
+
+
+def _robot(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Builds the card with a robot's timing."""
+    latency = _last(rows, "env/robot_latency_ms_p50")
+    if latency is None:
+        return ""
+    counts = {name: sum(series(rows, f"env/robot_{name}")[1]) for name in ("late", "dropped", "lost")}
+    counts_text = ", ".join(f"{count:.0f} {name}" for name, count in counts.items())
+    return card("Robot", f"{latency:.1f} ms", f"to a command, median of the last step; {counts_text} in all")
+
+
+def _evaluation(
+    paths: RunPaths, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], *, films: bool
+) -> str:
+    """Builds the charts of all evaluations, the most important one first and wide, and a table of the checkpoints'
+    evaluations.
+    """
+    charts = evaluation_curves(paths, rows, TALL)
+    first, *further = charts
+    html = figures([charts[file] for file in further], lambda size: evaluation_curves(paths, rows, size)[first])
+    html += hollow_points(evaluations_by_suite(paths, rows, evaluations, "return_mean"))
+    if not evaluations and html:
+        return html
+    if not evaluations:
+        return missing("No evaluation yet: <code>rlhpc eval</code> on a checkpoint, or the workflow's eval rule.")
+    best: dict[str, float] = {}
+    for result in evaluations:
+        best[str(result["suite"])] = max(result["return_mean"], best.get(str(result["suite"]), result["return_mean"]))
+    rates = [name for name in ("success_once", "success_at_end") if any(name in result for result in evaluations)]
+    body: list[list[Cell]] = [
+        [
+            str(result["suite"]),
+            result["global_step"],
+            result.get("episodes", "–"),
+            *(_rate(result, name) for name in rates),
+            f"{result['return_mean']:.2f}" + (" ★" if result["return_mean"] == best[str(result["suite"])] else ""),
+            f"{result['return_std']:.2f}" if isinstance(result.get("return_std"), (int, float)) else "–",
+            interval_text((result["low"], result["high"]), ".2f") or "–",
+        ]
+        for result in evaluations
+    ]
+    head = [
+        "suite",
+        "step",
+        "episodes",
+        *(name.replace("_", " ") for name in rates),
+        "mean return",
+        "std",
+        "95 % interval",
+    ]
+    html += f'<div class="scroll">{table(head, body, text_columns={0})}</div>'
+    return html + (_videos(evaluations) if films else "")
+
+
+def _judged(results: Sequence[Mapping[str, Any]]) -> str:
+    """Builds the table of a success model's accuracy on all steps, on those with success, and on the others."""
+    figures_of = ("accuracy", "recall", "specificity")
+    rows: list[list[Cell]] = [
+        [
+            str(one["suite"]), one["global_step"], one.get("episodes", "–"), one.get("steps", "–"), one.get("successes", "–"),
+            *(f"{one[name]:.1%}" if isinstance(one.get(name), (int, float)) else "–" for name in figures_of),
+        ]
+        for one in results
+    ]  # fmt: skip
+    head = ["suite", "step", "episodes", "steps", "with success", "judged rightly", "of success", "of the others"]
+    return f'<div class="scroll">{table(head, rows, text_columns={0})}</div>'
+
+
+def _rate(result: Mapping[str, Any], name: str) -> str:
+    """Formats a share of the episodes with its interval."""
+    if not isinstance(result.get(name), (int, float)):
+        return "–"
+    return f"{result[name]:.1%}" + in_parentheses(result.get(f"{name}_ci95"), ".1%", to=" … ")
+
+
+def _videos(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """Builds the newest film of each suite; the files are in the folders of the evaluations' results."""
+    newest = {str(result["suite"]): result for result in evaluations if result.get("video")}
+    films = [
+        f'<figure><video controls muted loop preload="metadata" width="100%" '
+        f'src="../eval/{step_name(result["global_step"])}/{escape(str(result["video"]), quote=True)}"></video>'
+        f"<figcaption>{escape(suite)}, step {result['global_step']}: first episodes; a green frame means success"
+        "</figcaption></figure>"
+        for suite, result in list(newest.items())[:_MAX_VIDEOS]
+    ]
+    return f'<div class="figures videos">{"".join(films)}</div>' if films else ""

@@ -1,0 +1,1 @@
+"""Rewards that are networks: success classifiers."""

@@ -1,0 +1,201 @@
+"""Success classifier, whose probabilities replace the simulator's rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rlhpc.checkpoint.start import find_weights
+from rlhpc.embodied.envs.base import Step, VectorEnv, env_failed
+from rlhpc.embodied.envs.observations import Obs as EnvObs
+from rlhpc.embodied.envs.observations import as_arrays, space_to_json
+from rlhpc.embodied.models.registry import load_policy
+from rlhpc.runs.device import to_tensors
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.trust import Trust
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import PlayedEnvConfig
+from typing import NoReturn
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from rlhpc.embodied.config import PolicyConfig
+from rlhpc.embodied.models.base import Obs, Policy
+from rlhpc.embodied.models.cnn import encode_obs, encoder_of
+from rlhpc.embodied.models.mlp import flat_width, mlp
+
+_ENCODER, _CHANNELS = "encoder", "channels"
+
+
+class SuccessModel(Policy):
+    """Success classifier: probabilities of success from observations; it chooses no actions.
+
+    `actor.model.kwargs`: `encoder` (of images: cnn or resnet), `channels` (of resnet).
+    """
+
+    has_head = False
+    judges = True
+
+    def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
+        super().__init__(cfg, observation_space, action_space)
+        options = dict(cfg.kwargs)
+        if unknown := sorted(set(options) - {_ENCODER, _CHANNELS}):
+            raise ConfigError(
+                f"actor.model.kwargs of success has {', '.join(unknown)}; allowed: {_ENCODER}, {_CHANNELS}"
+            )
+        self.encoder = encoder_of(cfg, observation_space, action_space, options)
+        sizes = [flat_width(observation_space), *cfg.hidden_sizes] if self.encoder is None else [self.encoder.hidden]
+        self.judge = mlp(sizes, 1, cfg.activation, cfg.ortho_init, 0.01)
+
+    def logits(self, obs: Obs) -> Tensor:
+        """Returns log-odds of success `[B]`."""
+        logits: Tensor = self.judge(encode_obs(self.encoder, obs))
+        return logits.squeeze(-1)
+
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Returns no head input, and probabilities of success as values (`Policy.features`)."""
+        if policy:
+            self._refuse_to_act()
+        return None, self.logits(obs).sigmoid() if value else None
+
+    def predict_action_batch(
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Raises ConfigError: the classifier does not act."""
+        del obs, mode, noise
+        self._refuse_to_act()
+
+    def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
+        """Returns the cross-entropy `[B]` with `success [B]`, which is 1 where the task is done at `obs`."""
+        return F.binary_cross_entropy_with_logits(self.logits(inputs["obs"]), inputs["success"], reduction="none")
+
+    def _refuse_to_act(self) -> NoReturn:
+        raise ConfigError("a model of success (model_type success) judges what it sees and does not act")
+
+
+KEY = "env.train.reward_model"
+
+
+def reward_model(path: str, observation_space: Any) -> SuccessModel:
+    """Loads the classifier of a run, a checkpoint or an export folder.
+
+    Raises:
+        ConfigError: The folder has no classifier, or it is of other observations.
+    """
+    model = load_policy(find_weights(path, KEY), Trust())
+    if not isinstance(model, SuccessModel):
+        raise ConfigError(
+            f"{KEY} is {path!r}, a {type(model).__name__}; it must be a model of success (model_type success)"
+        )
+    if space_to_json(model.observation_space) != space_to_json(observation_space):
+        raise ConfigError(f"{KEY} is {path!r}, which sees {model.observation_space}; env.train has {observation_space}")
+    return model
+
+
+class SuccessRewardEnv(VectorEnv):
+    """Wrapper of a vector environment that replaces rewards by a classifier's probability that the task is done after
+    the step.
+
+    Ends of episodes, their statistics and successes stay the simulator's. The last executed action of a chunk gets the reward.
+
+    Args:
+        env: The wrapped environment.
+        cfg: Section `env.train`.
+        device: Device of the classifier.
+    """
+
+    def __init__(self, env: VectorEnv, cfg: PlayedEnvConfig, device: torch.device) -> None:
+        self.env = env
+        self.device = device
+        self.model = reward_model(str(cfg.reward_model), env.observation_space).to(device)
+        self.num_envs = env.num_envs
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.supports_state = env.supports_state
+        self.max_episode_steps = env.max_episode_steps
+        self.record_kwargs = env.record_kwargs
+        self.timing = env.timing
+        self._scale = np.float32(cfg.reward_scale)
+        self._relative = cfg.use_rel_reward
+        self._before = np.zeros(env.num_envs, np.float32)
+
+    @property
+    def restarts(self) -> int:  # type: ignore[override]
+        """Restarts of the wrapped environment's processes."""
+        return self.env.restarts
+
+    def reset(self, seed: int | None = None) -> tuple[EnvObs, dict[str, Any]]:
+        """Starts an episode in every slot (`VectorEnv.reset`)."""
+        self._before[:] = 0
+        return self.env.reset(seed)
+
+    def refresh(self) -> EnvObs | None:
+        """Returns current observations (`VectorEnv.refresh`)."""
+        return self.env.refresh()
+
+    def step(self, actions: np.ndarray) -> Step:
+        """Steps every slot by one action (`VectorEnv.step`)."""
+        return self._replace_rewards(self.env.step(actions))
+
+    def chunk_step(self, actions: np.ndarray) -> Step:
+        """Executes a chunk of actions in every slot (`VectorEnv.chunk_step`)."""
+        return self._replace_rewards(self.env.chunk_step(actions))
+
+    @torch.no_grad()
+    def _replace_rewards(self, step: Step) -> Step:
+        obs, _, terminations, truncations, infos = step
+        done = terminations | truncations
+        last_obs = _last(as_arrays(obs), as_arrays(infos["final_obs"]), done) if done.any() else as_arrays(obs)
+        probable = self.model.value(to_tensors(last_obs, self.device)).cpu().numpy().astype(np.float32)
+        rewards = self._scale * (probable - self._before if self._relative else probable)
+        rewards[env_failed(infos, self.num_envs)] = 0
+        self._before = np.where(done, np.float32(0), probable)
+        if "chunk" in infos:
+            mask = infos["chunk"]["mask"]
+            last, executed = np.zeros(mask.shape, np.float32), mask.any(1)
+            last[executed, mask.sum(1)[executed] - 1] = rewards[executed]
+            infos["chunk"]["rewards"] = last
+        return obs, rewards, terminations, truncations, infos
+
+    def state_dict(self) -> Any:
+        """Returns the slots' state, for a checkpoint (`VectorEnv.state_dict`)."""
+        return {"env": self.env.state_dict(), "before": self._before.copy()}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
+        self.env.load_state_dict(state["env"])
+        self._before = np.asarray(state["before"], np.float32).copy()
+
+    def slot_state(self, state: Any, index: int) -> Any:
+        """Returns one slot's part of a `state_dict` (`VectorEnv.slot_state`)."""
+        return {"env": self.env.slot_state(state["env"], index), "before": float(state["before"][index])}
+
+    def merge_states(self, slots: list[Any]) -> Any:
+        """Builds a `state_dict` from slots' parts (`VectorEnv.merge_states`)."""
+        return {
+            "env": self.env.merge_states([slot["env"] for slot in slots]),
+            "before": np.array([slot["before"] for slot in slots], np.float32),
+        }
+
+    def env_states(self) -> dict[str, Any] | None:
+        """Returns the simulators' states (`VectorEnv.env_states`)."""
+        return self.env.env_states()
+
+    def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
+        """Renders slots (`VectorEnv.render`)."""
+        return self.env.render(slots)
+
+    def close(self) -> None:
+        """Frees the simulators."""
+        self.env.close()
+
+
+def _last(obs: Any, final: Any, done: np.ndarray) -> Any:
+    """Returns the last observation of each slot's episode: for finished ones, the one before the reset."""
+    if isinstance(obs, dict):
+        return {key: _last(part, final[key], done) for key, part in obs.items()}
+    return np.where(done.reshape(-1, *[1] * (obs.ndim - 1)), final, obs)

@@ -1,0 +1,392 @@
+"""Joining of robots: the run listens, accepts a robot that proves it has a key, and accepts it again after a lost
+connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import re
+import secrets
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlhpc.embodied.robots.protocol import LineLost, RobotConnection, greet, hear_greeting
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import read_json, replace_durably
+from rlhpc.runtime.host import node_name
+from rlhpc.runtime.ownership import make_private
+from rlhpc.runtime.tcp_listener import ConnectionTable, TcpListener, host_of
+
+_ID = re.compile(r"[0-9a-f]{16}")
+_FORM = "rlhpc robot key 1"
+_KEY_POLL_S = 0.2
+
+
+class RobotRefused(ConfigError):
+    """The run rejects the robot; the message says why."""
+
+
+def proof(secret: str, role: str, *parts: str) -> str:
+    """Returns the HMAC that proves that this side knows the secret."""
+    return hmac.new(bytes.fromhex(secret), "\n".join([role, *parts]).encode(), hashlib.sha256).hexdigest()
+
+
+@dataclass(frozen=True)
+class RobotMeetingPoint:
+    """Published address at which an env rank waits for a robot.
+
+    Attributes:
+        robot: The robot's name.
+        slot: Global number of its slot.
+        address, port: Address of the listener.
+        node: Node of the env rank.
+        run: Name of the run.
+        there: Whether the robot is connected.
+        since: Start of that state, in seconds since the epoch.
+    """
+
+    robot: str
+    slot: int
+    address: str
+    port: int
+    node: str
+    run: str
+    there: bool
+    since: float
+
+    def publish(self, folder: Path) -> None:
+        replace_durably(_place(folder, self.slot), json.dumps(asdict(self)).encode(), mode=0o600, sync=False)
+
+    def withdraw(self, folder: Path) -> None:
+        """Removes the published address and all its keys."""
+        for key in folder.glob(f"slot_{self.slot}.*.key"):
+            key.unlink(missing_ok=True)
+        _place(folder, self.slot).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Key:
+    """Key file that is taken to the robot.
+
+    Attributes:
+        id: Identifier of the key, which is not secret.
+        secret: Hexadecimal.
+        until: Expiry, in seconds since the epoch by the cluster's clocks.
+        place: Address of the run.
+    """
+
+    id: str
+    secret: str
+    until: float
+    place: RobotMeetingPoint
+
+    @classmethod
+    def read(cls, path: Path) -> Key:
+        """Reads a key from a file.
+
+        Raises:
+            ConfigError: The file has no key, or others may read it.
+        """
+        try:
+            mode = path.stat().st_mode
+            if stat.S_IMODE(mode) & 0o077:
+                raise ConfigError(f"{path} can be read by others (mode {stat.S_IMODE(mode):04o}): chmod 600 {path}")
+            content = read_json(path.read_bytes())
+            if content.pop("form") != _FORM:
+                raise ValueError
+            key = cls(**{**content, "place": RobotMeetingPoint(**content["place"])})
+            if not _ID.fullmatch(key.id) or len(bytes.fromhex(key.secret)) != 32:
+                raise ValueError
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; rlhpc robot invite RUN --output FILE makes a key") from None
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ConfigError(f"{path} is no key of a robot; rlhpc robot invite RUN --output FILE makes one") from None
+        return key
+
+
+def _place(folder: Path, slot: int) -> Path:
+    return folder / f"slot_{slot}.json"
+
+
+def places(folder: Path) -> list[RobotMeetingPoint]:
+    """Returns the addresses at which robots are awaited."""
+    return [RobotMeetingPoint(**read_json(path.read_bytes())) for path in sorted(folder.glob("slot_*.json"))]
+
+
+def invite(folder: Path, output: Path, *, slot: int | None, minutes: float, wait_s: float, run: str) -> Key:
+    """Makes a key for a robot that a run waits for.
+
+    Args:
+        folder: Folder of published addresses and keys.
+        output: File to be taken to the robot.
+        slot: Slot of the robot; None if the run has one robot.
+        minutes: Validity of the key.
+        wait_s: Time to wait until the run waits for a robot.
+        run: Name of the run as the user writes it.
+
+    Raises:
+        ConfigError: The run waits for no robot, or for several.
+    """
+    if output.exists():
+        raise ConfigError(f"--output is {output}, which exists: a key is written once; name another file")
+    deadline = time.monotonic() + wait_s
+    while not (matches := [place for place in places(folder) if slot in (None, place.slot)]):
+        if time.monotonic() >= deadline:
+            which = "no robot" if slot is None else f"no robot of slot {slot}"
+            raise ConfigError(
+                f"{run} waits for {which} (waited {wait_s:g} s): a run does once its env rank has started, where "
+                f"env.train.env_type is distant_robot; see rlhpc status {run}"
+            )
+        time.sleep(_KEY_POLL_S)
+    if len(matches) > 1:
+        slots_text = ", ".join(f"{place.slot} ({place.robot})" for place in matches)
+        raise ConfigError(f"{run} waits for several robots: say which with --slot; there are {slots_text}")
+    [place] = matches
+    key = Key(secrets.token_hex(8), secrets.token_hex(32), time.time() + 60 * minutes, place)
+    entry = {"secret": key.secret, "until": key.until, "used": False}
+    replace_durably(_entry(folder, place.slot, key.id), json.dumps(entry).encode(), mode=0o600)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    replace_durably(output, json.dumps({"form": _FORM, **asdict(key)}).encode(), mode=0o600)
+    return key
+
+
+def _entry(folder: Path, slot: int, name: str) -> Path:
+    return folder / f"slot_{slot}.{name}.key"
+
+
+def secret_of(folder: Path, slot: int, name: str) -> str | None:
+    """Returns the secret of a key of this slot; None if there is no such key."""
+    try:
+        return str(read_json(_entry(folder, slot, name).read_bytes())["secret"]) if _ID.fullmatch(name) else None
+    except FileNotFoundError:
+        return None
+
+
+def use(folder: Path, slot: int, name: str, fits: Callable[[], None]) -> None:
+    """Marks a key as used.
+
+    Args:
+        folder, slot, name: The key.
+        fits: Raises if the robot cannot be accepted; the key then stays unused.
+
+    Raises:
+        RobotRefused: The key has been used, or has expired; says when.
+    """
+    path = _entry(folder, slot, name)
+    entry = read_json(path.read_bytes())
+    if entry["used"]:
+        raise RobotRefused(f"this key has been used {_ago(entry['used'])} ago: one key is for one joining")
+    if time.time() > entry["until"]:
+        raise RobotRefused(f"this key ended {_ago(entry['until'])} ago")
+    fits()
+    replace_durably(path, json.dumps({**entry, "used": time.time()}).encode(), mode=0o600)
+
+
+def _ago(when: float) -> str:
+    return f"{max(0.0, time.time() - when):.0f} s"
+
+
+log = logging.getLogger(__name__)
+
+#: Seconds in which a connection must prove its key, and the maximum number of unproven connections: a further one replaces
+#: the oldest of the address with most of them.
+GREETING_S, _MAX_UNPROVEN = 10.0, 32
+_POLL_S = 0.2
+#: Seconds in which the closed connection of an earlier robot process is detected.
+_NOTICED_S = 2.0
+VERSION = 2
+
+
+def line_key(secret: str, *nonces: str) -> bytes:
+    """Returns the HMAC key of one connection."""
+    return bytes.fromhex(proof(secret, "line", *nonces))
+
+
+def session_of(secret: str, *nonces: str) -> tuple[str, str]:
+    """Returns name and secret with which a robot that has joined by a key reconnects."""
+    return proof(secret, "session name", *nonces)[:16], proof(secret, "session", *nonces)
+
+
+class Meeting:
+    """Listener for one robot.
+
+    Args:
+        folder: Folder for its keys, private to the user.
+        robot: Name of the robot.
+        slot: Global number of its slot.
+        address: Address to listen on.
+        run: Name of the run.
+        misfit: Returns why a robot with such spaces cannot be accepted; empty if it can.
+
+    Attributes:
+        place: Published address.
+    """
+
+    def __init__(
+        self, folder: Path, robot: str, slot: int, address: str, run: str, misfit: Callable[[Any], str]
+    ) -> None:
+        self._folder, self._slot, self._misfit = folder, slot, misfit
+        make_private(folder, parents=True)
+        _refuse_two(folder, slot)
+        listener = TcpListener(address)
+        port = listener.address[1]
+        self.place = RobotMeetingPoint(robot, slot, address, port, node_name(), run, there=False, since=time.time())
+        self._changed = threading.Condition()
+        self._strangers = ConnectionTable[socket.socket](_MAX_UNPROVEN)
+        self._unproven_lock = threading.Lock()
+        self._line: RobotConnection | None = None
+        self._fresh = False
+        self._session: tuple[str, str] = ("", "")
+        self.place.withdraw(folder)
+        self.place.publish(folder)
+        self._acceptor = listener.serve(self._come, "robot-meeting")
+
+    def wait(self, timeout_s: float, check: Callable[[], None]) -> tuple[RobotConnection, bool] | None:
+        """Returns the robot's connection, and whether it comes from a new process; None if there is no connection in time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                if self._line is not None and not self._line.lost:
+                    fresh, self._fresh = self._fresh, False
+                    return self._line, fresh
+                self._publish_presence(connected=False)
+                self._changed.wait(_POLL_S)
+            check()
+            if time.monotonic() > deadline:
+                return None
+
+    def close(self) -> None:
+        """Closes the listener and the connection, and withdraws the address."""
+        self._acceptor.close()
+        if self._line is not None:
+            self._line.close()
+        with contextlib.suppress(OSError):
+            self.place.withdraw(self._folder)
+
+    def _publish_presence(self, *, connected: bool) -> None:
+        """Publishes whether the robot is connected, if that has changed."""
+        if connected != self.place.there:
+            self.place = replace(self.place, there=connected, since=time.time())
+            self.place.publish(self._folder)
+
+    def _come(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        with self._unproven_lock:
+            oldest = self._strangers.add(sock, host_of(sock))
+        if oldest is not None:
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        threading.Thread(target=self._met, args=(sock,), name="robot-greeting", daemon=True).start()
+
+    def _forget(self, sock: socket.socket) -> None:
+        """Removes a connection that has proven a key, or has gone, from the unproven connections."""
+        with self._unproven_lock:
+            self._strangers.remove(sock)
+
+    def _met(self, sock: socket.socket) -> None:
+        try:
+            if not self._greet(sock):
+                self._forget(sock)
+                sock.close()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.info("somebody who connected was no robot: %s", error)
+            self._forget(sock)
+            sock.close()
+
+    def _greet(self, sock: socket.socket) -> bool:
+        """Runs the greeting; returns whether a robot has joined. A peer without a key learns only that it is rejected."""
+        nonce = secrets.token_hex(32)
+        greet(sock, {"rlhpc robot": VERSION, "nonce": nonce})
+        greeting = hear_greeting(sock, GREETING_S)
+        name, peer_nonce, about = str(greeting["name"]), str(greeting["nonce"]), str(greeting["about"])
+        with self._changed:
+            again = bool(self._session[0]) and hmac.compare_digest(name, self._session[0])
+            secret = self._session[1] if again else secret_of(self._folder, self._slot, name)
+            if secret is None or not hmac.compare_digest(
+                str(greeting["proof"]), proof(secret, "robot", nonce, peer_nonce, name, about)
+            ):
+                log.warning("somebody who connected has no key of this run")
+                greet(sock, {"refused": "the run knows no such key"})
+                return False
+            self._forget(sock)
+            try:
+                self._admit(name, again, about)
+            except RobotRefused as error:
+                greet(sock, {"refused": str(error), "proof": proof(secret, "no", nonce, peer_nonce, str(error))})
+                return False
+            greet(sock, {"proof": proof(secret, "run", nonce, peer_nonce)})
+            if not again:
+                self._session = session_of(secret, nonce, peer_nonce)
+                self._fresh = True
+            self._line = RobotConnection(sock, line_key(secret, nonce, peer_nonce), b"run", b"robot")
+            self._publish_presence(connected=True)
+            self._changed.notify_all()
+        log.info("%s %s", self.place.robot, "is back" if again else "has joined")
+        return True
+
+    def _admit(self, name: str, again: bool, about: str) -> None:
+        if again:
+            if self._line is not None:  # the robot has lost this connection, or it would not reconnect
+                self._line.close()
+            return
+
+        deadline = time.monotonic() + _NOTICED_S
+        while self._line is not None and not self._line.lost and time.monotonic() < deadline:
+            self._changed.wait(_POLL_S / 4)
+
+        def fits() -> None:
+            if self._line is not None and not self._line.lost:
+                raise RobotRefused("the run has its robot already")
+            if why := self._misfit(json.loads(about)):
+                raise RobotRefused(why)
+
+        use(self._folder, self._slot, name, fits)
+
+
+def _refuse_two(folder: Path, slot: int) -> None:
+    """Raises `ConfigError` if another process waits for the same robot."""
+    for place in places(folder):
+        with contextlib.suppress(OSError):
+            if place.slot == slot:
+                socket.create_connection((place.address, place.port), GREETING_S).close()
+                raise ConfigError(
+                    f"the robot of slot {slot} is already waited for, at {place.address} port {place.port} of "
+                    f"{place.node}: a robot is in one place at a time (no evaluation during training: "
+                    "runner.val_check_interval=-1)"
+                )
+
+
+def join(sock: socket.socket, name: str, secret: str, about: str) -> tuple[RobotConnection, tuple[str, str]]:
+    """Joins a run from the robot's side: proves a key, or that it has joined before.
+
+    Returns:
+        The connection, and the session's name and secret for reconnecting after joining by a key.
+
+    Raises:
+        RobotRefused: The run rejects the robot.
+        LineLost: No answer came, or the answer does not prove knowledge of the secret.
+    """
+    greeting = hear_greeting(sock, GREETING_S)
+    if greeting.get("rlhpc robot") != VERSION:
+        raise RobotRefused(f"the run speaks another version ({greeting.get('rlhpc robot')!r}): install the run's rlhpc")
+    peer_nonce, nonce = str(greeting["nonce"]), secrets.token_hex(32)
+    key_proof = proof(secret, "robot", peer_nonce, nonce, name, about)
+    greet(sock, {"name": name, "nonce": nonce, "about": about, "proof": key_proof})
+    greeting = hear_greeting(sock, GREETING_S)
+    if "refused" in greeting:
+        raise RobotRefused(f"the run refuses this robot: {str(greeting['refused'])[:300]}")
+    if not hmac.compare_digest(str(greeting.get("proof")), proof(secret, "run", peer_nonce, nonce)):
+        raise LineLost("what answers there does not know the key")
+    return RobotConnection(sock, line_key(secret, peer_nonce, nonce), b"robot", b"run"), session_of(
+        secret, peer_nonce, nonce
+    )

@@ -1,0 +1,333 @@
+"""Protocol between a run and a robot: messages of JSON and plain arrays, without executable content.
+
+A message is two lengths, JSON, the bytes of its arrays, and an HMAC-SHA256 over a count and all of it, under the connection's
+own key, which is checked before the content is parsed. Either side sends a sign of life every second; a side that receives
+nothing for `LOST_S` regards the connection as lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import math
+import queue
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium import spaces
+
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import read_json
+
+#: Silence after which the other side is lost, and interval of signs of life.
+LOST_S, SIGN_S = 5.0, 1.0
+_HEAD = struct.Struct("!II")
+_MAC = 32
+#: Maximum bytes of a message's JSON, and of its arrays; of a greeting, before a key is proven.
+_MAX_WORDS, _MAX_BYTES, MAX_GREETING = 1 << 20, 1 << 26, 1 << 16
+_KINDS = {name: np.dtype(name) for name in (
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64",
+)}  # fmt: skip
+_LOOK_S = 0.1
+
+
+class LineLost(ConnectionError):
+    """The other side is gone; the message says how that was detected."""
+
+
+class Message(NamedTuple):
+    """Content of a message, and the arrays with it."""
+
+    words: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+
+def packed(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray], max_text_bytes: int = _MAX_WORDS) -> list[bytes]:
+    """Serializes a message, without its HMAC."""
+    plain = {name: np.ascontiguousarray(value) for name, value in arrays.items()}
+    described = {name: [value.dtype.name, list(value.shape)] for name, value in plain.items()}
+    body = b"".join(value.tobytes() for value in plain.values())
+    text = json.dumps({"words": dict(words), "arrays": described}).encode()
+    if len(text) > max_text_bytes or len(body) > _MAX_BYTES:
+        raise ValueError(f"a message of {len(text)} and {len(body)} bytes is too long")
+    return [_HEAD.pack(len(text), len(body)), text, body]
+
+
+def unpacked(text: bytes, body: bytes) -> Message:
+    """Parses a message; inverse of `packed`.
+
+    Raises:
+        ValueError: The bytes are not a valid message.
+    """
+    content = read_json(text)
+    if (
+        not isinstance(content, dict)
+        or not isinstance(content.get("words"), dict)
+        or not isinstance(content.get("arrays"), dict)
+    ):
+        raise ValueError("no message")
+    arrays, at = {}, 0
+    for name, described in content["arrays"].items():
+        kind, shape = described
+        if kind not in _KINDS or not all(isinstance(size, int) and size >= 0 for size in shape):
+            raise ValueError(f"no array of {kind!r}{shape!r}")
+        count = math.prod(shape)
+        if at + count * _KINDS[kind].itemsize > len(body):
+            raise ValueError("an array is longer than its message")
+        arrays[name] = np.frombuffer(body, _KINDS[kind], count, at).reshape(shape).copy()
+        at += arrays[name].nbytes
+    return Message(content["words"], arrays)
+
+
+def take(obs: Any, name: str) -> dict[str, np.ndarray]:
+    """Returns an observation as named arrays; inverse of `give`."""
+    if isinstance(obs, Mapping):
+        return {f"{name}.{key}": np.asarray(part) for key, part in obs.items()}
+    return {name: np.asarray(obs)}
+
+
+def give(arrays: Mapping[str, np.ndarray], name: str) -> Any:
+    """Returns the observation that `take` turned into arrays."""
+    if name in arrays:
+        return arrays[name]
+    return {key[len(name) + 1 :]: part for key, part in arrays.items() if key.startswith(f"{name}.")}
+
+
+def greet(sock: socket.socket, words: Mapping[str, Any]) -> None:
+    """Sends a message of the greeting, which contains its HMACs."""
+    sock.sendall(b"".join(packed(words, {}, MAX_GREETING)))
+
+
+def hear_greeting(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
+    """Receives a message of the greeting.
+
+    Raises:
+        LineLost: It did not come in time, or was invalid.
+    """
+    deadline = time.monotonic() + timeout_s
+    sizes = _HEAD.unpack(_exactly(sock, _HEAD.size, deadline))
+    if sizes[0] > MAX_GREETING or sizes[1]:
+        raise LineLost("what answers there is no robot and no run")
+    try:
+        return unpacked(_exactly(sock, sizes[0], deadline), b"").words
+    except (ValueError, TypeError):
+        raise LineLost("what answers there is no robot and no run") from None
+
+
+def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            part = sock.recv(size - len(data))
+        except TimeoutError:
+            raise LineLost("it did not answer in time") from None
+        except OSError as error:
+            raise LineLost(str(error.strerror or error)) from None
+        if not part:
+            raise LineLost("it closed the connection")
+        data += part
+    return data
+
+
+class RobotConnection:
+    """One side of an authenticated connection between a run and a robot.
+
+    Args:
+        sock: Connected socket, which the connection takes over.
+        key: Key of this connection alone.
+        role, other: Names of this side and the other.
+
+    Attributes:
+        lost: Reason why the other side is regarded as gone; empty while it is connected.
+        trips_s: Round-trip times of signs of life, by this side's clock.
+    """
+
+    def __init__(self, sock: socket.socket, key: bytes, role: bytes, other: bytes) -> None:
+        self._sock, self._key, self._roles, self._counts = sock, key, (role, other), [0, 0]
+        self._sending = threading.Lock()
+        self._received: queue.Queue[Message | None] = queue.Queue()
+        self.lost = ""
+        self.trips_s: list[float] = []
+        sock.settimeout(None)
+        # A peer that receives nothing must not block a sender for ever.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(LOST_S), 0))
+        if sock.family == socket.AF_INET:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._thread = threading.Thread(target=self._listen, name="robot-line", daemon=True)
+        self._thread.start()
+
+    def say(self, words: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """Sends a message.
+
+        Raises:
+            LineLost: The other side is gone.
+        """
+        parts = packed(words, arrays or {})
+        with self._sending:
+            if not self.lost:
+                try:
+                    self._sock.sendall(b"".join([*parts, self._mac(0, parts)]))
+                except OSError as error:
+                    self._lose("it takes no message" if isinstance(error, BlockingIOError) else str(error.strerror))
+        if self.lost:
+            raise LineLost(self.lost)
+
+    def hear(self, timeout_s: float) -> Message | None:
+        """Returns the next message; None if none comes in time.
+
+        Raises:
+            LineLost: The other side is gone.
+        """
+        try:
+            message = self._received.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if message is None:
+            self._received.put(None)
+            raise LineLost(self.lost)
+        return message
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._lose("the line was closed")
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._sock.close()
+
+    def _lose(self, reason: str) -> None:
+        if not self.lost:
+            self.lost = reason
+            self._received.put(None)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _mac(self, direction: int, parts: list[bytes]) -> bytes:
+        self._counts[direction] += 1
+        head = b"%s %d " % (self._roles[direction], self._counts[direction])
+        return hmac.digest(self._key, b"".join([head, *parts]), "sha256")
+
+    def _listen(self) -> None:
+        poll, buffer, last_received, last_sign = select.poll(), bytearray(), time.monotonic(), 0.0
+        poll.register(self._sock, select.POLLIN)
+        try:
+            while not self.lost:
+                if time.monotonic() - last_sign > SIGN_S:
+                    last_sign = time.monotonic()
+                    self.say({"sign": last_sign})
+                if poll.poll(_LOOK_S * 1000):
+                    data = self._sock.recv(1 << 18)
+                    if not data:
+                        raise LineLost("its connection ended")
+                    buffer += data
+                    last_received = time.monotonic()
+                    while (message := self._next(buffer)) is not None:
+                        self._hear(message)
+                elif time.monotonic() - last_received > LOST_S:
+                    raise LineLost(f"nothing was heard for {LOST_S:g} s")
+        except (OSError, ValueError, TypeError) as error:
+            self._lose(str(getattr(error, "strerror", None) or error))
+
+    def _hear(self, message: Message) -> None:
+        if "sign" in message.words:
+            self.say({"seen": message.words["sign"]})
+        elif "seen" in message.words:
+            self.trips_s.append(time.monotonic() - float(message.words["seen"]))
+        else:
+            self._received.put(message)
+
+    def _next(self, buffer: bytearray) -> Message | None:
+        if len(buffer) < _HEAD.size:
+            return None
+        words, body = _HEAD.unpack_from(buffer)
+        if words > _MAX_WORDS or body > _MAX_BYTES:
+            raise LineLost("a message is too long")
+        length = _HEAD.size + words + body + _MAC
+        if len(buffer) < length:
+            return None
+        data = bytes(buffer[:length])
+        del buffer[:length]
+        cut = _HEAD.size + words
+        if not hmac.compare_digest(data[-_MAC:], self._mac(1, [data[:-_MAC]])):
+            raise LineLost("a message is not the other side's")
+        return unpacked(data[_HEAD.size : cut], data[cut:-_MAC])
+
+
+_KEY = "env.train.kwargs"
+
+
+def observation_space_of(description: Any) -> spaces.Space[Any]:
+    """Returns the observation space that `kwargs.observes` describes: a shape or a mapping of shapes, of three numbers for
+    pictures.
+
+    Raises:
+        ConfigError: The value is not such a description.
+    """
+    if isinstance(description, Mapping):
+        return spaces.Dict({str(name): _box(f"{_KEY}.observes.{name}", shape) for name, shape in description.items()})
+    return _box(f"{_KEY}.observes", description)
+
+
+def _box(key: str, shape: Any) -> spaces.Box:
+    sizes = [shape] if isinstance(shape, int) else shape
+    try:
+        sizes = tuple(sizes)
+    except TypeError:
+        sizes = ()
+    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ConfigError(f"{key} is {shape!r}; it must be a shape, such as 7 or [64, 64, 3]")
+    if len(sizes) == 3:
+        return spaces.Box(0, 255, sizes, np.uint8)
+    return spaces.Box(-np.inf, np.inf, sizes, np.float32)
+
+
+def action_space_of(description: Any) -> spaces.Box:
+    """Returns the action space that `kwargs.acts` describes by its bounds.
+
+    Raises:
+        ConfigError: The value is not such a description.
+    """
+    try:
+        low, high = (np.atleast_1d(np.asarray(description[name], np.float32)) for name in ("low", "high"))
+        if set(description) != {"low", "high"} or low.shape != high.shape or low.ndim != 1 or not (low < high).all():
+            raise ValueError
+    except (TypeError, KeyError, ValueError):
+        raise ConfigError(
+            f"{_KEY}.acts is {description!r}; it must be the bounds of each number of a command: "
+            "{low: [-1, -1], high: [1, 1]}, low below high"
+        ) from None
+    return spaces.Box(low, high, dtype=np.float32)
+
+
+def describe_spaces(observation: Any, action: Any) -> dict[str, Any]:
+    """Returns a description of a robot's spaces that JSON can represent."""
+    parts = observation.spaces if isinstance(observation, spaces.Dict) else {"": observation}
+    observes = {
+        name: ["pictures" if part.dtype == np.uint8 else "numbers", list(part.shape or ())]
+        for name, part in parts.items()
+    }
+    bounds = {name: np.asarray(getattr(action, name), float).reshape(-1).tolist() for name in ("low", "high")}
+    return {"observes": observes, "acts": bounds}
+
+
+def misfit(expected: Mapping[str, Any], description: Any) -> str:
+    """Returns where a robot's description differs from the run's configuration; empty if it does not."""
+    for name in ("observes", "acts"):
+        expected_part, robot_part = expected[name], description.get(name) if isinstance(description, Mapping) else None
+        is_same = expected_part == robot_part
+        if name == "acts" and isinstance(robot_part, Mapping):
+            is_same = all(_near(expected_part[bound], robot_part.get(bound)) for bound in ("low", "high"))
+        if not is_same:
+            return f"{_KEY}.{name} of the run says {expected_part}, and this robot {robot_part}"
+    return ""
+
+
+def _near(here: list[float], there: Any) -> bool:
+    return isinstance(there, list) and len(here) == len(there) and np.allclose(here, np.asarray(there, float))

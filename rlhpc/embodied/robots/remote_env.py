@@ -1,0 +1,282 @@
+"""Environment of a remote robot, outside the cluster: the robot joins the run over SSH, with a key."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhpc.embodied.envs.base import TIMED, Step, Timing
+from rlhpc.embodied.robots.joining import Meeting
+from rlhpc.embodied.robots.protocol import (
+    LineLost,
+    Message,
+    RobotConnection,
+    action_space_of,
+    describe_spaces,
+    give,
+    misfit,
+    observation_space_of,
+)
+from rlhpc.embodied.robots.robot_env import OneRobotEnv, Pace, above_0
+from rlhpc.runtime.context import check_run
+from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
+from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.network import address_of
+from rlhpc.runtime.registry import ROBOTS
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
+
+log = logging.getLogger(__name__)
+
+#: Settings of the section that apply on the robot's side.
+SETTINGS = ("use_fixed_reset_state_ids", "use_rel_reward", "ignore_terminations", "reward_scale", "group_size")
+_EPISODE = ("return", "length", "success_once", "success_at_end")
+_LOOK_S = 0.2
+
+
+class DistantRobotVectorEnv(OneRobotEnv):
+    """Vector environment of one remote robot (`rlhpc robot serve`); `env_id` is its name in messages. Its episodes cannot be
+    resumed.
+
+    The safety core on the robot's machine enforces rate, limits and safety. This class requests the steps and waits for them,
+    without a deadline while the robot waits for a person. When the connection to the robot is lost, its episode ends as
+    truncated, without an entry in the statistics (`infos["lost"]`), and the run waits.
+
+    `kwargs`: `observes` and `acts`, descriptions of its spaces (see `protocol`); `hz`, `stale_s`, `max_change`, `late`, see
+    `RobotVectorEnv`; `wait_s` (600), time to wait for the robot; `interface` (null), the network interface to listen on;
+    `folder` (null), the folder of addresses and keys, by default in the run's registry.
+
+    Args:
+        cfg: Section `env.train` or `env.eval`.
+        num_envs: 1.
+        slot_offset: Global number of the slot.
+        seed: Seed of the run.
+    """
+
+    timing: Timing
+
+    def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
+        kwargs = {str(name): value for name, value in (cfg.kwargs or {}).items()}
+        self._name, self._slot, self._seed = cfg.env_id, slot_offset, seed
+        if "resume" in kwargs:
+            raise ConfigError(
+                "env.train.kwargs.resume: who ends a stop for safety is said at the robot: rlhpc robot serve --resume"
+            )
+        pace = Pace.of(num_envs, kwargs)
+        self._max_change = pace.max_change
+        self.control_hz = pace.hz
+        self._wait_s = above_0("wait_s", kwargs.pop("wait_s", 600.0))
+        self._folder, self._interface = kwargs.pop("folder", None), kwargs.pop("interface", None)
+        self.observation_space, self.action_space = (
+            observation_space_of(kwargs.pop("observes", None)),
+            action_space_of(kwargs.pop("acts", None)),
+        )
+        if kwargs:
+            allowed = "observes, acts, hz, stale_s, max_change, late, wait_s, interface, folder"
+            raise ConfigError(f"env.train.kwargs of a distant_robot has {', '.join(kwargs)}; there are {allowed}")
+        self.max_episode_steps = cfg.max_episode_steps or 0
+        settings = {name: getattr(cfg, name) for name in SETTINGS}
+        self._settings = settings | {"max_episode_steps": self.max_episode_steps, "slot": slot_offset, **pace._asdict()}
+        self.timing = Timing()
+        self._meeting: Meeting | None = None
+        self._line: RobotConnection | None = None
+        self._num_requests = self._num_begins = self._trips = 0
+        self._lost_reason, self._owes_begin = "", False
+        self._waits_because = ""
+
+    # -- connection -----------------------------------------------------------------------------------------------
+
+    def _open_meeting(self) -> Meeting:
+        """Returns the listener, which is opened at the first call: a check of the configuration opens nothing."""
+        if self._meeting is None:
+            from rlhpc.runtime.context import installed
+
+            run = installed()
+            if run is None and self._folder is None:
+                raise ConfigError(
+                    "a distant_robot joins a run; for commands name the folder in which it is met: "
+                    "env.eval.kwargs.folder=robots"
+                )
+            folder = expand_home(self._folder).absolute() if self._folder else run.registry.root / ROBOTS  # type: ignore[union-attr]
+            name = self._folder or run.registry.root.parent.parent.name  # type: ignore[union-attr]
+            self._meeting = Meeting(folder, self._name, self._slot, self._address(), str(name), self._misfit)
+        return self._meeting
+
+    def _address(self) -> str:
+        from rlhpc.runtime.context import installed
+
+        if self._interface is not None:
+            return address_of(str(self._interface))
+        run = installed()
+        far = str(run.service.endpoint["tcp"]) if run is not None else ""
+        return far.removeprefix("tcp://").rpartition(":")[0].strip("[]") or "127.0.0.1"
+
+    def _misfit(self, about: Any) -> str:
+        """Returns why a robot cannot be this one; empty if it can."""
+        spaces = describe_spaces(self.observation_space, self.action_space)
+        if why := misfit(spaces, about):
+            return why
+        no_max_change = str(about.get("no_max_change", ""))
+        return (
+            f"kwargs.max_change is {self._max_change:g}; {no_max_change}" if self._max_change and no_max_change else ""
+        )
+
+    def _until_there(self, deadline: float) -> tuple[RobotConnection, bool]:
+        meeting, place = self._open_meeting(), self._open_meeting().place
+        if (arrival := meeting.wait(0.0, check_run)) is None:
+            log.warning(
+                "%s waits for %s, at %s port %d of %s: rlhpc robot invite makes a key for it", place.run, self._name,
+                place.address, place.port, place.node,
+            )  # fmt: skip
+            arrival = meeting.wait(max(0.0, deadline - time.monotonic()), check_run)
+        if arrival is None:
+            since = (
+                f"it was lost ({self._lost_reason}) and has not come back" if self._lost_reason else "it has not come"
+            )
+            raise DeadlineExceeded(
+                f"waited {self._wait_s:g} s (kwargs.wait_s) for the robot {self._name} of slot {self._slot}: {since}; "
+                f"rlhpc robot invite {place.run} --output FILE makes its key, rlhpc robot serve FILE brings it"
+            )
+        return arrival
+
+    # -- episodes -------------------------------------------------------------------------------------------------
+
+    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Starts an episode, once the robot is there (`VectorEnv.reset`)."""
+        if seed is not None:
+            self._seed = seed
+        return self._begin(seed), {}
+
+    def _begin(self, seed: int | None) -> Any:
+        deadline = time.monotonic() + self._wait_s
+        while True:
+            line, fresh = self._until_there(deadline)
+            self._trips = 0 if line is not self._line else self._trips
+            self._line = line
+            try:
+                self._owes_begin |= fresh
+                if self._owes_begin:
+                    # with the same seed, another process would play the same episodes again
+                    words = [self._seed, self._num_begins] if self._num_begins else [self._seed]
+                    self._num_begins += 1
+                    begin_seed = (
+                        int(np.random.SeedSequence(words).generate_state(1)[0]) if len(words) > 1 else self._seed
+                    )
+                    line.say({"begin": self._settings, "seed": begin_seed})
+                answer = self._request({"do": "reset", "seed": seed}, {}, deadline)
+                self._owes_begin, self._obs = False, self._observation_from(answer, "obs")
+                return self._obs
+            except LineLost as error:
+                self._lose(error)
+
+    def refresh(self) -> Any:
+        """Returns a present observation (`VectorEnv.refresh`); a lost robot is reported by the next step."""
+        try:
+            self._obs = self._observation_from(
+                self._request({"do": "refresh"}, {}, time.monotonic() + self._wait_s), "obs"
+            )
+        except LineLost as error:
+            self._lose(error)
+        return self._obs
+
+    def step(self, actions: np.ndarray) -> Step:
+        """Makes one step of the robot in real time (`VectorEnv.step`)."""
+        space = self.action_space
+        action = np.asarray(actions, space.dtype).reshape(space.shape)
+        try:
+            answer = self._request({"do": "step"}, {"action": action}, time.monotonic() + self._wait_s)
+            return self._stepped(answer)
+        except LineLost as error:
+            self._lose(error)
+        final, obs = self._obs, self._begin(None)
+        mask = np.array([False])
+        episode = {"return": np.zeros(1), "length": np.zeros(1, np.int64), "mask": mask}
+        infos = {"final_obs": final, "episode": episode, "lost": np.array([True])}
+        return obs, np.zeros(1, np.float32), np.array([False]), np.array([True]), infos
+
+    def _stepped(self, answer: Message) -> Step:
+        words, arrays = answer
+        self.timing.add({name: np.asarray(arrays[name], float).reshape(-1) for name in TIMED})
+        self._obs = self._observation_from(answer, "obs")
+        rewards = np.array([words["reward"]], np.float32)
+        terminations, truncations = np.array([words["ended"] is True]), np.array([words["cut"] is True])
+        infos: dict[str, Any] = {}
+        if terminations[0] or truncations[0]:
+            statistics = words["episode"]
+            episode = {name: np.array([float(statistics[name])]) for name in _EPISODE if name in statistics}
+            infos = {"final_obs": self._observation_from(answer, "final_obs"), "episode": episode}
+            infos["episode"]["mask"] = np.array([words["lost"] is not True])
+            infos |= {"lost": np.array([True])} if words["lost"] is True else {}
+        return self._obs, rewards, terminations, truncations, infos
+
+    def _request(self, words: dict[str, Any], arrays: dict[str, np.ndarray], deadline: float) -> Message:
+        """Sends a request to the robot and returns its answer.
+
+        Raises:
+            LineLost: The robot is gone, or does not finish.
+        """
+        line = self._line
+        assert line is not None
+        self._num_requests += 1
+        line.say({**words, "number": self._num_requests}, arrays)
+        while True:
+            answer = line.hear(_LOOK_S)
+            trips = line.trips_s[self._trips :]
+            self._trips += len(trips)
+            self.timing.link_s += trips
+            if answer is not None and answer.words.get("number") == self._num_requests:
+                if "waits" in answer.words:  # for a person, without a deadline
+                    deadline = time.monotonic() + self._wait_s
+                    self._note_wait(str(answer.words["waits"]))
+                    continue
+                self._waits_because = ""
+                if why := answer.words.get("broken"):
+                    raise LineLost(f"it said: {why}")
+                return answer
+            if answer is not None:  # an answer to an earlier request
+                continue
+            check_run()
+            if time.monotonic() > deadline:
+                raise LineLost(f"it is there, and has not finished its {words['do']} in {self._wait_s:g} s")
+
+    def _note_wait(self, reason: str) -> None:
+        if reason != self._waits_because:
+            self._waits_because = reason
+            log.warning(
+                "%s of slot %d is stopped (%s), and the run waits for a person at the robot: rlhpc robot resume, there",
+                self._name, self._slot, reason,
+            )  # fmt: skip
+
+    def _lose(self, error: LineLost) -> None:
+        self._lost_reason = str(error)
+        self.timing.num_lost += 1
+        log.warning("%s of slot %d was lost: %s", self._name, self._slot, error)
+        if self._line is not None:
+            self._line.close()
+
+    def _observation_from(self, answer: Message, name: str) -> Any:
+        obs, space = give(answer.arrays, name), self.observation_space
+        parts = space.spaces if hasattr(space, "spaces") else {"": space}
+        obs_parts = obs if isinstance(obs, dict) else {"": obs}
+        for key, part in parts.items():
+            if key not in obs_parts or obs_parts[key].shape != part.shape:
+                raise LineLost(
+                    f"it showed { ({key: each.shape for key, each in obs_parts.items()})!r}, which is not what it said"
+                )
+        rows = {key: obs_parts[key].astype(part.dtype)[None] for key, part in parts.items()}
+        return rows if isinstance(obs, dict) else rows[""]
+
+    def close(self) -> None:
+        """Releases the robot and closes the listener."""
+        if self._line is not None and not self._line.lost:
+            try:
+                self._line.say({"do": "leave", "number": 0})
+                self._line.hear(_LOOK_S * 10)  # the robot confirms that it has stopped
+            except LineLost:
+                pass
+        if self._meeting is not None:
+            self._meeting.close()

@@ -1,0 +1,236 @@
+"""Environment of a robot: one slot, in real time. `env_id` is the `module:Class` of a `Robot`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from rlhpc.embodied.envs.base import Step, Timing, VectorEnv
+from rlhpc.embodied.envs.episode_tracker import EpisodeTracker
+from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
+from rlhpc.embodied.robots.driver import Observation as Seen
+from rlhpc.embodied.robots.limits import RESUME_MODES, CommandLimits, RobotStopped, StaleObservation
+from rlhpc.embodied.robots.safety import SafetyCore, safe_robot
+from rlhpc.runtime.context import check_run
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
+
+
+__all__ = ["Observation", "OneRobotEnv", "Pace", "Robot", "RobotVectorEnv", "Seen", "Verdict", "above_0"]
+
+log = logging.getLogger(__name__)
+
+#: Consecutive commands that may be refused because the policy takes too long.
+_REFUSALS = 20
+#: Consecutive stops during resets after which a robot with `resume: auto` is given up.
+_STOPS = 3
+
+
+class OneRobotEnv(VectorEnv):
+    """Vector environment of one robot. A chunk ends with its episode, and at a refused command."""
+
+    num_envs = 1
+
+    def chunk_step(self, actions: np.ndarray) -> Step:
+        """Executes an action chunk until its end, or that of the episode (`VectorEnv.chunk_step`). The remainder is dropped:
+        it was chosen for a scene that no longer exists.
+        """
+        length = actions.shape[1]
+        if length == 1:
+            return self.step(actions[:, 0])
+        rewards, executed = np.zeros((1, length), np.float32), np.zeros((1, length), bool)
+        for i in range(length):
+            obs, reward, terminations, truncations, infos = self.step(actions[:, i])
+            rewards[:, i], executed[:, i] = reward, "lost" not in infos
+            if not executed[0, i] or terminations[0] or truncations[0]:
+                break
+        infos["chunk"] = {"rewards": rewards, "mask": executed}
+        return obs, rewards.sum(1), terminations, truncations, infos
+
+
+class RobotVectorEnv(OneRobotEnv):
+    """Vector environment of one local robot. Its episodes cannot be resumed.
+
+    `kwargs`: `hz` (10), steps per second; `max_change`, `stale_s` and `resume`, see `CommandLimits`; `late` (keep): the robot
+    repeats the last command, or must `stop`, when the next command is late; the others are the robot's arguments. A safety
+    stop ends the episode as truncated, without an entry in the statistics (`infos["lost"]`), and the next one begins when a
+    person allows it. A refused command does the same, except that the next episode begins at once.
+
+    Args:
+        cfg: Section `env.train` or `env.eval`.
+        num_envs: 1.
+        slot_offset: Global number of the slot.
+        seed: Seed of the run.
+        robot: Existing robot, if any; its safety core, if other code closes it.
+    """
+
+    holds_hardware = True
+    on_wait: Callable[[str], None]
+    timing: Timing
+
+    def __init__(
+        self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, robot: Robot | SafetyCore | None = None
+    ) -> None:
+        kwargs = {str(name): value for name, value in (cfg.kwargs or {}).items()}
+        pace = Pace.of(num_envs, kwargs)
+        self.control_hz = pace.hz
+        self._period, self._stops_late = 1.0 / pace.hz, pace.late == "stop"
+        if robot is None:
+            self._core = safe_robot(cfg.env_id, "env.env_id", kwargs, pace.limits)
+        elif isinstance(robot, SafetyCore):
+            self._core = robot
+        else:
+            self._core = SafetyCore(robot, pace.limits)
+        self.observation_space, self.action_space = self._core.observation_space, self._core.action_space
+        self.max_episode_steps = cfg.max_episode_steps or 0
+        self.episodes = EpisodeTracker(cfg, 1, slot_offset, seed, self.max_episode_steps)
+        self.timing = self._core.timing
+        self.on_wait = check_run
+        self._refusals = 0
+        self._tick = 0.0
+
+    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Starts an episode (`VectorEnv.reset`)."""
+        if seed is not None:
+            self.episodes.reseed(seed)
+        return self._begin(), {}
+
+    def _begin(self) -> Any:
+        """Begins an episode, once the robot may move; returns its first observation."""
+        (seed,) = self.episodes.begin(np.array([0]))
+        for stops in range(1 << 62):
+            self._core.wait_for_person(self.on_wait)
+            try:
+                observation = self._core.begin(seed)
+                break
+            except RobotStopped:
+                if stops + 1 >= _STOPS and self._core.limits.resume == "auto":
+                    raise
+        self._tick = time.monotonic()
+        return _row(observation.obs)
+
+    def refresh(self) -> Any:
+        """Returns a present observation (`VectorEnv.refresh`). A robot that must be stopped is reported by the next step."""
+        self._tick = time.monotonic()
+        try:
+            return _row(self._core.observe().obs)
+        except RobotStopped:
+            return self._newest()
+
+    def step(self, actions: np.ndarray) -> Step:
+        """Takes one step in its time (`VectorEnv.step`)."""
+        try:
+            verdict = self._move(actions)
+        except (RobotStopped, StaleObservation) as refusal:
+            return self._end_lost_episode(refusal)
+        except BaseException:
+            self._core.end()
+            raise
+        self._refusals = 0
+        rewards, terminations, truncations = self._count(verdict)
+        obs, infos = self._newest(), {}
+        if terminations[0] or truncations[0]:
+            infos = {"final_obs": obs, "episode": self.episodes.report(np.array([True]))}
+            log.info("an episode of the robot: %s", self.timing)
+            obs = self._begin()
+        return obs, rewards, terminations, truncations, infos
+
+    def _end_lost_episode(self, refusal: RlhpcError) -> Step:
+        """Ends the episode at a stop, or at a command that was refused."""
+        self._refusals = self._refusals + 1 if isinstance(refusal, StaleObservation) else 0
+        if self._refusals >= _REFUSALS:
+            raise RlhpcError(
+                f"{refusal}, {_REFUSALS} times in a row: the policy is slower than stale_s ({self._core.limits.stale_s:g})"
+            ) from None
+        log.info("an episode of the robot is lost: %s; %s", refusal, self.timing)
+        infos = {"final_obs": self._newest(), "episode": self.episodes.report(np.array([False]))}
+        infos["lost"] = np.array([True])
+        return self._begin(), np.zeros(1, np.float32), np.array([False]), np.array([True]), infos
+
+    def _count(self, verdict: Verdict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        success = None if verdict.success is None else np.array([verdict.success])
+        return self.episodes.add(
+            np.array([verdict.reward], np.float32), np.array([verdict.failed]), success, np.array([True])
+        )
+
+    def _move(self, actions: np.ndarray) -> Verdict:
+        """Sends the command and waits for the end of the step; returns its reward."""
+        before = self._core.observation
+        ends_at = self._tick + self._period
+        within_s = max(ends_at - time.monotonic(), 0.0) + self._period if self._stops_late else None
+        sent_at = self._core.command(actions[0], within_s)
+        self._tick = max(ends_at, sent_at)
+        self.timing.num_late += sent_at > ends_at
+        assert before is not None
+        self.timing.latency_s.append(sent_at - before.taken_at)
+        if (pause_s := self._tick - time.monotonic()) > 0:
+            time.sleep(pause_s)
+        self.timing.num_dropped += self._core.observe().taken_at == before.taken_at
+        return self._core.judge()
+
+    def _newest(self) -> Any:
+        observation = self._core.observation
+        assert observation is not None
+        return _row(observation.obs)
+
+    def close(self) -> None:
+        """Stops the robot and releases it."""
+        self._core.close()
+
+
+class Pace(NamedTuple):
+    """Rate and limits of a robot; see `RobotVectorEnv`."""
+
+    hz: float
+    stale_s: float
+    max_change: float | None
+    late: str
+    resume: str
+
+    @property
+    def limits(self) -> CommandLimits:
+        """Limits of the robot's commands."""
+        return CommandLimits(self.stale_s, self.max_change, self.resume)
+
+    @classmethod
+    def of(cls, num_envs: int, kwargs: dict[str, Any]) -> Pace:
+        """Takes rate and limits out of `kwargs`.
+
+        Raises:
+            ConfigError: A number is not above 0, another value is invalid, or a rank has several robots.
+        """
+        if num_envs != 1:
+            raise ConfigError(
+                f"a robot is one slot: set env.train.num_envs, env.eval.num_envs to 1 (a rank has {num_envs})"
+            )
+        hz = above_0("hz", kwargs.pop("hz", 10.0))
+        stale_s = above_0("stale_s", kwargs.pop("stale_s", 0.5))
+        change = kwargs.pop("max_change", None)
+        if (late := kwargs.pop("late", "keep")) not in ("keep", "stop"):
+            raise ConfigError(f"env.train.kwargs.late is {late!r}; a robot may keep to its last command, or stop")
+        if (resume := kwargs.pop("resume", "person")) not in RESUME_MODES:
+            raise ConfigError(
+                f"env.train.kwargs.resume is {resume!r}; after a stop for safety a robot waits for a person, or goes on (auto)"
+            )
+        return cls(hz, stale_s, None if change is None else above_0("max_change", change), late, resume)
+
+
+def above_0(name: str, value: Any) -> float:
+    """Returns a number of `kwargs`, checked.
+
+    Raises:
+        ConfigError: It is not a finite number above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ConfigError(f"env.train.kwargs.{name} is {value!r}; it must be a number above 0")
+    return float(value)
+
+
+def _row(obs: Any) -> Any:
+    return {key: part[None] for key, part in obs.items()} if isinstance(obs, dict) else np.asarray(obs)[None]

@@ -1,0 +1,289 @@
+"""Robot server: joins a robot to a run, executes the run's requests, and stops the robot when the run is silent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shlex
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhpc.embodied.config import EnvSideConfig
+from rlhpc.embodied.robots.driver import Robot
+from rlhpc.embodied.robots.joining import GREETING_S, Key, RobotRefused, join
+from rlhpc.embodied.robots.limits import CommandLimits
+from rlhpc.embodied.robots.protocol import LineLost, Message, RobotConnection, describe_spaces, give, take
+from rlhpc.embodied.robots.remote_env import SETTINGS
+from rlhpc.embodied.robots.robot_env import RobotVectorEnv
+from rlhpc.embodied.robots.safety import SafetyCore
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.os_resources import start_bound_to_parent
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+#: Seconds for the ssh login, in which a user may have to type a password.
+_LOGIN_S = 60.0
+#: Pauses between attempts to reach the run: the first, and the longest.
+_AGAIN_S = (0.5, 4.0)
+#: Seconds between messages to the run that the robot waits for a person.
+_REMIND_S = 1.0
+#: Settings of `RobotVectorEnv` for which the robot's machine may set upper bounds.
+BOUNDS = ("hz", "stale_s", "max_change")
+
+
+class Way:
+    """Route to the run's address: a direct connection, or a child process `ssh -L`.
+
+    Args:
+        key: Key with the run's address.
+        ssh: Arguments for ssh: options and a host that reaches the address; empty to connect directly.
+        address: Direct address instead of the run's, such as the end of an existing tunnel.
+    """
+
+    def __init__(self, key: Key, ssh: str = "", address: str = "") -> None:
+        self._to = (key.place.address, key.place.port)
+        if address:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal():
+                raise ConfigError(f"--address is {address!r}; it must be HOST:PORT")
+            self._to = (host, int(port))
+        self._ssh = shlex.split(ssh)
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __str__(self) -> str:
+        return f"{self._to[0]} port {self._to[1]}" + (f" by ssh {shlex.join(self._ssh)}" if self._ssh else "")
+
+    def open(self) -> socket.socket:
+        """Opens a new connection.
+
+        Raises:
+            OSError: The connection fails.
+        """
+        self.close()
+        if not self._ssh:
+            return socket.create_connection(self._to, GREETING_S)
+        with tempfile.TemporaryDirectory(
+            prefix="rlhpc-robot-"
+        ) as folder:  # the socket needs no name once it is connected
+            return self._tunnel(Path(folder) / "run")
+
+    def _tunnel(self, end: Path) -> socket.socket:
+        to = f"{self._to[0]}:{self._to[1]}"
+        # With a session, even an idle one, ssh and sshd send data at once; without one (-W, -N) the end of a message may
+        # wait 40 ms for an acknowledgement of its beginning. The session ends with this process, and ssh with the session.
+        options = ("-T", "-o", "ExitOnForwardFailure=yes", "-o", "ControlPath=none", "-L", f"{end}:{to}")
+        self._child = start_bound_to_parent(
+            ["ssh", *options, *self._ssh, "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + _LOGIN_S
+        while not end.exists():
+            if (code := self._child.poll()) is not None:
+                raise ConnectionError(f"ssh ended with {code}; what it said is above")
+            if time.monotonic() > deadline:
+                raise ConnectionError(f"ssh has not logged in in {_LOGIN_S:g} s")
+            time.sleep(0.02)
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(str(end))
+        return sock
+
+    def close(self) -> None:
+        """Ends the child process."""
+        if self._child is not None:
+            assert self._child.stdin is not None
+            self._child.stdin.close()
+            self._child.terminate()
+            try:
+                self._child.wait(2)
+            except subprocess.TimeoutExpired:
+                self._child.kill()
+                self._child.wait()
+            self._child = None
+
+
+class _LetGo(Exception):
+    """The run released the robot while it waited for a person; holds the number of the run's message."""
+
+
+def own_limits(bounds: Mapping[str, float], resume: str = "person") -> CommandLimits:
+    """Returns the limits of a robot before a run requests narrower ones."""
+    return CommandLimits(bounds.get("stale_s", CommandLimits().stale_s), bounds.get("max_change"), resume)
+
+
+class Served:
+    """Robot that serves a run. Its safety core belongs to this machine: no run can change who ends a safety stop.
+
+    Args:
+        robot: The robot, or its safety core.
+        bounds: Bounds of `BOUNDS` that this machine sets for all runs.
+        tell: Shows a message to the person at the robot.
+    """
+
+    def __init__(self, robot: Robot | SafetyCore, bounds: Mapping[str, float], tell: Callable[[str], None]) -> None:
+        self._core = robot if isinstance(robot, SafetyCore) else SafetyCore(robot, own_limits(bounds))
+        self._bounds, self._tell = bounds, tell
+        self._env: RobotVectorEnv | None = None
+        self.steps = 0
+
+    def serve(self, key: Key, way: Way, patience_s: float) -> None:
+        """Serves a run until it releases the robot.
+
+        Raises:
+            RobotRefused: The run rejects the robot.
+            RlhpcError: The run is gone, or cannot be reached.
+        """
+        spaces = describe_spaces(self._core.observation_space, self._core.action_space)
+        about = json.dumps({**spaces, "no_max_change": self._core.why_no_max_change()})
+        name, secret, has_joined = key.id, key.secret, False
+        deadline, why, pause = time.monotonic() + patience_s, "", _AGAIN_S[0]
+        try:
+            while True:
+                line, session, why = self._join(way, name, secret, about)
+                if line is None:
+                    if time.monotonic() > deadline:
+                        state = "has not come back" if has_joined else "could not be reached"
+                        raise RlhpcError(
+                            f"{key.place.run} {state} in {patience_s:g} s (--patience), at {way}: {why}; the robot is stopped"
+                        )
+                    time.sleep(pause)
+                    pause = min(2 * pause, _AGAIN_S[1])
+                    continue
+                if not has_joined:
+                    name, secret, has_joined = *session, True
+                    self._tell(f"{key.place.robot} has joined {key.place.run} ({way})")
+                try:
+                    if self._serve_requests(line):
+                        self._tell(f"{key.place.run} has let {key.place.robot} go after {self.steps} steps")
+                        return
+                except LineLost as error:
+                    self._core.end()
+                    self._tell(
+                        f"the line to {key.place.run} is lost ({error}): the robot is stopped, and tries to come back"
+                    )
+                finally:
+                    line.close()
+                deadline, pause = time.monotonic() + patience_s, _AGAIN_S[0]
+        finally:
+            self._core.close()
+            way.close()
+
+    def _join(
+        self, way: Way, name: str, secret: str, about: str
+    ) -> tuple[RobotConnection | None, tuple[str, str], str]:
+        """Returns a connection to the run with the session, or the reason why the connection failed."""
+        try:
+            sock = way.open()
+        except OSError as error:
+            return None, ("", ""), str(error.strerror or error)
+        try:
+            return *join(sock, name, secret, about), ""
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            sock.close()
+            return None, ("", ""), str(error)
+        except RobotRefused:
+            sock.close()
+            raise
+
+    def _serve_requests(self, line: RobotConnection) -> bool:
+        """Executes the run's requests; returns once the run releases the robot.
+
+        Raises:
+            LineLost: The run is gone.
+        """
+        while True:
+            message = line.hear(_LOOK_S)
+            if message is None:
+                continue
+            words = message.words
+            if "begin" in words:
+                self._begin(words["begin"], int(words["seed"]))
+            elif words["do"] == "leave":
+                return self._leave(line, words["number"])
+            else:
+                try:
+                    self._do(line, message)
+                except LineLost:
+                    raise
+                except _LetGo as let_go:
+                    return self._leave(line, let_go.args[0])
+                except Exception as error:
+                    self._core.end()
+                    error_text = f"{type(error).__name__}: {error}"[:500]
+                    with contextlib.suppress(LineLost):
+                        line.say({"number": words["number"], "broken": error_text})
+                    raise RlhpcError(
+                        f"the robot's own code failed in {words['do']}, and it is stopped: {error_text}"
+                    ) from error
+
+    def _leave(self, line: RobotConnection, number: int) -> bool:
+        self._core.end()
+        with contextlib.suppress(LineLost):
+            line.say({"number": number})
+        return True
+
+    def _remind(self, line: RobotConnection, number: int) -> Callable[[str], None]:
+        """Returns a function that tells the run that the robot waits for a person, and ends the wait when the run is gone."""
+        reminded = 0.0
+
+        def remind(reason: str) -> None:
+            nonlocal reminded
+            if time.monotonic() - reminded > _REMIND_S:
+                reminded = time.monotonic()
+                line.say({"number": number, "waits": reason[:500]})
+            message = line.hear(0.0)
+            if message is not None and message.words.get("do") == "leave":
+                raise _LetGo(message.words["number"])
+
+        return remind
+
+    def _begin(self, settings: Mapping[str, Any], seed: int) -> None:
+        pace: dict[str, Any] = {"late": settings["late"], "resume": self._core.limits.resume}
+        for name in BOUNDS:
+            bounds = [value for value in (settings[name], self._bounds.get(name)) if value is not None]
+            pace[name] = float(min(bounds)) if bounds else None
+        run_settings = {name: settings[name] for name in SETTINGS}
+        limit = int(settings["max_episode_steps"]) or None
+        section = EnvSideConfig(env_type="robot", max_episode_steps=limit, kwargs=pace, **run_settings)
+        self._core.end()
+        self._core.set_limits(CommandLimits(pace["stale_s"], pace["max_change"], self._core.limits.resume))
+        self._env = RobotVectorEnv(section, 1, int(settings["slot"]), seed, self._core)
+
+    def _do(self, line: RobotConnection, message: Message) -> None:
+        words, env = message.words, self._env
+        if env is None:
+            raise LineLost("the run did not say how the robot is moved")
+        env.on_wait = self._remind(line, words["number"])
+        if words["do"] in ("reset", "refresh"):
+            if words["do"] == "refresh":
+                obs = env.refresh()
+            else:
+                obs, _ = env.reset(None if words["seed"] is None else int(words["seed"]))
+            line.say({"number": words["number"]}, take(_first(obs), "obs"))
+            return
+        obs, rewards, terminations, truncations, infos = env.step(give(message.arrays, "action")[None])
+        self.steps += 1
+        answer: dict[str, Any] = {
+            "number": words["number"],
+            "reward": float(rewards[0]),
+            "ended": bool(terminations[0]),
+            "cut": bool(truncations[0]),
+            "lost": "lost" in infos,
+        }
+        arrays = take(_first(obs), "obs") | env.timing.news()
+        if "episode" in infos:
+            answer["episode"] = {name: float(value[0]) for name, value in infos["episode"].items() if name != "mask"}
+            arrays |= take(_first(infos["final_obs"]), "final_obs")
+        line.say(answer, arrays)
+
+
+def _first(obs: Any) -> Any:
+    """Returns the observation of the one slot."""
+    return {key: part[0] for key, part in obs.items()} if isinstance(obs, dict) else np.asarray(obs)[0]

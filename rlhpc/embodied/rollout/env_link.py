@@ -1,0 +1,375 @@
+"""Env links: arrays between env and rollout ranks, by mailbox on one host and by channel between hosts.
+
+If both ranks compute on the same accelerator, observations are tensors that stay there. They travel by channel, because a
+mailbox has memory of the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol
+
+from rlhpc.embodied.envs.observations import row_bytes
+from rlhpc.embodied.rollout.slot_map import ACTIONS, OBSERVATIONS, SlotMap
+from rlhpc.runtime.comm.device_memory import address
+from rlhpc.runtime.comm.mailbox import Mailbox, available
+from rlhpc.runtime.comm.queues import Taker
+from rlhpc.runtime.comm.shared_memory import SegmentGone
+from rlhpc.runtime.context import current
+from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
+from rlhpc.runtime.worker import Worker
+
+#: Largest message that goes through a mailbox. Above it copying costs more than a channel's hand-over.
+_LARGEST = 1 << 20
+#: Room for one slot's actions.
+_ACTION_BYTES = 16 << 10
+#: Interval at which a waiting rank checks that its peer is still there.
+_LOOK_S = 0.5
+#: Waiting for several peers: time spent polling without sleep, and the longest sleep after that.
+_SPIN_S, _NAP_S = 0.0005, 0.001
+#: Time that the driver may take to notice that an unreachable rank has ended.
+_NOTICE_S = 5.0
+
+
+#: Group name and rank.
+Peer = tuple[str, int]
+
+
+class PeerLeft(Exception):
+    """The peer rank has left, and the run continues without it."""
+
+
+def until_left(group: str, rank: int) -> Callable[[], None]:
+    """Returns a function to call while waiting for a rank.
+
+    It raises:
+        PeerLeft: The rank has gone.
+    """
+    context = current()
+    context.member(group, rank)  # fixes the incarnation
+    last_check = time.monotonic()
+
+    def check() -> None:
+        nonlocal last_check
+        context.check()
+        if time.monotonic() - last_check > _LOOK_S:
+            last_check = time.monotonic()
+            if context.has_left(group, rank):
+                raise PeerLeft(f"{group}-{rank}")
+
+    return check
+
+
+def get_until_left(channel: Any, key: str, peer: Peer, check: Callable[[], None]) -> Any:
+    """Returns what a rank has sent through a channel that this process stores.
+
+    Args:
+        channel: The channel.
+        key: The key.
+        peer: The rank.
+        check: See `until_left`.
+
+    Raises:
+        PeerLeft: The rank has gone, and has sent nothing, or its message was lost with it.
+        DeadlineExceeded: It has sent nothing until the deadline.
+    """
+    deadline = time.monotonic() + current().wait_deadline
+    while True:
+        try:
+            with _peer_left_on_error(peer):
+                return channel.get(key=key, timeout=_LOOK_S)
+        except DeadlineExceeded:
+            check()
+            if time.monotonic() > deadline:
+                raise
+
+
+def put_until_left(channel: Any, item: Any, key: str, peer: Peer) -> None:
+    """Sends an item to a rank through a channel that the rank stores.
+
+    Raises:
+        PeerLeft: The rank has gone.
+    """
+    with _peer_left_on_error(peer):
+        channel.put(item, key=key, gone=lambda: current().has_left(*peer))
+
+
+@contextlib.contextmanager
+def _peer_left_on_error(peer: Peer) -> Iterator[None]:
+    """Turns errors of an exchange with a rank that has gone into `PeerLeft`."""
+    try:
+        yield
+    except (ChannelError, SegmentGone) as error:
+        if not current().has_left(*peer, _NOTICE_S):
+            raise
+        raise PeerLeft(f"{peer[0]}-{peer[1]}") from error
+
+
+class EnvLink(Protocol):
+    """Both directions between one env rank and one rollout rank, for one stage. `put` and `get` raise `PeerLeft` if the other
+    end has gone.
+    """
+
+    def put(self, array: Any) -> None:
+        """Sends to the other end: actions, or an observation."""
+
+    def get(self) -> Any:
+        """Receives from the other end."""
+
+    def ready(self) -> bool:
+        """Returns whether `get` would return at once."""
+
+
+class EnvLinks:
+    """Links of one rank, by stage, each to one of its peers, in slot order.
+
+    Args:
+        worker: This rank.
+        group: Group of the peers.
+        stages: For each stage, the peers, the common slots, and the links.
+    """
+
+    def __init__(self, worker: Worker, group: str, stages: list[list[tuple[int, range, EnvLink]]]) -> None:
+        self._log, self._group, self._stages = worker.log, group, stages
+
+    def put(self, stage: int, part_of: Callable[[range], Any]) -> None:
+        """Sends each peer the part for their common slots; a peer that has gone gets nothing."""
+        for index, (_, common, _) in enumerate(self._stages[stage]):
+            self.put_to(stage, index, part_of(common))
+
+    def put_to(self, stage: int, index: int, part: Any) -> None:
+        """Sends one peer, by its index in the stage, the part for their common slots."""
+        try:
+            self._stages[stage][index][2].put(part)
+        except PeerLeft:
+            self.lose(stage, index)
+
+    def get(self, stage: int) -> list[tuple[range, Any]]:
+        """Receives from each peer; returns the common slots and the array, which is None if the peer has gone."""
+        return [(common, self.get_from(stage, index)) for index, (_, common, _) in enumerate(self._stages[stage])]
+
+    def get_from(self, stage: int, index: int) -> Any:
+        """Receives from one peer; returns None if it has gone."""
+        try:
+            return self._stages[stage][index][2].get()
+        except PeerLeft:
+            self.lose(stage, index)
+            return None
+
+    def first(self, peers: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Waits until one of several peers has sent something, or has gone.
+
+        Args:
+            peers: Peers, each by stage and index.
+
+        Returns:
+            Peers for which `get_from` returns at once, in the order of the argument.
+
+        Raises:
+            DeadlineExceeded: Nothing came; names the peers.
+        """
+        start = last_check = time.monotonic()
+        while not (ready := [at for at in peers if self._stages[at[0]][at[1]][2].ready()]):
+            now = time.monotonic()
+            if now - last_check > _LOOK_S:
+                last_check = now
+                current().check()
+                for stage, index in peers:
+                    if current().has_left(self._group, self._stages[stage][index][0]):
+                        self.lose(stage, index)
+                if now - start > current().wait_deadline:
+                    ranks = sorted({self._stages[stage][index][0] for stage, index in peers})
+                    whom = ", ".join(f"{self._group}-{rank}" for rank in ranks)
+                    raise DeadlineExceeded(f"waited {current().wait_deadline:.0f} s for observations from {whom}")
+            if (waited := now - start) < _SPIN_S:
+                os.sched_yield()
+            else:
+                time.sleep(min(waited / 20, _NAP_S))
+        return ready
+
+    def has_gone(self, stage: int, index: int) -> bool:
+        """Returns whether a peer, by its index in the stage, has gone."""
+        return isinstance(self._stages[stage][index][2], ClosedLink)
+
+    def lose(self, stage: int, index: int) -> None:
+        """Marks a peer as gone: later sends to it are dropped, and nothing is received from it."""
+        rank, common, link = self._stages[stage][index]
+        if not isinstance(link, ClosedLink):
+            self._log.warning("%s-%d has gone: its slots %s bring nothing", self._group, rank, common)
+            self._stages[stage][index] = rank, common, ClosedLink()
+
+
+class ChannelLink:
+    """Link over two channels.
+
+    Args:
+        out, out_key: Channel and key to send to.
+        inbound, in_key: Channel and key to receive from.
+        peer: The rank at the other end.
+    """
+
+    def __init__(self, out: Any, out_key: str, inbound: Any, in_key: str, peer: Peer) -> None:
+        self._out, self._out_key, self._in, self._in_key = out, out_key, inbound, in_key
+        self._peer, self._check = peer, until_left(*peer)
+
+    def put(self, array: Any) -> None:
+        """Sends to the other end (`EnvLink.put`)."""
+        put_until_left(self._out, array, self._out_key, self._peer)
+
+    def get(self) -> Any:
+        """Waits for the other end's array (`EnvLink.get`)."""
+        return get_until_left(self._in, self._in_key, self._peer, self._check)
+
+    def ready(self) -> bool:
+        """Returns whether an array has arrived (`EnvLink.ready`)."""
+        return not self._in.empty(self._in_key)
+
+
+class ClosedLink:
+    """Link to a rank that has gone."""
+
+    def put(self, array: Any) -> None:
+        """Drops the array."""
+
+    def get(self) -> Any:
+        """Raises an error, because nothing can arrive.
+
+        Raises:
+            PeerLeft: Always.
+        """
+        raise PeerLeft("it has gone")
+
+    def ready(self) -> bool:
+        """Returns True, because `get` does not wait (`EnvLink.ready`)."""
+        return True
+
+
+class MailboxLink:
+    """Link over one mailbox for each entry of an observation; actions travel in the other direction of the first mailbox."""
+
+    def __init__(self, boxes: dict[str, Mailbox], is_env: bool) -> None:
+        self._boxes, self._is_env, self._first = boxes, is_env, next(iter(boxes.values()))
+
+    def put(self, array: Any) -> None:
+        """Sends to the other end (`EnvLink.put`)."""
+        if not self._is_env:
+            self._first.put(array)
+            return
+        for key, box in self._boxes.items():
+            box.put(array[key])
+
+    def get(self) -> Any:
+        """Waits for the other end's array (`EnvLink.get`)."""
+        return self._first.get() if self._is_env else {key: box.get() for key, box in self._boxes.items()}
+
+    def ready(self) -> bool:
+        """Returns whether all entries have arrived (`EnvLink.ready`)."""
+        return self._first.ready() if self._is_env else all(box.ready() for box in self._boxes.values())
+
+
+def agree_on_device(worker: Worker, slots: SlotMap, made_there: Sequence[bool] = ()) -> list[list[bool]]:
+    """Returns where observations stay on the accelerator: for each stage a list with one value per peer, in slot order.
+
+    Rollout ranks send their device to the env ranks, which decide. The decision is the same for all rollout ranks of a stage,
+    because the observations are made once for all of them.
+
+    Args:
+        worker: This rank.
+        slots: Slot map.
+        made_there: On an env rank, for each stage whether its observations are made on the accelerator.
+    """
+    is_env = worker.group_name == slots.env_name
+    observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
+    near_by_stage, rank, stages = [], worker.rank, range(slots.stages)
+    if is_env:
+        here = Taker(current().host, address())
+        for stage in stages:
+            peers = [peer for peer, _ in slots.rollouts_of(stage, rank)]
+            devices = [
+                _receive(actions, slots.to_env_key(stage, peer, rank), (slots.rollout_name, peer)) for peer in peers
+            ]
+            near = bool(here.device and made_there[stage] and all(one and Taker(*one) == here for one in devices))
+            for peer in peers:
+                with contextlib.suppress(PeerLeft):  # the link detects it, too
+                    key = slots.to_rollout_key(stage, rank, peer)
+                    put_until_left(observations, near, key, (slots.rollout_name, peer))
+            near_by_stage.append([near] * len(peers))
+        return near_by_stage
+    env_peers = [[peer for peer, _ in slots.envs_of(stage, rank)] for stage in stages]
+    for stage in stages:
+        for peer in env_peers[stage]:
+            if peer not in slots.absent:
+                key = slots.to_env_key(stage, rank, peer)
+                with contextlib.suppress(PeerLeft):
+                    put_until_left(actions, (current().host, address()), key, (slots.env_name, peer))
+
+    def stays_on_device(stage: int, peer: int) -> bool:
+        key = slots.to_rollout_key(stage, peer, rank)
+        return peer not in slots.absent and bool(_receive(observations, key, (slots.env_name, peer)))
+
+    return [[stays_on_device(stage, peer) for peer in env_peers[stage]] for stage in stages]
+
+
+def _receive(channel: Any, key: str, peer: Peer) -> Any:
+    """Receives a value from a rank; returns None if it has gone, which the link detects, too."""
+    try:
+        return get_until_left(channel, key, peer, until_left(*peer))
+    except PeerLeft:
+        return None
+
+
+def open_links(worker: Worker, slots: SlotMap, observation_space: Any, near: list[list[bool]]) -> EnvLinks:
+    """Opens this rank's links.
+
+    Args:
+        worker: This rank.
+        slots: Slot map.
+        observation_space: Observation space of one slot.
+        near: See `agree_on_device`.
+    """
+    is_env = worker.group_name == slots.env_name
+    observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
+    bytes_a_slot = row_bytes(observation_space)
+    peer_group = slots.rollout_name if is_env else slots.env_name
+    links_by_stage: list[list[tuple[int, range, EnvLink]]] = []
+    for stage in range(slots.stages):
+        peers = slots.rollouts_of(stage, worker.rank) if is_env else slots.envs_of(stage, worker.rank)
+        links: list[tuple[int, range, EnvLink]] = []
+        for (rank, common), on_device in zip(peers, near[stage], strict=True):
+            env, rollout = (worker.rank, rank) if is_env else (rank, worker.rank)
+            if env in slots.absent:
+                links.append((rank, common, ClosedLink()))
+                continue
+            link: EnvLink | None = (
+                None if on_device else _mailbox(slots, stage, env, rollout, len(common), bytes_a_slot, is_env)
+            )
+            if link is None:
+                to_rollout = (observations, slots.to_rollout_key(stage, env, rollout))
+                to_env = (actions, slots.to_env_key(stage, env, rollout))
+                endpoints = (*to_rollout, *to_env) if is_env else (*to_env, *to_rollout)
+                link = ChannelLink(*endpoints, (peer_group, rank))
+            links.append((rank, common, link))
+        links_by_stage.append(links)
+    return EnvLinks(worker, peer_group, links_by_stage)
+
+
+def _mailbox(
+    slots: SlotMap, stage: int, env: int, rollout: int, size: int, bytes_a_slot: dict[str, int], is_env: bool
+) -> EnvLink | None:
+    """Opens a mailbox for a pair of ranks on one host, or returns None; both ends decide alike."""
+    context = current()
+    peer = (slots.rollout_name, rollout) if is_env else (slots.env_name, env)
+    if not available() or context.member(*peer)["host"] != context.host or size * sum(bytes_a_slot.values()) > _LARGEST:
+        return None
+    boxes: dict[str, Mailbox] = {}
+    for index, (key, count) in enumerate(bytes_a_slot.items()):
+        path = context.service.scratch.shm / f"mailbox-{slots.token}-{stage}-{env}-{rollout}{f'-{index}' * bool(key)}"
+        capacity = size * max(count, 0 if index else _ACTION_BYTES)
+        name = f"{peer[0]}-{peer[1]}"
+        boxes[key] = Mailbox(
+            path, capacity, first=is_env, peer=name, deadline=context.wait_deadline, check=until_left(*peer),
+        )  # fmt: skip
+    return boxes[""] if "" in boxes else MailboxLink(boxes, is_env)

@@ -1,0 +1,296 @@
+"""Slot map: assignment of environment slots to ranks, and the keys of the messages between them.
+
+A slot is one environment of the run, numbered 0 … num_envs-1 for any placement. Stage s of S holds the slots
+[s·n, (s+1)·n), n = num_envs / S. Inside a stage, env rank e and rollout rank r each own a contiguous share, of sizes that
+differ by at most one group of slots. A message concerns the slots that one env rank and one rollout rank have in common, for
+any numbers of ranks. The actors share all slots of the run, contiguously and equally.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rlhpc.embodied.config import PlayingConfig
+from rlhpc.embodied.rollout.work_sharing import PARTS, FullRollout
+from rlhpc.runtime.errors import ConfigError
+
+OBSERVATIONS, ACTIONS, OUTCOMES, TRAJECTORIES = "observations", "actions", "outcomes", "trajectories"
+
+
+def overlap(a: range, b: range) -> range:
+    """Returns the slots that two contiguous shares have in common."""
+    start = max(a.start, b.start)
+    return range(start, max(start, min(a.stop, b.stop)))
+
+
+class Homes(NamedTuple):
+    """Ranks of a group that store a channel's messages, in turn."""
+
+    group: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SlotMap:
+    """Slots of a run by stage and rank, and the groups' names.
+
+    Attributes:
+        num_envs: Slots of the run.
+        stages: `rollout.pipeline_stage_num`.
+        env_ranks, rollout_ranks, actor_ranks: World sizes of the groups.
+        group_size: Consecutive slots that share a reset, and so must share a rank.
+        actor_name, rollout_name, env_name: Names the groups were launched under.
+        token: Distinguishes this run's shared memory from that of an earlier run of the same session.
+        absent: Env ranks that have gone; the run continues without them.
+        acting: Rollout ranks that act, in slot order, if rollout ranks have joined or left; empty for all ranks.
+    """
+
+    num_envs: int
+    stages: int = 1
+    env_ranks: int = 1
+    rollout_ranks: int = 1
+    actor_ranks: int = 1
+    group_size: int = 1
+    actor_name: str = "actor"
+    rollout_name: str = "rollout"
+    env_name: str = "env"
+    token: str = ""
+    absent: frozenset[int] = frozenset()
+    acting: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key, count in (
+            ("env.train.num_envs", self.num_envs),
+            ("rollout.pipeline_stage_num", self.stages),
+            ("env.train.group_size", self.group_size),
+        ):
+            if count < 1:
+                raise ConfigError(f"{key} is {count}; it must be at least 1")
+        envs = f"env.train.num_envs({self.num_envs})"
+        stages = f"rollout.pipeline_stage_num({self.stages})"
+        if self.num_envs % self.stages:
+            raise ConfigError(f"{envs} % {stages} != 0: every stage needs the same number of environments")
+        if self.per_stage % self.group_size:
+            raise ConfigError(
+                f"{envs} / {stages} = {self.per_stage}, which env.train.group_size({self.group_size}) does not divide: a "
+                "group must not be split"
+            )
+        for role, ranks in (("env", self.env_ranks), ("rollout", self.rollout_ranks)):
+            if ranks > self.max_ranks:
+                raise ConfigError(
+                    f"a stage has {envs} / {stages} / env.train.group_size({self.group_size}) = {self.max_ranks} shares "
+                    f"to give, and there are {role} ranks({ranks}): raise env.train.num_envs or change "
+                    f"cluster.component_placement.{role}"
+                )
+        if self.num_envs % self.actor_ranks:
+            raise ConfigError(
+                f"{envs} % actor ranks({self.actor_ranks}) != 0: every actor rank needs the same share; change "
+                "env.train.num_envs or cluster.component_placement.actor"
+            )
+        if (self.num_envs // self.actor_ranks) % self.group_size:
+            raise ConfigError(
+                f"actor ranks({self.actor_ranks}) hold {self.num_envs // self.actor_ranks} environments, which "
+                f"env.train.group_size({self.group_size}) does not divide: a group must not be split"
+            )
+
+    @classmethod
+    def from_config(cls, cfg: PlayingConfig, *, env: int, rollout: int, actor: int, **names: str) -> SlotMap:
+        """Builds the map from a configuration and the world sizes of the three groups.
+
+        Raises:
+            ConfigError: The counts do not fit one another; shows the numbers.
+        """
+        return cls(
+            num_envs=cfg.env.train.num_envs,
+            stages=cfg.rollout.pipeline_stage_num,
+            group_size=cfg.env.train.group_size,
+            env_ranks=env,
+            rollout_ranks=rollout,
+            actor_ranks=actor,
+            **names,  # type: ignore[arg-type]
+        )
+
+    @property
+    def per_stage(self) -> int:
+        """Slots of one stage."""
+        return self.num_envs // self.stages
+
+    def env_share(self, stage: int, rank: int) -> range:
+        """Returns the global slots that env rank `rank` simulates in `stage`."""
+        return self._share(stage, rank, self.env_ranks)
+
+    @property
+    def acting_ranks(self) -> tuple[int, ...]:
+        """Rollout ranks that act, in slot order."""
+        return self.acting or tuple(range(self.rollout_ranks))
+
+    @property
+    def max_ranks(self) -> int:
+        """Largest number of rollout ranks, or env ranks, that get at least one slot."""
+        return self.per_stage // self.group_size
+
+    def rollout_share(self, stage: int, rank: int) -> range:
+        """Returns the global slots that rollout rank `rank` serves in `stage`; empty if it does not act."""
+        acting = self.acting_ranks
+        return self._share(stage, acting.index(rank), len(acting)) if rank in acting else range(0)
+
+    def actor_share(self, rank: int) -> range:
+        """Returns the global slots whose transitions actor rank `rank` trains on."""
+        size = self.num_envs // self.actor_ranks
+        return range(rank * size, (rank + 1) * size)
+
+    def rollouts_of(self, stage: int, env_rank: int) -> list[tuple[int, range]]:
+        """Returns the rollout ranks that serve an env rank's share of a stage, each with its slots of the share, in slot
+        order.
+        """
+        env_slots = self.env_share(stage, env_rank)
+        shares = ((r, overlap(env_slots, self.rollout_share(stage, r))) for r in self.acting_ranks)
+        return [(r, common) for r, common in shares if common]
+
+    def envs_of(self, stage: int, rollout_rank: int) -> list[tuple[int, range]]:
+        """Returns the env ranks that simulate a rollout rank's share of a stage, each with its slots of the share, in slot
+        order.
+        """
+        rollout_slots = self.rollout_share(stage, rollout_rank)
+        shares = ((e, overlap(rollout_slots, self.env_share(stage, e))) for e in range(self.env_ranks))
+        return [(e, common) for e, common in shares if common]
+
+    def actors_of(self, stage: int, rollout_rank: int) -> list[tuple[int, range]]:
+        """Returns the actor ranks that train on a rollout rank's share of a stage, each with its slots of the share, in
+        slot order.
+        """
+        rollout_slots = self.rollout_share(stage, rollout_rank)
+        shares = ((a, overlap(rollout_slots, self.actor_share(a))) for a in range(self.actor_ranks))
+        return [(a, common) for a, common in shares if common]
+
+    def sources_of(self, actor_rank: int) -> list[tuple[int, int, range]]:
+        """Returns (stage, rollout rank, slots) of all messages an actor rank gets per step, in slot order."""
+        actor_slots = self.actor_share(actor_rank)
+        sources = [
+            (s, r, common)
+            for s in range(self.stages)
+            for r in self.acting_ranks
+            if (common := overlap(actor_slots, self.rollout_share(s, r)))
+        ]
+        return sorted(sources, key=lambda source: source[2].start)
+
+    @property
+    def unit(self) -> int:
+        """Number of slots of a rank that joins the env group: the size of the largest unit."""
+        return max(len(self.unit_share(unit)) for unit in range(self.env_ranks))
+
+    def unit_share(self, unit: int) -> range:
+        """Returns the global slots of a unit. There are as many units as env ranks, and they are contiguous."""
+        groups = self.num_envs // self.group_size
+        first, last = (groups * bound // self.env_ranks * self.group_size for bound in (unit, unit + 1))
+        return range(first, last)
+
+    def unit_for(self, unit: int, actor_rank: int) -> slice:
+        """Returns the slots of a unit that an actor rank trains on."""
+        unit_slots = self.unit_share(unit)
+        return within(overlap(unit_slots, self.actor_share(actor_rank)), unit_slots)
+
+    def units_of(self, actor_rank: int) -> list[int]:
+        """Returns the units that have slots of an actor rank, in slot order."""
+        parts = ((unit, self.unit_for(unit, actor_rank)) for unit in range(self.env_ranks))
+        return [unit for unit, part in parts if part.stop > part.start]
+
+    # Keys are numbers whose remainder is the consumer's rank: a distributed channel keeps key k at rank k % size of its
+    # home group, so the consumer's `get` needs no socket. The actors' keys do not depend on which ranks act, because a step
+    # may be received after ranks have joined or left.
+
+    def to_rollout_key(self, stage: int, env_rank: int, rollout_rank: int) -> str:
+        """Returns the key of a message from an env rank to a rollout rank."""
+        acting = self.acting_ranks
+        return str((stage * self.env_ranks + env_rank) * len(acting) + acting.index(rollout_rank))
+
+    def to_env_key(self, stage: int, env_rank: int, rollout_rank: int) -> str:
+        """Returns the key of a message from a rollout rank to an env rank."""
+        return str((rollout_rank * self.stages + stage) * self.env_ranks + env_rank)
+
+    def to_actor_key(self, stage: int, rollout_rank: int, actor_rank: int) -> str:
+        """Returns the key of a message from a rollout rank to an actor rank."""
+        return str((rollout_rank * self.stages + stage) * self.actor_ranks + actor_rank)
+
+    def part_key(self, key: int, actor_rank: int) -> str:
+        """Returns the key of a rollout shard's message from a rank that joined to an actor rank."""
+        return str(key * self.actor_ranks + actor_rank)
+
+    def channels(self) -> dict[str, Homes]:
+        """Returns the channels of a run."""
+        actors = Homes(self.actor_name, tuple(range(self.actor_ranks)))
+        return {**self.playing_channels(), TRAJECTORIES: actors, PARTS: actors}
+
+    def playing_channels(self) -> dict[str, Homes]:
+        """Returns the channels between env and rollout ranks. The keys of an env rank that has gone are stored by another
+        one.
+        """
+        rollout = Homes(self.rollout_name, self.acting_ranks)
+        present = [rank for rank in range(self.env_ranks) if rank not in self.absent]
+        keep = tuple(rank if rank in present else present[0] for rank in range(self.env_ranks)) if present else ()
+        return {OBSERVATIONS: rollout, OUTCOMES: rollout, ACTIONS: Homes(self.env_name, keep)}
+
+    def _share(self, stage: int, index: int, count: int) -> range:
+        # The remainder goes to different ranks in each stage, so that ranks have equal work over all stages.
+        groups_per_rank, remainder = divmod(self.per_stage // self.group_size, count)
+        sizes = [groups_per_rank + ((other - stage * remainder) % count < remainder) for other in range(index + 1)]
+        last = stage * self.per_stage + sum(sizes) * self.group_size
+        return range(last - sizes[-1] * self.group_size, last)
+
+
+@dataclass(frozen=True)
+class Acted:
+    """Turn as received by the actors.
+
+    Attributes:
+        turn: The turn.
+        slots: Slot map of the turn.
+        lost_ranks: Rollout ranks that have gone since the turn was assigned to them.
+    """
+
+    turn: FullRollout
+    slots: SlotMap
+    lost_ranks: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Source:
+    """Parts from which actors assemble a step: the decisions of the turns, followed by those of the units.
+
+    Attributes:
+        slots: Slot map of the run.
+        acted: Turns of the step.
+        later: Numbers of turns in progress, which are received later.
+        units: If env ranks that joined have played a part of the step: the keys of the shards, in order, of each unit.
+        useless: Keys of shards that are dropped.
+    """
+
+    slots: SlotMap
+    acted: tuple[Acted, ...] = ()
+    later: frozenset[int] = frozenset()
+    units: list[list[int]] | None = None
+    useless: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class UnitMap(SlotMap):
+    """Slots of a rank that has joined, which simulates and acts in one process.
+
+    Attributes:
+        first: Number of the first slot; no other rank of the run has these numbers.
+    """
+
+    first: int = 0
+
+    def rollout_share(self, stage: int, rank: int) -> range:
+        """Returns all slots."""
+        return self._share(stage, 0, 1)
+
+    def _share(self, stage: int, place: int, places: int) -> range:
+        return range(self.first, self.first + self.num_envs)
+
+
+def within(part: range, full: range) -> slice:
+    """Returns the positions of the slots `part` in an array that holds the slots `full`."""
+    return slice(part.start - full.start, part.stop - full.start)

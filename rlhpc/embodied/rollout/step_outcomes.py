@@ -1,0 +1,298 @@
+"""Outcomes of a rollout: rewards, ends of episodes, and final observations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhpc.embodied.envs.base import TIMED, Timing, env_failed, timed
+from rlhpc.embodied.envs.observations import all_finite, as_given, bad_rows, bad_slots, cleaned, is_finite, join, take
+from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import PlayingConfig, PpoConfig
+
+
+@dataclass(frozen=True)
+class OutcomeShape:
+    """Options that determine the outcomes' columns; see the arguments of `Outcomes` with these names."""
+
+    chunk: int = 1
+    reward_per_action: bool = False
+    single_episode: bool = False
+
+
+def shape_of(cfg: PlayingConfig, rewards: str, logprobs: str, single_episode: bool) -> OutcomeShape:
+    """Returns the shape for the levels (action or chunk) of rewards and log-probabilities."""
+    per_action = rewards == "action_level"
+    by_action = per_action or logprobs != "chunk_level"
+    return OutcomeShape(cfg.actor.model.num_action_chunks if by_action else 1, per_action, single_episode)
+
+
+def ppo_shape(cfg: PpoConfig) -> OutcomeShape:
+    """Returns the shape of a PPO run; without `env.train.auto_reset`, each rollout is one episode per slot."""
+    algorithm = cfg.algorithm
+    return shape_of(cfg, algorithm.reward_type.lower(), algorithm.logprob_type.lower(), not cfg.env.train.auto_reset)
+
+
+class Outcomes:
+    """Outcomes of one vector environment over a rollout, batch first: `[n, T]`.
+
+    `env_failed [n, T]` marks the transitions whose simulator or robot failed: their outcome is unknown.
+
+    Args:
+        share: Global slots of the environment.
+        steps: T, decisions of a rollout.
+        chunk: Actions of a decision, if they are distinguished: `action_mask [n, T, chunk]` marks the executed ones.
+        reward_per_action: Rewards are `[n, T, chunk]`.
+        single_episode: Each slot plays one episode; `loss_mask [n, T]` excludes the decisions after its end.
+        spoiled: Called for non-finite values with "reward", "observation" or "last observation of an episode", the step, and
+            the slots (bool `[n]`); it may raise. If it does not, `nonfinite [n, T]` marks the transitions in which 0 has
+            replaced the simulator's numbers.
+    """
+
+    def __init__(
+        self,
+        share: range,
+        steps: int,
+        *,
+        chunk: int = 1,
+        reward_per_action: bool = False,
+        single_episode: bool = False,
+        spoiled: Callable[[str, int, np.ndarray], None] | None = None,
+    ) -> None:
+        size = len(share)
+        self._spoiled, self._steps = spoiled, steps
+        self._per_action = reward_per_action and chunk > 1
+        self.rewards = np.zeros((size, steps, chunk) if self._per_action else (size, steps), np.float32)
+        self.terminations = np.zeros((size, steps), bool)
+        self.truncations = np.zeros((size, steps), bool)
+        self._optional: dict[str, np.ndarray] = {}
+        if chunk > 1:
+            self._optional["action_mask"] = np.ones((size, steps, chunk), bool)
+        if single_episode:
+            self._optional["loss_mask"] = np.ones((size, steps), bool)
+        self._optional["env_failed"] = np.zeros((size, steps), bool)
+        if spoiled is not None:
+            self._optional["nonfinite"] = np.zeros((size, steps), bool)
+        self._alive = np.ones(size, bool) if single_episode else None
+        self._finals: list[tuple[int, np.ndarray, Any]] = []
+
+    def add(
+        self, t: int, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray, infos: dict[str, Any]
+    ) -> np.ndarray | None:
+        """Stores step `t` of all slots.
+
+        Returns:
+            Indices of the slots whose episode ended; None if no episode ended.
+
+        Raises:
+            ConfigError: The environment does not report the actions of a chunk separately.
+        """
+        if "action_mask" in self._optional:
+            if "chunk" not in infos:
+                raise ConfigError(
+                    "algorithm.logprob_type and algorithm.reward_type need to know what each action of a chunk brought, "
+                    "which this environment does not say (infos['chunk']); choose chunk_level for both"
+                )
+            self._optional["action_mask"][:, t] = infos["chunk"]["mask"]
+            if self._per_action:
+                rewards = infos["chunk"]["rewards"]
+        self.rewards[:, t] = rewards
+        self.terminations[:, t] = terminations
+        self.truncations[:, t] = truncations
+        failed = self._optional["env_failed"][:, t] = env_failed(infos, len(self.rewards))
+        if failed.any():
+            self.rewards[failed, t], self.terminations[failed, t], self.truncations[failed, t] = 0, False, True
+        if self._alive is not None:
+            self._optional["loss_mask"][:, t] = self._alive
+            for column in (self.rewards, self.terminations, self.truncations, self._optional["env_failed"]):
+                column[~self._alive, t] = 0
+            self._alive &= ~(self.terminations[:, t] | self.truncations[:, t])
+        if not is_finite(self.rewards[:, t]):
+            self._spoil("reward", t, bad_rows(self.rewards[:, t]), (t,))
+            self.rewards[:, t] = cleaned(self.rewards[:, t])
+        done = np.flatnonzero(self.terminations[:, t] | self.truncations[:, t])
+        if not done.size:
+            return None
+        final = take(as_given(infos["final_obs"]), done)
+        if not all_finite(final):
+            rows = np.zeros(len(self.rewards), bool)
+            rows[done] = bad_slots(final)
+            self._spoil("last observation of an episode", t, rows, (t,))
+            final = cleaned(final)
+        self._finals.append((t, done, final))
+        return done
+
+    def _spoil(self, quantity: str, t: int, rows: np.ndarray, at: tuple[int, ...]) -> None:
+        if self._spoiled is None:
+            return
+        self._spoiled(quantity, t, rows)
+        for step in at:
+            if 0 <= step < self._steps:
+                self._optional["nonfinite"][rows, step] = True
+
+    def cleaned_obs(self, t: int, obs: Any) -> Any:
+        """Returns the observations `obs` as given to the policy before step `t`: 0 where they are not finite."""
+        if all_finite(obs):
+            return obs
+        rows = bad_slots(obs)
+        if self._alive is not None:
+            rows &= self._alive  # steps after an episode's end do not train
+        if rows.any():
+            self._spoil("observation", t, rows, (t - 1, t))
+        return cleaned(obs)
+
+    def part(self, part: slice, last_obs: Any, num_decisions: int | None = None) -> dict[str, Any]:
+        """Returns the message about the slots `part`.
+
+        Args:
+            part: Slots of the environment.
+            last_obs: Observations of those slots after the rollout.
+            num_decisions: T, if the rollout has ended early.
+
+        Returns:
+            rewards (see the class), terminations, truncations `[n, T]`; last_obs `[n, ...]`; final_slot, final_step `[k]`
+            and final_obs `[k, ...]`: the true last observations of the episodes that ended, slots counted from 0; and
+            env_failed `[n, T]`, and action_mask, loss_mask, nonfinite, where they exist.
+        """
+        slots, steps, rows = [], [], []
+        for t, done, final in self._finals:
+            inside = (done >= part.start) & (done < part.stop)
+            if inside.any():
+                slots.append(done[inside] - part.start)
+                steps.append(np.full(int(inside.sum()), t))
+                rows.append(take(final, inside))
+        empty = np.zeros(0, np.int64)
+        return {
+            "rewards": self.rewards[part, :num_decisions],
+            "terminations": self.terminations[part, :num_decisions],
+            "truncations": self.truncations[part, :num_decisions],
+            **{name: column[part, :num_decisions] for name, column in self._optional.items()},
+            "last_obs": last_obs,
+            "final_slot": np.concatenate(slots) if slots else empty,
+            "final_step": np.concatenate(steps) if steps else empty,
+            "final_obs": join(rows) if rows else take(last_obs, slice(0)),
+        }
+
+
+def nothing_of(share: range, steps: int, shape: OutcomeShape, last_obs: Any) -> dict[str, Any]:
+    """Returns a message like `Outcomes.part` for slots whose outcomes are unknown; the receiver must know this."""
+    outcomes = Outcomes(
+        share, steps, chunk=shape.chunk, reward_per_action=shape.reward_per_action, single_episode=shape.single_episode,
+        spoiled=lambda *_: None,
+    )  # fmt: skip
+    return outcomes.part(slice(0, len(share)), last_obs)
+
+
+def next_values(
+    values: np.ndarray,
+    last_values: np.ndarray,
+    final_slot: np.ndarray,
+    final_step: np.ndarray,
+    final_values: np.ndarray,
+    action_mask: np.ndarray | None = None,
+) -> np.ndarray:
+    """Returns the value of the true next observation of each transition, `[n, T]`.
+
+    Args:
+        values: `[n, T]`, of the observations that were acted on; `[n, T, chunk]` if each action of a chunk has one.
+        last_values: `[n]`, of the slots' observations after the rollout (of `[n, chunk]`, the first is used).
+        final_slot, final_step, final_values: `[k]` (or `[k, chunk]`), ends of episodes and the value of their last
+            observation.
+        action_mask: `[n, T, chunk]`, marks the executed actions; needed for values of actions.
+    """
+    result = np.empty_like(values)
+    if values.ndim == 3:
+        assert action_mask is not None
+        result[:, :, :-1] = values[:, :, 1:]
+        result[:, :-1, -1], result[:, -1, -1] = values[:, 1:, 0], last_values[:, 0]
+        last_action = action_mask[final_slot, final_step].sum(-1) - 1
+        result[final_slot, final_step, last_action] = final_values[:, 0]
+        return result
+    result[:, :-1] = values[:, 1:]
+    result[:, -1] = last_values
+    result[final_slot, final_step] = final_values
+    return result
+
+
+class EpisodeLog:
+    """Episodes that ended during a rollout; episodes whose return is not finite are only counted.
+
+    Attributes:
+        spoiled: Number of episodes whose return is not finite.
+        skipped: Actions of chunks that were not executed because their episode had ended.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[np.ndarray] = []
+        self.spoiled = self.skipped = 0
+
+    def count_skipped(self, infos: dict[str, Any], slots: slice = slice(None)) -> None:
+        """Counts the actions of a step's chunks that were not executed, in these slots."""
+        if "chunk" in infos:
+            self.skipped += int((~np.asarray(infos["chunk"]["mask"], bool)[slots]).sum())
+
+    def add(self, t: int, slot_offset: int, infos: dict[str, Any], ended_slots: np.ndarray) -> None:
+        """Records the episodes that ended at step `t` in the slots `ended_slots` (counted from `slot_offset`)."""
+        episode = infos.get("episode")
+        if episode is None:
+            return
+        finished = ended_slots[np.asarray(episode["mask"])[ended_slots]] if "mask" in episode else ended_slots
+        finished = finished[~env_failed(infos, len(episode["return"]))[finished]]
+        success = episode.get("success_once", episode.get("success"))
+        rows = np.empty((finished.size, 5))
+        rows[:, 0], rows[:, 1] = t, finished + slot_offset
+        rows[:, 2], rows[:, 3] = np.asarray(episode["return"])[finished], np.asarray(episode["length"])[finished]
+        rows[:, 4] = np.nan if success is None else np.asarray(success)[finished]
+        if not is_finite(rows[:, 2]):
+            sound = np.isfinite(rows[:, 2])
+            self.spoiled += int((~sound).sum())
+            rows = rows[sound]
+        self._rows.append(rows)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns `step`, `slot`, `return`, `length`, `success` (nan if the environment does not report it), each `[k]`."""
+        rows = np.concatenate(self._rows) if self._rows else np.zeros((0, 5))
+        names = ("step", "slot", "return", "length", "success")
+        return {name: rows[:, i] for i, name in enumerate(names)}
+
+    def report(
+        self,
+        *,
+        restarts: int = 0,
+        by_device: int = 0,
+        by_host: int = 0,
+        busy_s: float = 0.0,
+        timing: Iterable[Timing | None] = (),
+    ) -> dict[str, np.ndarray]:
+        """Returns a rank's report of a rollout that it simulated: `arrays`, `COUNTS` (each `[1]`), and `timed`.
+
+        Args:
+            restarts: Simulator processes that died or hung and were started again, since the rank started.
+            by_device: Messages with observations that stayed on the accelerator.
+            by_host: Messages that were made on an accelerator and did not stay there.
+            busy_s: Seconds in which the rank did not wait for actions.
+            timing: Timing statistics of the robots.
+        """
+        counts = (restarts, self.spoiled, self.skipped, by_device, by_host, busy_s)
+        return {
+            **self.arrays(),
+            **{name: np.array([n]) for name, n in zip(COUNTS, counts, strict=True)},
+            **timed(timing),
+        }
+
+
+#: Counts of an env rank's report of a rollout, in addition to episodes and `TIMED`; see `EpisodeLog.report`.
+COUNTS = ("restarts", "spoiled", "skipped", "by_device", "by_host", "busy_s")
+
+
+def in_order(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Merges the ranks' episodes by step and then slot; the result does not depend on which rank had which slot."""
+    parts = parts or [EpisodeLog().report()]
+    merged = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    order = np.lexsort((merged["slot"], merged["step"]))
+    return {name: column if name in (*COUNTS, *TIMED) else column[order] for name, column in merged.items()}

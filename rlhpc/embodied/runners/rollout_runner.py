@@ -1,0 +1,497 @@
+"""Training loops of runs with simulators.
+
+Each step has four phases: the actor's weights go to the rollout workers; policy and simulators play; the actors receive
+the trajectories; they train. The calls of a step are issued together and each rank executes its own in order, so that
+no phase waits for a round trip to the driver.
+
+With `algorithm.max_staleness: k` policy and simulators play up to k steps ahead while the actors train, with weights at most k
+versions older than those of the synchronous loop. They wait before a checkpoint and before an evaluation, so that a resumed
+run continues as the uninterrupted one would. In such a run env and rollout ranks join and leave (`RolloutSources`).
+"""
+
+from __future__ import annotations
+
+import collections
+import secrets
+from collections import Counter
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rlhpc.algorithms.nonfinite import MOST_IN_A_ROW, nonfinite
+from rlhpc.embodied.config import PlayingConfig, PpoConfig, SacConfig
+from rlhpc.embodied.envs.base import timing_row
+from rlhpc.embodied.rollout.slot_map import SlotMap
+from rlhpc.embodied.rollout.step_outcomes import in_order
+from rlhpc.embodied.rollout.work_sharing import FullRollout, cuts, divisible
+from rlhpc.embodied.runners.rollout_sources import RolloutSources
+from rlhpc.embodied.training.blueprint import check_backend
+from rlhpc.jobs.signals import StopRequest
+from rlhpc.metrics import PhaseTimers
+from rlhpc.runs.run_folder import RunFolder, note
+from rlhpc.runs.runner import Runner
+from rlhpc.runtime.active_time import active_s
+from rlhpc.runtime.worker_group import WorkerGroup
+
+
+def device_and_timing_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
+    """Returns the share of observation messages that stayed on the accelerator, if simulators make them there, and the timing
+    of robots.
+    """
+    by_device, by_host = int(episodes["by_device"].sum()), int(episodes["by_host"].sum())
+    on_device = {"env/on_device": by_device / (by_device + by_host)} if by_device + by_host else {}
+    return on_device | timing_row(episodes)
+
+
+def episode_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
+    """Returns metrics of the episodes that ended in a step; unlike those of the window they have no lag."""
+    count = len(episodes["return"])
+    metrics: dict[str, float] = {"rollout/episodes": count}
+    if count:
+        metrics["rollout/episode_return"] = float(episodes["return"].mean())
+        if not np.isnan(episodes["success"]).any():
+            metrics["rollout/success_once"] = float(episodes["success"].mean())
+    return metrics
+
+
+def joined(decisions: Counter[int], chunk: int) -> dict[str, float]:
+    """Returns the transitions of a step from ranks that have joined: all of them, and by rank.
+
+    Args:
+        decisions: Decisions by rank.
+        chunk: Transitions of a decision.
+    """
+    if not decisions:
+        return {}
+    by_rank = {f"env/joined_transitions_{rank}": count * chunk for rank, count in sorted(decisions.items())}
+    return {"env/joined_transitions": decisions.total() * chunk, **by_rank}
+
+
+#: Training episodes that `train/episode_return` averages over.
+WINDOW = 100
+#: Steps over which `env_steps_per_s` is averaged.
+_RATE_STEPS = 10
+Cfg = TypeVar("Cfg", bound=PlayingConfig)
+
+
+class PlayingRunner(Runner[Cfg]):
+    """Base of runners whose policies play while they learn.
+
+    Args:
+        cfg: Configuration.
+        actor, rollout, env: Launched groups.
+        run: The run's folder; by default the one that `runner.run_dir` and `runner.name` name.
+        stop: Request to end early, checked between steps.
+
+    Raises:
+        ConfigError: The counts of environments, stages and ranks do not fit one another.
+    """
+
+    #: Name of the phase in which the actors receive the trajectories.
+    receiving = "advantage"
+
+    def __init__(
+        self,
+        cfg: Cfg,
+        actor: Any,
+        rollout: Any,
+        env: Any,
+        *,
+        run: RunFolder | None = None,
+        stop: StopRequest | None = None,
+    ) -> None:
+        names = {"actor_name": actor.name, "rollout_name": rollout.name, "env_name": env.name}
+        names["token"] = secrets.token_hex(4)
+        slots = SlotMap.from_config(
+            cfg, env=env.world_size, rollout=rollout.world_size, actor=actor.world_size, **names
+        )
+        self.players = RolloutSources(
+            env, rollout, actor, slots, decisions=cfg.algorithm.rollout_steps, ahead=cfg.algorithm.max_staleness,
+            divisible=divisible(cfg), cuts=cuts(cfg), generate=self.generate, at_random=self.at_random,
+            restarts=lambda: self.max_recoveries, timeout=cfg.runner.step_timeout_s,
+        )  # fmt: skip
+        self.env, self.rollout = self.players.env, self.players.rollout
+        super().__init__(cfg, {"actor": actor, "rollout": self.rollout, "env": self.env}, run=run, stop=stop)
+        self.actor = actor
+        self.check()
+        self.env_steps, self.episodes, self._nonfinite_steps = 0, 0, 0
+        self.lost_counts: collections.Counter[str] = collections.Counter()
+        self.window: collections.deque[tuple[float, float, float]] = collections.deque(maxlen=WINDOW)
+        self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_STEPS)
+        self._sent, self._syncs = -1, list[Any]()
+
+    @property
+    def slots(self) -> SlotMap:
+        """Slot map."""
+        return self.players.slots
+
+    def start_weights(self) -> str | None:
+        """Returns the weights to start from: `runner.init_from`."""
+        return self.cfg.runner.init_from
+
+    def check(self) -> None:
+        """Checks that the configuration's parts fit together."""
+
+    @property
+    def turns(self) -> bool:
+        """True if actor and rollout ranks are colocated and alternate on the accelerators."""
+        return False
+
+    def release_accelerators(self) -> None:
+        """Makes rollout and env ranks leave the accelerators, if they are colocated."""
+
+    def change_over(self, *, playing: bool) -> None:
+        """Gives the accelerators to rollout and env ranks, or to actors, if they are colocated."""
+
+    # -- start ----------------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Builds environments and models on all ranks and connects them."""
+        spaces = self.players.build()
+        if self.turns:  # one after the other; rollout ranks are offloaded between steps
+            self.rollout.init_worker(self.slots, *spaces).wait(self.timeout)
+            self.release_accelerators()
+            self.actor.init_worker(self.slots, *spaces).wait(self.timeout)
+        else:
+            handles = [self.actor.init_worker(self.slots, *spaces), self.rollout.init_worker(self.slots, *spaces)]
+            for handle in handles:
+                handle.wait(self.timeout)
+        self.players.connect()
+
+    def restored(self, answers: dict[str, list[Any]]) -> None:
+        """Reports if the episodes in progress are lost."""
+        if not all(answers["env"]):
+            note("the simulators cannot be restored; their episodes start anew, so this resume is not bit for bit")
+
+    def rebuild(self, gone: dict[str, list[int]]) -> None:
+        """Restarts environment and rollout ranks."""
+        self.players.rebuild(gone)
+
+    def forget(self) -> None:
+        """Empties the window of episodes; the checkpoint has its own window."""
+        self.window.clear()
+
+    def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
+        """Counts the lost ranks, transitions (including those of the step in progress) and episodes."""
+        self.lost_counts["ranks"] += ranks
+        self.lost_counts["steps"] += before["env_steps"] - self.env_steps + self._transitions()
+        self.lost_counts["episodes"] += before["episodes"] - self.episodes
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Drops the steps that were played ahead."""
+        self._sent, self._syncs = -1, list[Any]()
+        self.players.begin(self.step)
+
+    def one_step(self) -> dict[str, float]:
+        """Runs one step: weight sync, rollout, receiving, update."""
+        self.players.update_ranks(self.step)
+        step, timers, begin = self.step + 1, PhaseTimers(), active_s()
+        sync = []
+        if self._sent != self.step:  # the weights that the last update left
+            sync = self.players.sync(self.step)
+            self._sent = self.step
+        if self.turns:
+            with timers("sync"):
+                while sync:
+                    sync.pop().wait(self.timeout)
+                self.change_over(playing=True)
+        self.players.give(min(step + self.cfg.algorithm.max_staleness, self._stop_before(step)))
+        with timers("rollout"):
+            parts = self.players.parts_of(step)
+        progress = self.step / max(self.folder.total, 1)
+        receive = self.players.receive(step, parts)
+        update = None if self.turns else self.actor.update(step, progress)
+        playing, ahead = self.players.plays(step), self.cfg.algorithm.max_staleness > 0
+        # Ahead of the actors, rollout ranks receive weights after the steps that they play, so those steps are awaited first.
+        for phase in ("rollout", "sync") if ahead else ("sync", "rollout"):
+            with timers(phase):
+                if phase == "sync":
+                    self._await_weights(sync, playing=playing)
+                else:
+                    episodes, act_s, simulate_s = self.players.outcome(step, parts)
+        with timers(self.receiving):
+            received = receive.wait(self.timeout)
+            acted = min(facts["version"] for facts in received)
+        with timers("update"):
+            if update is None:
+                self.change_over(playing=False)
+                update = self.actor.update(step, progress)
+            trained = update.wait(self.timeout)[0]
+        chunk = self.cfg.actor.model.num_action_chunks
+        executed = int(sum(facts["taken"] for facts in received)) * chunk - int(episodes["skipped"].sum())
+        self._count_gone(int(sum(facts["lost"] for facts in received)) * chunk)
+        row = self._row(step, begin, trained, episodes, acted, executed, timers)
+        row |= {"time/simulate_s": simulate_s, "time/act_s": act_s}
+        row |= joined(self.players.joined(parts), chunk)
+        self._count_left_out(step, row, int(sum(facts["left_out"] for facts in received)))
+        if failed := int(sum(facts["failed"] for facts in received)):
+            row["env/failed"] = failed
+        return row
+
+    def _await_weights(self, sync: list[Any], *, playing: bool) -> None:
+        """Waits until weights are received; if the rollout ranks are busy with a later step, only until they are sent."""
+        self._syncs += sync
+        for handle in self._syncs if playing else sync[:1]:
+            handle.wait(self.timeout)
+        if playing:
+            self._syncs = []
+
+    def _count_gone(self, transitions: int) -> None:
+        """Counts the ranks that the run continues without, and the transitions of a step that were lost with them."""
+        if self.players.num_lost:
+            self.lost_counts["ranks"] += self.players.num_lost
+            self.players.num_lost = 0
+        if transitions:
+            self.lost_counts["steps"] += transitions
+
+    def _count_left_out(self, step: int, row: dict[str, float], count: int) -> None:
+        """Counts transitions that were not trained on because something in them was not finite.
+
+        Raises:
+            NonFinite: Too many steps in a row had no finite transitions.
+        """
+        if count:
+            row["env/nonfinite"] = count
+        all_nonfinite = count * self.cfg.actor.model.num_action_chunks >= self._transitions()
+        self._nonfinite_steps = self._nonfinite_steps + 1 if all_nonfinite else 0
+        if self._nonfinite_steps >= MOST_IN_A_ROW:
+            raise nonfinite(
+                f"step {step}: nothing that the environments brought was finite, {self._nonfinite_steps} steps in a row"
+            )
+
+    def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:
+        """Makes rollout ranks act in a turn; returns a handle."""
+        return rollout.generate(turn)
+
+    def at_random(self, step: int) -> bool:
+        """Returns whether all actions of a step are drawn at random."""
+        del step
+        return False
+
+    def _stop_before(self, step: int) -> int:
+        """Returns the last step that may be played before a later step's weights are saved or evaluated."""
+        every = (self.cfg.runner.save_interval, self.cfg.runner.val_check_interval)
+        ends = [-(-step // interval) * interval for interval in every if interval > 0]
+        return min([self.folder.end_step, *ends])
+
+    def _save(self, logger: Any) -> None:
+        if self.players.under_way:
+            note(
+                "the run stops while environments are ahead of the actors: the steps they have played since are played "
+                "again after a resume, which so loses nothing but is not bit for bit"
+            )
+        super()._save(logger)
+
+    def _row(
+        self,
+        step: int,
+        begin: float,
+        trained: dict[str, float],
+        episodes: dict[str, np.ndarray],
+        acted: float,
+        transitions: int,
+        timers: PhaseTimers,
+    ) -> dict[str, float]:
+        """Counts a step that began at `begin`, and returns its row of metrics."""
+        seconds = active_s() - begin
+        self.step = step
+        self.env_steps += transitions
+        self._recent.append((seconds, transitions))
+        self._count(episodes)
+        row: dict[str, float] = {f"train/{name}": value for name, value in trained.items() if name != "update_s"}
+        if "update_s" in trained:  # some updates have nothing to train on
+            row["time/train_s"] = trained["update_s"]
+        row.update(self._episode_metrics())
+        row.update(episode_metrics(episodes))
+        row["rollout/version"], row["rollout/env_steps"] = acted, self.env_steps
+        if restarts := int(episodes["restarts"].sum()):
+            row["env/restarts"] = restarts
+        if spoiled := int(episodes["spoiled"].sum()):
+            row["env/nonfinite_episodes"] = spoiled
+        row.update(device_and_timing_metrics(episodes))
+        row.update({f"env/lost_{name}": count for name, count in self.lost_counts.items()})
+        self._validate(step, row, timers)
+        row.update(timers.pop())
+        row["time/step_s"] = seconds
+        row["time/env_steps_per_s"] = sum(n for _, n in self._recent) / sum(s for s, _ in self._recent)
+        return row
+
+    def _transitions(self) -> int:
+        """Returns the number of transitions in a training step."""
+        decisions = self.slots.num_envs * self.cfg.algorithm.rollout_steps
+        return decisions * self.cfg.actor.model.num_action_chunks
+
+    def _count(self, episodes: dict[str, np.ndarray]) -> None:
+        self.episodes += len(episodes["return"])
+        rows = zip(episodes["return"].tolist(), episodes["length"].tolist(), episodes["success"].tolist(), strict=True)
+        self.window.extend(rows)
+
+    def _return(self) -> float | None:
+        return float(np.mean([row[0] for row in self.window])) if self.window else None
+
+    def _episode_metrics(self) -> dict[str, float]:
+        metrics: dict[str, float] = {"train/episodes": self.episodes}
+        if self.window:
+            returns, lengths, success = np.asarray(self.window, np.float64).T
+            metrics["train/episode_return"], metrics["train/episode_length"] = (
+                float(returns.mean()),
+                float(lengths.mean()),
+            )
+            if not np.isnan(success).any():
+                metrics["train/success_once"] = float(success.mean())
+        return metrics
+
+    def _validate(self, step: int, row: dict[str, float], timers: PhaseTimers) -> None:
+        every = self.cfg.runner.val_check_interval
+        if every <= 0 or step % every:
+            return
+        with timers("eval"):
+            # The rollout ranks still act with the weights from before the update.
+            handles = self.players.sync(step)
+            if self.turns:
+                while handles:
+                    handles.pop().wait(self.timeout)
+                self.change_over(playing=True)
+            result = self.players.evaluate()
+            for handle in handles:
+                handle.wait(self.timeout)
+            row.update({f"eval/{name}": value for name, value in result().items()})
+            self.change_over(playing=False)
+
+    # -- hooks of the base class ----------------------------------------------------------------------------------
+
+    def goal(self) -> str:
+        """Returns "stop_return" if `runner.stop_return` is reached over a full window, else ""."""
+        stop_return, reached = self.cfg.runner.stop_return, self._return()
+        full = len(self.window) == WINDOW
+        return (
+            "stop_return" if stop_return is not None and full and reached is not None and reached >= stop_return else ""
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Returns the counters, and the returns of the last episodes."""
+        window = [[None if value != value else value for value in row] for row in self.window]
+        return {"env_steps": self.env_steps, "episodes": self.episodes, "window": window}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restores the state that `state` returned when the checkpoint was made."""
+        self.env_steps, self.episodes = int(state["env_steps"]), int(state["episodes"])
+        rows = ([float("nan") if value is None else float(value) for value in row] for row in state["window"])
+        self.window.extend((row[0], row[1], row[2]) for row in rows)
+
+    def result(self) -> dict[str, Any]:
+        """Returns env_steps and episode_return."""
+        return {"env_steps": self.env_steps, "episode_return": self._return()}
+
+    def facts(self, row: dict[str, float]) -> dict[str, Any]:
+        """Returns mean return and rate, for `rlhpc status`."""
+        return {
+            "return": row.get("train/episode_return"),
+            "env_steps": self.env_steps,
+            "env_steps_per_s": row["time/env_steps_per_s"],
+        }
+
+
+class EmbodiedRunner(PlayingRunner[PpoConfig]):
+    """Runner of on-policy training in simulators."""
+
+    def check(self) -> None:
+        """Checks the settings of the training backend early."""
+        check_backend(self.cfg.actor)
+
+    @property
+    def turns(self) -> bool:
+        """True with `actor.enable_offload` or `rollout.enable_offload` (`PlayingRunner.turns`)."""
+        return self.cfg.actor.enable_offload or self.cfg.rollout.enable_offload
+
+    def change_over(self, *, playing: bool) -> None:
+        """Gives the accelerators to the other side (`PlayingRunner.change_over`); the present side leaves first.
+
+        Actors also save and send weights, so they have the accelerators between steps.
+        """
+        if not playing:
+            self.release_accelerators()
+        if self.cfg.actor.enable_offload:
+            (self.actor.offload() if playing else self.actor.reload()).wait(self.timeout)
+        if playing and self.cfg.rollout.enable_offload:
+            self.rollout.reload().wait(self.timeout)
+
+    def release_accelerators(self) -> None:
+        """Makes rollout and env ranks leave the accelerators (`PlayingRunner.release_accelerators`)."""
+        if self.cfg.rollout.enable_offload:
+            self.rollout.offload().wait(self.timeout)
+        if self.turns:
+            self.rollout.let_go().wait(self.timeout)
+            self.env.offload().wait(self.timeout)
+
+    def rebuild(self, gone: dict[str, list[int]]) -> None:
+        """Restarts environment and rollout ranks (`PlayingRunner.rebuild`). The side that has the accelerators is unknown, so
+        the actors leave first.
+        """
+        if self.cfg.actor.enable_offload:
+            self.actor.offload().wait(self.timeout)
+        super().rebuild(gone)
+        self.change_over(playing=False)
+
+
+class OffPolicyRunner(PlayingRunner[SacConfig]):
+    """Runner of SAC and other off-policy algorithms. Batches are drawn from a buffer, so their size need not divide a rollout.
+
+    Arguments as in `EmbodiedRunner`.
+    """
+
+    receiving = "receive"
+
+    def init_workers(self) -> None:
+        """Builds the workers (`Runner.init_workers`), after it has set the number of random steps."""
+        algorithm = self.cfg.algorithm
+        self.random_steps = algorithm.replay_buffer.min_buffer_size
+        if algorithm.random_steps is not None:
+            self.random_steps = algorithm.random_steps
+        elif self.cfg.runner.init_from is not None or algorithm.offline_steps:
+            self.random_steps = 0  # the policy can act already
+        super().init_workers()
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state (`PlayingRunner.state`) with the number of random steps."""
+        return {**super().state(), "random_steps": self.random_steps}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restores the state that `state` returned when the checkpoint was made."""
+        super().load_state(state)
+        self.random_steps = int(state["random_steps"])
+
+    def one_step(self) -> dict[str, float]:
+        """Runs one step (`PlayingRunner.one_step`), offline at first where `algorithm.offline_steps` is set."""
+        return self._offline_step() if self.step < self.cfg.algorithm.offline_steps else super().one_step()
+
+    def _offline_step(self) -> dict[str, float]:
+        """Trains from the demonstrations alone; the environments are not used."""
+        step, timers, begin = self.step + 1, PhaseTimers(), active_s()
+        with timers("update"):
+            update = self.actor.update_offline(step, self.step / max(self.folder.total, 1))
+            trained = update.wait(self.timeout)[0]
+        row = self._row(step, begin, trained, in_order([]), 0.0, 0, timers)
+        del row["rollout/version"]
+        self.players.forget(step)
+        return row
+
+    def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:
+        """Makes rollout ranks act in a turn (`PlayingRunner.generate`)."""
+        return rollout.generate(turn, self._random_until)
+
+    def at_random(self, step: int) -> bool:
+        """Returns whether all actions of a step are drawn at random (`PlayingRunner.at_random`)."""
+        return (step - 1) * self._decisions < self._random_until
+
+    @property
+    def _decisions(self) -> int:
+        """Decisions of a step, in all slots."""
+        return self.slots.num_envs * self.cfg.algorithm.rollout_steps
+
+    @property
+    def _random_until(self) -> int:
+        """Decisions of the run up to which actions are drawn at random, counted as if offline steps had been played, too."""
+        return self.random_steps + self.cfg.algorithm.offline_steps * self._decisions if self.random_steps else 0

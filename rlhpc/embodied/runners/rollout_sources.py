@@ -1,0 +1,565 @@
+"""Rollout sources of a run: env ranks with their rollout ranks, and env ranks that joined; assignment and tracking of
+steps.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
+from rlhpc.embodied.rollout.step_outcomes import in_order
+from rlhpc.embodied.rollout.work_sharing import PLAYED, DeliveredShard, FullRollout, ShardTracker, keys_of, shares
+from rlhpc.runs.replicas import CompletedCall, Originals, Replicas
+from rlhpc.runs.run_folder import note
+from rlhpc.runtime.channel import Channel, QueueEmpty
+from rlhpc.runtime.context import current
+from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
+from rlhpc.runtime.worker_group import WorkerGroup
+
+#: Interval of checks for lost ranks while waiting for shards.
+_HELPER_POLL_S = 0.1
+
+
+class JoinedEnvRanks:
+    """Env ranks that joined, and the shards that they play.
+
+    Args:
+        env, actor: Launched groups.
+        slots: Slot map of the run.
+        decisions: `algorithm.rollout_steps`.
+        ahead: `algorithm.max_staleness`.
+        at_random: Whether actions of a step are drawn at random.
+        timeout: Seconds that a step may take.
+
+    Attributes:
+        ranks: Ranks that take part.
+    """
+
+    def __init__(
+        self,
+        env: WorkerGroup,
+        actor: WorkerGroup,
+        slots: SlotMap,
+        decisions: int,
+        ahead: int,
+        at_random: Callable[[int], bool],
+        timeout: float,
+    ) -> None:
+        self._ahead = ahead
+        self._env, self._actor, self._slots, self._timeout = env, actor, slots, timeout
+        self._at_random = at_random
+        self.ledger = ShardTracker(slots.env_ranks, decisions)
+        self.ranks: list[int] = []
+        #: Shards of a step, and the number of steps of which a rank may have shards at a time.
+        self._parts, self._steps_per_rank = slots.env_ranks, 1
+        #: Version of the weights that each rank was sent last.
+        self._sent_versions: dict[int, int] = {}
+        self._left_ranks: list[int] = []
+
+    def open(self) -> None:
+        """Starts anew, without ranks and without shards in progress."""
+        self._played = Channel.create(PLAYED)
+        self.ledger.clear()
+        self._left_ranks += self._sent_versions
+        self.ranks, self._sent_versions = [], {}
+
+    def open_rank(self, rank: int, spaces: tuple[Any, Any], start_step: int) -> Any:
+        """Makes a rank build simulators and policy; returns a handle."""
+        return self._env.execute_on(rank).open_replica(self._slots, spaces, start_step)
+
+    def add_rank(self, rank: int) -> None:
+        """Lets a rank that is built take part from now on."""
+        self._env.execute_on(rank).connect_replica().wait(self._timeout)
+        self.ranks.append(rank)
+
+    def poll(self) -> None:
+        """Receives reports, and returns undelivered shards of lost ranks to the unassigned work."""
+        present = set(self._env.present)
+        while True:  # reports that a rank sent before it went were confirmed, so they count
+            try:
+                self.ledger.accept(self._played.get_nowait())
+            except QueueEmpty:
+                break
+        for rank in [rank for rank in self.ranks if rank not in present]:
+            self.ranks.remove(rank)
+            self.ledger.lose(rank)
+            if self._sent_versions.pop(rank, None) is not None:
+                self._left_ranks.append(rank)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that these ranks play."""
+        return self.ledger.steps
+
+    def would_take(self) -> bool:
+        """Returns whether enough of these ranks are idle to play a whole step.
+
+        While they play it, the others play as many further steps as `max_staleness` allows, and then wait: a few ranks that
+        play a step's units one after the other would delay the run.
+        """
+        units = self._slots.env_ranks
+        idle = sum(self.ledger.held(rank) == 0 for rank in self.ranks)
+        enough = len(self.ranks) * (self._ahead + 1) >= units
+        return bool(self.ranks) and enough and not self.ledger.waiting and idle >= min(units, len(self.ranks))
+
+    def give(self, step: int, decisions: int | None = None, pieces: int = 1) -> None:
+        """Assigns a step, or its last decisions, to these ranks (`ShardTracker.give`). A rank may have shards of as many
+        shared steps at a time as the other ranks.
+        """
+        self.ledger.give(step, decisions, pieces)
+        self._parts, self._steps_per_rank = self._slots.env_ranks * pieces, 1 if decisions is None else self._ahead + 1
+
+    def ask(self, version: int) -> None:
+        """Makes these ranks play the unassigned work, with these weights, which the actor has."""
+        if not self.ledger.waiting or not self.ranks:
+            if self._left_ranks:
+                self._actor.lend_weights(version, self._env.name, [], self._left_ranks)
+                self._left_ranks = []
+            return
+        max_shards = -(-self._parts // len(self.ranks)) * self._steps_per_rank
+        assigned = []
+        while self.ledger.waiting:
+            rank = min(self.ranks, key=lambda rank: (self.ledger.held(rank), rank))
+            if self.ledger.held(rank) >= max_shards:
+                break
+            shard = self.ledger.ask(rank, version)
+            assert shard is not None
+            assigned.append((rank, shard))
+        outdated = sorted({rank for rank, _ in assigned if self._sent_versions.get(rank, -1) < version})
+        if outdated or self._left_ranks:
+            self._actor.lend_weights(version, self._env.name, outdated, self._left_ranks)
+            self._sent_versions |= dict.fromkeys(outdated, version)
+            self._left_ranks = []
+        for rank, shard in assigned:
+            self._env.execute_on(rank).play(shard, self._at_random(shard.step))
+
+    def make(self, step: int, version: int) -> list[list[DeliveredShard]] | None:
+        """Waits until a step of these ranks has been played.
+
+        Returns:
+            Its shards by unit; None if all ranks have gone, and the step must be produced by the other ranks.
+
+        Raises:
+            DeadlineExceeded: It took too long; names the ranks.
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            self.poll()
+            if self.ledger.is_complete(step):
+                return self.ledger.close(step)
+            if not self.ranks:
+                self.ledger.give_up(step)
+                return None
+            self.ask(version)
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"step {step} was not played within runner.step_timeout_s ({self._timeout:g} s) by "
+                    f"{', '.join(f'{self._env.name}[{rank}]' for rank in self.ranks)}"
+                )
+            try:
+                self.ledger.accept(self._played.get(timeout=_HELPER_POLL_S))
+            except DeadlineExceeded:
+                continue
+
+    def useless(self) -> list[int]:
+        """Returns keys of shards that actors may drop; each key is returned once."""
+        return self.ledger.pop_useless()
+
+    def taken_from(self, units: Sequence[Sequence[DeliveredShard]]) -> Counter[int]:
+        """Returns the transitions of a step's shards by rank, in decisions of slots."""
+        transitions: Counter[int] = Counter()
+        for number, unit in enumerate(units):
+            for part in unit:
+                transitions[part.rank] += part.decisions * len(self._slots.unit_share(number))
+        return transitions
+
+
+#: Interval of checks for a new rollout rank, if no rollout rank is left.
+_POLL_S = 0.1
+#: Steps are shared if the largest share is at most this multiple of an even share.
+_MAX_IMBALANCE = 1.25
+
+
+@dataclasses.dataclass
+class _PendingTurn:
+    """Turn in progress.
+
+    Attributes:
+        turn: The turn.
+        slots: Slot map of the turn.
+        acting, simulating: Handles of the calls.
+        lost_ranks: Rollout ranks that have gone since.
+    """
+
+    turn: FullRollout
+    slots: SlotMap
+    acting: Any
+    simulating: Any
+    lost_ranks: set[int] = dataclasses.field(default_factory=set)
+
+
+class RolloutSources:
+    """Scheduler of a run's steps over its rollout sources, in order and up to `max_staleness` steps ahead.
+
+    In a run that is ahead of its actors, ranks join and leave. The loss of an original env rank or of a rollout rank costs its
+    slots of the steps in progress; the other ranks continue, and it takes part again after its restart. From the next step on,
+    other rollout ranks act on the slots of a lost one, and a rollout rank that joins takes a share of all slots. A rollout
+    rank that is told to leave acts in the steps assigned to it, and exits once others have its slots. Env ranks that join play
+    the last decisions of each step, or whole steps if steps cannot be divided (`JoinedEnvRanks`).
+
+    Args:
+        env, rollout, actor: Launched groups.
+        slots: Slot map.
+        decisions: `algorithm.rollout_steps`.
+        ahead: Steps that may be played ahead of the actors.
+        divisible: Whether the decisions of a slot in a step may come from several ranks, one after the other.
+        cuts: Parts in which the decisions of a step are played, each a turn.
+        generate: Makes rollout ranks act in a turn; returns a handle.
+        at_random: Whether all actions of a step are drawn at random.
+        restarts: Returns how often ranks of a group may be restarted.
+        timeout: Seconds that a step may take.
+
+    Attributes:
+        slots: Present slot map, which changes when ranks join or leave.
+        env, rollout: Ranks that the run started with.
+        num_lost: Number of ranks lost since it was last reset.
+    """
+
+    def __init__(
+        self,
+        env: WorkerGroup,
+        rollout: WorkerGroup,
+        actor: WorkerGroup,
+        slots: SlotMap,
+        *,
+        decisions: int,
+        ahead: int,
+        divisible: bool,
+        cuts: int,
+        generate: Callable[[WorkerGroup, FullRollout], Any],
+        at_random: Callable[[int], bool],
+        restarts: Callable[[], int],
+        timeout: float,
+    ) -> None:
+        self._envs, self.env, self._rollouts, self.rollout = env, Originals(env), rollout, Originals(rollout)
+        self._actor, self._generate = actor, generate
+        self.slots, self._ahead, self._timeout = slots, ahead, timeout
+        self._decisions, self._divisible, self._turns = decisions, divisible, 0
+        self._part = decisions // cuts
+        self._started = range(env.world_size)
+        self._present_envs, self._acting = list(self._started), list(range(rollout.world_size))
+        self._joined_envs = JoinedEnvRanks(env, actor, slots, decisions, ahead, at_random, timeout)
+        cost = "what it had not delivered is played by others or left out, and no step is made anew"
+        self._env_ranks = Replicas(env, self._open_env, self._join_env, restarts, cost)
+        cost = "others act on its slots from the next step on, and no step is made anew"
+        self._rollout_ranks = Replicas(rollout, self._open_rollout, self._join_rollout, restarts, cost)
+        self._spaces: tuple[Any, Any] = (None, None)
+        self._done, self._stale = 0, False
+        self.num_lost = 0
+        self.forget(0)
+
+    # -- start ----------------------------------------------------------------------------------------------------
+
+    def build(self) -> tuple[Any, Any]:
+        """Builds the environments; returns the observation space and action space of a slot."""
+        facts = self.env.init_worker(self.slots).wait(self._timeout)[0]
+        self._spaces = facts["observation_space"], facts["action_space"]
+        return self._spaces
+
+    def connect(self) -> None:
+        """Connects all ranks that the run started with."""
+        self._present_envs, self._acting = list(self._started), list(range(self._rollouts.world_size))
+        for name, home in self.slots.channels().items():
+            Channel.create(name, home=home.group, ranks=home.ranks)
+        self._joined_envs.open()
+        slots = self.slots
+        for handle in (self.env.connect(slots), self._actor.connect(), self.rollout.connect(slots)):
+            handle.wait(self._timeout)
+
+    def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
+        """Recovers from a failure: restarts environment and rollout ranks that have ended, and connects all."""
+        self.slots = dataclasses.replace(self.slots, token=secrets.token_hex(4), absent=frozenset(), acting=())
+        took_part = ((self._rollouts, self._acting), (self._envs, self._present_envs))
+        ranks_to_build = {
+            group: self._to_build(group, present, lost_ranks.get(group.name, [])) for group, present in took_part
+        }
+        ranks_to_build = {group: ranks for group, ranks in ranks_to_build.items() if ranks}
+        for group in ranks_to_build:
+            group.relaunch()
+        for group in ranks_to_build:
+            group.wait_ready()
+        handles = []
+        for group, ranks in ranks_to_build.items():
+            spaces = self._spaces if group is self._rollouts else ()
+            handles.append(group.execute_on(*ranks).init_worker(self.slots, *spaces))
+        for handle in handles:
+            handle.wait(self._timeout)
+        self.connect()
+
+    @staticmethod
+    def _to_build(group: WorkerGroup, present: list[int], lost_ranks: list[int]) -> list[int]:
+        """Returns the original ranks that must be built: also those that were lost, or were about to take part again, before
+        the failure.
+        """
+        return [rank for rank in range(group.world_size) if rank in lost_ranks or rank not in present]
+
+    def begin(self, step: int) -> None:
+        """Begins after a step, with no turns in progress. Ranks that have joined begin anew."""
+        self.forget(step)
+        if not self._ahead:
+            return
+        self._env_ranks.begin()
+        self._rollout_ranks.begin()
+        for rank in [rank for rank in self._env_ranks.ranks if rank not in self._started]:
+            self._open_env(rank).wait(self._timeout)
+            self._joined_envs.add_rank(rank)
+        for rank in [rank for rank in self._rollout_ranks.ranks if rank not in self._acting]:
+            self._open_rollout(rank).wait(self._timeout)
+            self._join_rollout(rank)
+        self._keep_connected()
+
+    def forget(self, step: int) -> None:
+        """Drops everything that was played ahead of a step."""
+        self._done, self._next = step, step + 1
+        #: Turns in progress, in order.
+        self._played: collections.deque[_PendingTurn] = collections.deque()
+
+    # -- ranks that join and leave --------------------------------------------------------------------------------
+
+    def update_ranks(self, step: int) -> None:
+        """Removes ranks that have gone and adds ranks that have joined, before the step that follows `step`."""
+        self._done = step
+        if self._ahead:
+            self._joined_envs.poll()
+            self._remove_lost()
+            self._release_leaving()
+            self._env_ranks.tend()
+            self._rollout_ranks.tend()
+            self._keep_connected()
+
+    def _remove_lost(self) -> bool:
+        """Removes lost ranks; returns whether a rank has gone since the last call."""
+        before = len(self._present_envs) + len(self._acting)
+        envs, rollouts = self._envs.present, self._rollouts.present
+        self._present_envs = [rank for rank in self._present_envs if rank in envs]
+        lost_ranks = [rank for rank in self._acting if rank not in rollouts]
+        if lost_ranks:
+            self._acting = [rank for rank in self._acting if rank in rollouts]
+            self._stale = True
+            for playing in self._played:
+                playing.lost_ranks.update(lost_ranks)
+        num_lost = before - len(self._present_envs) - len(self._acting)
+        self.num_lost += num_lost
+        return num_lost > 0
+
+    def _release_leaving(self) -> None:
+        """Excludes rollout ranks that were told to leave, if others can act."""
+        leaving = self._rollouts.leaving
+        if stays := [rank for rank in self._acting if rank not in leaving]:
+            self._stale = self._stale or len(stays) < len(self._acting)
+            self._acting = stays
+
+    def _open_env(self, rank: int) -> Any:
+        """Makes an env rank that was restarted, or has joined, build its simulators."""
+        if rank in self._started:
+            return self._envs.execute_on(rank).init_worker(self.slots)
+        return self._joined_envs.open_rank(rank, self._spaces, self._done)
+
+    def _join_env(self, rank: int) -> None:
+        """Lets an env rank take part from the next step on."""
+        if rank not in self._started:
+            self._joined_envs.add_rank(rank)
+            return
+        self._present_envs = sorted([*self._present_envs, rank])
+        self._stale = True
+
+    def _open_rollout(self, rank: int) -> Any:
+        """Makes a rollout rank build the policy."""
+        return self._rollouts.execute_on(rank).init_worker(self.slots, *self._spaces)
+
+    def _join_rollout(self, rank: int) -> None:
+        """Lets a rollout rank act from the next step on."""
+        self._acting = sorted([*self._acting, rank])
+        self._stale = True
+
+    def _keep_connected(self) -> None:
+        """Divides the slots anew and connects env and rollout ranks, if the ranks have changed. It first waits for the turns
+        in progress, because no messages may be in transit then.
+        """
+        if not self._stale:
+            return
+        for playing in self._played:
+            playing.acting.wait(self._timeout)
+            playing.simulating.wait(self._timeout)
+        while self._stale:
+            self._remove_lost()
+            self._await_rollouts()
+            try:
+                self._connect_playing()
+                self._stale = False
+            except ChannelError:
+                if not self._remove_lost():
+                    raise
+        for rank in {*self._rollouts.leaving} - {*self._acting}:
+            self._rollouts.execute_on(rank).dismiss()
+
+    def _await_rollouts(self) -> None:
+        """Waits until at least one rollout rank can act.
+
+        Raises:
+            DeadlineExceeded: No rollout rank came.
+        """
+        deadline = time.monotonic() + self._timeout
+        while not self._acting:
+            current().check()
+            self._rollout_ranks.tend()
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"no rank of {self._rollouts.name} could act within runner.step_timeout_s ({self._timeout:g} s)"
+                )
+            time.sleep(_POLL_S)
+
+    def _connect_playing(self) -> None:
+        absent, acting = frozenset(self._started) - {*self._present_envs}, self._acting[: self.slots.max_ranks]
+        token = secrets.token_hex(4)
+        self.slots = slots = dataclasses.replace(self.slots, token=token, absent=absent, acting=tuple(acting))
+        for name, home in slots.playing_channels().items():
+            Channel.create(name, home=home.group, ranks=home.ranks)
+        for handle in (self._call_envs("connect", slots), self._acting_group().connect(slots)):
+            handle.wait(self._timeout)
+
+    def _call_envs(self, method: str, *args: Any) -> Any:
+        """Calls a method of the original env ranks that are present; returns a handle."""
+        return (
+            getattr(self._envs.execute_on(*self._present_envs), method)(*args)
+            if self._present_envs
+            else CompletedCall()
+        )
+
+    def _acting_group(self) -> WorkerGroup:
+        """Returns the acting rollout ranks, for one call."""
+        return self._rollouts.execute_on(*self.slots.acting_ranks)
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def sync(self, version: int) -> list[Any]:
+        """Sends the actor's weights, as `version`, to the acting rollout ranks; returns the handles of both sides."""
+        ranks = self.slots.acting_ranks
+        return [self._actor.sync_weights(version, ranks), self._acting_group().sync_weights()]
+
+    def evaluate(self) -> Any:
+        """Makes an acting rollout rank play `env.eval`; returns a function that waits for its metrics."""
+        calls = collections.deque([self._rollouts.execute_on(self.slots.acting_ranks[0]).evaluate()])
+
+        def wait() -> dict[str, float]:
+            tried = 0
+            while not (results := calls.pop().wait(self._timeout)):  # it has gone
+                tried += 1
+                if tried == len(self.slots.acting_ranks):
+                    raise ChannelError(f"all ranks of {self._rollouts.name} ended during an evaluation")
+                calls.append(self._rollouts.execute_on(self.slots.acting_ranks[tried]).evaluate())
+            metrics: dict[str, float] = results[0]
+            return metrics
+
+        return wait
+
+    @property
+    def under_way(self) -> bool:
+        """True if steps are being played."""
+        return bool(self._played or self._joined_envs.steps)
+
+    def give(self, last: int) -> None:
+        """Starts all steps up to `last` that were not started before, with the weights that have just been sent."""
+        while self._next <= last:
+            self._give(self._next)
+            self._next += 1
+        if self._ahead:
+            self._joined_envs.ask(self._done)
+
+    def _give(self, step: int) -> None:
+        """Starts a step: shared by all ranks, or, if it cannot be shared, by the original or by the joined ranks alone."""
+        original, pieces, takes = self._decisions, 1, math.inf
+        if self._joined_envs.ranks and self._present_envs and self._divisible:
+            original, pieces, takes = shares(self._decisions, self.slots.env_ranks, len(self._joined_envs.ranks))
+        if original < self._decisions and takes <= _MAX_IMBALANCE:
+            self._play(step, 0, original)
+            self._joined_envs.give(step, self._decisions - original, pieces)
+        elif (self._joined_envs.would_take() and self._played) or (self._joined_envs.ranks and not self._present_envs):
+            self._joined_envs.give(step)
+        else:
+            self._play(step, 0, self._decisions)
+
+    def _play(self, step: int, begin: int, decisions: int) -> None:
+        end = begin + decisions
+        while begin < end:
+            self._turns += 1
+            turn = FullRollout(self._turns, step, begin, min(end, (begin // self._part + 1) * self._part) - begin)
+            acting = self._generate(self._acting_group(), turn)
+            self._played.append(_PendingTurn(turn, self.slots, acting, self._call_envs("interact", turn)))
+            begin += turn.decisions
+
+    def plays(self, step: int) -> bool:
+        """Returns whether the original env and rollout ranks play a step, or a part of it."""
+        return bool(self._turns_of(step))
+
+    def _turns_of(self, step: int) -> list[_PendingTurn]:
+        return [playing for playing in self._played if playing.turn.step == step]
+
+    def parts_of(self, step: int) -> list[list[DeliveredShard]] | None:
+        """Waits for the shards of a step from ranks that joined; returns None if the original ranks play all of it."""
+        if step not in self._joined_envs.steps:
+            return None
+        parts = self._joined_envs.make(step, self._done)
+        if parts is None:
+            note(f"all ranks that joined have gone: step {step} is played by those that the run started with")
+            begin = sum(playing.turn.decisions for playing in self._turns_of(step))
+            self._play(step, begin, self._decisions - begin)
+        return parts
+
+    def receive(self, step: int, parts: list[list[DeliveredShard]] | None) -> Any:
+        """Makes the actors receive a step; returns a handle."""
+        present = self._rollouts.present
+
+        def acted(playing: _PendingTurn) -> Acted:
+            lost_ranks = playing.lost_ranks.union(rank for rank in playing.slots.acting_ranks if rank not in present)
+            return Acted(playing.turn, playing.slots, frozenset(lost_ranks))
+
+        turns = tuple(acted(playing) for playing in self._turns_of(step))
+        later = frozenset(playing.turn.number for playing in self._played if playing.turn.step != step)
+        units = None if parts is None else keys_of(parts)
+        return self._actor.receive(step, Source(self.slots, turns, later, units, tuple(self._joined_envs.useless())))
+
+    def outcome(
+        self, step: int, parts: list[list[DeliveredShard]] | None
+    ) -> tuple[dict[str, np.ndarray], float, float]:
+        """Waits for a step; returns its episodes, and the seconds in which rollout ranks acted and in which env ranks
+        simulated.
+
+        Args:
+            step: The step.
+            parts: The step's result of `parts_of`.
+        """
+        episodes = [part.episodes for unit in parts or () for part in unit]
+        joined_s, act_s, simulate_s = max((float(part["busy_s"].max()) for part in episodes), default=0.0), 0.0, 0.0
+        turns = self._turns_of(step)
+        for playing in turns:
+            reports = playing.simulating.wait(self._timeout)
+            simulate_s += max((float(part["busy_s"].max()) for part in reports), default=0.0)
+            act_s += max((facts["busy_s"] for facts in playing.acting.wait(self._timeout)), default=0.0)
+            # Restarts are counted since the rank's start.
+            episodes += reports if playing is turns[-1] else [{**part, "restarts": np.zeros(1)} for part in reports]
+            self._played.remove(playing)
+        return in_order(episodes), act_s, max(joined_s, simulate_s)
+
+    def joined(self, parts: list[list[DeliveredShard]] | None) -> collections.Counter[int]:
+        """Returns the decisions of a step, in all slots, by rank that has joined."""
+        return self._joined_envs.taken_from(parts or ())

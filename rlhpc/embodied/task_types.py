@@ -1,0 +1,419 @@
+"""Task types of runs with simulators: PPO and related algorithms, off-policy learning, behaviour cloning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlhpc.config.constraints import Fail, Range
+from rlhpc.config.parallel import check_parallel
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.typed import changed
+from rlhpc.embodied import checks, conditional_keys
+from rlhpc.embodied.config import RANGES, BcConfig, DemonstratedWorkflowConfig, EmbodiedConfig, PpoConfig, SacConfig
+from rlhpc.embodied.rollout.work_sharing import divisible, most_sharing
+from rlhpc.jobs.paths import CONFIG, RunPaths
+from rlhpc.metrics.provenance import describe_result
+from rlhpc.runs.checks import check_estimators
+from rlhpc.runs.config_changes import differing, saved_values
+from rlhpc.runs.preflight import Check
+from rlhpc.runs.task_type import Exporting, Headline, Kind, Parts, PlayOptions, Preparation, Rows, early_end
+from rlhpc.runtime.errors import ConfigError
+
+_CHOICES = {
+    "algorithm.logprob_type": ("token_level", "action_level", "chunk_level"),
+    "algorithm.reward_type": ("action_level", "chunk_level"),
+    "algorithm.bc_loss": ("nll", "mse"),
+    "env.eval.noise": ("seeded", "zero"),
+    "algorithm.normalize_advantages": ("auto", "minibatch", "batch", "none"),
+    "actor.model.activation": ("tanh", "relu", "elu", "silu", "gelu"),
+    "actor.model.dtype": ("auto", "float32", "bfloat16"),
+    "actor.model.attn_implementation": ("sdpa", "eager", "flash_attention_2"),
+}
+_FREE = (
+    "runner.stop_return", "runner.val_check_interval",
+    "rollout.weight_sync", "rollout.weight_delta", "rollout.pipeline_stage_num", "rollout.enable_offload",
+    "actor.enable_offload",
+    "actor.micro_batch_size", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.", "actor.parallel.",
+    "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
+    "env.train.simulators", "env.train.simulator_python",
+)  # fmt: skip
+_ENVIRONMENT = ("env.train.env_type", "env.train.env_id")
+_SHAPES = (
+    "model_type", "hidden_sizes", "num_action_chunks", "value_per_action", "critic_hidden_sizes", "critic_layer_norm",
+    "add_value_head",
+)  # fmt: skip
+_PLAYING = (
+    "rlhpc.embodied.workers.ppo_actor", "rlhpc.embodied.workers.rollout", "rlhpc.embodied.workers.env",
+    "rlhpc.weights.broadcast",
+    "rlhpc.training", "rlhpc.embodied.models.mlp", "rlhpc.embodied.envs.gymnasium_env",
+)  # fmt: skip
+_COMPARED = (
+    ("eval/success_once", "Success (once) in evaluation", "share of episodes"),
+    ("eval/return_mean", "Return in evaluation", "mean return"),
+)
+#: Metric of `demos.holdout`.
+HOLDOUT_LOSS = "train/holdout_loss"
+#: Metrics of evaluations during training; those of success only where the environment reports it.
+EVALUATED = ("eval/return_mean", "eval/success_once", "eval/success_at_end")
+_PLAYED = (
+    *_COMPARED,
+    ("train/success_once", "Success (once) in training", "share of episodes"),
+    ("train/episode_return", "Return in training", "episode return"),
+)
+_EPISODES = (Headline("eval/success_once", "success once", "share"), Headline("eval/return_mean", "evaluated return"))
+_EXPENDABLE = frozenset({"rollout", "env"})
+_TIMES = {"throughput": "Environment steps per second", "time_per_phase": "Time per phase"}
+_RETURNS = {
+    "return_vs_env_steps": "Return over experience",
+    "return_vs_time": "Return over wall time",
+    "evaluation": "Evaluation per checkpoint",
+}
+
+
+#: Configuration of a run with simulators.
+Cfg = TypeVar("Cfg", bound=EmbodiedConfig)
+
+
+@dataclass(frozen=True)
+class EmbodiedKind(Kind[Cfg]):
+    """Task type of runs with simulators and a policy network."""
+
+    ranges: Mapping[str, Range] = field(default_factory=lambda: RANGES)
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _CHOICES)
+    evaluation: tuple[str, ...] = ("env.eval.",)
+    free: tuple[str, ...] = _FREE
+    account: str = "rlhpc.embodied.planning.memory:accounts"
+    other_start = " To start a new run from its weights: runner.init_from=… and another runner.name."
+
+    def missing(self, cfg: Cfg) -> list[str]:
+        """Returns the key of the environment's id, if it is missing."""
+        return [] if cfg.env.train.env_id else ["env.train.env_id"]
+
+    def prepare(self, cfg: Cfg, *, resumes: bool) -> Cfg:
+        """Returns the configuration, without `runner.init_from` if the run resumes, because those weights may no longer
+        exist.
+        """
+        if not resumes or cfg.runner.init_from is None:
+            return cfg
+        return changed(cfg, "runner.init_from", None)
+
+    def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
+        """Returns the differences of a checkpoint: another environment, or a network of other shapes."""
+        model = saved_values(checkpoint / "model.json").get("model") or {}
+        saved_shapes = {f"actor.model.{name}": model[name] for name in _SHAPES if name in model}
+        saved = {**saved_values(checkpoint / CONFIG, _ENVIRONMENT), **saved_shapes}
+        return differing(cfg, saved, [key for key in saved if key in self.schema])
+
+    def evaluation_metrics(self, cfg: Cfg) -> Sequence[str]:
+        """Returns the metrics of the evaluations at `runner.val_check_interval` (`Kind.evaluation_metrics`)."""
+        return EVALUATED if cfg.runner.val_check_interval > 0 else ()
+
+    def recording(self, cfg: Cfg) -> tuple[int, bool]:
+        """Returns the number of episodes of the last policy to record, and whether only successful ones are recorded."""
+        return cfg.workflow.record_episodes, cfg.workflow.record_only_success
+
+    def evaluate(
+        self, cfg: Cfg, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
+    ) -> str:
+        """Plays episodes with deterministic actions."""
+        from rlhpc.checkpoint import require_valid
+
+        # Before torch is imported.
+        require_valid(checkpoint, hint="or evaluate another checkpoint", checksums=False)
+        from rlhpc.embodied.evaluation.evaluate import evaluate_checkpoint
+        from rlhpc.embodied.python_env import call_where_importable
+
+        result = call_where_importable(
+            checkpoint, evaluate_checkpoint, checkpoint, cfg=cfg, suite=suite, episodes=episodes, output=output,
+            trust_code=trust_code,
+        )  # fmt: skip
+        return describe_result(result)
+
+    def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
+        """Plays episodes in a window, or makes a film of them."""
+        from rlhpc.checkpoint import require_valid
+
+        if options.system is not None or options.max_tokens is not None:
+            raise ConfigError(f"--system and --max-tokens are for language models; {checkpoint} is none")
+        require_valid(checkpoint, hint="or play another checkpoint", checksums=False)
+        from rlhpc.embodied.evaluation.window import play_checkpoint
+        from rlhpc.embodied.python_env import call_where_importable
+
+        result = call_where_importable(checkpoint, play_checkpoint, checkpoint, cfg, options)
+        return describe_result(result) + (f" → {result['video']}" if "video" in result else "")
+
+    def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
+        """Returns every chart of a run as SVG, by file name."""
+        from rlhpc.embodied.reporting.report import all_curves
+
+        return all_curves(paths, rows, self.curves)
+
+    def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
+        """Returns the parts of the report for runs with simulators."""
+        from rlhpc.embodied.reporting.report import parts
+
+        return parts(paths, rows, always=self.curves, linked=linked)
+
+    def export(self, checkpoint: Path, output: Path | None, wanted: Exporting) -> Path:
+        """Writes the policy's folder."""
+        if wanted.adapter_only or wanted.base or wanted.dtype or wanted.critic:
+            raise ConfigError(
+                f"--adapter-only, --base, --dtype and --critic are for language models; {checkpoint} is none"
+            )
+        from rlhpc.embodied.export import export_checkpoint, release_checkpoint
+        from rlhpc.embodied.python_env import call_where_importable
+
+        if wanted.released:
+            return call_where_importable(
+                checkpoint, release_checkpoint, checkpoint, output, licence=wanted.licence, trust_code=wanted.trust_code
+            )
+        return export_checkpoint(checkpoint, output, licence=wanted.licence)
+
+
+def _python_of(cfg: RunConfig, component: str) -> str | None:
+    """Returns the Python of a group's nodes, if `cluster.node_groups` sets one."""
+    placements = cfg.cluster.component_placement.items()
+    placed = next((at for names, at in placements if component in re.split(r"\s*,\s*", names)), None)
+    label = placed.get("node_group") if isinstance(placed, Mapping) else None
+    return next((group.python_interpreter for group in cfg.cluster.node_groups if group.label == label), None)
+
+
+def _recorded(workflow: DemonstratedWorkflowConfig, path: Any) -> Preparation:
+    if workflow.demos_expert is None:
+        return Preparation()
+    return Preparation(demos=(str(path), workflow.demos_expert, workflow.demos_episodes))
+
+
+#: Configuration of a run in which a policy plays while it learns.
+Playing = TypeVar("Playing", PpoConfig, SacConfig)
+
+
+@dataclass(frozen=True)
+class PlayingKind(EmbodiedKind[Playing]):
+    """Task type of runs in which a policy plays while it learns."""
+
+    compared: tuple[tuple[str, str, str], ...] = _PLAYED
+    headlines: tuple[Headline, ...] = (
+        *_EPISODES, Headline("train/episode_return", "training return"), Headline("rollout/env_steps", "env steps", "count"),
+    )  # fmt: skip
+    expendable: frozenset[str] = _EXPENDABLE
+    independent: frozenset[str] = _EXPENDABLE
+
+    def goal(self, cfg: Playing) -> Any:
+        """Returns the conditions of an early end, including the return at which the run stops."""
+        early: Any = early_end(cfg)
+        if early is None:
+            return cfg.runner.stop_return
+        return [cfg.runner.stop_return, *early]
+
+    def elastic_of(self, cfg: Playing) -> dict[str, int]:
+        """Returns the elastic groups: env and rollout ranks, if they play ahead of the actors."""
+        return {"env": 1, "rollout": 1} if cfg.algorithm.max_staleness > 0 else {}
+
+    def most_useful(self, cfg: Playing, started: Mapping[str, int]) -> dict[str, int]:
+        """Returns the largest useful number of ranks by group.
+
+        More env ranks are useful up to the shares of a step, or up to all steps that may be in progress; more rollout ranks up
+        to the number of groups of slots in a stage.
+        """
+        train, stages, units = cfg.env.train, cfg.rollout.pipeline_stage_num, started["env"]
+        shared = most_sharing(cfg.algorithm.rollout_steps, units) if divisible(cfg) else 0
+        max_ranks = {
+            "env": max((1 + cfg.algorithm.max_staleness) * units, shared),
+            "rollout": train.num_envs // (stages * train.group_size),
+        }
+        return {name: max_ranks[name] for name in self.elastic_of(cfg)}
+
+    #: Part of a synchronous run's training data that is fixed.
+    fixed = ""
+
+    def why_fixed(self, cfg: Playing) -> str:
+        """Returns why ranks cannot join or leave: synchronous runs are reproducible bit for bit."""
+        if cfg.algorithm.max_staleness > 0:
+            return ""
+        return (
+            "env and rollout ranks can come and go where they play ahead of the actors (algorithm.max_staleness of 1 or "
+            f"more); in this run {self.fixed}: what the ranks that it started with play in it, with the newest weights"
+        )
+
+
+@dataclass(frozen=True)
+class PpoKind(PlayingKind[PpoConfig]):
+    """Task type of on-policy runs: the policy learns from its own rollouts."""
+
+    fixed = "each step's batch is fixed"
+
+    def check(self, cfg: PpoConfig, fail: Fail, *, training: bool) -> None:
+        """Checks names, levels and batches."""
+        check_estimators(cfg)
+        checks.check_common(cfg, fail)
+        checks.check_ppo(cfg, fail)
+        if training:
+            checks.check_divisibility(cfg, fail)
+
+    def check_placement(self, cfg: PpoConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+        """Checks that each process has a whole number of slots, and that the actors can be divided as configured."""
+        checks.check_processes(cfg, processes)
+        check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
+
+    def checks(self, cfg: PpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields the checks of slots, environments and policy (`Kind.checks`)."""
+        from rlhpc.embodied.preflight import ppo_checks
+
+        return ppo_checks(cfg, ranks, {name: _python_of(cfg, name) for name in ("env", "actor", "rollout")})
+
+
+@dataclass(frozen=True)
+class SacKind(PlayingKind[SacConfig]):
+    """Task type of off-policy runs: rollouts fill a buffer, and the policy learns from samples of it."""
+
+    fixed = "what each step adds to the buffer before its updates is fixed"
+
+    def check(self, cfg: SacConfig, fail: Fail, *, training: bool) -> None:
+        """Checks names and buffers."""
+        checks.check_common(cfg, fail)
+        checks.check_off_policy(cfg, fail)
+        if training:
+            checks.check_slots(cfg, fail)
+
+    def check_placement(self, cfg: SacConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+        """Checks that each process has a whole number of slots."""
+        checks.check_processes(cfg, processes)
+
+    def checks(self, cfg: SacConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields the checks of slots, environments, policy and demonstrations (`Kind.checks`)."""
+        from rlhpc.embodied.preflight import off_policy_checks
+
+        return off_policy_checks(cfg, ranks, _python_of(cfg, "env"))
+
+    def preparation(self, cfg: SacConfig) -> Preparation:
+        """Returns the expert's episodes to record first for the second buffer, if any."""
+        return _recorded(cfg.workflow, cfg.algorithm.demo_buffer.load_path)
+
+
+@dataclass(frozen=True)
+class BcKind(EmbodiedKind[BcConfig]):
+    """Task type of behaviour cloning: the policy learns from demonstrations."""
+
+    def check(self, cfg: BcConfig, fail: Fail, *, training: bool) -> None:
+        """Checks names and the path of the demonstrations."""
+        checks.check_common(cfg, fail)
+        checks.check_bc(cfg, fail)
+
+    def check_placement(self, cfg: BcConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+        """Checks that the actors can be divided as configured."""
+        check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
+
+    def checks(self, cfg: BcConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields the checks of environment, policy and demonstrations (`Kind.checks`)."""
+        from rlhpc.embodied.preflight import bc_checks
+
+        del ranks
+        return bc_checks(cfg, _python_of(cfg, "actor"))
+
+    def evaluation_metrics(self, cfg: BcConfig) -> Sequence[str]:
+        """Returns the metrics of evaluations, and the loss of the held-out episodes, which is measured at each step."""
+        return [*super().evaluation_metrics(cfg), *([HOLDOUT_LOSS] if cfg.demos.holdout > 0 else [])]
+
+    def evaluate(
+        self,
+        cfg: BcConfig,
+        checkpoint: Path,
+        *,
+        suite: str,
+        episodes: int | None,
+        output: Path | None,
+        trust_code: bool,
+    ) -> str:
+        """Plays episodes; evaluates a success model on recorded episodes that were held out."""
+        if cfg.actor.model.model_type.lower() == "success":
+            from rlhpc.embodied.evaluation.success_model import evaluate_judge
+
+            return evaluate_judge(cfg, checkpoint, suite, episodes, output)
+        return super().evaluate(cfg, checkpoint, suite=suite, episodes=episodes, output=output, trust_code=trust_code)
+
+    def play(self, cfg: BcConfig, checkpoint: Path, options: PlayOptions) -> str:
+        """Plays episodes; raises an error for a success model, which has no actions."""
+        if cfg.actor.model.model_type.lower() == "success":
+            raise ConfigError(f"{checkpoint} is of a model of success, which judges and does not act; see rlhpc eval")
+        return super().play(cfg, checkpoint, options)
+
+    def preparation(self, cfg: BcConfig) -> Preparation:
+        """Returns the expert's episodes to record first, if any."""
+        return _recorded(cfg.workflow, cfg.demos.path)
+
+
+PPO = PpoKind(
+    "embodied",
+    PpoConfig,
+    {
+        "actor": "rlhpc.embodied.workers.ppo_actor:EmbodiedActor",
+        "rollout": "rlhpc.embodied.workers.rollout:MultiStepRolloutWorker",
+        "env": "rlhpc.embodied.workers.env:EnvWorker",
+    },
+    "rlhpc.embodied.runners.rollout_runner:EmbodiedRunner",
+    preload=_PLAYING,
+    conditions=conditional_keys.PPO,
+    curves={
+        **_RETURNS,
+        "policy_loss": "Policy loss",
+        "value_loss": "Value loss",
+        "entropy": "Entropy",
+        "kl": "Policy change per update",
+        **_TIMES,
+    },
+    workload="rlhpc.embodied.planning.workload:ppo_workload",
+)
+SAC = SacKind(
+    "off_policy",
+    SacConfig,
+    {
+        "actor": "rlhpc.embodied.workers.off_policy:OffPolicyActor",
+        "rollout": "rlhpc.embodied.workers.off_policy:OffPolicyRolloutWorker",
+        "env": "rlhpc.embodied.workers.off_policy:OffPolicyEnvWorker",
+    },
+    "rlhpc.embodied.runners.rollout_runner:OffPolicyRunner",
+    preload=(*_PLAYING, "rlhpc.embodied.workers.off_policy"),
+    conditions=conditional_keys.OFF_POLICY,
+    curves={
+        **_RETURNS,
+        "entropy": "Entropy",
+        **_TIMES,
+        "q_loss": "Critics' loss",
+        "actor_loss": "Actor's loss",
+        "alpha": "Temperature",
+    },
+)
+BC = BcKind(
+    "bc",
+    BcConfig,
+    {"actor": "rlhpc.embodied.workers.bc_actor:BcActor"},
+    "rlhpc.embodied.runners.bc:BcRunner",
+    preload=(
+        "rlhpc.embodied.workers.bc_actor",
+        "rlhpc.training",
+        "rlhpc.embodied.models.mlp",
+        "rlhpc.embodied.envs.gymnasium_env",
+        "rlhpc.embodied.data.trajectories",
+    ),
+    conditions=conditional_keys.BC,
+    curves={
+        "loss": "Imitation loss",
+        "loss_vs_time": "Imitation loss over wall time",
+        "grad_norm": "Gradient norm",
+        "evaluation": "Evaluation per checkpoint",
+        "throughput": "Demonstrated steps per second",
+        "time_per_phase": "Time per phase",
+    },
+    compared=(*_COMPARED, ("train/loss", "Imitation loss", "loss")),
+    headlines=(
+        *_EPISODES,
+        Headline("eval/accuracy", "accuracy", "share"),
+        Headline("train/holdout_loss", "held-out loss"),
+        Headline("train/loss", "training loss"),
+    ),
+)

@@ -1,0 +1,1 @@
+"""Construction of policies on training ranks."""

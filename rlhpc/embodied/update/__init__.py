@@ -1,1 +1,0 @@
-"""What happens to a policy's weights in a step."""

@@ -1,0 +1,263 @@
+"""Base of embodied actors: device and seed, policy with its learner, weight sync and checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import torch
+
+from rlhpc.algorithms.nonfinite import require_finite
+from rlhpc.checkpoint.async_writer import SavingWorker
+from rlhpc.checkpoint.start import WEIGHTS, weights_that_fit
+from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
+from rlhpc.embodied.config import BcConfig, PpoConfig, SacConfig
+from rlhpc.embodied.models.base import Policy
+from rlhpc.embodied.rollout.slot_map import SlotMap
+from rlhpc.embodied.training.blueprint import PolicyBlueprint
+from rlhpc.embodied.workers.env import LENT
+from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.files import write_durably
+from rlhpc.training.backend import Named, TrainingBackend
+from rlhpc.training.registry import make_backend
+from rlhpc.weights import WeightSync, make_sync
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EmbodiedActorConfig, RolloutConfig
+
+Cfg = TypeVar("Cfg", PpoConfig, SacConfig, BcConfig)
+FILE, SPEC = "actor-{rank}.pt", "model.json"
+
+
+class PolicyLearner(Protocol):
+    """Owner of weights and optimizers: a `TrainingBackend`, or an update that has several optimizers."""
+
+    @property
+    def lockstep(self) -> bool:
+        """True if the ranks hold different parts of the weights, and so must call together."""
+
+    def named_weights(self, without: Container[str] = ()) -> Named:
+        """Yields all weights in full; all ranks iterate."""
+
+    def frozen_names(self) -> frozenset[str]:
+        """Returns the names of the weights that never change."""
+
+    def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Replaces all weights by full tensors."""
+
+    def held_tensors(self) -> Named:
+        """Yields this rank's tensors of weights and optimizers."""
+
+    def save(self, folder: Path) -> None:
+        """Writes the training state without the weights; all ranks call."""
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote."""
+
+    def offload(self) -> None:
+        """Moves everything to the host."""
+
+    def reload(self) -> None:
+        """Moves everything back to the device after `offload`."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Undoes `offload` while the block runs."""
+
+
+class PolicyTrainer(SavingWorker, Generic[Cfg]):
+    """One data-parallel rank of a trainer.
+
+    A subclass builds `policy` and `learner` in its `init_worker`, which begins with `settle_in`.
+
+    Attributes:
+        policy: Trained policy; a rank may hold a part of its weights.
+        learner: Owner of weights and optimizers.
+        counters: Names of integer attributes that a checkpoint stores for each rank.
+        sync: Weight sync to the rollout ranks; None in a trainer that sends no weights.
+    """
+
+    counters: tuple[str, ...] = ("updates",)
+    policy: Policy
+    learner: PolicyLearner
+    sync: WeightSync | None = None
+    _sync_to: Callable[[str, Sequence[int]], WeightSync]
+    _before: WeightSync | None = None
+    _acts: str
+    _aim: tuple[int, ...]
+
+    def __init__(self, cfg: Cfg) -> None:
+        super().__init__()
+        self.cfg: Cfg = cfg
+        self.updates = 0
+        self._sent: frozenset[str] = frozenset()
+        self._gathers_once = False
+        #: Weight sync to each rank that has joined, by rank.
+        self._lent: dict[int, WeightSync] = {}
+
+    def settle_in(self) -> None:
+        """Sets up device and seed."""
+        self.seed = self.cfg.runner.seed
+        self.device = own_device(self)
+        seed_process(self.seed, "actor", self.rank)
+
+    def build_backend(
+        self, actor: EmbodiedActorConfig, spaces: tuple[Any, Any], *, look: bool, levels: str = "chunk_level"
+    ) -> TrainingBackend:
+        """Builds the policy for an environment, in the backend that `actor.training_backend` names.
+
+        Args:
+            actor: Section `actor`.
+            spaces: Observation space and action space of one slot.
+            look: See `rlhpc.training.Blueprint.look`.
+            levels: `algorithm.logprob_type`.
+        """
+        blueprint = PolicyBlueprint(actor, spaces, self.device, seed=self.seed, look=look, levels=levels)
+        backend = make_backend(blueprint, actor, self)
+        assert isinstance(backend.module, Policy)
+        self.policy, self.learner = backend.module, backend
+        return backend
+
+    def open_sync(self, slots: SlotMap, rollout: RolloutConfig) -> None:
+        """Prepares the weight sync to the rollout ranks."""
+        self._gathers_once = self.learner.lockstep and rollout.weight_delta.lower() != "off"
+
+        def to(group: str, ranks: Sequence[int]) -> WeightSync:
+            receivers = [(group, list(ranks))]
+            return make_sync(rollout.weight_sync, self, (slots.actor_name, 0), receivers, rollout.weight_delta)
+
+        self._sync_to, self._acts, self._aim = to, slots.rollout_name, ()
+        self._aim_at(slots.acting_ranks)
+
+    def _aim_at(self, ranks: Sequence[int]) -> None:
+        """Sets the rollout ranks that get weights from now on; if they differ from those before, they get all weights."""
+        if tuple(ranks) == self._aim:
+            return
+        if self._before is not None:
+            self._before.forget()
+        # A rank may still have to receive the state that the last version builds upon: it is released with the next change.
+        self._aim, self._before, self._sent = tuple(ranks), self.sync, frozenset()
+        self.sync = self._sync_to(self._acts, ranks)
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def sent_weights(self, without: Container[str]) -> Named:
+        """Yields the weights that the rollout ranks need; all ranks iterate."""
+        return self.learner.named_weights(without)
+
+    def sync_weights(self, version: int, ranks: Sequence[int]) -> None:
+        """Sends the weights, as `version`, to rollout ranks; sharded weights that are not trained are gathered only once."""
+        if self.rank and not self.learner.lockstep:
+            return
+        self._aim_at(ranks)
+        frozen = self.learner.frozen_names()
+        with self.learner.awake():  # the last weights are written when all have been gathered
+            weights = self.sent_weights(self._sent)
+            if self.rank == 0 and self.sync is not None:
+                self.sync.send(version, weights, frozen=frozen)
+            else:
+                for _ in weights:  # each is gathered with all ranks
+                    pass
+        if self._gathers_once:
+            self._sent = frozen
+
+    def lend_weights(self, version: int, group: str, ranks: Sequence[int], left_ranks: Sequence[int] = ()) -> None:
+        """Sends the weights, as `version`, to ranks that have joined; sharded weights are gathered once for each rank.
+
+        Args:
+            version: Version of the weights.
+            group: Group of these ranks.
+            ranks: Ranks that get the weights.
+            left_ranks: Ranks that had weights and have left.
+        """
+        if self.rank and not self.learner.lockstep:
+            return
+        for rank in left_ranks:
+            if (sync := self._lent.pop(rank, None)) is not None:
+                sync.forget()
+        frozen = self.learner.frozen_names()
+        with self.learner.awake():
+            for rank in ranks:
+                weights = self.sent_weights(frozenset())
+                if self.rank == 0 and self.notify(version, group, rank, LENT):
+                    if rank not in self._lent:
+                        self._lent[rank] = self._sync_to(group, [rank])
+                    self._lent[rank].send(version, weights, frozen=frozen)
+                else:
+                    for _ in weights:  # each is gathered with all ranks
+                        pass
+
+    def start_from(self, folder: str) -> None:
+        """Loads the weights of a checkpoint or an export; optimizer and counters stay fresh."""
+        shapes = {name: tensor.shape for name, tensor in self.learner.named_weights()}
+        self.learner.replace_weights(weights_that_fit(shapes, Path(folder)))
+        self._replaced()
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Returns all weights on the host of rank 0; the other ranks take part."""
+        weights = {}
+        for name, tensor in self.learner.named_weights():
+            if self.rank == 0:
+                weights[name] = tensor.cpu()
+        return weights
+
+    def _replaced(self) -> None:
+        """Makes the next versions independent of the weights sent so far."""
+        self._sent = frozenset()
+        for sync in (self.sync, self._before, *self._lent.values()):
+            if sync is not None:
+                sync.forget()
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Writes `actor-<rank>.pt` and the learner's state; rank 0 also writes the model, in full.
+
+        Raises:
+            NonFinite: A weight, or the optimizer's state, is not finite.
+        """
+        path = Path(folder)
+        where = f"{path.name.partition('-')[0].removeprefix('.tmp_')} (actor-{self.rank})"
+        weights = self._weights() if self.rank == 0 or self.learner.lockstep else {}
+        if self.rank == 0:
+            require_finite(weights.items(), where)
+        if self.rank == 0 or self.learner.lockstep:
+            require_finite(self.learner.held_tensors(), where)
+        if self.rank == 0:
+            save_tensors(path / WEIGHTS, weights)
+            write_durably(path / SPEC, json.dumps(self.policy.spec(), indent=2, sort_keys=True).encode() + b"\n")
+        self.learner.save(path)
+        counts = {name: getattr(self, name) for name in self.counters}
+        save_state(path / FILE.format(rank=self.rank), {**counts, "rng": rng_state()})
+
+    def load(self, folder: str) -> None:
+        """Restores a checkpoint; a rank without a file in it uses rank 0's.
+
+        Raises:
+            CheckpointError: The model of the configuration is another one.
+        """
+        path = Path(folder)
+        try:
+            self.learner.replace_weights(load_tensors(path / WEIGHTS))
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{path / WEIGHTS} does not fit actor.model of this configuration: {error}"
+            ) from error
+        self.learner.load(path)
+        rank_file = path / FILE.format(rank=self.rank)
+        state = load_state(rank_file if rank_file.is_file() else path / FILE.format(rank=0))
+        for name in self.counters:
+            setattr(self, name, int(state[name]))
+        set_rng_state(state["rng"])
+        self._replaced()
+
+    def offload(self) -> None:
+        """Moves weights and optimizer to the host."""
+        self.learner.offload()
+
+    def reload(self) -> None:
+        """Moves weights and optimizer back to the device after `offload`."""
+        self.learner.reload()

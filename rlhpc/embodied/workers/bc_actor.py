@@ -1,0 +1,285 @@
+"""Actor of behaviour cloning: one data-parallel rank that trains on demonstrations."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Container, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from omegaconf import OmegaConf
+from torch import nn
+
+from rlhpc.algorithms import value_loss
+from rlhpc.algorithms.nonfinite import Skips, listed, skips
+from rlhpc.config.typed import plain, typed
+from rlhpc.embodied.config import BcConfig, EnvSideConfig
+from rlhpc.embodied.data.demonstrations import check_fit, chunks_of, held_out_of, read_demos, returns_to_go, windows_of
+from rlhpc.embodied.data.minibatches import local_minibatches, passes, permutation
+from rlhpc.embodied.data.trajectory import Trajectory
+from rlhpc.embodied.envs.observations import join, take
+from rlhpc.embodied.envs.registry import check_env
+from rlhpc.embodied.evaluation.episodes import evaluation_metrics
+from rlhpc.embodied.models import build_model, policy_section
+from rlhpc.embodied.models.advantage_conditioned import IMPROVEMENT, KEY, label, value_model
+from rlhpc.embodied.models.base import Policy
+from rlhpc.embodied.training.blueprint import passed
+from rlhpc.embodied.workers.actor import PolicyTrainer
+from rlhpc.runs.device import to_tensors
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.training.backend import Metrics
+
+Batch = dict[str, Any]
+
+
+def environment_of(cfg: BcConfig) -> EnvSideConfig:
+    """Returns the section of the demonstrations' environment."""
+    task = cfg.env.train
+    side = EnvSideConfig(
+        env_type=task.env_type, env_id=task.env_id, max_episode_steps=task.max_episode_steps, kwargs=plain(task.kwargs),
+        wrappers=plain(task.wrappers), ignore_terminations=task.ignore_terminations, simulator_python=task.simulator_python,
+    )  # fmt: skip
+    return typed(EnvSideConfig, OmegaConf.structured(side))
+
+
+def spaces_of(cfg: BcConfig) -> tuple[Any, Any]:
+    """Returns observation space and action space of the demonstrations' environment.
+
+    Raises:
+        ConfigError: There is no such environment.
+    """
+    return check_env(environment_of(cfg))
+
+
+def check_actions(cfg: BcConfig, action_space: Any) -> None:
+    """Raises an error for a loss that does not fit the actions.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    if cfg.algorithm.bc_loss == "mse" and not isinstance(action_space, spaces.Box):
+        raise ConfigError(f"algorithm.bc_loss is 'mse', and the actions are {action_space}; choose nll")
+
+
+class BcActor(PolicyTrainer[BcConfig]):
+    """Actor rank that trains the policy on demonstrations; each rank holds an equal share of their steps.
+
+    Attributes:
+        labels: Checksum of the improvement labels.
+    """
+
+    labels = 0
+
+    def init_worker(self) -> dict[str, float]:
+        """Builds policy and optimizer, and reads the demonstrations.
+
+        Returns:
+            parameters, episodes and transitions for training, and the number of episodes left out because they are not finite.
+        """
+        cfg = self.cfg
+        self.settle_in()
+        observation_space, action_space = spaces = spaces_of(cfg)
+        skip = skips(cfg)
+        self.backend = self.build_backend(cfg.actor, spaces, look=skip)
+        self.skips = Skips(skip)
+        self.loss_type, self.value_coef = cfg.algorithm.bc_loss.lower(), cfg.algorithm.bc_value_coef
+        faults: list[str] | None = [] if skip else None
+        trajectories = list(read_demos(cfg, faults))
+        for fault in faults or ():
+            self.log.warning("left out: %s", fault)
+        for trajectory in trajectories:
+            check_fit(trajectory, observation_space, action_space)
+            trajectory["obs"] = windows_of(trajectory["obs"], observation_space)
+        if cfg.algorithm.value_model:
+            self._condition(trajectories, observation_space)
+        self._keep(trajectories)
+        parameters = float(self.backend.parameters_trained)
+        self.log.info(
+            "clones %d episodes with %d parameters of %s on %s", self.episodes, parameters, cfg.actor.model.model_type,
+            self.device,
+        )  # fmt: skip
+        facts = {"parameters": parameters, "episodes": float(self.episodes), "transitions": float(self.total)}
+        return {**facts, "left_out": float(len(faults or ()))}
+
+    def _condition(self, trajectories: Sequence[Trajectory], observation_space: Any) -> None:
+        """Labels each step of the episodes as an improvement or not."""
+        labels = label(self.cfg, trajectories, value_model(self.cfg, observation_space), self.device)
+        for trajectory, improvement in zip(trajectories, labels, strict=True):
+            trajectory[IMPROVEMENT] = improvement
+        self.labels = zlib.crc32(np.concatenate(labels).tobytes())
+        self.counters = (*self.counters, "labels")
+
+    def load(self, folder: str) -> None:
+        """Restores a checkpoint (`PolicyTrainer.load`).
+
+        Raises:
+            ConfigError: The improvement labels have changed.
+        """
+        before = self.labels
+        super().load(folder)
+        if self.labels != before:
+            raise ConfigError(
+                f"{KEY} or demos.path: what is there now makes other steps improvements than what {folder} was trained "
+                "on; name what the run began with (a checkpoint in place of a run that goes on)"
+            )
+
+    def _keep(self, trajectories: Sequence[Trajectory]) -> None:
+        """Stores the episodes as transitions, this rank's share on its device."""
+        held_out = held_out_of(len(trajectories), self.cfg)
+        train = [each for i, each in enumerate(trajectories) if i not in held_out]
+        self.episodes, self.total = len(train), sum(len(each["actions"]) for each in train)
+        self.held = range(self.total * self.rank // self.world_size, self.total * (self.rank + 1) // self.world_size)
+        self.demos = self._batch(train, self.held)
+        other = [trajectories[i] for i in sorted(held_out)]
+        self.holdout = self._batch(other, None) if other and self._computes_holdout else None
+
+    @property
+    def _computes_holdout(self) -> bool:
+        """True if this rank takes part in computing the held-out loss: rank 0 alone, if possible."""
+        return self.rank == 0 or self.backend.lockstep
+
+    def _batch(self, trajectories: Sequence[Trajectory], part: range | None) -> Batch:
+        rows = slice(None) if part is None else slice(part.start, part.stop)
+
+        def joined(columns: list[Any]) -> Any:
+            return to_tensors(take(join(columns), rows), self.device)
+
+        # A success model gets the observation after a step, an acting policy the one before it.
+        obs_steps = slice(1, None) if self.policy.judges else slice(-1)
+        batch = {"obs": joined([take(each["obs"], obs_steps) for each in trajectories])}
+        actions, beyond = zip(*(chunks_of(each["actions"], self.policy.imitated) for each in trajectories), strict=True)
+        batch["actions"], batch["is_pad"] = joined(list(actions)), joined(list(beyond))
+        for name in self._extra_columns(trajectories[0]):
+            batch[name] = joined([np.asarray(each[name], np.float32) for each in trajectories])
+        if self.value_coef:
+            scale, gamma = self.cfg.env.train.reward_scale, self.cfg.algorithm.gamma
+            batch["returns"] = joined([scale * returns_to_go(each["rewards"], gamma) for each in trajectories])
+        return batch
+
+    def _extra_columns(self, available: Container[str]) -> list[str]:
+        """Returns the names of `Policy.bc_loss` inputs other than observations and actions."""
+        return [name for name in (IMPROVEMENT, *(["success"] if self.policy.judges else [])) if name in available]
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def imitate(self, step: int, progress: float) -> dict[str, float]:
+        """Trains for `algorithm.update_epochs` passes over the demonstrations.
+
+        Args:
+            step: Global step.
+            progress: Completed fraction of the run, 0 to 1, for the learning rate.
+
+        Returns:
+            Metrics, the same on all ranks.
+
+        Raises:
+            NonFinite: A gradient is not finite.
+        """
+        cfg = self.cfg
+        rate = self.backend.base_lr * ((1.0 - progress) if cfg.algorithm.anneal_lr else 1.0)
+        size = min(cfg.actor.global_batch_size, self.total)
+        micro = size if cfg.actor.micro_batch_size is None else cfg.actor.micro_batch_size
+        sums, norms, updates = torch.zeros(2, dtype=torch.float64, device=self.device), 0.0, 0
+        for epoch in range(cfg.algorithm.update_epochs):
+            order = permutation(self.total, self.seed, step, epoch)
+            chosen = local_minibatches(order, size, self.held)
+            micros = [list(part.split(micro)) if part.numel() else [] for part in chosen]
+            if self.backend.lockstep:
+                num_passes = passes([len(parts) for parts in micros], self.rank, self.world_size, self.all_reduce)
+                idle = torch.zeros(0, dtype=torch.int64)
+                micros = [parts + [idle] * (num - len(parts)) for parts, num in zip(micros, num_passes, strict=True)]
+            for number, parts in enumerate(micros):
+                count = min(size, self.total - number * size)
+                part = torch.zeros_like(sums)
+                for facts in self.backend.forward_backward([(indices, count) for indices in parts], self._loss):
+                    part += facts["losses"].double()
+                norm = float(self.backend.optimizer_step(rate))
+                if not math.isfinite(norm):
+                    bad = listed(self.backend.bad_gradients()) or "all together"
+                    self.skips.left_out(
+                        lambda: f"step {step}, epoch {epoch}, minibatch {number}: the gradient of {bad} is not finite"  # noqa: B023
+                    )
+                    continue
+                self.skips.took()
+                sums += part
+                norms += norm
+                updates += 1
+        if self.world_size > 1:
+            sums = self.all_reduce(sums)
+        num_updates = max(updates, 1)
+        policy, value = (sums / num_updates).tolist()
+        self.updates += 1
+        metrics = {"loss": policy, "grad_norm": norms / num_updates, "lr": rate, "updates": float(updates)}
+        metrics |= self.skips.counted()
+        if "returns" in self.demos:
+            metrics["value_loss"] = value
+        if self.holdout is not None:
+            rows = torch.arange(len(self.holdout["actions"]), device=self.device)
+            parts = rows.split(self.cfg.actor.micro_batch_size or self.cfg.actor.global_batch_size)
+            losses = [self.backend.evaluate(self._losses, (self.holdout, part, len(rows)))[0] for part in parts]
+            metrics["holdout_loss"] = float(sum(losses))
+        return metrics
+
+    def _loss(self, called: nn.Module, micro_batch: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, Metrics]:
+        """Returns the loss of the demonstrations at these indices, as part of a minibatch of `count`; 0 without indices."""
+        indices, count = micro_batch
+        chosen = indices.to(self.device) if indices.numel() else torch.zeros(1, dtype=torch.int64, device=self.device)
+        losses = self._losses(called, (self.demos, chosen, count))
+        loss = losses[0] + self.value_coef * losses[1]
+        if not indices.numel():
+            return 0.0 * loss, {"losses": torch.zeros(2, device=self.device)}
+        return loss, {"losses": torch.stack(losses)}
+
+    def _losses(self, called: nn.Module, rows_of_batch: tuple[Batch, torch.Tensor, int]) -> list[torch.Tensor]:
+        """Returns the contribution of rows of a batch to the policy's and the value's loss over a minibatch of `count`
+        rows.
+        """
+        batch, indices, count = rows_of_batch
+        obs, actions, values = take(batch["obs"], indices), batch["actions"][indices], "returns" in batch
+        inputs = {"obs": obs, "actions": actions, "is_pad": batch["is_pad"][indices]}
+        inputs |= {name: batch[name][indices] for name in self._extra_columns(batch)}
+
+        def work(policy: Policy) -> list[torch.Tensor]:
+            out = policy.default_forward(inputs, compute_logprobs=False, compute_values=True) if values else {}
+            if self.loss_type == "nll":
+                loss = policy.bc_loss(inputs).sum() / count
+            else:
+                mean = policy.mean_action(obs)
+                if torch.is_grad_enabled() and not mean.requires_grad:
+                    raise ConfigError(
+                        f"algorithm.bc_loss is 'mse', and the actions of model_type {self.cfg.actor.model.model_type} have no "
+                        "gradient; choose nll"
+                    )
+                loss = (mean - actions[:, : policy.chunk]).square().mean((1, 2)).sum() / count
+            if not values:
+                return [loss, torch.zeros_like(loss)]
+            mask = torch.ones_like(out["values"], dtype=torch.bool)[:, None]
+            value, _ = value_loss(
+                values=out["values"][:, None], returns=batch["returns"][indices][:, None], loss_mask=mask,
+                global_tokens=torch.tensor(float(count), device=self.device),
+            )  # fmt: skip
+            return [loss, value]
+
+        return passed(called, work)
+
+    def evaluate(self) -> dict[str, float]:
+        """Runs `env.eval` with the present weights, deterministically, on rank 0.
+
+        Sharded weights are first gathered into a policy that is built for the evaluation. All ranks call.
+        """
+        policy = self.policy
+        if self.backend.lockstep:
+            weights = self._weights()
+            if self.rank == 0:
+                policy = build_model(policy_section(self.cfg.actor, self.device), *spaces_of(self.cfg)).to(self.device)
+                policy.load_state_dict(weights)
+        if self.rank:
+            return {}
+        policy.eval()
+        try:
+            return evaluation_metrics(self.cfg, policy, self.seed, self.device)
+        finally:
+            policy.train()

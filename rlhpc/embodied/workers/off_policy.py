@@ -1,0 +1,327 @@
+"""Workers of off-policy runs: rollout ranks send transitions, and actor ranks store them and train on samples of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from rlhpc.algorithms.nonfinite import skips
+from rlhpc.embodied.algorithms.off_policy import TransitionBatch
+from rlhpc.embodied.algorithms.registry import algorithm_for
+from rlhpc.embodied.config import SacConfig
+from rlhpc.embodied.data.mixture import Mixture, MixtureDraw, fit, load_demos
+from rlhpc.embodied.data.replay_buffer import ReplayBuffer
+from rlhpc.embodied.envs.observations import as_arrays, columns_of, rows_of
+from rlhpc.embodied.models import Policy, build_model
+from rlhpc.embodied.models.off_policy import ActorCritic
+from rlhpc.embodied.rollout.slot_map import TRAJECTORIES, SlotMap, Source
+from rlhpc.embodied.rollout.step_outcomes import OutcomeShape
+from rlhpc.embodied.rollout.trajectory_receiver import TrajectoryReceiver
+from rlhpc.embodied.rollout.work_sharing import PARTS, FullRollout
+from rlhpc.embodied.workers.actor import PolicyTrainer
+from rlhpc.embodied.workers.env import JoiningWorker
+from rlhpc.embodied.workers.rollout import ActingWorker
+from rlhpc.runs.device import settle
+from rlhpc.runtime.context import current
+from rlhpc.training.backend import Named
+
+
+class Gathering(Protocol):
+    """Rank of a group that can gather objects."""
+
+    world_size: int
+
+    def all_gather_object(self, obj: object) -> list[object]:
+        """Returns the objects of all ranks, in rank order."""
+
+
+class Incomplete:
+    """Regrouping of transitions when some slots brought none, so that each row of the table is again a decision in every slot.
+
+    Transitions change slots: in an off-policy buffer nothing depends on the slot. Transitions that do not fill a row wait for
+    the next such step.
+
+    Args:
+        num_envs: Slots of the run.
+        share: Slots of this rank.
+    """
+
+    def __init__(self, num_envs: int, share: range) -> None:
+        self._num_envs, self._share = num_envs, share
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops the waiting transitions: fewer than a row."""
+        self._waiting: dict[str, np.ndarray] = {}
+
+    def table(self, columns: dict[str, np.ndarray], present: np.ndarray, ranks: Gathering) -> dict[str, np.ndarray]:
+        """Returns rows of this rank's slots, `[n, rows, ...]`, equally many on all ranks, which call together.
+
+        Args:
+            columns: A step's transitions `[n, T, ...]`.
+            present: Mask of the transitions that exist, `[n, T]`.
+            ranks: This rank, which reaches the others.
+        """
+        times, slots = np.nonzero(present.T)
+        position = times * self._num_envs + slots + self._share.start
+        rows_here = {name: column[slots, times] for name, column in columns.items()}
+        parts: Any = [(position, rows_here)]
+        if ranks.world_size > 1:
+            parts = ranks.all_gather_object(parts[0])
+        order = np.argsort(np.concatenate([position for position, _ in parts]))  # the same for any number of ranks
+        flat = {name: np.concatenate([part[name] for _, part in parts])[order] for name in columns}
+        if self._waiting:
+            flat = {name: np.concatenate([self._waiting[name], column]) for name, column in flat.items()}
+        rows = len(next(iter(flat.values()))) // self._num_envs
+        used = rows * self._num_envs
+        self._waiting = {name: column[used:].copy() for name, column in flat.items()}
+        return {
+            name: column[:used]
+            .reshape(rows, self._num_envs, *column.shape[1:])
+            .swapaxes(0, 1)[self._share.start : self._share.stop]
+            for name, column in flat.items()
+        }
+
+
+def _demos(cfg: SacConfig, observation_space: Any, action_space: Any) -> Any:
+    path, train = cfg.algorithm.demo_buffer.load_path, cfg.env.train
+    if not path:
+        return None
+    demos = load_demos(
+        path, reward_scale=train.reward_scale, ignore_terminations=train.ignore_terminations, skip=skips(cfg)
+    )
+    return fit(demos, observation_space, action_space, cfg.actor.model.num_action_chunks)
+
+
+class OffPolicyEnvWorker(JoiningWorker[SacConfig]):
+    """Env rank of off-policy runs; a decision is one transition."""
+
+    acts = "rlhpc.embodied.workers.off_policy:OffPolicyRolloutWorker"
+
+    def shape(self) -> OutcomeShape:
+        """Returns the shape of the outcomes."""
+        return OutcomeShape()
+
+
+class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
+    """Rollout rank that sends transitions: observation, action, reward, true next observation, end. It first acts at
+    random.
+    """
+
+    policy: ActorCritic
+
+    def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
+        """Builds the network with fresh weights."""
+        return build_model(self.cfg.actor.model, observation_space, action_space)
+
+    def generate(self, turn: FullRollout, random_steps: int = 0) -> dict[str, float]:
+        """Acts for a turn (`ActingWorker.generate`); the actions of the run's first `random_steps` transitions are random."""
+        self._random = random_steps - ((turn.step - 1) * self.steps + turn.begin) * self.slots.num_envs
+        return super().generate(turn)
+
+    def draws(self, random: bool) -> None:
+        """Sets whether the next actions are drawn at random (`ActingWorker.draws`)."""
+        self._random = self.steps * self.slots.num_envs if random else 0
+
+    def _choose(
+        self, obs: Any, noise: torch.Tensor, requests: Sequence[tuple[slice, int]]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        inputs = self._tensor(obs)
+        at_random = [part for part, t in requests if t * self.slots.num_envs < self._random]
+        if len(at_random) == len(requests):
+            chosen = self.policy.head.uniform(noise)
+        else:
+            features, _ = self.policy.features(inputs, True, False)
+            assert features is not None
+            chosen = self.policy.head.act(features, noise)[0]
+            for part in at_random:
+                chosen[part] = self.policy.head.uniform(noise)[part]
+        return self.policy.executed(inputs, chosen), {"actions": chosen}
+
+    def shape(self) -> OutcomeShape:
+        """Returns the shape of the outcomes."""
+        return OutcomeShape()
+
+    def columns(self, outcomes: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
+        """Returns the transitions of each stage (`ActingWorker.columns`)."""
+        columns_by_stage = []
+        for outcome, buffer in zip(outcomes, self.buffers, strict=True):
+            columns = {name: buffer.batch_first(name) for name in buffer.names}
+            last, final = (columns_of("obs", as_arrays(outcome[name])) for name in ("last_obs", "final_obs"))
+            for name in last:
+                following = columns[f"next_{name}"] = np.empty_like(columns[name])
+                following[:, :-1], following[:, -1] = columns[name][:, 1:], last[name]
+                following[outcome["final_slot"], outcome["final_step"]] = final[name]
+            columns |= {
+                name: outcome[name]
+                for name in ("rewards", "terminations", "nonfinite", "env_failed", "lost")
+                if name in outcome
+            }
+            columns_by_stage.append(columns)
+        return columns_by_stage
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        return self.policy.acting()
+
+
+class OffPolicyActor(PolicyTrainer[SacConfig]):
+    """Actor rank that stores the transitions of its slots and trains actor and critics: small networks, which every rank
+    holds.
+    """
+
+    policy: ActorCritic
+    counters = ("transitions", "due")
+
+    def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
+        """Builds networks, optimizers and buffers; the initial weights depend only on the seed.
+
+        Returns:
+            Number of trainable parameters.
+        """
+        cfg = self.cfg
+        self.settle_in()
+        self.slots, self.steps = slots, cfg.algorithm.rollout_steps
+        self.intake = TrajectoryReceiver(cfg, slots, self.rank)
+        built = build_model(cfg.actor.model, observation_space, action_space, seed=self.seed)
+        learns = algorithm_for(cfg.algorithm.name, built, cfg.actor.model.model_type)
+        assert isinstance(built, ActorCritic)
+        self.policy = settle(built, self.device).train()
+        self.learner = self.off_policy = learns(
+            cfg.algorithm,
+            cfg.actor.optim,
+            self.policy,
+            self.all_reduce,
+            self.world_size,
+            skip=skips(cfg),
+            rank=self.rank,
+        )
+        buffer = cfg.algorithm.replay_buffer
+        self.replay = ReplayBuffer(
+            buffer.size, self.intake.share, slots.num_envs, self.rank, current().service.scratch.spill
+        )
+        self.mixture = Mixture(
+            self.replay,
+            _demos(cfg, observation_space, action_space),
+            batch_size=cfg.actor.global_batch_size,
+            demo_ratio=cfg.algorithm.demo_buffer.ratio,
+            action_dim=built.head.dim,
+            seed=self.seed,
+            rank=self.rank,
+            ranks=self.world_size,
+        )
+        self.incomplete = Incomplete(slots.num_envs, self.intake.share)
+        self.starts, self.update_to_data = buffer.min_buffer_size, cfg.algorithm.update_to_data
+        self.transitions, self.due = 0, 0
+        self.open_sync(slots, cfg.rollout)
+        trained = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
+        self.log.info("trains %d parameters of %s on %s", trained, cfg.actor.model.model_type, self.device)
+        return trained
+
+    def connect(self) -> None:
+        """Connects to the channels, once the driver has created them."""
+        self.intake.connect(self.connect_channel(TRAJECTORIES), self.connect_channel(PARTS))
+        self.incomplete.clear()
+
+    def start_from(self, folder: str) -> None:
+        """Loads the weights of a checkpoint or an export, such as those of a behaviour-cloned policy."""
+        super().start_from(folder)
+        self.off_policy.reset_targets()
+
+    def sent_weights(self, without: Container[str]) -> Named:
+        """Yields the weights that act."""
+        yield from ((name, tensor) for name, tensor in self.policy.acting() if name not in without)
+
+    def receive(self, step: int, source: Source) -> dict[str, float]:
+        """Adds this step's transitions of the rank's slots to the buffer.
+
+        Transitions that are not finite, whose simulator or robot failed, or whose env or rollout rank has gone are left out:
+        the buffer gets fewer transitions of this step, and none twice (`Incomplete`).
+
+        Args:
+            step: Global step.
+            source: Turns and shards that make up the step.
+
+        Returns:
+            The oldest version of the policy that acted; the number of transitions left out because they are not finite; the
+            number whose simulator or robot `failed`; the number `lost` with env ranks; and the number `taken` in.
+
+        Raises:
+            NonFinite: A transition is not finite, and `runner.on_nonfinite` is stop.
+        """
+        columns, version = self.intake.columns(step, source)
+        is_lost, failed = self.intake.pop_lost(columns), self.intake.pop_failed(columns)
+        bad = self.intake.pop_nonfinite(step, columns)
+        facts = {"version": float(version), "left_out": float(bad.sum()), "lost": float(is_lost.sum())}
+        facts["failed"] = float((failed & ~bad & ~is_lost).sum())
+        excluded = is_lost | failed | bad
+        count = torch.tensor([float(excluded.sum())])
+        if (self.all_reduce(count) if self.world_size > 1 else count).item():  # then all ranks exchange transitions
+            columns = self.incomplete.table(columns, ~excluded, self)
+        rows = next(iter(columns.values())).shape[1] if columns else 0
+        if rows:
+            self.replay.add(columns)
+        self.transitions += self.slots.num_envs * rows
+        return {**facts, "taken": float(len(self.intake.share) * rows)}
+
+    def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
+        """Makes the pending updates: `update_to_data` for each transition since learning started.
+
+        Args:
+            step: Global step.
+            progress: Completed fraction of the run, 0 to 1, for the learning rates.
+
+        Returns:
+            Metrics, the same on all ranks, and `update_s`: the seconds that it took.
+        """
+        total = int(self.update_to_data * max(0, self.transitions - self.starts) + 1e-6)  # 49 × 1/49 < 1 in floats
+        count, self.due = total - self.due, total
+        return self._learn(count, progress)
+
+    def update_offline(self, step: int, progress: float = 0.0) -> dict[str, float]:
+        """Makes `algorithm.offline_updates` updates from the demonstrations alone. Arguments and result are those of
+        `update`.
+        """
+        del step
+        return self._learn(self.cfg.algorithm.offline_updates, progress, alone=True)
+
+    def _learn(self, count: int, progress: float, *, alone: bool = False) -> dict[str, float]:
+        start = time.perf_counter()
+        if self.cfg.algorithm.anneal_lr:
+            self.off_policy.set_lr(1.0 - progress)
+        for _ in range(count):
+            self.off_policy.step(self._batch(self.mixture.draw(self.off_policy.updates, alone=alone)))
+        seconds = {"update_s": time.perf_counter() - start}
+        return {**self.off_policy.metrics(), "buffer_size": float(len(self.replay)), **seconds}
+
+    def _batch(self, draw: MixtureDraw) -> TransitionBatch:
+        columns = {name: torch.from_numpy(column).to(self.device) for name, column in draw.columns.items()}
+        return TransitionBatch(
+            obs=rows_of(columns, "obs"),
+            actions=columns["actions"],
+            rewards=columns["rewards"],
+            next_obs=rows_of(columns, "next_obs"),
+            terminations=columns["terminations"],
+            noise=torch.from_numpy(draw.noise).to(self.device),
+            total=draw.total,
+        )
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Writes `actor-<rank>.pt` and the rank's part of the replay buffer; rank 0 also writes model and optimizers."""
+        super().save(folder)
+        self.replay.save(Path(folder))
+
+    def load(self, folder: str) -> None:
+        """Restores a checkpoint; a rank without a file in it uses rank 0's.
+
+        Raises:
+            CheckpointError: The model of the configuration is another one.
+        """
+        super().load(folder)
+        self.replay.load(Path(folder))

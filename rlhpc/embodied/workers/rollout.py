@@ -1,0 +1,391 @@
+"""Rollout workers of embodied runs: they act for a share of the slots and send complete trajectories to the actors."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from rlhpc.checkpoint.async_writer import SavingWorker
+from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from rlhpc.embodied.config import PlayingConfig, PpoConfig
+from rlhpc.embodied.envs.observations import as_arrays, blank, columns_of, count_rows, is_tensor, join, take
+from rlhpc.embodied.evaluation.episodes import evaluation_metrics
+from rlhpc.embodied.models import Policy, build_model, policy_section
+from rlhpc.embodied.models.noise import noise_of_slots
+from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, get_until_left, open_links, until_left
+from rlhpc.embodied.rollout.slot_map import OUTCOMES, TRAJECTORIES, SlotMap, within
+from rlhpc.embodied.rollout.step_outcomes import OutcomeShape, next_values, nothing_of, ppo_shape
+from rlhpc.embodied.rollout.work_sharing import FullRollout
+from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
+from rlhpc.runtime.context import current
+from rlhpc.runtime.devices import empty_cache
+from rlhpc.weights import make_sync
+from rlhpc.weights.receiver import apply
+
+FILE = "rollout-{rank}.pt"
+#: All slots of a stage.
+EVERY = slice(None)
+#: Columns of a trajectory that are copied from an outcome.
+_OUTCOME_COLUMNS = (
+    "rewards", "terminations", "truncations", "action_mask", "loss_mask", "nonfinite", "env_failed", "lost",
+)  # fmt: skip
+Cfg = TypeVar("Cfg", bound=PlayingConfig)
+
+
+class StageBuffer:
+    """Buffer of one stage's rollout, time first, so that every step writes one contiguous row.
+
+    Args:
+        share: Global slots.
+        steps: T, decisions of a rollout.
+
+    Attributes:
+        num_decisions: Decisions of the present rollout, which may have ended early.
+    """
+
+    def __init__(self, share: range, steps: int) -> None:
+        self.share, self.steps, self.num_decisions = share, steps, steps
+        self._rows: dict[str, np.ndarray] = {}
+
+    def write(self, t: int, part: slice, **rows: Any) -> None:
+        """Stores one step of the slots `part`, from arrays or tensors `[n, ...]` of all slots."""
+        for name, row in rows.items():
+            if name not in self._rows:
+                dtype = np.asarray(as_arrays(row[:0])).dtype
+                self._rows[name] = np.empty((self.steps, *row.shape), dtype)
+            if is_tensor(row):
+                torch.from_numpy(self._rows[name][t, part]).copy_(row[part])
+            else:
+                self._rows[name][t, part] = row[part]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the columns."""
+        return list(self._rows)
+
+    def batch_first(self, name: str) -> np.ndarray:
+        """Returns a column as `[n, T, ...]`, contiguous."""
+        return np.ascontiguousarray(self._rows[name][: self.num_decisions].swapaxes(0, 1))
+
+
+class ActingWorker(SavingWorker, Generic[Cfg]):
+    """Base of rollout ranks; a subclass defines the policy and the columns that are sent."""
+
+    def __init__(self, cfg: Cfg) -> None:
+        super().__init__()
+        self.cfg: Cfg = cfg
+        self.version = 0
+        self._waited = 0.0
+
+    def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> None:
+        """Builds the policy and the buffers."""
+        self.steps = self.cfg.algorithm.rollout_steps
+        self.seed = self.cfg.runner.seed
+        self.device = own_device(self)
+        seed_process(self.seed, "rollout", self.rank)
+        self.policy = settle(self.build_policy(observation_space, action_space), self.device).eval()
+        self.policy.requires_grad_(False)
+        self._receivers: tuple[int, ...] = ()
+        self._take_shares(slots)
+
+    def _take_shares(self, slots: SlotMap) -> None:
+        self.slots = slots
+        self.shares = [slots.rollout_share(stage, self.rank) for stage in range(slots.stages)]
+        self.peers = [slots.envs_of(stage, self.rank) for stage in range(slots.stages)]
+        self.buffers = [StageBuffer(share, self.steps) for share in self.shares]
+        if slots.acting_ranks != self._receivers:
+            self._receivers, config = slots.acting_ranks, self.cfg.rollout
+            to = [(slots.rollout_name, list(self._receivers))]
+            self.sync = make_sync(config.weight_sync, self, (slots.actor_name, 0), to, config.weight_delta)
+
+    @abstractmethod
+    def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
+        """Builds the network with fresh weights."""
+
+    def draws(self, random: bool) -> None:
+        """Sets whether the next actions are drawn at random, which only off-policy runs do."""
+
+    @abstractmethod
+    def shape(self) -> OutcomeShape:
+        """Returns the shape of the outcomes."""
+
+    def connect(self, slots: SlotMap) -> None:
+        """Connects to the channels, once the driver has created them; again, with a new map, as ranks join and leave."""
+        self._take_shares(slots)
+        model, count = self.cfg.actor.model.model_type, sum(map(len, self.shares))
+        self.log.info("acts with %s on %s for %d of %d slots", model, self.device, count, slots.num_envs)
+        near = agree_on_device(self, slots)
+        self.links = open_links(self, self.slots, self.policy.observation_space, near)
+        watched = {rank for peers in self.peers for rank, _ in peers} - slots.absent
+        self._watches = {rank: until_left(slots.env_name, rank) for rank in watched}
+        self._outcomes = self.connect_channel(OUTCOMES)
+        self._trajectories = self.connect_channel(TRAJECTORIES)
+        self.stay_until_let_go()  # env ranks wait for its actions, also in steps that it has not begun
+
+    def dismiss(self) -> None:
+        """Lets this rank exit, if it is to leave: the others continue without it."""
+        self.before_leaving(None)
+
+    def sync_weights(self) -> int:
+        """Receives the actor's next version of the weights."""
+        self.version = apply(self.sync, self._named(), adopt=self.policy)
+        return self.version
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        return list(self.policy.state_dict().items())
+
+    # -- rollout --------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def generate(self, turn: FullRollout) -> dict[str, float]:
+        """Acts for the decisions of a turn in every slot, then sends the trajectories to the actors.
+
+        Noise is drawn from (seed, step, decision, slot), so that an action depends neither on the rank that chose it nor on
+        the other slots of its batch.
+
+        Returns:
+            `busy_s`: seconds in which it did not wait for the simulators.
+        """
+        start, self._waited, self._turn = time.perf_counter(), 0.0, turn
+        for buffer in self.buffers:
+            buffer.num_decisions = turn.decisions
+        if self.cfg.runner.enable_decoupled_mode:
+            self._answer()
+        else:
+            for t in range(turn.decisions):
+                for stage in range(self.slots.stages):
+                    self._act(stage, t)
+        self._hand_over()
+        return {"busy_s": time.perf_counter() - start - self._waited}
+
+    def _noise(self, t: int, slots: range) -> torch.Tensor:
+        """Returns the noise of the turn's decision `t` in slots (global numbers), on the policy's device."""
+        words = (self.seed, self._turn.step, self._turn.begin + t)
+        return noise_of_slots(self.policy.sample_noise, words, slots).to(self.device)
+
+    def _act(self, stage: int, t: int) -> None:
+        noise = self._noise(t, self.shares[stage])  # while the simulators are busy
+        start = time.perf_counter()
+        observations = self.links.get(stage)
+        self._waited += time.perf_counter() - start
+        parts = [self._observation(common, part) for common, part in observations]
+        self.decide(stage, [(EVERY, t)], noise, join(parts), partial(self._send_actions, stage))
+
+    def _answer(self) -> None:
+        """Acts for env ranks in the order in which their observations arrive; each pass serves all that have arrived by then.
+
+        A pass always covers all slots of a stage; slots without a request use their last observation. So an action does not
+        depend on which other slots are served, to the last bit.
+        """
+        latest = [[self._observation(common, None) for _, common in peers] for peers in self.peers]
+        next_decisions = {(stage, index): 0 for stage, peers in enumerate(self.peers) for index in range(len(peers))}
+        while next_decisions:
+            start = time.perf_counter()
+            ready = self.links.first(next_decisions)
+            self._waited += time.perf_counter() - start
+            for stage in sorted({stage for stage, _ in ready}):
+                self._answer_stage(stage, {i: next_decisions[s, i] for s, i in ready if s == stage}, latest[stage])
+            for at in ready:
+                next_decisions[at] += 1
+                if next_decisions[at] == self._turn.decisions:
+                    del next_decisions[at]
+
+    def _answer_stage(self, stage: int, asking: dict[int, int], latest: list[Any]) -> None:
+        """Acts for the env ranks `asking`, by index, each for its own decision; stores their observations in `latest`."""
+        parts = {i: within(common, self.shares[stage]) for i, (_, common) in enumerate(self.peers[stage])}
+        drawn = {index: self._noise(t, self.peers[stage][index][1]) for index, t in asking.items()}
+        like = next(iter(drawn.values()))
+        rows = like.new_zeros(len(self.shares[stage]), *like.shape[1:])  # slots without a request: any value
+        for index, noise in drawn.items():
+            latest[index] = self._observation(self.peers[stage][index][1], self.links.get_from(stage, index))
+            rows[parts[index]] = noise
+
+        def tell(chosen: np.ndarray) -> None:
+            for index in asking:
+                self.links.put_to(stage, index, chosen[parts[index]])
+
+        self.decide(stage, [(parts[index], t) for index, t in asking.items()], rows, join(latest), tell)
+
+    def _observation(self, common: range, part: Any) -> Any:
+        """Returns the observation of slots: zeros, if the env rank has gone or has sent nothing yet."""
+        return blank(self.policy.observation_space, len(common)) if part is None else part
+
+    def decide(
+        self,
+        stage: int,
+        requests: Sequence[tuple[slice, int]],
+        noise: torch.Tensor,
+        obs: Any,
+        send: Callable[[np.ndarray], None],
+    ) -> None:
+        """Chooses actions, sends them, and records observations and actions.
+
+        Args:
+            stage: The stage.
+            requests: Slots that need an action, and the number of their decision.
+            noise: Noise of all slots of the stage, like `obs` and the actions.
+            obs: Observations.
+            send: Sends the actions.
+        """
+        actions, extras = self._choose(obs, noise, requests)
+        chosen = actions.cpu().numpy()
+        send(chosen)
+        # The environments are busy now; what follows costs no time.
+        rows = {name: extra.cpu().numpy() for name, extra in extras.items()}
+        for part, t in requests:
+            self.buffers[stage].write(t, part, **columns_of("obs", obs), **{"actions": chosen, **rows})
+
+    def _send_actions(self, stage: int, chosen: np.ndarray) -> None:
+        self.links.put(stage, lambda common: chosen[within(common, self.shares[stage])])
+
+    def _choose(
+        self, obs: Any, noise: torch.Tensor, requests: Sequence[tuple[slice, int]]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns actions, and the columns that the trajectories store with them."""
+        del requests
+        actions, extras = self.policy.predict_action_batch(self._tensor(obs), mode="train", noise=noise)
+        rows = {"logprobs": extras["prev_logprobs"], "values": extras["prev_values"]}
+        return actions, rows | {f"inputs.{name}": part for name, part in extras.get("inputs", {}).items()}
+
+    def _tensor(self, obs: Any) -> Any:
+        """Returns an observation, or another array, on the policy's device."""
+        return to_tensors(obs, self.device)
+
+    def _hand_over(self) -> None:
+        """Sends every actor rank the slots it trains on."""
+        outcomes = [self._merge_outcomes(stage) for stage in range(self.slots.stages)]
+        for stage, columns in enumerate(self.columns(outcomes)):
+            self.cut(columns)
+            self._send(stage, columns)
+
+    def cut(self, columns: dict[str, np.ndarray]) -> None:
+        """Truncates the episodes of trajectories that are shorter than a step: the rows continue with another rank's
+        decisions.
+        """
+        if columns["rewards"].shape[1] < self.steps and "truncations" in columns:
+            columns["truncations"][:, -1] |= ~columns["terminations"][:, -1]
+
+    def columns(self, outcomes: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
+        """Returns trajectories `[n, T, ...]` of each stage, from its outcomes: with rewards, ends and next values."""
+        columns_by_stage = []
+        # Observations without an action need values: the next ones, and the last ones of episodes that ended.
+        unvalued = [part for outcome in outcomes for part in (outcome["last_obs"], outcome["final_obs"])]
+        values = np.split(self._value(join(unvalued)), np.cumsum([count_rows(part) for part in unvalued])[:-1])
+        for stage, outcome in enumerate(outcomes):
+            last, final = values[2 * stage], values[2 * stage + 1]
+            buffer = self.buffers[stage]
+            columns = {name: buffer.batch_first(name) for name in buffer.names}
+            columns["next_values"] = next_values(
+                columns["values"], last, outcome["final_slot"], outcome["final_step"], final,
+                outcome.get("action_mask"),
+            )  # fmt: skip
+            columns |= {name: outcome[name] for name in _OUTCOME_COLUMNS if name in outcome}
+            columns_by_stage.append(columns)
+        return columns_by_stage
+
+    def _send(self, stage: int, columns: dict[str, np.ndarray]) -> None:
+        """Sends every actor rank its slots of a stage's columns `[n, T, ...]`. If this rank may exit before they are received,
+        it waits until they are stored.
+        """
+        send = self._trajectories.put if self.rank < self.slots.rollout_ranks else self._trajectories.entrust
+        for rank, common in self.slots.actors_of(stage, self.rank):
+            part = within(common, self.shares[stage])
+            message: dict[str, Any] = {name: column[part] for name, column in columns.items()}
+            message["version"], message["turn"] = self.version, self._turn.number
+            send(message, key=self.slots.to_actor_key(stage, self.rank, rank))
+
+    def _merge_outcomes(self, stage: int) -> dict[str, Any]:
+        """Merges the env ranks' outcomes of a stage, with slots counted from this rank's first. If env ranks have gone, `lost
+        [n, T]` marks their slots.
+        """
+        share, merged, is_gone = self.shares[stage], [], []
+        for index, (_, common) in enumerate(self.peers[stage]):
+            start = time.perf_counter()
+            part = self._outcomes_from(stage, index)
+            self._waited += time.perf_counter() - start
+            is_gone.append(part is None)
+            if part is None:
+                last = blank(self.policy.observation_space, len(common))
+                part = nothing_of(common, self._turn.decisions, self.shape(), last)
+            part["final_slot"] = part["final_slot"] + (common.start - share.start)
+            merged.append(part)
+        outcome = {name: join([part[name] for part in merged]) for name in merged[0]}
+        if any(is_gone):
+            sizes = [len(common) for _, common in self.peers[stage]]
+            outcome["lost"] = np.repeat(np.repeat(is_gone, sizes)[:, None], self._turn.decisions, axis=1)
+        return outcome
+
+    def _outcomes_from(self, stage: int, index: int) -> dict[str, Any] | None:
+        """Returns an env rank's outcomes of its slots; None if it has gone."""
+        if self.links.has_gone(stage, index):
+            return None
+        rank, _ = self.peers[stage][index]
+        key = self.slots.to_rollout_key(stage, rank, self.rank)
+        try:
+            peer = self.slots.env_name, rank
+            outcomes: dict[str, Any] = get_until_left(self._outcomes, key, peer, self._watches[rank])
+        except PeerLeft:
+            self.links.lose(stage, index)
+            return None
+        return outcomes
+
+    def _value(self, obs: Any) -> np.ndarray:
+        """Returns values of any number of observations, in passes of no more rows than a stage has."""
+        size, count = max([1, *map(len, self.shares)]), count_rows(obs)
+        parts = (take(obs, slice(at, at + size)) for at in range(0, count, size))
+        return np.concatenate([self.policy.value(self._tensor(part)).float().cpu().numpy() for part in parts])
+
+    # -- evaluation and checkpoint --------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """Runs `env.eval` with the present weights, deterministically."""
+        return evaluation_metrics(self.cfg, self.policy, self.seed, self.device)
+
+    def save(self, folder: str) -> None:
+        """Writes `rollout-<rank>.pt`. The weights are in the actor's files; the noise follows from seed and step."""
+        state = {"version": self.version, "rng": rng_state()}
+        save_state(Path(folder) / FILE.format(rank=self.rank), state)
+
+    def load(self, folder: str) -> None:
+        """Restores a checkpoint; a rank without a file in it starts from its seed."""
+        rank_file = Path(folder) / FILE.format(rank=self.rank)
+        if rank_file.is_file():
+            state = load_state(rank_file)
+            self.version = int(state["version"])
+            set_rng_state(state["rng"])
+
+    def let_go(self) -> None:
+        """Releases the shared memory of env ranks' observations, so that these ranks can free it."""
+        current().service.lane.park()
+
+    def offload(self) -> None:
+        """Moves the policy to the host."""
+        self.policy.cpu()
+        empty_cache()
+
+    def reload(self) -> None:
+        """Moves the policy back to the device after `offload`."""
+        self.policy.to(self.device)
+
+
+class MultiStepRolloutWorker(ActingWorker[PpoConfig]):
+    """Rollout rank of on-policy runs: it runs the policy's forward passes and never trains; its weights come from the
+    actor.
+    """
+
+    def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
+        """Builds the network with fresh weights."""
+        policy = build_model(policy_section(self.cfg.actor, self.device), observation_space, action_space)
+        policy.logprob_type = self.cfg.algorithm.logprob_type.lower()
+        return policy
+
+    def shape(self) -> OutcomeShape:
+        """Returns the shape of the outcomes."""
+        return ppo_shape(self.cfg)

@@ -1,0 +1,57 @@
+"""Log files with several starts of a run: a rule line separates the output of two starts."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_RULE = re.compile(r"---- start (\d+), \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ----")
+_RANK = re.compile(r".+-\d+")
+#: Values of `rlhpc logs --start` besides numbers.
+LAST, ALL = "last", "all"
+
+
+def mark_start(folder: Path) -> None:
+    """Writes a rule line to the end of each log in a folder for a further start, if ranks have written there before."""
+    files = [file for pattern in ("*.out", "*.err") for file in folder.glob(pattern) if file.stat().st_size]
+    if not any(_RANK.fullmatch(file.stem) for file in files):  # the driver's own log may already exist
+        return
+    number = 1 + max((_number_of(file) for file in files), default=0)
+    rule = f"---- start {number}, {time.strftime('%Y-%m-%d %H:%M:%S')} ----\n"
+    for file in files:
+        with file.open("rb+") as log:
+            log.seek(-1, 2)
+            ends_line = log.read(1) == b"\n"
+        with file.open("a", encoding="utf-8") as log:
+            log.write(rule if ends_line else f"\n{rule}")
+
+
+def _number_of(file: Path) -> int:
+    """Returns the number of a log's last start."""
+    with file.open(encoding="utf-8", errors="replace") as log:
+        numbers = [int(match[1]) for line in log if (match := _RULE.fullmatch(line.rstrip("\n")))]
+    return max(numbers, default=1)
+
+
+def lines_of_start(lines: Iterable[str], start: str) -> list[str]:
+    """Returns the lines that a start has written.
+
+    Args:
+        lines: Lines of a log, or its last ones.
+        start: The start's number, `last` or `all`.
+    """
+    if start == ALL:
+        return list(lines)
+    selected: list[str] = []
+    number, selects = 1, start in (LAST, "1")
+    for line in lines:
+        if match := _RULE.fullmatch(line):
+            number = int(match[1])
+            selects = start in (LAST, str(number))
+            if start == LAST:
+                selected.clear()
+        elif selects:
+            selected.append(line)
+    return selected

@@ -1,0 +1,232 @@
+"""Node probe of the doctor, which runs on every node in the node's Python: standard library only, no import of rlhpc.
+
+It communicates through its job step: a line of JSON in, then JSON out, in short pieces that srun does not split. First it
+reports facts about its node; then, with the addresses of the others, whether it can reach them.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import fcntl
+import glob
+import hmac
+import importlib.util
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+MARK = "RLHPC-DOCTOR"
+_PIECE = 600
+
+
+def say(kind: str, content: dict[str, Any]) -> None:
+    text = base64.b64encode(json.dumps({"kind": kind, **content}).encode()).decode()
+    pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
+    task = os.environ.get("SLURM_PROCID", "0")
+    for number, piece in enumerate(pieces):
+        os.write(1, f"{MARK} {task} {kind} {number} {len(pieces)} {piece}\n".encode())
+
+
+def node_name() -> str:
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+def interfaces() -> dict[str, str]:
+    addresses = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
+
+
+def space(path: str) -> dict[str, Any]:
+    """Returns the free space of a filesystem, and whether this user may write there."""
+    try:
+        stat = os.statvfs(path)
+    except OSError as error:
+        return {"error": error.strerror}
+    return {
+        "total": stat.f_blocks * stat.f_frsize, "free": stat.f_bavail * stat.f_frsize,
+        "inodes": stat.f_files, "inodes_free": stat.f_favail, "writable": os.access(path, os.W_OK),
+    }  # fmt: skip
+
+
+def wait_for(path: str, content: str, patience_s: float) -> dict[str, Any]:
+    """Waits for a file that another host writes; returns the time until it appeared."""
+    start, problem = time.monotonic(), "no such file"
+    while time.monotonic() - start < patience_s:
+        try:
+            with open(path) as file:
+                if file.read() == content:
+                    return {"ms": 1000 * (time.monotonic() - start)}
+            problem = "other content"
+        except OSError as error:
+            problem = error.strerror or str(error)
+        time.sleep(0.005)
+    return {"error": problem}
+
+
+def canary(plan: dict[str, Any]) -> dict[str, Any]:
+    """Reads the file that the login side wrote, and writes another one next to it."""
+    folder = plan["canary"]
+    result = wait_for(os.path.join(folder, "login"), plan["token"], plan["patience_s"])
+    result["parent"] = os.path.isdir(os.path.dirname(folder))
+    if "error" in result:
+        return result
+    os.path.exists(os.path.join(folder, "second"))  # not yet: shows whether a client caches the missing name
+    path = os.path.join(folder, f"node-{node_name()}")
+    try:
+        with open(path + ".new", "w") as file:
+            file.write(plan["token"])
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(path + ".new", path)
+    except OSError as error:
+        result["write_error"] = error.strerror
+    return result
+
+
+def vulkan() -> dict[str, Any]:
+    """Returns whether a loader exists, and which drivers are registered with it."""
+    try:
+        ctypes.CDLL("libvulkan.so.1")
+        loader = True
+    except OSError:
+        loader = False
+    named = os.environ.get("VK_DRIVER_FILES") or os.environ.get("VK_ICD_FILENAMES")
+    folders = ("/etc/vulkan/icd.d", "/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d")
+    drivers = named.split(":") if named else [path for folder in folders for path in glob.glob(folder + "/*.json")]
+    return {"loader": loader, "drivers": sorted(os.path.basename(path) for path in drivers if os.path.exists(path))}
+
+
+def limits() -> dict[str, int]:
+    names = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
+    return {name: resource.getrlimit(number)[0] for name, number in names.items()}
+
+
+def has_package(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def listen(token: str) -> int:
+    """Listens on a port and echoes the token to those that send it."""
+    server = socket.create_server(("", 0), backlog=64)
+
+    def answer(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(5)
+            if hmac.compare_digest(connection.recv(64), token.encode()):
+                connection.sendall(token.encode())
+
+    def serve() -> None:
+        while True:
+            connection, _ = server.accept()
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return int(server.getsockname()[1])
+
+
+def reach(address: str, port: int, token: str) -> dict[str, Any]:
+    """Returns whether another node answers, and the interface of this node that reaches it."""
+    start = time.monotonic()
+    try:
+        with socket.create_connection((address, port), timeout=4) as connection:
+            connection.sendall(token.encode())
+            answer = connection.recv(64)
+            local_address = connection.getsockname()[0]
+    except OSError as error:
+        return {"error": error.strerror or str(error)}
+    if answer != token.encode():
+        return {"error": "something else answers there"}
+    interface = next((name for name, host in interfaces().items() if host == local_address), "")
+    return {"ms": 1000 * (time.monotonic() - start), "interface": interface, "address": local_address}
+
+
+def ask_torch(source: str, patience_s: float) -> dict[str, Any]:
+    """Runs the torch probe in a child of this Python; returns its report, its other output, and how it ended or that it
+    hung.
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", source], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace",
+    )  # fmt: skip
+    report: dict[str, Any] = {}
+
+    def hear() -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            try:
+                report.update(json.loads(line))
+            except (ValueError, TypeError):
+                report["words"] = line.strip()[:200] or report.get("words", "")
+
+    reader = threading.Thread(target=hear, daemon=True)
+    reader.start()
+    reader.join(patience_s)
+    if reader.is_alive():
+        child.kill()  # without a wait, since a process that hangs in the driver does not die of it
+        return {**report, "hung_s": patience_s}
+    return {**report, "code": child.wait()}
+
+
+def look(plan: dict[str, Any]) -> dict[str, Any]:
+    """Collects the facts that this node knows about itself."""
+    folders = {name: name for name in ("/tmp", "/dev/shm")}
+    folders |= {"runs": os.path.dirname(plan["canary"]), "home": os.path.expanduser("~")}
+    if plan.get("scratch"):
+        folders["scratch"] = plan["scratch"]
+    return {
+        "host": os.uname().nodename,
+        "node": node_name(),
+        "interfaces": interfaces(),
+        "mask": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "python": list(sys.version_info[:3]),
+        "executable": sys.executable,
+        "packages": {name: has_package(name) for name in plan.get("packages", ())},
+        "vulkan": vulkan(),
+        "limits": limits(),
+        "space": {name: space(path) for name, path in folders.items()},
+    }
+
+
+def main() -> None:
+    plan = json.loads(sys.stdin.readline())
+    signal.alarm(int(plan["limit_s"]))  # bounds how long the probe outlives its doctor
+    port = listen(plan["token"])
+    torch: dict[str, Any] = {}
+    asking = threading.Thread(target=lambda: torch.update(ask_torch(plan["torch"], plan["torch_s"])), daemon=True)
+    if plan.get("torch"):
+        asking.start()
+    say("hello", {**look(plan), "canary": canary(plan), "port": port})
+    instructions = json.loads(sys.stdin.readline() or "{}")
+    say("clock", {"now": time.time()})
+    second: dict[str, Any] = {}
+    if instructions.get("second"):
+        second = wait_for(os.path.join(plan["canary"], "second"), plan["token"], plan["patience_s"])
+    peers = instructions.get("peers", ())
+    connections = {name: reach(address, number, plan["token"]) for name, address, number in peers}
+    say("peers", {"second": second, "reach": connections})
+    if plan.get("torch"):
+        asking.join(plan["torch_s"] + 5)
+        say("torch", torch)
+    sys.stdin.readline()  # other nodes may still connect to this one
+
+
+if __name__ == "__main__":
+    main()

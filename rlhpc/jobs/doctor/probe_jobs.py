@@ -1,0 +1,376 @@
+"""Probe jobs of the doctor: at most one per partition, small, and always cancelled at the end."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import inspect
+import json
+import math
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlhpc.jobs.doctor import node_probe, torch_probe
+from rlhpc.jobs.doctor.slurm_facts import Site, SiteNodeGroup, SlurmFacts, is_asleep, seconds_of, usable
+from rlhpc.runtime.devices import VIRTUAL
+from rlhpc.runtime.imports import LEAVE_FOLDER
+from rlhpc.runtime.launchers.srun_commands import step_environment
+from rlhpc.runtime.network import node_addresses
+from rlhpc.runtime.slurm import ask
+
+PACKAGES = ("rlhpc", "torch", "zmq", "submitit")
+_PATIENCE_S = 10.0
+_ANSWER_S = 40.0
+_TORCH_S = 60.0
+_MEMORY = "500M"
+#: Memory for torch with its libraries, and for host memory of CUDA and NCCL.
+_MEMORY_WITH_TORCH = "4G"
+_POLL_S = 1.0
+
+
+@dataclass
+class ProbeJob:
+    """Probe job with the reports of its nodes.
+
+    Attributes:
+        partition: Its partition; None is the default partition.
+        labels: Node groups of the site that are in it.
+        gpus: Requested GPUs per node, and `gres` in Slurm's words: two if available, for an all-reduce.
+        nodes: Requested nodes, of `usable_nodes` that could start a job now.
+        error: Reason why it did not run. `reason` is Slurm's reason why it waits.
+        requeue: Slurm's setting after `--requeue`: "1", "0", or "" if unknown.
+        hello, peers, torch: Reports of each node on itself, on the other nodes, and on GPUs in torch.
+        offsets: Seconds that each node's clock is ahead, and the uncertainty.
+        canary_views: Visibility of each node's file on this side: `{"ms": …}` or `{"error": …}`.
+    """
+
+    partition: str | None
+    labels: tuple[str, ...]
+    options: tuple[str, ...]
+    gres: str | None
+    gpus: int
+    nodes: int
+    usable_nodes: int
+    job_id: str = ""
+    error: str = ""
+    reason: str = ""
+    requeue: str = ""
+    hello: dict[str, dict[str, Any]] = field(default_factory=dict)
+    peers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    torch: dict[str, dict[str, Any]] = field(default_factory=dict)
+    offsets: dict[str, tuple[float, float]] = field(default_factory=dict)
+    canary_views: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def plan_jobs(site: Site, facts: SlurmFacts, most_nodes: int) -> list[ProbeJob]:
+    """Returns one job for each partition of the site that exists."""
+    by_partition: dict[str | None, list[SiteNodeGroup]] = {}
+    for group in site.groups:
+        record = facts.partition(group.partition)
+        if record is not None:
+            by_partition.setdefault(group.partition, []).append(group)
+    jobs = []
+    for partition, groups in by_partition.items():
+        first = groups[0]
+        nodes = facts.nodes_of(partition)
+        with_gpus = [node for node in nodes if first.matches(node.get("Gres", ""))]
+        wants = bool(with_gpus) and (first.gres is not None or len(with_gpus) == len(nodes))
+        ready = sum(usable(node) for node in (with_gpus if wants else nodes))
+        options = [f"--{key}={value}" for key in ("account", "qos") if (value := getattr(first, key))]
+        if first.constraint and len({group.constraint for group in groups}) == 1:
+            options.append(f"--constraint={first.constraint}")
+        count = max(1, min(most_nodes, ready))
+        labels = tuple(group.label for group in groups)
+        gpus = min(2, *(first.matches(node.get("Gres", "")) for node in with_gpus)) if wants else 0
+        gres = f"{first.gres or 'gpu'}:{gpus}" if wants else None
+        jobs.append(ProbeJob(partition, labels, tuple(options), gres, gpus, count, ready))
+    return jobs
+
+
+def wake_up_s(jobs: Sequence[ProbeJob], facts: SlurmFacts) -> float:
+    """Returns the seconds that a probe may have to wait for nodes to be switched on: Slurm's ResumeTimeout, if no node is
+    on.
+    """
+    nodes = [node for job in jobs if not job.usable_nodes for node in facts.nodes_of(job.partition)]
+    return float(seconds_of(facts.config.get("ResumeTimeout", "")) or 0) if any(map(is_asleep, nodes)) else 0.0
+
+
+def script_of(job: ProbeJob, site: Site, seconds: int) -> str:
+    """Returns the batch script. It does nothing: the probe runs as a step."""
+    memory = _MEMORY_WITH_TORCH if job.gpus else _MEMORY
+    options = [
+        "--job-name=rlhpc-doctor", "--output=/dev/null", "--error=/dev/null", "--requeue",
+        *([f"--partition={job.partition}"] if job.partition else []), *job.options,
+        f"--nodes={job.nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", f"--mem={memory}",
+        f"--time={math.ceil(seconds / 60)}", *([f"--gres={job.gres}"] if job.gres else []), *site.sbatch,
+    ]  # fmt: skip
+    return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), f"exec sleep {seconds}", ""])
+
+
+def source_of(module: ModuleType) -> str:
+    """Returns the source for `python -c` that runs a module."""
+    return f"{LEAVE_FOLDER}; exec(compile({inspect.getsource(module)!r}, {module.__name__!r}, 'exec'))"
+
+
+class _Step:
+    """The srun of a probe job, with the reports of its tasks."""
+
+    def __init__(self, job: ProbeJob, site: Site) -> None:
+        argv = [
+            "srun", f"--jobid={job.job_id}", "--job-name=doctor", "--overlap", f"--nodes={job.nodes}",
+            f"--ntasks={job.nodes}", "--cpus-per-task=1", "--mem=0", *([f"--gres={job.gres}"] if job.gres else []),
+        ]  # fmt: skip
+        setup = "\n".join(site.setup)
+        shell = f'{{ :\n{setup}\n}} >&2 </dev/null; p=$1; [ -x "$p" ] || p=python3; exec "$p" -c "$2"'
+        command = [*site.container, "bash", "-c", shell, "rlhpc-doctor", sys.executable, source_of(node_probe)]
+        # with the GPU mask of this shell, as a job's batch step gets it
+        masks = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
+        self.process = subprocess.Popen(
+            [*argv, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**step_environment(os.environ), **masks}, errors="replace", start_new_session=True,
+        )  # fmt: skip
+        self.job = job
+        self.output_lines: list[str] = []
+        self.sent_at = 0.0
+        self._node_of: dict[str, str] = {}
+        self._pieces: dict[tuple[str, str], dict[int, str]] = {}
+        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._hear, self._overhear)]
+        for reader in self._readers:
+            reader.start()
+
+    def send(self, content: Mapping[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.sent_at = time.time()
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(json.dumps(content) + "\n")
+            self.process.stdin.flush()
+
+    def _overhear(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.output_lines = [*self.output_lines[-9:], line.strip()]
+
+    def _hear(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            words = line.split()
+            if len(words) != 6 or words[0] != node_probe.MARK:
+                continue
+            _, task, kind, number, total, piece = words
+            pieces = self._pieces.setdefault((task, kind), {})
+            pieces[int(number)] = piece
+            if len(pieces) == int(total):
+                text = base64.b64decode("".join(pieces[i] for i in range(len(pieces))))
+                self._take(task, kind, json.loads(text))
+
+    def _take(self, task: str, kind: str, content: dict[str, Any]) -> None:
+        if kind == "hello":
+            self._node_of[task] = content["node"]
+            self.job.hello[content["node"]] = content
+        elif kind == "clock" and task in self._node_of:
+            now = time.time()
+            between, half = (self.sent_at + now) / 2, (now - self.sent_at) / 2
+            self.job.offsets[self._node_of[task]] = (content["now"] - between, half)
+        elif task in self._node_of:
+            reports = self.job.torch if kind == "torch" else self.job.peers
+            reports[self._node_of[task]] = content
+
+    @property
+    def last_words(self) -> str:
+        """The last lines of srun itself or, if it printed none, of its tasks' output."""
+        srun_errors = [line for line in self.output_lines if line.startswith("srun: error")]
+        return next(reversed(srun_errors or self.output_lines), "nothing")
+
+    @property
+    def over(self) -> bool:
+        return self.process.poll() is not None
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for reader in self._readers:
+            reader.join(2)
+
+
+@dataclass
+class Probed:
+    """All probe jobs, and the folder that they examined."""
+
+    folder: Path
+    jobs: list[ProbeJob]
+    folder_error: str = ""
+
+    @property
+    def hellos(self) -> dict[str, dict[str, Any]]:
+        return {node: report for job in self.jobs for node, report in job.hello.items()}
+
+    @property
+    def peers(self) -> dict[str, dict[str, Any]]:
+        return {node: report for job in self.jobs for node, report in job.peers.items()}
+
+
+def look_here(site: Site, folder: Path, gpus: int) -> Probed:
+    """Examines this machine as if it were the one node of a job.
+
+    Args:
+        site: Names further folders that are written to.
+        folder: Folder for runs.
+        gpus: Number of GPUs that torch should see.
+    """
+    job = ProbeJob(None, (), (), None, gpus, 1, 1)
+    report = node_probe.look({"canary": str(folder / "canary"), "packages": PACKAGES, "scratch": site.scratch})
+    job.hello[report["node"]] = report
+    if gpus and not os.environ.get(VIRTUAL):
+        job.torch[report["node"]] = node_probe.ask_torch(source_of(torch_probe), _TORCH_S)
+    return Probed(folder, [job])
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Handles a request to end like Ctrl-C: jobs are cancelled and files removed first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _until(condition: Callable[[], bool], patience_s: float) -> None:
+    end = time.monotonic() + patience_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: float) -> Probed:
+    """Submits the jobs, has each of their nodes examine itself, and cancels the jobs.
+
+    Args:
+        jobs: From `plan_jobs`.
+        folder: Folder for runs; must exist.
+        start_s: A job that has not started after this long is cancelled.
+    """
+    probed = Probed(folder, list(jobs))
+    token = secrets.token_hex(16)
+    canary = folder / f".rlhpc-doctor-{token[:8]}"
+    steps: list[_Step] = []
+    with _interruptible():
+        try:
+            try:
+                canary.mkdir(mode=0o700)
+                _write(canary / "login", token)
+            except OSError as error:
+                probed.folder_error = error.strerror or str(error)
+            tests_torch = not os.environ.get(VIRTUAL) and any(job.gpus for job in jobs)
+            limit = int(start_s + 2 * _ANSWER_S + tests_torch * _TORCH_S + 20)
+            for job in jobs:
+                _submit(job, site, limit)
+            plan = {
+                "token": token, "canary": str(canary), "patience_s": _PATIENCE_S, "limit_s": limit,
+                "packages": PACKAGES, "scratch": site.scratch,
+            }  # fmt: skip
+            torch = {"torch": source_of(torch_probe), "torch_s": _TORCH_S} if tests_torch else {}
+            for job in _started(jobs, start_s):
+                steps.append(_Step(job, site))
+                steps[-1].send({**plan, **torch} if job.gpus else plan)
+            _until(lambda: all(step.over or len(step.job.hello) == step.job.nodes for step in steps), _ANSWER_S)
+            _look_for_files(probed, canary, token)
+            _introduce(steps, site, canary, token)
+            _until(lambda: all(step.over or len(step.job.peers) == step.job.nodes for step in steps), _ANSWER_S)
+            if tests_torch:
+                with_torch = [step for step in steps if step.job.gpus]
+                _until(lambda: all(step.over or len(step.job.torch) == step.job.nodes for step in with_torch), _TORCH_S)
+            for step in steps:
+                step.end()
+                if not step.job.hello:
+                    step.job.error = f"its srun said: {step.last_words}"
+        finally:
+            if ids := [job.job_id for job in jobs if job.job_id]:
+                ask("scancel", *ids)
+            for step in steps:
+                step.end()
+            shutil.rmtree(canary, ignore_errors=True)
+    return probed
+
+
+def _write(path: Path, text: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def _submit(job: ProbeJob, site: Site, limit: int) -> None:
+    answer = ask("sbatch", "--parsable", stdin=script_of(job, site, limit), timeout_s=60)
+    if answer.code != 0:
+        job.error = f"sbatch: {answer.words.removeprefix('sbatch: ').removeprefix('error: ')}"
+        return
+    job.job_id = answer.text.strip().splitlines()[-1].partition(";")[0]
+    for record in ask("scontrol", "--oneliner", "show", "job", job.job_id).records:
+        job.requeue = record.get("Requeue", "")
+
+
+def _started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob]:
+    """Yields the jobs as they start; cancels those that do not start in time."""
+    waiting = {job.job_id: job for job in jobs if job.job_id}
+    end = time.monotonic() + start_s
+    while waiting:
+        answer = ask("squeue", "--noheader", "--states=all", f"--jobs={','.join(waiting)}", "--format=%A|%T|%r")
+        rows = [line.strip().split("|") for line in answer.text.splitlines()]
+        for job_id, state, reason in (row for row in rows if len(row) == 3 and row[0] in waiting):
+            waiting[job_id].reason = reason if state == "PENDING" else state
+            if state == "RUNNING":
+                yield waiting.pop(job_id)
+            elif state not in ("PENDING", "CONFIGURING"):
+                waiting.pop(job_id).error = f"its job ended as {state} ({reason})"
+        if waiting and time.monotonic() > end:
+            for job in waiting.values():
+                job.error = f"did not start within {start_s:.0f} s ({job.reason or 'Slurm did not say why'})"
+            ask("scancel", *waiting)
+            return
+        if waiting:
+            time.sleep(_POLL_S)
+
+
+def _look_for_files(probed: Probed, canary: Path, token: str) -> None:
+    """Checks whether this side sees the file that each node wrote."""
+    for job in probed.jobs:
+        for node, report in job.hello.items():
+            if "ms" in report["canary"] and "write_error" not in report["canary"]:
+                job.canary_views[node] = node_probe.wait_for(str(canary / f"node-{node}"), token, _PATIENCE_S)
+
+
+def _introduce(steps: Sequence[_Step], site: Site, canary: Path, token: str) -> None:
+    """Sends every node the addresses of the others, and writes a second file for it to see."""
+    hellos = {node: report for step in steps for node, report in step.job.hello.items()}
+    addresses = node_addresses(list(hellos)) if hellos else {}
+    where = {
+        node: (report["interfaces"].get(site.interface or "", addresses.get(node, node)), report["port"])
+        for node, report in hellos.items()
+    }
+    written = False
+    with contextlib.suppress(OSError):
+        _write(canary / "second", token)
+        written = True
+    peers = [(node, *place) for node, place in where.items()]
+    for step in steps:
+        step.send({"peers": peers, "second": written and any("ms" in s["canary"] for s in step.job.hello.values())})

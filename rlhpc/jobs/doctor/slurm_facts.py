@@ -1,0 +1,264 @@
+"""Slurm facts of the doctor: queries to Slurm, and the parsing of their answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from rlhpc.runtime.cluster import read_key
+from rlhpc.runtime.cluster_config import Key, SectionSource
+from rlhpc.runtime.slurm import CommandOutput, ask
+
+Record = Mapping[str, str]
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """Parses the output of `scontrol show config` into names and values."""
+    pairs = (line.split("=", 1) for line in text.splitlines() if re.match(r"[A-Za-z]\S*\s*=", line))
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+def seconds_of(text: str) -> int | None:
+    """Parses `600 sec` into 600; returns None without a number."""
+    match = re.match(r"\d+", text or "")
+    return int(match[0]) if match else None
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """Parses `slurm-wlm 22.05.8` into (22, 5, 8)."""
+    match = re.search(r"\d+(?:\.\d+)+", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def gres_of(text: str) -> list[tuple[str, str, int]]:
+    """Returns (name, type, number) of a node's generic resources: `gpu:a100:4(S:0-1),nvme:1`."""
+    resources = []
+    for part in re.sub(r"\([^)]*\)", "", text or "").split(","):
+        words = part.strip().split(":")
+        if words[0] and words[0] != "null":
+            count = int(words[-1]) if len(words) > 1 and words[-1].isdigit() else 1
+            resources.append((words[0], words[1] if len(words) > 1 and not words[1].isdigit() else "", count))
+    return resources
+
+
+@dataclass(frozen=True)
+class SiteNodeGroup:
+    """Node group of the site, with the options that request its nodes."""
+
+    label: str = "cluster"
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    gres: str | None = None
+    time: str | None = None
+
+    def matches(self, gres: str) -> int:
+        """Returns the number of the group's GPUs that a node with these resources has."""
+        name, kind = (*(self.gres or "gpu").split(":"), "")[:2]
+        return sum(n for other, of, n in gres_of(gres) if other == name and (not kind or kind == of))
+
+
+@dataclass(frozen=True)
+class Site:
+    """Site description that the doctor takes from a site file."""
+
+    groups: tuple[SiteNodeGroup, ...] = (SiteNodeGroup(),)
+    interface: str | None = None
+    scratch: str | None = None
+    setup: tuple[str, ...] = ()
+    container: tuple[str, ...] = ()
+    sbatch: tuple[str, ...] = ()
+    signal_lead_s: int = 120
+
+    @classmethod
+    def of(cls, section: SectionSource) -> Site:
+        """Reads the section `cluster` of a configuration."""
+
+        def group(raw: SectionSource) -> SiteNodeGroup:
+            def one(key: Key) -> str | None:
+                value = read_key(raw, key, read_key(section, key))
+                return None if value is None else str(value)
+
+            gres = next((part for part in (one("gres") or "").split(",") if part.startswith("gpu")), None)
+            named = ":".join(word for word in (gres or one("gres_name") or "").split(":") if not word.isdigit())
+            label = str(read_key(raw, "label", "cluster"))
+            return SiteNodeGroup(
+                label, one("partition"), one("account"), one("qos"), one("constraint"), named or None, one("time")
+            )
+
+        raws = list(read_key(section, "node_groups", ())) or [None]
+        return cls(
+            groups=tuple(group(raw) for raw in raws),
+            interface=read_key(section, "interface"),
+            scratch=read_key(section, "scratch"),
+            setup=tuple(str(line) for line in read_key(section, "setup", ())),
+            container=tuple(str(word) for word in read_key(section, "container", ())),
+            sbatch=tuple(str(word) for word in read_key(section, "sbatch", ())),
+            signal_lead_s=int(read_key(section, "signal_lead_s", 120)),
+        )
+
+
+@dataclass(frozen=True)
+class SlurmFacts:
+    """Answers to one round of queries to Slurm."""
+
+    version: CommandOutput
+    config: Mapping[str, str]
+    config_answer: CommandOutput
+    partitions: Sequence[Record]
+    nodes: Sequence[Record]
+    associations: CommandOutput
+    accounting: CommandOutput
+
+    @classmethod
+    def gather(cls, user: str) -> SlurmFacts:
+        config = ask("scontrol", "show", "config")
+        if config.code != 0:
+            none = CommandOutput(1, "", "slurmctld does not answer")
+            return cls(ask("sbatch", "--version"), {}, config, (), (), none, none)
+        return cls(
+            version=ask("sbatch", "--version"),
+            config=parse_config(config.text),
+            config_answer=config,
+            partitions=ask("scontrol", "--oneliner", "--all", "show", "partition").records,
+            nodes=ask("scontrol", "--oneliner", "show", "node").records,
+            associations=ask(
+                "sacctmgr", "--noheader", "--parsable2", "show", "association", f"user={user}",
+                "format=Account,Partition,QOS",
+            ),
+            accounting=ask("sacct", "--noheader", "--parsable2", "-X", "--format=JobID,State"),
+        )  # fmt: skip
+
+    def partition(self, name: str | None) -> Record | None:
+        """Returns the partition of that name; without a name, the default one."""
+        for record in self.partitions:
+            if record.get("PartitionName") == name or (name is None and record.get("Default") == "YES"):
+                return record
+        return None
+
+    def nodes_of(self, name: str | None) -> list[Record]:
+        """Returns the nodes of a partition."""
+        record = self.partition(name)
+        partition_name = record.get("PartitionName", "") if record else ""
+        return [
+            node for node in self.nodes if partition_name and partition_name in node.get("Partitions", "").split(",")
+        ]
+
+
+#: Words of node states, from slurm.conf(5) and sinfo(1) of Slurm 20.11 to 26.05. A node with one of these does not work.
+_OUT_OF_SERVICE = frozenset(
+    [
+        "DOWN",
+        "DRAIN",
+        "DRAINED",
+        "DRAINING",
+        "FAIL",
+        "FAILING",
+        "ERROR",
+        "INVAL",
+        "INVALID",
+        "INVALID_REG",
+        "UNKNOWN",
+        "FUTURE",
+    ]
+)
+#: States of a node that is switched off to save power, or not rented yet; Slurm starts it for a job.
+_ASLEEP = frozenset(["POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "POWERING_UP", "POWER_UP", "POWER"])
+#: States of a node that is currently unavailable for other reasons.
+_HELD = frozenset(["MAINT", "MAINTENANCE", "RESERVED", "REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED", "BLOCKED"])
+
+
+def state_words(node: Record) -> frozenset[str]:
+    """Splits a node's state into its words: `IDLE+CLOUD+POWERED_DOWN`, `DOWN*+DRAIN`; a star is NOT_RESPONDING."""
+    text = node.get("State", "").upper()
+    words = {part.rstrip("*~#!%$@^-") for part in text.split("+")} - {""}
+    return frozenset(words | ({"NOT_RESPONDING"} if "*" in text else set()))
+
+
+def is_asleep(node: Record) -> bool:
+    """Returns whether the node is off or starting, and takes jobs once it is on."""
+    words = state_words(node)
+    return bool(words & _ASLEEP) and not words & _OUT_OF_SERVICE
+
+
+def is_out_of_service(node: Record) -> bool:
+    """Returns whether an administrator must repair the node, or release it, before it takes jobs."""
+    words = state_words(node)
+    return bool(words & _OUT_OF_SERVICE) or ("NOT_RESPONDING" in words and not is_asleep(node))
+
+
+def usable(node: Record) -> bool:
+    """Returns whether a job may start on the node at once, by its state."""
+    words = state_words(node)
+    obstacles = words & (_OUT_OF_SERVICE | _ASLEEP | _HELD | {"NOT_RESPONDING"})
+    return bool(words & {"IDLE", "MIXED"}) and not obstacles
+
+
+Level = Literal["pass", "warn", "fail"]
+LEVELS: tuple[Level, ...] = ("pass", "warn", "fail")
+_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check.
+
+    Attributes:
+        level: `fail` if runs cannot work; `warn` for a cost, or for a check that was not possible.
+        what: Subject of the check.
+        found: Observation.
+        do: Advice; empty if the check passed.
+    """
+
+    level: Level
+    what: str
+    found: str
+    do: str = ""
+
+
+def names(nodes: Iterable[str]) -> str:
+    """Formats node names for a message: all of them if they are few, otherwise their number."""
+    listed = sorted(dict.fromkeys(nodes))
+    return ", ".join(listed) if len(listed) <= 6 else f"{', '.join(listed[:5])} and {len(listed) - 5} more"
+
+
+def size(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def worst(lines: Sequence[Finding]) -> Level:
+    return max((line.level for line in lines), key=LEVELS.index, default="pass")
+
+
+def render(lines: Sequence[Finding]) -> str:
+    """Formats the findings as text, and a line that counts them."""
+    column = max((len(line.what) for line in lines), default=0) + 2
+    indent = " " * (6 + column)
+    out = []
+    for line in lines:
+        out += textwrap.wrap(
+            line.found, _WIDTH, initial_indent=f"{line.level}  {line.what:<{column}}", subsequent_indent=indent,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        if line.do:
+            out += textwrap.wrap(
+                line.do, _WIDTH, initial_indent=f"{indent}→ ", subsequent_indent=f"{indent}  ",
+                break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
+    counts = Counter(line.level for line in lines)
+    return "\n".join([*out, "", f"{len(lines)} checks: " + ", ".join(f"{counts[level]} {level}" for level in LEVELS)])
+
+
+def to_json(lines: Sequence[Finding]) -> str:
+    """Formats the findings as JSON: `{"level": …, "lines": [{"level", "what", "found", "do"}, …]}`."""
+    return json.dumps({"level": worst(lines), "lines": [asdict(line) for line in lines]}, indent=1, ensure_ascii=False)

@@ -1,0 +1,133 @@
+"""Driver lock: one driver per run. A second one is rejected before it changes anything, with a message that names the
+first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlhpc.jobs.lease import Lease, is_held
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import JobState, ProcessId, SlurmProbe
+from rlhpc.jobs.segment import read_json_file
+from rlhpc.runtime.allocation import in_slurm_job, steps_possible
+from rlhpc.runtime.cluster import Cluster
+from rlhpc.runtime.errors import ConfigError, UserError
+from rlhpc.runtime.network import own_address
+
+
+@contextlib.contextmanager
+def sole_driver(paths: RunPaths) -> Iterator[None]:
+    """Holds the run for this process until the block or the process ends. An earlier start of the same job, or a process or
+    job
+    that has ended, is replaced.
+
+    Raises:
+        UserError: Another driver trains this run.
+    """
+    lease = Lease(paths.driver_record, {"job": os.environ.get("SLURM_JOB_ID", "")})
+    try:
+        paths.root.mkdir(parents=True, exist_ok=True)
+        while not lease.take():
+            content = read_json_file(paths.driver_record)
+            _require_dead(paths, content)
+            lease.remove_dead(content)
+    except OSError:  # the code that opens the run's folder reports the error
+        yield
+        return
+    try:
+        yield
+    finally:
+        lease.release()
+
+
+def require_no_driver(paths: RunPaths) -> None:
+    """Rejects a second driver before it reads or writes anything.
+
+    The search for a checkpoint removes the remains of killed saves, and would remove an unfinished save of the live driver.
+
+    Raises:
+        UserError: Another driver trains this run.
+    """
+    _require_dead(paths, read_json_file(paths.driver_record))
+
+
+def _require_dead(paths: RunPaths, content: dict[str, Any] | None) -> None:
+    if content is None:
+        return
+    job = str(content.get("job") or "")
+    if job and job == os.environ.get("SLURM_JOB_ID") and _is_elsewhere(content):
+        return  # an earlier start of this job
+    if not is_held(paths.driver_record, content, lambda: _is_running(job)):
+        return
+    process = ProcessId.from_json(content["process"])
+    assert process is not None
+    where = f"process {process.pid} on {process.host.split('/')[0]}"
+    raise UserError(
+        f"{paths.root} is being trained by {f'Slurm job {job} ({where})' if job else where}: one run, one driver. "
+        f"Wait for it, end it ({_ending(paths, content)}), or give this one a name of its own (runner.name=…)"
+    )
+
+
+def _is_elsewhere(content: dict[str, Any]) -> bool:
+    process = ProcessId.from_json(content.get("process"))
+    return process is not None and process.alive() is None
+
+
+def _is_running(job: str) -> bool | None:
+    """Returns whether a job runs; None if Slurm does not know it, or the job is empty."""
+    if not job:
+        return None
+    report = SlurmProbe().query_one(job)
+    if report.state is JobState.UNKNOWN:
+        return False if report.conclusive else None
+    return not report.state.is_terminal
+
+
+def _ending(paths: RunPaths, content: dict[str, Any]) -> str:
+    job = str(content.get("job") or "")
+    submitted = paths.submit.is_dir()
+    return (
+        f"rlhpc cancel {paths.root}" if submitted else f"scancel --batch --signal=TERM {job}" if job else "Ctrl-C there"
+    )
+
+
+def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
+    """Asks Slurm once about the job named in the environment; if Slurm does not answer, `srun` will report the error.
+
+    Raises:
+        ConfigError: The job is over.
+    """
+    if not in_slurm_job(environ):
+        return
+    job = environ["SLURM_JOB_ID"]
+    report = SlurmProbe().query_one(job)
+    over = report.state.is_terminal or (report.state is JobState.UNKNOWN and report.conclusive)
+    if over:
+        reason = f"it is {report.state.value}" if report.state.is_terminal else "Slurm does not know it any more"
+        raise ConfigError(
+            f"SLURM_JOB_ID is {job}, but that job is over ({reason}): this shell still has the variables of an allocation "
+            "that has ended. To train on this machine: unset SLURM_JOB_ID SLURM_JOBID; for a new allocation: leave this "
+            "shell, then salloc. Nothing was written"
+        )
+
+
+def require_hosts(cluster: Cluster) -> None:
+    """Checks that `srun` can start ranks on other hosts, and that they can connect to this one.
+
+    Raises:
+        ConfigError: A node is another host, and there is no `srun` here or no route between the hosts.
+    """
+    away = [node.name for node in cluster.nodes if not node.is_local]
+    if cluster.source == "slurm" and away and not steps_possible():
+        raise ConfigError(
+            f"SLURM_JOB_ID is {os.environ['SLURM_JOB_ID']}, a job on other hosts ({', '.join(away[:3])}"
+            f"{', …' if len(away) > 3 else ''}), and there is no srun here to start ranks there. Were these variables left by "
+            "another place? To train on this machine: unset SLURM_JOB_ID SLURM_JOBID. Are Slurm's commands missing in this "
+            "shell or container? Put them on its PATH. Nothing was written"
+        )
+    if cluster.source == "slurm" and steps_possible():
+        own_address(cluster.interface)

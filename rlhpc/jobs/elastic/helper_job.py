@@ -1,0 +1,130 @@
+"""Helper job: the process that replaces the batch shell of a Slurm job whose ranks join a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.jobs.elastic.helper_plan import HelperPlan
+from rlhpc.jobs.slurm import free_of_job
+from rlhpc.runtime.allocation import granted_cpus, visible_accelerators
+from rlhpc.runtime.errors import SubmitError
+from rlhpc.runtime.imports import run_module
+from rlhpc.runtime.os_resources import start_bound_to_parent
+from rlhpc.runtime.ownership import make_private
+from rlhpc.runtime.slurm import ask
+
+_POLL_S = 0.2
+#: Signals on which the job leaves; `rlhpc join` documents their meanings.
+_LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass
+class HelperJob:
+    """Callable for submitit: starts `rlhpc join` for each rank of the job, and makes all of them leave when the job must end.
+
+    Args:
+        run_root: The run folder.
+        group: Group that its ranks join.
+        ranks: Number of ranks.
+        accelerators: Number of accelerators per rank.
+        container: Words before the command.
+        patience_s: Maximum wait for a driver, when it has ended or has not started yet.
+    """
+
+    run_root: str
+    group: str
+    ranks: int
+    accelerators: int
+    container: list[str]
+    patience_s: float
+
+    def __call__(self) -> None:
+        """Runs until all ranks have ended, and exits with the greatest of their exit codes."""
+        started = list[subprocess.Popen[bytes]]()
+        for number in _LEAVE:
+            signal.signal(number, lambda signum, _: _pass_on(started, signum))
+        signal.pthread_sigmask(signal.SIG_BLOCK, _LEAVE)
+        for rank in range(self.ranks):
+            # leaves if the job's process is killed
+            process = start_bound_to_parent(
+                self._command(), signal.SIGTERM, env=self._environment(rank), stdin=subprocess.DEVNULL
+            )
+            started.append(process)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEAVE)
+        while any(process.poll() is None for process in started):
+            if any((process.returncode or 0) < 0 for process in started):
+                _pass_on(
+                    started, signal.SIGTERM
+                )  # a rank was killed: the job ends, so that the driver does not wait for it
+            time.sleep(_POLL_S)
+        if code := max(abs(process.returncode) for process in started):
+            sys.exit(code)
+
+    def _command(self) -> list[str]:
+        words = ("--group", self.group, "--accelerators", str(self.accelerators), "--patience", f"{self.patience_s:g}")
+        return [*self.container, *run_module("rlhpc.cli", "join", self.run_root, *words, "--await-driver")]
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        cores = int(os.environ.get("SLURM_CPUS_PER_TASK") or granted_cpus())
+        environment = {**os.environ, "SLURM_CPUS_PER_TASK": str(max(1, cores // self.ranks))}
+        if self.accelerators:
+            visible = visible_accelerators(os.environ)
+            assigned = visible[rank * self.accelerators : (rank + 1) * self.accelerators]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(assigned)
+        return environment
+
+
+def _pass_on(processes: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
+    for process in processes:
+        if process.returncode is None:
+            os.kill(process.pid, signum)
+
+
+#: Maximum duration of `sbatch`.
+_SUBMIT_S = 60.0
+
+
+def submit(folder: Path, name: str, plan: HelperPlan, run_root: Path) -> str:
+    """Submits one job and returns its id.
+
+    Raises:
+        SubmitError: With Slurm's or submitit's message.
+    """
+    make_private(folder, parents=True)
+    job = HelperJob(
+        str(run_root), plan.group, plan.bounds.per_job, plan.accelerators, list(plan.container), 60.0 * plan.minutes
+    )
+    wish = {"folder": str(folder), "name": name, "slurm": plan.submitit_parameters(), "job": asdict(job)}
+    done = ask(
+        *run_module("rlhpc.jobs.elastic.helper_job"), stdin=json.dumps(wish), timeout_s=_SUBMIT_S,
+        environment=free_of_job(os.environ), apart=True,
+    )  # fmt: skip
+    words = done.text.split()
+    if not done.ok or not words or not words[-1].isdigit():
+        raise SubmitError(f"a job of helpers could not be submitted: {done.words}")
+    return words[-1]
+
+
+def main() -> None:
+    """Submits the job that standard input describes, and prints its id."""
+    from rlhpc.jobs.executors import make_slurm_executor
+
+    wish: dict[str, Any] = json.loads(sys.stdin.read())
+    executor = make_slurm_executor(wish["folder"], wish["name"], wish["slurm"], max_num_timeout=1)
+    try:
+        print(executor.submit(HelperJob(**wish["job"])).job_id)
+    except Exception as error:  # submitit raises RuntimeError, CalledProcessError's text, OSError, ValueError, …
+        sys.exit(" ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""Plan of helper jobs: their Slurm resources, the rule for their number, and the checks of `cluster.elastic`. Pure
+functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from rlhpc.config.constraints import Fail
+from rlhpc.jobs.slurm import minutes_of
+from rlhpc.runtime.allocation import gpus_in
+from rlhpc.runtime.cluster import read_key
+from rlhpc.runtime.cluster_config import Key, SectionSource
+
+#: Share of a step's time in which the actor waits for rollouts: above the first there are too few ranks, and below the second
+#: one rank less is enough.
+WAITS, IDLES = 0.25, 0.05
+#: Pause after a job that ended before any of its ranks joined; it doubles with each such job in a row, up to the maximum.
+_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 3600.0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits from the configuration.
+
+    Attributes:
+        min_ranks, max_ranks: Minimum and maximum number of ranks.
+        per_job: Ranks of a job.
+        hours_per_job: Hours of the budget that a job uses if it runs to its walltime.
+        budget: Hours; None for no limit.
+        react_s: Seconds for which a condition must hold before the number changes.
+    """
+
+    min_ranks: int
+    max_ranks: int
+    per_job: int
+    hours_per_job: float
+    budget: float | None = None
+    react_s: float = 60.0
+
+    @property
+    def min_jobs(self) -> int:
+        """Number of jobs that bring at least `min_ranks` ranks."""
+        return math.ceil(self.min_ranks / self.per_job)
+
+
+@dataclass(frozen=True)
+class LiveHelperJob:
+    """Job that has not ended.
+
+    Attributes:
+        id: Slurm's id.
+        state: `leaving` after it was asked to leave.
+        ranks: Number of its ranks that have joined and not left.
+        hours: Hours of the budget that it has used.
+    """
+
+    id: str
+    state: Literal["queued", "running", "leaving"]
+    ranks: int = 0
+    hours: float = 0.0
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """State of the helper jobs at one moment.
+
+    Attributes:
+        now: Seconds of any clock.
+        jobs: Jobs that have not ended, oldest first.
+        waited: Share of the last steps' time in which the actor waited for rollouts; None if unknown.
+        requested_ranks: Number of ranks that a user requested; None leaves it to the rule.
+        spent: Hours of the budget that ended jobs have used.
+        useful: Number of ranks that can be used.
+        num_failed: Number of last jobs in a row that ended before any of their ranks joined, or after an error of one.
+        failed_at: Time at which the end of the last of these was detected.
+    """
+
+    now: float
+    jobs: Sequence[LiveHelperJob] = ()
+    waited: float | None = None
+    requested_ranks: int | None = None
+    spent: float = 0.0
+    useful: int = 2**31
+    num_failed: int = 0
+    failed_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Decision on the jobs to submit and to end.
+
+    Attributes:
+        submit: Number of jobs to submit.
+        only_soon: Submit only if they would start soon.
+        leave: Jobs to remove from the queue, or to ask to leave, by id.
+        target: Target number of ranks.
+        why: Reason, in words.
+    """
+
+    submit: int = 0
+    only_soon: bool = False
+    leave: tuple[str, ...] = ()
+    target: int = 0
+    why: str = ""
+
+
+class Rule:
+    """Rule for the number of helper jobs. It counts in jobs: where limits, useful ranks or a requested number are no multiple
+    of a
+    job's ranks, it takes the next lower number of jobs, and for the minimum the next higher one.
+
+    Without a requested number, the number of jobs grows when the actor has waited for rollouts for a while and all target jobs
+    are at work: it doubles, from one job on. It shrinks by one job when the actor has hardly waited for a while, whatever jobs
+    are still awaited. Jobs in the queue are removed before running jobs, and young ones before old ones.
+
+    Args:
+        bounds: The limits.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self._target: int | None = None  # in jobs
+        self._since: float | None = None
+        self._trend = 0
+
+    def decide(self, state: ClusterState) -> Decision:
+        """Returns the decision for the current state."""
+        bounds, live = self.bounds, [job for job in state.jobs if job.state != "leaving"]
+        if self._target is None:  # a restarted driver begins with the present jobs
+            self._target = self._jobs_for(len(live) * bounds.per_job)
+        used = state.spent + sum(job.hours for job in state.jobs)
+        if bounds.budget is not None and used >= bounds.budget:
+            return Decision(
+                leave=tuple(job.id for job in live), why=f"the budget of {bounds.budget:g} hours is used up"
+            )
+        if state.requested_ranks is not None:
+            self._target, self._since, why = (
+                self._jobs_for(state.requested_ranks),
+                None,
+                f"{state.requested_ranks} were asked for",
+            )
+        else:
+            why = self._follow(state, live)
+        ranks = self._target * bounds.per_job
+        if (surplus := len(live) - self._target) > 0:
+            order = sorted(range(len(live)), key=lambda at: (live[at].state != "queued", -at))
+            return Decision(leave=tuple(live[at].id for at in order[:surplus]), target=ranks, why=why)
+        missing = min(-surplus, self._affordable(state))
+        if missing <= 0 or self._pauses(state):
+            return Decision(target=ranks, why=why)
+        only_soon = state.requested_ranks is None and len(live) * bounds.per_job >= bounds.min_ranks
+        return Decision(missing, only_soon, target=ranks, why=why)
+
+    def not_soon(self, live: int) -> None:
+        """Limits the target to the present jobs, because the queue would not start a job soon, until the actor has waited
+        again.
+        """
+        self._target, self._since = self._jobs_for(live * self.bounds.per_job), None
+
+    def _jobs_for(self, ranks: int) -> int:
+        """Returns the number of jobs that bring as many ranks as possible up to `ranks` within the limits."""
+        bounds = self.bounds
+        return max(bounds.min_jobs, min(ranks, bounds.max_ranks) // bounds.per_job)
+
+    def _follow(self, state: ClusterState, live: Sequence[LiveHelperJob]) -> str:
+        """Adjusts the target to the actor's waiting time."""
+        assert self._target is not None
+        self._target = min(self._target, self._jobs_for(state.useful))
+        waited, unchanged = state.waited, f"there are to be {self._target * self.bounds.per_job}"
+        trend = 0 if waited is None else 1 if waited >= WAITS else -1 if waited <= IDLES else 0
+        at_work = len(live) >= self._target and all(job.state == "running" and job.ranks for job in live)
+        if trend != self._trend or trend == 0 or (trend > 0 and not at_work):
+            self._trend, self._since = trend, state.now
+            return unchanged
+        if self._since is None:
+            self._since = state.now
+        if state.now - self._since < self.bounds.react_s:
+            return unchanged
+        self._since = state.now
+        if trend > 0:
+            self._target = min(max(1, 2 * self._target), self._jobs_for(state.useful))
+            return f"the actor waits for rollouts {waited:.0%} of the time"
+        self._target = max(self.bounds.min_jobs, min(self._target, len(live)) - 1)
+        return f"the actor waits for rollouts only {waited:.0%} of the time"
+
+    def _affordable(self, state: ClusterState) -> int:
+        bounds = self.bounds
+        if bounds.budget is None:
+            return len(state.jobs) + bounds.max_ranks
+        reserved = sum(max(job.hours, bounds.hours_per_job) for job in state.jobs)
+        return max(0, int((bounds.budget - state.spent - reserved) / bounds.hours_per_job + 1e-9))
+
+    @staticmethod
+    def _pauses(state: ClusterState) -> bool:
+        if not state.num_failed:
+            return False
+        return state.now - state.failed_at < min(_PAUSE_S * 2.0 ** (state.num_failed - 1), _LONGEST_PAUSE_S)
+
+
+#: Keys of an entry that become sbatch options of the same name.
+_ENTRY_KEYS: tuple[Key, ...] = ("qos", "constraint", "mem")
+#: The same, with the cluster's values as defaults.
+_SHARED: tuple[Key, ...] = ("partition", "account")
+
+
+class HelperPlacement(Protocol):
+    """Placement of a rank, as far as helper plans use it."""
+
+    @property
+    def accelerators(self) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True)
+class HelperPlan:
+    """Jobs of one entry of `cluster.elastic`.
+
+    Attributes:
+        group: Group that their ranks join.
+        bounds: Limits of their number.
+        accelerators: Number of accelerators per rank.
+        options: sbatch options, in order.
+        minutes: Walltime.
+        start_within_s, look_s, signal_lead_s: As in the configuration.
+        setup: Lines of the job's script before it starts.
+        container: Words before the command.
+    """
+
+    group: str
+    bounds: Bounds
+    accelerators: int
+    options: tuple[tuple[str, str], ...]
+    minutes: int
+    start_within_s: float
+    look_s: float
+    signal_lead_s: int
+    setup: tuple[str, ...] = ()
+    container: tuple[str, ...] = ()
+
+    @property
+    def counted(self) -> int:
+        """Weight of a job's hour in the budget: its accelerators or, without any, its node."""
+        return max(1, self.accelerators * self.bounds.per_job)
+
+    def submitit_parameters(self) -> dict[str, Any]:
+        """Returns the job's resources as parameters of `submitit.SlurmExecutor`."""
+        parameters: dict[str, Any] = {name.replace("-", "_"): value for name, value in self.options}
+        for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
+            if name in parameters:
+                parameters[name] = int(parameters[name])
+        additional = {"signal": f"B:USR2@{self.signal_lead_s}", "no-requeue": True}
+        return {**parameters, "time": self.minutes, "setup": list(self.setup), "additional_parameters": additional}
+
+    def lines(self) -> list[str]:
+        """Returns the lines that `rlhpc plan` prints."""
+        bounds = self.bounds
+        ranks = f"{bounds.min_ranks} to {bounds.max_ranks} more ranks of {self.group}, {bounds.per_job} a job"
+        hours = "accelerator-hours" if self.accelerators else "node-hours"
+        budget = "" if bounds.budget is None else f", {bounds.budget:g} {hours} in all"
+        return [f"# helpers: {ranks}{budget}", *(f"#SBATCH --{name}={value}" for name, value in self.options)]
+
+
+def helper_plans(section: SectionSource, placements: Mapping[str, Sequence[HelperPlacement]]) -> tuple[HelperPlan, ...]:
+    """Returns the plans of a run's helper jobs.
+
+    Args:
+        section: Section `cluster`.
+        placements: Placements of the ranks that the run starts with.
+    """
+    return tuple(_plan(section, raw, placements) for raw in read_key(section, "elastic", ()))
+
+
+def _plan(
+    section: SectionSource, raw: SectionSource, placements: Mapping[str, Sequence[HelperPlacement]]
+) -> HelperPlan:
+    group, per_job = str(read_key(raw, "group", "rollout")), int(read_key(raw, "ranks_per_job", 1))
+    group_ranks = placements.get(group) or ()
+    configured = read_key(raw, "accelerators_per_rank")
+    accelerators = (
+        int(configured) if configured is not None else max((len(rank.accelerators) for rank in group_ranks), default=0)
+    )
+    options: list[tuple[str, str]] = [
+        (key, str(value)) for key in _SHARED if (value := read_key(raw, key, read_key(section, key))) is not None
+    ]
+    options += [(key, str(value)) for key in _ENTRY_KEYS[:2] if (value := read_key(raw, key)) is not None]
+    options += [("nodes", "1"), ("ntasks-per-node", "1")]
+    options += [("cpus-per-task", str(cpus)) for cpus in [read_key(raw, "cpus_per_node")] if cpus is not None]
+    options += [("mem", str(memory)) for memory in [read_key(raw, "mem")] if memory is not None]
+    gres, count = read_key(raw, "gres"), accelerators * per_job
+    if count and gpus_in(gres) is None:
+        name = read_key(raw, "gres_name", read_key(section, "gres_name", "gpu"))
+        gres = ",".join(filter(None, (gres, f"{name}:{count}")))
+    time = str(read_key(raw, "time", "01:00:00"))
+    options += [*((("gres", str(gres)),) if gres else ()), ("time", time)]
+    minutes = minutes_of(time)
+    budget = read_key(raw, "max_gpu_hours")
+    bounds = Bounds(
+        int(read_key(raw, "min", 0)), int(read_key(raw, "max", 1)), per_job, max(1, count) * minutes / 60,
+        None if budget is None else float(budget), float(read_key(raw, "react_s", 60.0)),
+    )  # fmt: skip
+    return HelperPlan(
+        group, bounds, accelerators, tuple(options), minutes, float(read_key(raw, "start_within_s", 300.0)),
+        float(read_key(raw, "look_s", 15.0)), int(read_key(raw, "signal_lead_s", 30)),
+        tuple(read_key(section, "setup", ())), tuple(read_key(section, "container", ())),
+    )  # fmt: skip
+
+
+def check_elastic(section: SectionSource, groups: Collection[str], fail: Fail, why_none: str = "") -> None:
+    """Checks that each entry can start a job and that its group can admit ranks during the run.
+
+    Args:
+        section: Section `cluster`.
+        groups: Groups that admit ranks during the run.
+        fail: Builds the error for a key and the rule that it breaks.
+        why_none: Reason why no group does, if the configuration can change it.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    checked_groups: set[str] = set()
+    for index, raw in enumerate(read_key(section, "elastic", ())):
+        at, group = f"cluster.elastic[{index}]", str(read_key(raw, "group", "rollout"))
+        if group not in groups:
+            rule = f"groups of this run that take ranks under way: {', '.join(groups) or 'none'}"
+            raise fail(f"{at}.group", f"{rule}; {why_none}" if why_none else rule)
+        if group in checked_groups:
+            raise fail(f"{at}.group", "there is another entry for it: a group has one")
+        checked_groups.add(group)
+        bounds = _plan(section, raw, {}).bounds
+        if bounds.max_ranks < max(bounds.min_ranks, bounds.per_job):
+            raise fail(
+                f"{at}.max", f"it must be at least min ({bounds.min_ranks}) and ranks_per_job ({bounds.per_job})"
+            )
+        if bounds.max_ranks < bounds.min_jobs * bounds.per_job:
+            raise fail(
+                f"{at}.max",
+                f"min ({bounds.min_ranks}) takes {bounds.min_jobs} jobs of {bounds.per_job} ranks: it must be at least "
+                f"{bounds.min_jobs * bounds.per_job}, or min or ranks_per_job smaller",
+            )
+        if bounds.budget is not None and bounds.budget < bounds.hours_per_job:
+            raise fail(
+                f"{at}.max_gpu_hours",
+                f"one job takes {bounds.hours_per_job:g} (time {read_key(raw, 'time')}): give more, or a shorter time",
+            )

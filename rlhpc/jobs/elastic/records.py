@@ -1,0 +1,222 @@
+"""Records of a run's helper jobs, which outlive its driver: their cost, and how they ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhpc.jobs.job_record import job_name
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.segment import read_json_file, write_json
+from rlhpc.jobs.slurm import end_named
+from rlhpc.runtime.files import is_count, is_number, read_file, read_json
+
+#: Maximum number of ended jobs with their own record; older ones are summed up.
+_MAX_ENDED_JOBS = 200
+
+
+@dataclass
+class HelperJobRecord:
+    """Record of one job. Times are Unix times; None for events that have not happened (yet).
+
+    Attributes:
+        counted: Weight of one of its hours in the budget.
+        state: Slurm's last state.
+        why: Reason for which it was asked to leave, if it was.
+        leaving: Time of that request.
+        joined: Number of its ranks that have ever joined.
+    """
+
+    id: str
+    group: str
+    counted: int
+    submitted: float
+    started: float | None = None
+    ended: float | None = None
+    node: str = ""
+    state: str = "PENDING"
+    reason: str = ""
+    why: str = ""
+    leaving: float | None = None
+    joined: int = 0
+
+    def hours(self, now: float) -> float:
+        """Returns the hours of the budget that it has used."""
+        return 0.0 if self.started is None else max(0.0, (self.ended or now) - self.started) / 3600 * self.counted
+
+
+@dataclass
+class HelperRecord:
+    """All jobs of a group of a run, or of all of its groups.
+
+    Attributes:
+        earlier: Hours of the budget used by jobs whose records are not kept.
+    """
+
+    jobs: dict[str, HelperJobRecord] = field(default_factory=dict)
+    earlier: float = 0.0
+
+    @classmethod
+    def read(cls, paths: RunPaths, group: str = "*") -> HelperRecord:
+        """Returns the last written record of a group or of all groups; empty without one."""
+        record = cls()
+        for file in sorted(paths.submit.glob(paths.helper_jobs(group).name)):
+            record._add(read_json_file(file) or {})
+        return record
+
+    def _add(self, value: Mapping[str, Any]) -> None:
+        self.earlier += float(value.get("earlier") or 0.0)
+        for row in value.get("jobs") or ():
+            fields = {name: row[name] for name in HelperJobRecord.__dataclass_fields__ if name in row}
+            try:
+                self.jobs[str(row["id"])] = HelperJobRecord(**fields)
+            except (KeyError, TypeError):
+                continue
+
+    def write(self, paths: RunPaths, group: str) -> None:
+        """Replaces the group's file; each file is written by one thread."""
+        ended_jobs = [job for job in self.jobs.values() if job.ended is not None]
+        for job in ended_jobs[: max(0, len(ended_jobs) - _MAX_ENDED_JOBS)]:
+            self.earlier += job.hours(job.ended or 0.0)
+            del self.jobs[job.id]
+        write_json(paths.helper_jobs(group), self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the file's content."""
+        return {"format": 1, "earlier": self.earlier, "jobs": [asdict(job) for job in self.jobs.values()]}
+
+    def live(self) -> list[HelperJobRecord]:
+        """Returns the jobs that have not ended, oldest first."""
+        return [job for job in self.jobs.values() if job.ended is None]
+
+    def spent(self) -> float:
+        """Returns the hours of the budget that ended jobs have used."""
+        return self.earlier + sum(job.hours(job.ended or 0.0) for job in self.jobs.values() if job.ended is not None)
+
+
+def helpers_name(paths: RunPaths, group: str) -> str:
+    """Returns the Slurm name of all helper jobs of a group of a run."""
+    return job_name(paths, f"helpers-{group}")
+
+
+def end_helpers(paths: RunPaths, *, queued_only: bool = False, softly: bool = False, timeout_s: float = 20.0) -> int:
+    """Ends the helper jobs of a run; returns their number by the record. See `end_named`."""
+    record = HelperRecord.read(paths)
+    for group in {job.group for job in record.jobs.values()}:
+        end_named(helpers_name(paths, group), queued_only=queued_only, softly=softly, timeout_s=timeout_s)
+    return len(record.live())
+
+
+#: Events of a line: the driver admitted the rank, the rank started to take part, the rank left.
+JOINED, WORKS, DEPARTED = "joined", "works", "left"
+
+
+@dataclass
+class Stay:
+    """One rank that joined, from its join until it left. Times are Unix times; None for events that have not happened (yet).
+
+    Attributes:
+        job: Slurm's id; "" outside of a job.
+        accelerators: Number of its accelerators.
+        why: Reason for leaving.
+    """
+
+    group: str
+    rank: int
+    node: str
+    job: str
+    accelerators: int
+    joined: float
+    works: float | None = None
+    left_at: float | None = None
+    why: str = ""
+
+    def hours(self, now: float | None = None) -> float:
+        """Returns the hours from its join until it left."""
+        return max(0.0, (self.left_at or now or time.time()) - self.joined) / 3600
+
+
+class Attendance:
+    """Attendance log, as the driver writes it: a line for each rank that joins, takes part or leaves.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._present = dict.fromkeys(key for key, stay in _stays(path).items() if stay.left_at is None)
+        self.close("its driver was gone")  # ranks whose driver was killed
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Appends a line. A full disk does not stop training."""
+        with self._lock:
+            key = str(event.get("incarnation"))
+            if event["event"] == JOINED:
+                self._present[key] = None
+            elif key not in self._present:
+                return
+            elif event["event"] == DEPARTED:
+                del self._present[key]
+            line = json.dumps({"time": time.time(), **event}).encode() + b"\n"
+            try:
+                fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            except OSError:
+                return
+            try:
+                os.write(fd, line)
+            except OSError:
+                return
+            finally:
+                os.close(fd)
+
+    def close(self, why: str) -> None:
+        """Writes that all present ranks have left, for this reason."""
+        for key in list(self._present):
+            self.note({"event": DEPARTED, "incarnation": key, "why": why})
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = read_file(path).decode(errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            event = read_json(line)
+        except ValueError:
+            continue  # the disk was full, or the line is being written
+        if isinstance(event, dict) and "event" in event and "incarnation" in event and _has_sound_numbers(event):
+            yield event
+
+
+def _has_sound_numbers(event: Mapping[str, Any]) -> bool:
+    return is_number(event.get("time") or 0.0) and all(is_count(event.get(k) or 0) for k in ("rank", "accelerators"))
+
+
+def stays(paths: RunPaths) -> list[Stay]:
+    """Returns all ranks that have joined a run, in the order in which they joined."""
+    return list(_stays(paths.attendance).values())
+
+
+def _stays(path: Path) -> dict[str, Stay]:
+    """Returns the ranks by their incarnations."""
+    stays_by_incarnation: dict[str, Stay] = {}
+    for event in _events(path):
+        key, at = str(event["incarnation"]), float(event.get("time") or 0.0)
+        if event["event"] == JOINED:
+            stays_by_incarnation[key] = Stay(
+                str(event.get("group")), int(event.get("rank") or 0), str(event.get("node") or "?"),
+                str(event.get("job") or ""), int(event.get("accelerators") or 0), at,
+            )  # fmt: skip
+        elif key in stays_by_incarnation and event["event"] == WORKS:
+            stays_by_incarnation[key].works = at
+        elif key in stays_by_incarnation:
+            stays_by_incarnation[key].left_at, stays_by_incarnation[key].why = at, str(event.get("why") or "")
+    return stays_by_incarnation

@@ -1,0 +1,132 @@
+"""Executors of submitit, for local and Slurm jobs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhpc.runtime.errors import SubmitError
+
+#: Keeps every Popen alive: garbage collection of one whose process is running emits a warning.
+_started: list[subprocess.Popen[bytes]] = []
+_CONTROLLER = (
+    "import sys; from pathlib import Path; from submitit.local.local import Controller; "
+    "Controller(Path(sys.argv[1])).run(max_retry=10**6)"
+)
+
+
+def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int) -> Any:
+    """Builds a `submitit.LocalExecutor` whose controller has its own session.
+
+    submitit's own executor starts the controller in the submitter's process group and on its terminal, where Ctrl-C, a
+    hang-up or a workflow engine that kills its group would end the job. It also hides every GPU from a job that asks
+    for none, and stops after six requeues.
+
+    Args:
+        folder: Folder for the jobs' pickles and logs.
+        timeout_min: Time limit of a job.
+        max_num_timeout: How many times a job may reach that limit.
+    """
+    from submitit.local.local import LocalExecutor, LocalJob
+
+    class DetachedLocalExecutor(LocalExecutor):
+        def _submit_command(self, command: str) -> Any:
+            limit_s = int(60 * self.parameters.get("timeout_min", 5))
+            environment = {
+                **os.environ,
+                "PYTHONPATH": python_path(),
+                "SUBMITIT_EXECUTOR": "local",
+                "SUBMITIT_LOCAL_COMMAND": command,
+                "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+                "SUBMITIT_LOCAL_NODEID": "0",
+                "SUBMITIT_LOCAL_NTASKS": "1",
+                "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "60",
+                "SUBMITIT_LOCAL_TIMEOUT_S": str(limit_s),
+                "SUBMITIT_LOCAL_WITH_SHELL": "",
+                "SUBMITIT_STDERR_TO_STDOUT": "",
+            }
+            with (Path(folder) / "controller.log").open("ab") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _CONTROLLER, str(self.folder)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,
+                )
+            _started.append(process)
+            return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+
+    python = f"{shlex.quote(sys.executable)} -P"
+    executor = DetachedLocalExecutor(folder=folder, max_num_timeout=max_num_timeout, python=python)
+    executor.update_parameters(timeout_min=timeout_min)
+    return executor
+
+
+def python_path() -> str:
+    """Returns PYTHONPATH of this process, plus the folder this package was imported from if it is not installed."""
+    current = os.environ.get("PYTHONPATH", "")
+    home = Path(__file__).resolve().parents[2]
+    if home.name in ("site-packages", "dist-packages") or str(home) in current.split(os.pathsep):
+        return current
+    return os.pathsep.join(part for part in (current, str(home)) if part)
+
+
+#: In minutes; submitit requires a limit, but not every job has one.
+NO_LIMIT_MIN = 10 * 365 * 24 * 60
+
+
+def make_slurm_executor(folder: str, job_name: str, slurm: Mapping[str, Any], *, max_num_timeout: int) -> Any:
+    """Builds a `submitit.SlurmExecutor` whose jobs run one Python in place of the batch shell.
+
+    Args:
+        folder: Folder for the jobs' pickles and logs.
+        job_name: Name of its jobs.
+        slurm: submitit's parameters. A job is requeued where `additional_parameters` do not say `no-requeue`.
+        max_num_timeout: How many times a job may reach its walltime.
+
+    Raises:
+        SubmitError: This submitit writes its batch script in another way than rlhpc knows.
+    """
+    import submitit
+
+    class SlurmExecutor(submitit.SlurmExecutor):
+        """Without a walltime, submitit asks for five minutes; this one leaves it to the partition's own limit."""
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            text = str(super()._make_submission_file_text(command, uid))
+            parameters, none = f"#SBATCH --time={NO_LIMIT_MIN}\n", self.parameters.get("time") == NO_LIMIT_MIN
+            if none and parameters not in text:  # otherwise submitit would ask for years
+                raise SubmitError(
+                    f"this submitit writes its batch script otherwise than rlhpc knows: no {parameters.strip()!r}"
+                )
+            return text.replace(parameters, "")
+
+    # "exec": the batch shell becomes this process, so that a signal for the batch shell (B:) reaches it
+    python = f"exec {shlex.quote(sys.executable)} -P"
+    executor = SlurmExecutor(folder=folder, max_num_timeout=max_num_timeout, python=python)
+    parameters = dict(slurm)
+    setup = list(parameters.pop("setup", None) or [])  # may begin with the #SBATCH lines of further components
+    if python_path():
+        setup.append(f"export PYTHONPATH={shlex.quote(python_path())}")
+    additional = {"signal": "B:USR2@120", **parameters.pop("additional_parameters", {})}
+    if "no-requeue" not in additional:
+        additional["requeue"] = True
+    executor.update_parameters(
+        **{
+            "job_name": job_name,
+            "nodes": 1,
+            "ntasks_per_node": 1,
+            "use_srun": False,
+            "time": NO_LIMIT_MIN,
+            **parameters,
+            "setup": setup or None,
+            "additional_parameters": additional,
+        }
+    )
+    return executor

@@ -1,0 +1,258 @@
+"""Record of a submitted job, and the search for the live job of a segment."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import JobProbe, JobState, LocalProbe, ProcessId, SlurmProbe
+from rlhpc.jobs.segment import Claim, SegmentFiles, read_json_file, write_json
+from rlhpc.runtime.errors import ConfigError, SubmitError, UserError
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """Content of `submit/segment_<k>.json`.
+
+    Attributes:
+        phase: "submitting" until the job id is known, then "submitted"; "waiting" while the site accepts no more jobs,
+            "refused" if it will never accept this one.
+        reason: Why the job is waiting or was refused.
+        process: The local controller; None for Slurm.
+        attempt: Number of this submission, from 1.
+        job_log: Files with the job's own output; the driver's are in `logs/segment_<k>/`.
+    """
+
+    segment: int
+    attempt: int
+    token: str
+    executor: str
+    command: list[str]
+    job_name: str
+    job_id: str = ""
+    phase: str = "submitting"
+    reason: str = ""
+    process: ProcessId | None = None
+    submitted: float = 0.0
+    job_log: str = ""
+    logs: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, files: SegmentFiles) -> JobRecord | None:
+        """Returns the last submission of a segment; None without one."""
+        value = read_json_file(files.record)
+        return None if value is None else cls.from_json(value)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> JobRecord | None:
+        """Reads the value of `to_json`; returns None if the value is not a record."""
+        fields = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
+        fields["process"] = ProcessId.from_json(fields.get("process"))
+        try:
+            return cls(**fields)
+        except TypeError:
+            return None
+
+    def to_json(self) -> dict[str, Any]:
+        value = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**value, "process": self.process.to_json() if self.process else None}
+
+    def write(self, files: SegmentFiles) -> None:
+        write_json(files.record, self.to_json())
+
+
+def job_name(paths: RunPaths, purpose: str) -> str:
+    """Returns a name unique to run folder and purpose, by which a job can be found whose id was never recorded."""
+    digest = hashlib.sha256(str(paths.root.resolve()).encode()).hexdigest()[:8]
+    folder = paths.root.name.replace(",", "_")  # squeue separates names by commas
+    return f"rlhpc-{folder}-{purpose}-{digest}"
+
+
+def segment_job_name(files: SegmentFiles) -> str:
+    """Returns the Slurm name of a segment's jobs; never taken from the record, as the folder may come from elsewhere."""
+    return job_name(files.paths, str(files.segment))
+
+
+def end_process(process: ProcessId, paths: RunPaths, signum: int) -> None:
+    """Signals a process of a run on this host; a process that has already ended is no error.
+
+    Raises:
+        UserError: It has no file of the run folder open, such as its logs: the folder was copied from elsewhere.
+    """
+    below = process.has_open_below(paths.root)
+    if below is False and process.alive():
+        raise UserError(
+            f"process {process.pid}, which {paths.submit} names, has no file of this run open: it was left alone. A run "
+            "folder that was copied from elsewhere names processes that are not its own"
+        )
+    if below:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signum)
+
+
+def job_words(record: JobRecord) -> str:
+    return f"{'Slurm' if record.executor == 'slurm' else 'local'} job {record.job_id or '(starting)'}"
+
+
+def probe_for(record: JobRecord, files: SegmentFiles) -> JobProbe:
+    if record.executor == "slurm":
+        return SlurmProbe(finished=lambda job_id: files.marker.exists())
+    return LocalProbe({record.job_id: record.process} if record.process else {})
+
+
+def owner_of(files: SegmentFiles, record: JobRecord, *, alive: bool = False) -> JobRecord:
+    """Returns the record, or the job that holds the claim if two were submitted or the id was never recorded.
+
+    `alive`: the holder of the claim is known to be alive.
+    """
+    claim = Claim.newest(files)
+    if claim is None or (claim.token == record.token and record.job_id) or not (alive or claim.alive()):
+        return record
+    current = JobRecord.read(files)
+    if current is not None and current.token == claim.token and current.job_id:
+        return current
+    return JobRecord(
+        segment=files.segment,
+        attempt=record.attempt,
+        token=claim.token,
+        executor=claim.executor,
+        command=record.command,
+        job_name=record.job_name,
+        job_id=claim.job_id,
+        phase="submitted",
+        process=claim.job if claim.executor == "local" else None,
+        logs=record.logs,
+    )
+
+
+def find_job(files: SegmentFiles) -> JobRecord | None:
+    """Returns the live job of a segment: the recorded job, the one that holds the claim, or one found by name."""
+    record = JobRecord.read(files)
+    if record is None:
+        return None
+    exit_record = read_json_file(files.exit)
+    if exit_record is not None and exit_record.get("token") == record.token:
+        return None
+    if record.phase == "refused":
+        return None
+    probe = probe_for(record, files)
+    claim = Claim.newest(files)
+    if claim is not None and claim.alive(probe if record.executor == "slurm" else None):
+        return owner_of(files, record)
+    if record.phase in ("submitting", "waiting") and record.executor == "slurm" and isinstance(probe, SlurmProbe):
+        job_id = probe.find(segment_job_name(files))
+        if job_id is None:
+            return None
+        record = replace(record, job_id=job_id, phase="submitted")
+        record.write(files)
+        return record
+    if not record.job_id:
+        return None
+    report = probe.query_one(record.job_id)
+    if record.executor == "slurm":
+        is_over = report.state.is_terminal or (report.state is JobState.UNKNOWN and report.conclusive)
+    else:
+        is_over = report.state is not JobState.RUNNING and report.conclusive
+        if not report.conclusive and claim is not None:
+            is_over = True  # on another host, and it has stopped renewing its claim
+    return None if is_over else record
+
+
+def was_cancelled(files: SegmentFiles) -> JobRecord | None:
+    """Returns the segment's last submission if it was ended on purpose, by `rlhpc cancel` or scancel."""
+    record = JobRecord.read(files)
+    if record is None:
+        return None
+    if files.cancelled(record.token):
+        return record
+    exit_record = read_json_file(files.exit)
+    if exit_record is not None and exit_record.get("token") == record.token:
+        return record if exit_record.get("cancelled") else None
+    if record.executor == "slurm" and record.job_id:
+        return record if probe_for(record, files).query_one(record.job_id).state is JobState.CANCELLED else None
+    return None
+
+
+#: Seconds between two looks for a job that is ending: of this host, and of Slurm.
+_LOOKS_S = (0.05, 2.0)
+#: Stop reasons of a segment that ended where it was planned to.
+_AS_PLANNED = ("max_steps", "segment_end")
+
+
+def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool = False) -> int | None:
+    """Returns the finished segment that the run's new length opens again; None if all finished segments end as planned.
+
+    Args:
+        paths: The run.
+        ends: New end step of each segment.
+        goal_moved: True if the goal of a segment that ended by reaching it (`runner.stop_return`) has changed.
+
+    Raises:
+        ConfigError: A finished segment would end at another step, and not just because the last one grows.
+
+    Args:
+        paths: The run.
+        ends: The step at which each segment is to end now.
+        goal_moved: The goal of a segment that ended by reaching it (`runner.stop_return`) is a different one now.
+
+    Raises:
+        ConfigError: A finished segment is to end at another step now, and not just because the last one grows.
+    """
+    done = {k: marker for k in range(len(ends)) if (marker := read_json_file(paths.segment_done(k))) is not None}
+    later = [k for k in _finished(paths) if k >= len(ends)]
+    for segment, record in done.items():
+        step = int(record.get("global_step", ends[segment]))
+        if step == ends[segment] or (str(record.get("stop_reason")) not in _AS_PLANNED and not goal_moved):
+            continue
+        if step < ends[segment] and segment == max([*done, *later]):
+            return segment
+        raise ConfigError(
+            f"{paths.root}: segment {segment} ended at step {step}, and with this runner.max_steps and runner.segments it "
+            f"would end at {ends[segment]}. A run can only be made longer, and segments that later ones follow keep their "
+            "ends: choose runner.max_steps and runner.segments so, or another runner.name"
+        )
+    if later:
+        raise ConfigError(
+            f"{paths.root}: segment {later[-1]} is finished, but runner.segments is {len(ends)} now; keep "
+            f"runner.segments at {later[-1] + 1} or more, or choose another runner.name"
+        )
+    return None
+
+
+def wait_for_end(paths: RunPaths, segment: int, *, within_s: float = 60.0) -> None:
+    """Waits for the job that finished a segment, which ends a moment after that.
+
+    If it were opened again earlier, the segment would seem to have a live job that left no marker.
+
+    Raises:
+        SubmitError: It has not ended `within_s` seconds later.
+    """
+    files, deadline = SegmentFiles(paths, segment), time.monotonic() + within_s
+    while (job := find_job(files)) is not None:
+        if time.monotonic() > deadline:
+            raise SubmitError(
+                f"segment {segment} of {paths.root} is finished, but {job_words(job)} has not ended {within_s:g} s later; "
+                f"end it first: rlhpc cancel {paths.root}"
+            )
+        time.sleep(_LOOKS_S[job.executor == "slurm"])
+
+
+def reopen(paths: RunPaths, segment: int) -> Path:
+    """Renames the marker of a finished segment, so that training continues; returns its new name.
+
+    The new name still ends in .json, so that the step at which the segment ended before keeps its checkpoint.
+    """
+    marker = paths.segment_done(segment)
+    record = read_json_file(marker) or {}
+    return marker.replace(marker.with_name(f"{segment}.until_{record.get('global_step', 0)}.json"))
+
+
+def _finished(paths: RunPaths) -> list[int]:
+    return sorted(int(p.stem) for p in paths.segments.glob("*.json") if p.stem.isdigit())

@@ -1,0 +1,230 @@
+"""Wait client: hands waiting over to a small shell, while one watcher per user and host follows all runs and sends the output.
+
+The command that submitted connects to the watcher, starting one if none runs, and becomes a shell, which takes about a
+megabyte. The shell reads lines for stderr (E) and stdout (O) from the connection, and at the end the exit code (X). If either
+side ends, the connection tells the other. A shell whose watcher has ended becomes Python again (`rlhpc.cli.wait`), which hands
+over again. The watcher has sent it a number of seconds to wait first (D), so that a hundred shells do not do so at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhpc.jobs.job_record import JobRecord
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import JobProbe, ProcessId
+from rlhpc.jobs.segment import SegmentFiles
+from rlhpc.jobs.shared_probe import meeting_place
+from rlhpc.jobs.waiter import Waiter, goes_on
+from rlhpc.runtime.env_references import values_read
+from rlhpc.runtime.imports import python_path, run_module
+
+#: Files in the meeting place; the watcher holds the lock for as long as it lives.
+SOCKET, LOCK = "watcher", "watcher.lock"
+#: First message of the watcher, before the lines for the shell.
+WELCOME = b"ok\n"
+#: The shell's variables: its program, its output on Ctrl-C, and the wait for the Python process it may become.
+_PROGRAM, _STOPPED, _WAIT = "RLHPC_SHELL", "RLHPC_STOPPED", "RLHPC_WAIT"
+#: Seconds to try to reach a watcher before this process waits by itself.
+_REACH_S = 20.0
+#: Maximum number of watchers started in a row that took no request.
+_STARTS = 4
+_SHELL = "/bin/sh"
+_FD = 3
+#: Short, because `ps` shows it.
+SHELL_COMMAND = f'eval "${_PROGRAM}"'
+SHELL_PROGRAM = r"""trap 'printf "%s\n" "$RLHPC_STOPPED" >&2; exit 130' INT
+alone= pause=0
+while IFS= read -r line <&3; do
+  case $line in
+    E*) printf '%s\n' "${line#E}" >&2 ;;
+    O*) printf '%s\n' "${line#O}" || exit 141 ;;
+    A*) alone=--alone; break ;;
+    D*) pause=${line#D} ;;
+    X*) exit "${line#X}" ;;
+  esac
+done
+exec 3<&-
+[ "$pause" = 0 ] || sleep "$pause"
+exec "$@" $alone
+"""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Description of a wait, with which any process of the user on this host can do the waiting.
+
+    Attributes:
+        root: The run folder.
+        record: The job's record, as JSON.
+        began: Start of the wait, in monotonic seconds.
+        answers: Whether the result goes to stdout as JSON.
+        secrets: Names of variables whose values must not be shown.
+    """
+
+    root: str
+    segment: int
+    record: dict[str, Any]
+    began: float
+    deadline_s: float | None
+    poll_s: float
+    progress_s: float
+    asked_by: dict[str, Any] | None
+    answers: bool
+    secrets: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, waiter: Waiter, *, answers: bool) -> Wait:
+        asked_by = waiter.asked_by.to_json() if waiter.asked_by is not None else None
+        return cls(
+            str(waiter.files.paths.root), waiter.files.segment, {**waiter.record.to_json(), "command": []}, waiter.began,
+            waiter.deadline_s, waiter.poll_s, waiter.progress_s, asked_by, answers, sorted(values_read()),
+        )  # fmt: skip
+
+    @classmethod
+    def from_environment(cls) -> Wait:
+        """Returns the wait of the shell that became this process."""
+        return cls(**json.loads(os.environ.pop(_WAIT)))
+
+    def waiter(
+        self, out: Callable[[str], None], find_probe: Callable[[JobRecord, SegmentFiles], JobProbe] | None = None
+    ) -> Waiter:
+        record = JobRecord.from_json(self.record)
+        assert record is not None
+        return Waiter(
+            SegmentFiles(RunPaths(Path(self.root)), self.segment), record, out, find_probe=find_probe, poll_s=self.poll_s,
+            progress_s=self.progress_s, deadline_s=self.deadline_s, asked_by=ProcessId.from_json(self.asked_by),
+            began=self.began,
+        )  # fmt: skip
+
+
+def hand_over(wait: Wait) -> None:
+    """Becomes a shell that prints the output of a watcher; returns only if no watcher is available."""
+    connection = _reach(wait) if os.access(_SHELL, os.X_OK) else None
+    if connection is None:
+        return
+    files = SegmentFiles(RunPaths(Path(wait.root)), wait.segment)
+    record = JobRecord.from_json(wait.record)
+    assert record is not None
+    # PYTHONPATH is for starting Python again; the shell submits no job
+    environment = {**os.environ, _WAIT: json.dumps(asdict(wait)), "PYTHONPATH": python_path()}
+    environment |= {_PROGRAM: SHELL_PROGRAM, _STOPPED: f"rlhpc: error: {goes_on(files, record)}"}
+    name = f"rlhpc submit: {files.paths.root.name}"
+    with connection, contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(connection.fileno(), _FD)
+        os.set_inheritable(_FD, True)
+        os.execve(_SHELL, ["sh", "-c", SHELL_COMMAND, name, *run_module("rlhpc.cli.wait")], environment)
+
+
+def peer_is_own(connection: socket.socket) -> bool:
+    """Returns whether the process at the other end belongs to this user."""
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(uid == os.geteuid())
+
+
+def address(place: int, name: str = SOCKET) -> str:
+    """Returns the socket address of a file in an open folder, however long the folder's path is."""
+    return f"/proc/self/fd/{place}/{name}"
+
+
+def _reach(wait: Wait) -> socket.socket | None:
+    """Connects to a watcher that will report on the wait; starts one if none runs."""
+    end, started = time.monotonic() + _REACH_S, 0
+    request = {**asdict(wait), "values": {n: os.environ[n] for n in wait.secrets if n in os.environ}}
+    try:
+        while time.monotonic() < end and started < _STARTS:
+            with _open_place() as place:
+                connection = _connect(place, json.dumps(request).encode() + b"\n")
+                if connection is not None:
+                    return connection
+                if _start(place):
+                    started += 1
+                else:
+                    time.sleep(0.05)  # another watcher is just starting, or about to end
+    except OSError:
+        pass
+    return None
+
+
+@contextlib.contextmanager
+def _open_place() -> Any:
+    """Opens the folder where a user's waiting commands meet.
+
+    Raises:
+        OSError: The folder cannot be made, or is not private to this user.
+    """
+    path = meeting_place()
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    place = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(place)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise PermissionError(f"{path} is not this user's alone")
+        yield place
+    finally:
+        os.close(place)
+
+
+def _connect(place: int, request: bytes) -> socket.socket | None:
+    """Returns a connection to a watcher that took the request; None if no watcher runs, or it is about to end."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(_REACH_S)
+        connection.connect(address(place))
+        if not peer_is_own(connection):
+            raise PermissionError("the watcher is another user's")
+        connection.sendall(request)
+        if connection.recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME:
+            connection.settimeout(None)
+            return connection
+    except (FileNotFoundError, ConnectionError):
+        pass
+    except BaseException:
+        connection.close()
+        raise
+    connection.close()
+    return None
+
+
+def _start(place: int) -> bool:
+    """Starts a watcher unless another process has the lock. It inherits lock and socket, so no process waits for its start."""
+    try:
+        lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=place)
+    except FileNotFoundError:
+        return False  # the folder was removed with a watcher that has just ended
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(LOCK, dir_fd=place, follow_symlinks=False).st_ino != os.fstat(lock).st_ino:
+            return False  # the lock of a watcher that has just ended
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(SOCKET, dir_fd=place)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address(place))
+            listener.listen(1024)
+            inherited = (lock, listener.fileno(), place)
+            subprocess.Popen(
+                run_module("rlhpc.jobs.wait_server", *map(str, inherited)),
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=inherited,
+                start_new_session=True, cwd="/", env={**os.environ, "PYTHONPATH": python_path()},
+            )  # fmt: skip
+        return True
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    finally:
+        os.close(lock)

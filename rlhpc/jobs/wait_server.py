@@ -1,0 +1,179 @@
+"""Wait server: the one process per user and host that follows all runs being waited for: `python -m rlhpc.jobs.wait_server`.
+
+The first command that waits starts it (`wait_client`), and it ends when no command waits any more. It has one thread per
+run, so a hanging filesystem delays only the runs on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable
+
+from rlhpc.jobs.job_record import JobRecord, probe_for
+from rlhpc.jobs.probes import JobProbe, JobReport, JobState, SlurmProbe
+from rlhpc.jobs.segment import SegmentFiles
+from rlhpc.jobs.shared_probe import SharedProbe
+from rlhpc.jobs.wait_client import LOCK, SOCKET, WELCOME, Wait, address, peer_is_own
+from rlhpc.jobs.waiter import answer_line
+from rlhpc.runtime.env_references import masked
+from rlhpc.runtime.errors import RlhpcError
+
+#: Seconds without a waiting command after which the watcher ends.
+_LINGER_S = 2.0
+#: Seconds that a process has to send its request after connecting.
+_REQUEST_S = 10.0
+#: Number of shells per second that become Python if the watcher is killed: all at once might overload the machine.
+_AT_ONCE = 8
+_STACK_BYTES = 1 << 20
+
+
+class Answers(JobProbe):
+    """Slurm's last answers on all jobs that this process follows; one thread at a time asks for all."""
+
+    def __init__(self, probe: JobProbe, every_s: float = 1.0) -> None:
+        self._probe, self._every_s = probe, every_s
+        self._guard, self._asking = threading.Lock(), threading.Lock()
+        self._next = 0.0
+        self._num_waiters: dict[str, int] = {}
+        self._reports: dict[str, JobReport] = {}
+
+    def enter(self, job_id: str) -> None:
+        with self._guard:
+            self._num_waiters[job_id] = self._num_waiters.get(job_id, 0) + 1
+            self._next = 0.0
+
+    def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
+        now = time.monotonic()
+        if now >= self._next and self._asking.acquire(blocking=False):
+            try:
+                with self._guard:
+                    self._next, followed_ids = now + self._every_s, list(self._num_waiters)
+                reports = self._probe.query(followed_ids)
+                with self._guard:
+                    self._reports = reports
+            finally:
+                self._asking.release()
+        unknown = JobReport(JobState.UNKNOWN, conclusive=False)
+        return {job: self._reports.get(job, unknown) for job in job_ids}
+
+    def leave(self, job_ids: Iterable[str]) -> None:
+        for job in job_ids:
+            with self._asking, self._guard:  # otherwise a query in progress would add the job again
+                self._num_waiters[job] = self._num_waiters.get(job, 1) - 1
+                if self._num_waiters[job] > 0:
+                    continue
+                del self._num_waiters[job]
+                self._reports.pop(job, None)
+                self._probe.leave([job])
+
+
+class Watcher:
+    """Server of connections, each from a shell that waits.
+
+    Args:
+        listener: The socket that accepts them.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._answers = Answers(SharedProbe(SlurmProbe()))
+        self._threads: list[threading.Thread] = []
+
+    def serve(self) -> None:
+        """Serves until no command waits any more."""
+        self._listener.settimeout(_LINGER_S / 4)
+        served = time.monotonic()
+        while time.monotonic() - served < _LINGER_S:
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                self._threads = [thread for thread in self._threads if thread.is_alive()]
+                served = time.monotonic() if self._threads else served
+                continue
+            except OSError:  # too many open files: the connecting process will finally wait by itself
+                time.sleep(_LINGER_S / 4)
+                continue
+            served = time.monotonic()
+            pause = sum(thread.is_alive() for thread in self._threads) // _AT_ONCE
+            thread = threading.Thread(target=self._follow, args=(connection, pause), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the user's thread limit is reached: the connecting process waits by itself
+                connection.close()
+                continue
+            self._threads.append(thread)
+
+    def _follow(self, connection: socket.socket, pause: int) -> None:
+        with connection, contextlib.suppress(OSError, ValueError, TypeError):
+            connection.settimeout(_REQUEST_S)
+            if not peer_is_own(connection):
+                return
+            with connection.makefile("rb") as file:
+                request = json.loads(file.readline())
+            values = request.pop("values")
+            wait = Wait(**request)
+            connection.settimeout(None)
+            connection.sendall(WELCOME + f"D{pause}\n".encode())
+            self._wait(wait, connection, values)
+
+    def _wait(self, wait: Wait, connection: socket.socket, values: dict[str, str]) -> None:
+        waiter = wait.waiter(lambda line: _tell(connection, "E", f"rlhpc: {line}"), self._find_probe)
+        hangup = select.poll()
+        hangup.register(connection, select.POLLIN)  # the connection only becomes readable when it ends
+        try:
+            while (done := waiter.poll()) is None:
+                if hangup.poll(1000 * waiter.poll_s):
+                    return
+            answer = waiter.answer(done)
+            _tell(connection, "E", f"rlhpc: {answer_line(answer)}")
+            if wait.answers:
+                _tell(connection, "O", json.dumps(answer))
+            _tell(connection, "X", "0")
+        except RlhpcError as error:
+            _tell(connection, "E", f"rlhpc: error: {masked(str(error), values)}")
+            _tell(connection, "X", str(error.exit_code))
+        except Exception:  # the shell waits by itself, and reports the error as any command would
+            _tell(connection, "A", "")
+        finally:
+            waiter.leave()
+
+    def _find_probe(self, record: JobRecord, files: SegmentFiles) -> JobProbe:
+        if record.executor != "slurm":
+            return probe_for(record, files)
+        self._answers.enter(record.job_id)
+        return self._answers
+
+
+def _tell(connection: socket.socket, kind: str, text: str) -> None:
+    """Sends lines to the shell, whose `read` cannot handle zero bytes."""
+    lines = text.replace("\0", "").split("\n")
+    with contextlib.suppress(OSError):  # a closed connection is detected elsewhere
+        connection.sendall("".join(f"{kind}{line}\n" for line in lines).encode("utf-8", "replace"))
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the server; `arguments` are the inherited descriptors of the lock, the socket and the folder that contains both."""
+    lock, socket_fd, place = map(int, arguments)
+    for fd in map(int, arguments):
+        os.set_inheritable(fd, False)  # squeue must not inherit it
+    threading.stack_size(_STACK_BYTES)
+    watcher = Watcher(socket.socket(fileno=socket_fd))
+    watcher.serve()
+    # a process that connects from now on starts another watcher as soon as this one's lock is removed
+    with contextlib.suppress(OSError):
+        if os.stat(LOCK, dir_fd=place).st_ino == os.fstat(lock).st_ino:  # otherwise this watcher's lock was removed
+            for name in (SOCKET, LOCK):
+                os.unlink(name, dir_fd=place)
+        os.rmdir(os.readlink(address(place, "").rstrip("/")))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

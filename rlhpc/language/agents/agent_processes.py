@@ -1,0 +1,299 @@
+"""Agent processes: harnesses of episodes, a limited number at a time, each to its end or its time limit
+(`runner/main.py`).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhpc.language.agents.runner.shell import broken
+from rlhpc.language.agents.runner.task import checked_outcome
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.host import node_name
+from rlhpc.runtime.imports import import_paths
+from rlhpc.runtime.scratch import session_folder
+
+log = logging.getLogger(__name__)
+RUNNER = Path(__file__).with_name("runner") / "main.py"
+#: Time limit of the import of an agent's packages, in seconds.
+_IMPORT_S = 300.0
+_END_S = 6.0
+#: Number of consecutive restarts of the runner without an ended episode.
+_RESTARTS = 3
+#: Seconds beyond its time limit after which an episode without an outcome is given up, and seconds between two checks.
+_SLACK_S, _LOOK_S = 60.0, 1.0
+#: Maximum number of bytes of a line of the runner: the limit of an outcome with all characters escaped.
+_LINE = 8 << 20
+Ticket = dict[str, Any]
+AgentReply = dict[str, Any]
+
+
+def _temporary() -> str | None:
+    """Returns the folder for folders of episodes (`shells.make_temporary_folder`)."""
+    folder = session_folder()
+    return str(folder) if folder else None
+
+
+@dataclass(frozen=True)
+class Program:
+    """Program of an episode.
+
+    Attributes:
+        kind: `agent.kind`.
+        target: `module:function`.
+        command: Command line (argv).
+        python: Python interpreter; None for this process's.
+        processes: Maximum number of concurrent episodes.
+        options: Options of kinds that have neither target nor command.
+        environment: Additional environment variables.
+        sandbox: `agent.sandbox`.
+        read: Additional files and folders that are visible in bubblewrap.
+        hidden: Files and folders that are not visible there, unless `read` names them.
+        limits: Resource limits of an episode in a sandbox, by their keys in section `agent`.
+    """
+
+    kind: str
+    target: str | None
+    command: tuple[str, ...]
+    python: str | None
+    processes: int
+    options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    sandbox: str | None = None
+    read: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    limits: dict[str, int] = field(default_factory=dict)
+
+    def spec(self) -> dict[str, Any]:
+        """Returns the runner's first message."""
+        paths = import_paths(foreign=self.python is not None)
+        return {
+            "kind": self.kind,
+            "target": self.target,
+            "command": list(self.command),
+            "paths": paths,
+            "options": self.options,
+            "sandbox": self.confinement(),
+            "temporary": _temporary(),
+        }
+
+    def confinement(self) -> dict[str, Any] | None:
+        """Returns the arguments of `shells.sandboxed`; None without a sandbox."""
+        if self.sandbox is None:
+            return None
+        return {"kind": self.sandbox, "read": list(self.read), "hidden": list(self.hidden), **self.limits}
+
+
+def require_sandbox(program: Program) -> None:
+    """Refuses a sandbox that does not work on this machine.
+
+    Raises:
+        ConfigError: The message gives the reason.
+    """
+    for path in program.read:
+        if not Path(path).expanduser().exists():
+            raise ConfigError(f"agent.sandbox_read names {path!r}, which is not there on {node_name()}: correct it")
+    if (confinement := program.confinement()) is not None and (why := broken(confinement, _temporary())):
+        raise ConfigError(f"agent.sandbox is {program.sandbox}, which does not work on {node_name()}: {why}")
+
+
+class Harnesses:
+    """Runner of a program for each ticket.
+
+    Args:
+        program: Program of the episodes.
+        done: Callback with the ticket's id and the outcome, in a thread of this object.
+
+    Raises:
+        ConfigError: The program cannot be started.
+    """
+
+    def __init__(self, program: Program, done: Callable[[int, AgentReply], None]) -> None:
+        self._program, self._done = program, done
+        self._lock = threading.Lock()
+        self._waiting: collections.deque[Ticket] = collections.deque()
+        self._running: dict[int, float] = {}  # deadline of each episode's outcome
+        self._closed, self._failures, self._failure = False, 0, ""
+        self._starting, self._over = False, threading.Event()  # while the runner starts, tickets are queued
+        require_sandbox(program)
+        self._process = self._start()
+        threading.Thread(target=self._give_up_overdue, name="rlhpc-overdue", daemon=True).start()
+
+    def run(self, ticket: Ticket) -> None:
+        """Queues a ticket; its program runs as soon as the number of processes allows it."""
+        with self._lock:
+            if not self._failure:
+                self._waiting.append(ticket)
+                self._fill()
+                return
+        self._done(ticket["id"], {"error": self._failure})
+
+    def kill(self, number: int) -> None:
+        """Ends the program of a ticket, or removes the queued ticket; there is no outcome."""
+        with self._lock:
+            self._waiting = collections.deque(ticket for ticket in self._waiting if ticket["id"] != number)
+            if self._running.pop(number, None) is not None:
+                self._tell({"kill": number})
+                self._fill()
+
+    def abort(self) -> None:
+        """Ends all running programs, and removes queued tickets; there are no outcomes."""
+        with self._lock:
+            self._waiting.clear()
+            for number in self._running:
+                self._tell({"kill": number})
+            self._running.clear()
+
+    def close(self) -> None:
+        """Ends the runner and all programs."""
+        self._over.set()
+        with self._lock:
+            self._closed = True
+            self._waiting.clear()
+            self._running.clear()
+            self._tell(None)  # the runner ends its episodes, then itself
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_END_S)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        python = self._program.python or sys.executable
+        try:
+            process = subprocess.Popen(
+                [python, "-P" if self._program.python is None else "-u", str(RUNNER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, **self._program.environment},
+            )
+        except OSError as error:
+            raise ConfigError(f"agent.python is {python!r}, which cannot be started: {error.strerror}") from None
+        self._process, self._outbox = process, queue.SimpleQueue[dict[str, Any] | None]()
+        threading.Thread(target=_write, args=(process, self._outbox), name="rlhpc-tickets", daemon=True).start()
+        self._tell(self._program.spec())
+        import_timer = threading.Timer(_IMPORT_S, process.kill)
+        import_timer.start()
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        import_timer.cancel()
+        reply = json.loads(first) if first else {"failed": f"its interpreter ended within {_IMPORT_S:g} s"}
+        if "failed" in reply:
+            process.kill()
+            process.wait()
+            setting = f"target is {self._program.target!r}" if self._program.target else f"kind is {self._program.kind}"
+            raise ConfigError(
+                f"agent.{setting}, which cannot be imported by {python} (agent.python): {reply['failed']}"
+            )
+        threading.Thread(target=self._listen, args=(process,), name="rlhpc-harnesses", daemon=True).start()
+        return process
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        while line := process.stdout.readline(_LINE):
+            reply = _read_reply(line)
+            if reply is None:
+                log.warning("what runs the agents said what is no outcome, %d bytes of it: it is left out", len(line))
+                continue
+            number, outcome = reply
+            with self._lock:
+                awaited = self._running.pop(number, None) is not None
+                self._failures = 0
+                self._fill()
+            if awaited:
+                self._done(number, outcome)
+        self._on_exit(process)
+
+    def _on_exit(self, process: subprocess.Popen[bytes]) -> None:
+        """Fails the episodes of a runner that has exited, and starts another."""
+        status = process.wait()
+        with self._lock:
+            if self._closed:
+                return
+            numbers = list(self._running)
+            self._running.clear()
+            self._failures += 1
+            self._starting = True
+        log.warning("what runs the agents ended with status %d; %d episodes were under way", status, len(numbers))
+        for number in numbers:
+            self._done(number, {"error": f"what ran it ended with status {status}"})
+        if self._failures <= _RESTARTS:
+            try:
+                self._start()
+            except ConfigError as error:  # the earlier import succeeded
+                self._give_up(str(error))
+                return
+            with self._lock:
+                self._starting = False
+                if self._closed:
+                    self._tell(None)
+                self._fill()
+            return
+        self._give_up(f"what runs the agents has ended {self._failures} times")
+
+    def _give_up(self, why: str) -> None:
+        with self._lock:
+            self._failure = why
+            waiting, self._waiting = list(self._waiting), collections.deque()
+        for ticket in waiting:
+            self._done(ticket["id"], {"error": why})
+
+    def _fill(self) -> None:
+        while self._waiting and not self._starting and len(self._running) < self._program.processes:
+            ticket = self._waiting.popleft()
+            self._running[ticket["id"]] = time.monotonic() + ticket["timeout_s"] + _SLACK_S
+            self._tell(ticket)
+
+    def _give_up_overdue(self) -> None:
+        """Fails each episode whose guard has not reported an outcome by the time limit."""
+        while not self._over.wait(_LOOK_S):
+            with self._lock:
+                overdue = [number for number, deadline in self._running.items() if time.monotonic() > deadline]
+                for number in overdue:
+                    del self._running[number]
+                    self._tell({"kill": number})
+                self._fill()
+            for number in overdue:
+                self._done(number, {"error": f"no outcome of it came within {_SLACK_S:g} s after its time limit"})
+
+    def _tell(self, message: dict[str, Any] | None) -> None:
+        self._outbox.put(message)
+
+
+def _read_reply(line: bytes) -> tuple[int, AgentReply] | None:
+    """Returns the number of an episode and its outcome; None for a line that is something else."""
+    try:
+        reply = json.loads(line)
+        number = reply["id"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return None
+    if not isinstance(number, int):
+        return None
+    try:
+        return number, checked_outcome(reply.get("outcome"))
+    except ValueError as error:
+        return number, {"error": str(error)}
+
+
+def _write(process: subprocess.Popen[bytes], outbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+    """Writes messages to the runner, in a thread of its own, so that senders never wait for the pipe."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError), process.stdin as stream:  # the runner has exited: `_listen` handles it
+        while (message := outbox.get()) is not None:
+            stream.write(json.dumps(message).encode() + b"\n")
+            stream.flush()

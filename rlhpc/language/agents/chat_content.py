@@ -1,0 +1,129 @@
+"""Message contents between the model's turns: texts and images of clients and of inline agents, and their text in the
+chat template.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhpc.language.data.images import Looker, from_url, has_vision, make_looker, read_images, size_of
+from rlhpc.language.hugging_face import REPLY, render_chat
+from rlhpc.runtime.errors import ConfigError
+
+#: Maximum size of a client's image, in bytes and in pixels. The rollout rank decodes it.
+MOST_BYTES, MOST_POINTS = 8 << 20, 1 << 24
+_TEXTS = ("text", "input_text", "output_text")
+_PICTURES = ("image_url", "input_image", "image")
+Content = str | list[dict[str, Any]]
+
+
+def content_of(content: Any, *, trusted: bool = False) -> tuple[Content, tuple[bytes, ...]]:
+    """Converts a message's content to the form of chat templates: a text or, with images, parts; also returns the
+    images.
+
+    Args:
+        content: A text, or a list of texts and parts.
+        trusted: Whether the content comes from this process: a part of type image may then have, as `image`, any form that
+            `rlhpc.language.data.images` reads.
+
+    Raises:
+        ConfigError: The content has another type, or an image is not accepted.
+    """
+    if content is None or isinstance(content, str):
+        return content or "", ()
+    if not isinstance(content, Sequence):
+        raise ConfigError("a message's content must be a text, or a list of parts")
+    parts, images = list[dict[str, Any]](), list[bytes]()
+    for part in content:
+        kind, text = ("text", part) if isinstance(part, str) else _part(part)
+        if kind in _TEXTS and isinstance(text, str):
+            parts.append({"type": "text", "text": text})
+        elif kind in _PICTURES:
+            images += read_images(part["image"], Path()) if trusted and "image" in part else [_picture(kind, part)]
+            parts.append({"type": "image"})
+        else:
+            raise ConfigError(f"a message has a part of type {kind}; this model reads texts and pictures alone")
+    return (parts, tuple(images)) if images else ("".join(part["text"] for part in parts), ())
+
+
+def shown_by(images: Sequence[bytes], kind: str = "image/png") -> list[dict[str, Any]]:
+    """Returns images as parts of a message to the endpoint."""
+    urls = [f"data:{kind};base64,{base64.b64encode(image).decode()}" for image in images]
+    return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+
+
+def looker_of(tokenizer: Any) -> Looker | None:
+    """Returns the image processor of the model that a tokenizer belongs to; None if the model reads only text."""
+    from rlhpc.language.hugging_face import load_model_config
+
+    path = str(getattr(tokenizer, "name_or_path", "") or "")
+    if not path:
+        return None
+    try:
+        seeing = has_vision(load_model_config(path, False))
+    except ConfigError:  # the tokenizer's folder has no model
+        return None
+    return make_looker(path) if seeing else None
+
+
+def message_text(tokenizer: Any, message: Mapping[str, Any], ids: list[int]) -> str:
+    """Returns the text that the chat template puts between the end of the model's turn and the beginning of its next
+    one.
+
+    Args:
+        tokenizer: Tokenizer of transformers, with a chat template.
+        message: Message between the two turns.
+        ids: Tokens of the model's turn; an end token in them is not repeated.
+
+    Raises:
+        ConfigError: The template does not contain the model's turn.
+    """
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": REPLY}, dict(message)]
+    text = behind_reply(tokenizer, render_chat(tokenizer, turns, add_generation_prompt=True), ids)
+    if text is None:
+        raise ConfigError(
+            "rollout.agent answers with a message, but the chat template does not keep the turns before it"
+        )
+    return text
+
+
+def behind_reply(tokenizer: Any, text: str, drawn: list[int]) -> str | None:
+    """Returns the text behind `REPLY` in a template's text, without an end token that the model has sampled; None if
+    `REPLY` is missing.
+    """
+    _, marker, behind = text.partition(REPLY)
+    return behind.removeprefix(tokenizer.decode(drawn[-1:], skip_special_tokens=False)) if marker else None
+
+
+def _part(part: Any) -> tuple[str, Any]:
+    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+        raise ConfigError("a message's content must be a text, or a list of parts that have a type")
+    return part["type"], part.get("text")
+
+
+def _picture(kind: str, part: Mapping[str, Any]) -> bytes:
+    """Returns an image that a client sent. It must be within the message; nothing is fetched."""
+    source, url = part.get("source"), part.get("image_url")
+    if isinstance(source, Mapping) and source.get("type") == "base64":  # Anthropic's
+        url = f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}"
+    elif isinstance(source, Mapping):
+        url = source.get("url", "")
+    elif isinstance(url, Mapping):
+        url = url.get("url")
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise ConfigError(
+            f"a part of type {kind} has its picture elsewhere ({str(url)[:60]!r}), and nothing is fetched here: send it "
+            "within the message, as a data URL (data:image/png;base64,…)"
+        )
+    if len(url) > MOST_BYTES * 4 // 3 + 100:
+        raise ConfigError(f"a picture is larger than {MOST_BYTES >> 20} MiB, the most that is taken: make it smaller")
+    image = from_url(url)
+    width, height = size_of(image)
+    if width * height > MOST_POINTS:
+        raise ConfigError(
+            f"a picture has {width} x {height} points, and {MOST_POINTS} are the most that is taken: make it smaller"
+        )
+    return image

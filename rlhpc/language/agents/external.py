@@ -1,0 +1,545 @@
+"""Episodes of external agents: programs that call the model over the gateway.
+
+Rollout ranks use them as they use `EpisodeRunner`: requests are added, and each step returns the episodes that ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from rlhpc.language.agents.agent_processes import AgentReply, Harnesses, Program, Ticket
+from rlhpc.language.agents.chat_content import looker_of, shown_by
+from rlhpc.language.agents.episodes import OF_ROLES, Episode, Outcome
+from rlhpc.language.agents.gateway.feedback import awaited_turns
+from rlhpc.language.agents.gateway.output_parsers import Parsers
+from rlhpc.language.agents.gateway.server import MODEL, Drawing, Gateway
+from rlhpc.language.agents.gateway.sessions import EpisodeLimits, GatewaySession, stop_reason
+from rlhpc.language.agents.inline_agents import InlineAgents, InlineEnvironment
+from rlhpc.language.agents.turn_tree import AgentTurn, RequestError, Tree
+from rlhpc.language.data.images import placed
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.engines.base import Completion, DropsRequests, Request, RolloutBackend
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.host import host_id
+from rlhpc.runtime.text import first_line
+
+log = logging.getLogger(__name__)
+_IDLE_S = 0.01
+#: Number of failed agents whose errors a rank logs.
+_MAX_LOGGED = 5
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """Options of external agents on a rank, from section `agent`.
+
+    Attributes:
+        limits: Limits of an episode.
+        timeout_s: Time limit of an episode, from its start to its outcome.
+        kwargs: Arguments of the agent.
+        feedback_s: Time limit of delayed rewards after that; 0 if rewards are not delayed.
+    """
+
+    limits: EpisodeLimits
+    timeout_s: float
+    kwargs: dict[str, Any]
+    feedback_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class AgentRanks:
+    """Ranks of a group `agent` that run the agents.
+
+    Attributes:
+        post: Message interface to these ranks.
+        rank: Rank of this process.
+    """
+
+    post: Post
+    rank: int
+
+
+class OutsideEpisodes:
+    """Runner of the episodes of external agents on an engine. Not thread-safe, like the engine.
+
+    Args:
+        backend: Engine. No other object may add requests to it.
+        tokenizer: Tokenizer of the model.
+        parsers: Parsers of replies.
+        context: Maximum number of tokens of prompt and reply.
+        runs: Agent program, environment, or the ranks that run the agents.
+        address: Address of this host for processes of other hosts; "" if these have no access.
+        options: Limits of the episodes.
+        ended_with_it: Callback of `close`.
+        check: Callback of each step; an exception that it raises ends the rank.
+
+    Raises:
+        ConfigError: The agent cannot be started.
+    """
+
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        tokenizer: Any,
+        parsers: Parsers,
+        context: int,
+        runs: Program | InlineEnvironment | AgentRanks,
+        options: AgentOptions,
+        ended_with_it: Callable[[], None] = lambda: None,
+        address: str = "",
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._ended_with_it, self._check = ended_with_it, check
+        self._backend, self._tokenizer, self._options = backend, tokenizer, options
+        self._distant: Distant | None = None
+        if isinstance(runs, Program):
+            self._here: Harnesses | InlineAgents = Harnesses(runs, self._came)
+        self._gateway = Gateway(
+            tokenizer, parsers, context, address, looker := looker_of(tokenizer), feedback=options.feedback_s > 0.0
+        )
+        self._has_images = looker is not None
+        if isinstance(runs, InlineEnvironment):
+            self._here = InlineAgents(runs, self._gateway, self._came)
+        if isinstance(runs, AgentRanks):
+            self._distant, self._rank = Distant(runs.post, self._came, self._again), runs.rank
+        self._sessions: dict[int, tuple[GatewaySession, Prompt | None, tuple[int, ...]]] = {}
+        self._drawing: dict[int, Drawing] = {}
+        self._rewarded: queue.SimpleQueue[tuple[Episode, Episode]] = queue.SimpleQueue()
+        self._unpaid, self._early = dict[int, Episode](), list[tuple[Episode, Episode]]()
+        self._number = self._tickets = self._failures = 0
+
+    def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
+        """Starts an episode for each request; all turns of the episode use the request's sampling parameters and seed."""
+        for request in requests:
+            session = GatewaySession(request.id, request.sampling, request.seed, self._options.limits)
+            self._tickets += 1  # no number is used again: one that was ended may yet have an outcome on its way
+            self._sessions[self._tickets] = session, prompt, tuple(request.prompt_ids)
+            self._gateway.open(session)
+            ticket = self._ticket(self._tickets, session, prompt)
+            if self._distant is not None:
+                self._distant.run(ticket, self._rank)
+            else:
+                self._here.run(ticket)
+
+    def _again(self, number: int) -> dict[str, Any]:
+        """Restarts an episode with a new session, which samples the same tokens."""
+        old, prompt, ids = self._sessions[number]
+        session = GatewaySession(old.number, old.sampling, old.seed, old.limits)
+        session.counts["begun_again"] = old.counts["begun_again"] + 1
+        self._gateway.loop.call_soon_threadsafe(self._gateway.end, old)
+        self._gateway.open(session)
+        self._sessions[number] = session, prompt, ids
+        return self._ticket(number, session, prompt)
+
+    @property
+    def _harnesses(self) -> Harnesses | InlineAgents | Distant:
+        return self._distant or self._here
+
+    def _ticket(self, number: int, session: GatewaySession, prompt: Prompt | None) -> dict[str, Any]:
+        messages = [] if prompt is None else _conversation(prompt)
+        task = {"messages": messages, "seed": session.seed, "kwargs": self._options.kwargs}
+        if prompt is not None:
+            task |= {"id": prompt.id, "question": prompt.question, "answer": prompt.answer, "meta": prompt.meta}
+        return {
+            "id": number,
+            "task": {"question": "", **task},
+            "base_url": f"{self._gateway.url}/v1",
+            "api_key": session.key,
+            "socket": self._gateway.socket,
+            "model": MODEL,
+            "timeout_s": self._options.timeout_s,
+            "host": host_id(),
+            "far": self._gateway.far,
+            "session_id": session.name,
+            "process_key": self._gateway.keys.process,
+            "looks": self._has_images,
+        }
+
+    def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
+        """Refuses to resume: episodes of external agents cannot be handed over, and no rank requests it."""
+        raise AssertionError("what an agent has under way cannot be handed on")
+
+    def step(self) -> list[Episode]:
+        """Advances the engine by a step; returns the episodes that ended."""
+        self._check()
+        if self._distant is not None:
+            self._distant.poll()
+        episodes = self._take(wait=not self._backend.unfinished())
+        self._drop()
+        if self._backend.unfinished():
+            for completion in self._backend.step():
+                drawing = self._drawing.pop(completion.id, None)
+                if drawing is not None:
+                    drawing.answer(completion)
+            self._show()
+        return episodes
+
+    def delayed_rewards(self) -> list[tuple[Episode, Episode]]:
+        """Returns pairs of episodes with delayed rewards: the episode as `step` returned it, and with its reward; an
+        episode without a reward has failed.
+        """
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._early.append(self._rewarded.get_nowait())
+        # the reward of an episode may arrive before `step` has returned the episode
+        ready = [pair for pair in self._early if id(pair[0]) in self._unpaid]
+        self._early = [pair for pair in self._early if id(pair[0]) not in self._unpaid]
+        for before, _ in ready:
+            del self._unpaid[id(before)]
+        return ready
+
+    @property
+    def feedback_s(self) -> float:
+        """Time limit of delayed rewards after an episode, in seconds; 0 if rewards are not delayed."""
+        return self._options.feedback_s
+
+    @property
+    def scorer(self) -> dict[str, str]:
+        """Addresses for delayed rewards, for this host and for others, and the key."""
+        gateway = self._gateway
+        return {"near": gateway.url, "far": gateway.far, "host": host_id(), "key": gateway.feedback.key}
+
+    def unfinished(self) -> int:
+        """Returns the number of episodes that were added and not returned yet."""
+        return len(self._sessions)
+
+    def abort(self) -> list[Episode]:
+        """Ends all episodes, without samples and with `finish_reason` "abort"."""
+        self._harnesses.abort()
+        sessions, self._sessions = self._sessions, {}
+        for session, *_ in sessions.values():
+            session.closed = True
+            self._gateway.loop.call_soon_threadsafe(self._gateway.end, session)
+        self._gateway.loop.call_soon_threadsafe(self._gateway.feedback.forget)
+        self._unpaid.clear()
+        self._early.clear()
+        self._backend.abort()
+        self._forget("the episode has ended", 401)
+        return [Episode(s.number, ids, prompt, finish_reason="abort") for s, prompt, ids in sessions.values()]
+
+    def close(self) -> None:
+        """Closes the agents, then the gateway."""
+        self._harnesses.close()
+        self._gateway.close()
+        self._ended_with_it()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _drop(self) -> None:
+        """Aborts requests of episodes that have ended, and of clients that have disconnected."""
+        idle = [number for number, drawing in self._drawing.items() if drawing.session.closed or drawing.given_up]
+        if not idle:
+            return
+        if isinstance(self._backend, DropsRequests):
+            self._backend.drop(idle)
+        elif len(idle) < len(self._drawing):
+            return
+        else:
+            self._backend.abort()
+        for number in idle:
+            self._drawing.pop(number).answer(RequestError("the episode has ended", 401))
+
+    def _show(self) -> None:
+        """Passes the tokens so far to streaming clients."""
+        callbacks = {number: drawing.show for number, drawing in self._drawing.items() if drawing.show is not None}
+        if callbacks and isinstance(self._backend, DropsRequests):
+            for number, ids in self._backend.so_far(callbacks.keys()).items():
+                if ids:
+                    callbacks[number](ids)
+
+    def _forget(self, why: str, status: int) -> None:
+        for drawing in self._drawing.values():
+            drawing.answer(RequestError(why, status))
+        self._drawing.clear()
+
+    def _take(self, wait: bool) -> list[Episode]:
+        """Handles requests to the engine and outcomes; returns the episodes that ended."""
+        deadline, episodes = time.monotonic() + (_IDLE_S if wait else 0.0), list[Episode]()
+        while True:
+            try:
+                item = self._gateway.engine_queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return episodes
+            deadline = 0.0
+            if isinstance(item, Drawing):
+                self._begin(item)
+            else:
+                number, episode = item
+                if self._sessions.pop(number, None) is not None:
+                    self._tell(episode)
+                    episodes.append(episode)
+                    if episode.later:
+                        self._unpaid[id(episode)] = episode
+
+    def _begin(self, drawing: Drawing) -> None:
+        if drawing.session.closed:
+            drawing.answer(RequestError("the episode has ended", 401))
+            return
+        self._number += 1
+        request = Request(self._number, drawing.prompt_ids, drawing.sampling, drawing.seed, drawing.images)
+        try:
+            self._backend.add([request])
+        except ConfigError as error:  # a token is none, say
+            drawing.answer(RequestError(str(error)))
+            return
+        except RlhpcError:  # the engine's, whoever asks
+            raise
+        except Exception as error:  # one request ends no run
+            log.warning("the engine refuses a request of episode %d: %r", drawing.session.number, error)
+            drawing.answer(RequestError(f"the engine refuses the request: {first_line(error)}"))
+            return
+        self._drawing[self._number] = drawing
+
+    def _came(self, number: int, outcome: dict[str, Any]) -> None:
+        """Passes an outcome from a thread of the harnesses to the gateway's event loop, which owns the episode's turns."""
+        self._gateway.loop.call_soon_threadsafe(self._on_end, number, outcome)
+
+    def _on_end(self, number: int, reported: dict[str, Any]) -> None:
+        entry = self._sessions.get(number)
+        if entry is None:
+            return
+        session, prompt, ids = entry
+        self._gateway.end(session)
+        turns, later = dict[str, AgentTurn](), reported.get("later")
+        try:
+            if later and not self._options.feedback_s:
+                raise RequestError(
+                    "its reward comes `later`: set agent.feedback_timeout_s to how long to wait for that"
+                )
+            turns = awaited_turns(session.tree.turns, later) if later else turns
+        except RequestError as why:
+            reported = {"error": str(why)}
+        episode = self._episode(session, prompt, ids, reported)
+        if turns and episode.outcome is not None and not episode.outcome.error:
+            episode.outcome.later = True
+        self._gateway.engine_queue.put((number, episode))
+        if episode.later:
+            on_reward = partial(self._came_later, episode, partial(self._episode, session, prompt, ids), reported)
+            self._gateway.feedback.expect(turns, self._options.feedback_s, on_reward)
+
+    def _came_later(
+        self,
+        before: Episode,
+        again: Callable[[dict[str, Any]], Episode],
+        reported: dict[str, Any],
+        reward: float | None,
+    ) -> None:
+        """Queues an episode with the sum of its delayed rewards; with an error if they did not arrive."""
+        reported = {**reported, "metrics": {**reported.get("metrics", {}), "later": 1.0}, "reward": reward}
+        if reward is None:
+            reported["error"] = (
+                f"no reward came for it within agent.feedback_timeout_s ({self._options.feedback_s:g} s)"
+            )
+        self._rewarded.put((before, again(reported)))
+
+    def _episode(
+        self, session: GatewaySession, prompt: Prompt | None, ids: tuple[int, ...], reported: dict[str, Any]
+    ) -> Episode:
+        outcome = Outcome(
+            reported.get("reward"), reported.get("response"), reported.get("error", ""), reported.get("metrics", {})
+        )
+        if "turn_rewards" in reported:
+            outcome.error = outcome.error or _assign_turn_rewards(session.tree, reported["turn_rewards"])
+        branches = session.tree.samples(session.number)
+        spared = _spare(branches, session.limits)
+        role_rewards = reported.get("rewards", {})
+        if role_rewards and outcome.reward is None:
+            outcome.reward = sum(role_rewards.values()) / len(role_rewards)
+        for branch in branches if role_rewards else []:
+            name = session.limits.roles[branch.role] if session.limits.roles else ""
+            if name not in role_rewards:
+                outcome.error = outcome.error or f"rewards has none for {name or 'any role: agent.roles is empty'}"
+                break
+            branch.above = role_rewards[name] - (outcome.reward or 0.0)
+        if not branches and not outcome.error:
+            outcome.error = "it ended without an answer of the model"
+        last = next((turn for turn in reversed(session.tree.turns) if turn.received), None)
+        truncated = reported.get("cut") or (last is not None and stop_reason(last.finish_reason) == "length")
+        reason = "error" if outcome.error else "length" if truncated else "stop"
+        episode = Episode(
+            session.number,
+            ids,
+            prompt,
+            finish_reason=reason,
+            outcome=outcome,
+            branches=branches,
+        )
+        if last is not None:
+            episode.token_ids, episode.logprobs, episode.versions = last.token_ids, last.logprobs, last.versions
+            episode.loss_mask = [True] * len(last.token_ids)
+            episode.turn_ids = [0] * len(last.token_ids)
+        counts = session.tree.counts() + session.counts
+        episode.turns = counts["turns"]
+        names = ["turns", "not_received", "retried", "refused", "given_up"] + ["begun_again"] * (
+            self._distant is not None
+        )
+        outcome.metrics |= {name: float(counts[name]) for name in names}
+        outcome.metrics["samples"] = float(len(branches))
+        if spared:
+            outcome.metrics[OF_ROLES] = float(spared)
+        return episode
+
+    def _tell(self, episode: Episode) -> None:
+        if episode.outcome is None or not episode.outcome.error:
+            return
+        self._failures += 1
+        if self._failures <= _MAX_LOGGED or self._failures % 1000 == 0:
+            log.warning(
+                "episode %d: the agent failed (number %d of these): %s",
+                episode.id,
+                self._failures,
+                episode.outcome.error,
+            )
+
+
+def _conversation(prompt: Prompt) -> list[dict[str, Any]]:
+    """Returns a prompt's conversation for agents, including its images."""
+    if not prompt.images:
+        return [{**m, "role": "user"} if m["role"] == "raw" else m for m in prompt.messages]
+    pictures, messages = iter(shown_by(prompt.images)), placed(prompt.messages, len(prompt.images))
+    for message in messages:
+        message["content"] = [next(pictures) if part["type"] == "image" else part for part in message["content"]]
+    return messages
+
+
+def _spare(branches: list[Episode], limits: EpisodeLimits) -> int:
+    """Masks the tokens of untrained roles; returns their number."""
+    count = 0
+    for branch in branches:
+        if limits.untrained and limits.roles[branch.role] in limits.untrained:
+            count += sum(branch.loss_mask)
+            branch.loss_mask = [False] * len(branch.loss_mask)
+    return count
+
+
+def _assign_turn_rewards(tree: Tree, rewards: list[float]) -> str:
+    """Sets the reward of each turn; returns an error text if their number is wrong."""
+    turns = [turn for turn in tree.turns if turn.received]
+    if len(rewards) != len(turns):
+        return f"turn_rewards has {len(rewards)} numbers; the model answered {len(turns)} times"
+    for turn, reward in zip(turns, rewards, strict=True):
+        turn.reward = reward
+    return ""
+
+
+log = logging.getLogger(__name__)
+#: Maximum number of starts of an episode, after losses of the ranks that ran it.
+_MAX_STARTS = 3
+#: Seconds beyond `agent.timeout_s` that the transfer of an outcome may take.
+_GRACE_S = 4.0
+
+
+class Post(Protocol):
+    """Message interface between a rollout rank and the ranks that run harnesses."""
+
+    def offer(self, item: tuple[int, str, int]) -> None:
+        """Queues an episode: the rollout rank, the rank's ident, and the episode's number."""
+
+    def tell(self, rank: int, message: dict[str, Any]) -> None:
+        """Sends a message to a rank that runs harnesses, without waiting."""
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Returns the new messages of these ranks."""
+
+
+@dataclass
+class _Away:
+    """Episode that runs on another rank.
+
+    Attributes:
+        ticket: Ticket of the episode.
+        num_starts: Number of starts.
+        by: Rank that runs it, and that rank's name for it.
+        until: Deadline of its outcome; 0 before a rank has taken it.
+    """
+
+    ticket: Ticket
+    num_starts: int = 0
+    by: tuple[int, int] = field(default=(-1, -1))
+    until: float = 0.0
+
+
+class Distant:
+    """Runner of a program for each ticket, on other ranks.
+
+    Args:
+        post: Message interface to the ranks that run it.
+        done: Callback with the ticket's id and the outcome.
+        again: Callback with the ticket's id at a restart; returns a ticket with another key.
+    """
+
+    def __init__(self, post: Post, done: Callable[[int, AgentReply], None], again: Callable[[int], Ticket]) -> None:
+        self._post, self._done, self._again = post, done, again
+        self._away: dict[int, _Away] = {}
+        #: Identifies this process: a restarted rank has another ident.
+        self.ident = secrets.token_hex(8)
+
+    def run(self, ticket: Ticket, rank: int) -> None:
+        """Queues a ticket for the ranks that run the program.
+
+        Args:
+            ticket: Ticket of the episode.
+            rank: Rollout rank of this process.
+        """
+        self._away[ticket["id"]] = _Away(ticket)
+        self._post.offer((rank, self.ident, ticket["id"]))
+
+    def poll(self) -> None:
+        """Handles messages of the ranks that run the program, and fails overdue episodes."""
+        for message in self._post.receive():
+            if "take" in message:
+                self._on_take(message)
+            elif message["ident"] == self.ident:
+                self._came(message)
+        now = time.monotonic()
+        for number, away in [(n, a) for n, a in self._away.items() if a.until and now > a.until]:
+            self._post.tell(away.by[0], {"kill": away.by[1]})
+            limit = away.ticket["timeout_s"] + _GRACE_S
+            self._end(number, {"error": f"agent-{away.by[0]}, which ran it, said nothing within {limit:g} s"})
+
+    def abort(self) -> None:
+        """Ends all running programs, and removes queued tickets; there are no outcomes."""
+        for away in self._away.values():
+            if away.num_starts:
+                self._post.tell(away.by[0], {"kill": away.by[1]})
+        self._away.clear()
+
+    def close(self) -> None:
+        """Ends all episodes."""
+        self.abort()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _on_take(self, message: dict[str, Any]) -> None:
+        """Sends the ticket of an episode to a rank that has taken it; None for an episode that has ended."""
+        holder, number = (message["agent"], message["take"]), message["number"]
+        away = self._away.get(number) if message["ident"] == self.ident else None
+        if away is not None and away.num_starts == _MAX_STARTS:
+            self._end(number, {"error": f"{_MAX_STARTS} ranks of the group agent were lost while they ran it"})
+            away = None
+        ticket = None
+        if away is not None:
+            if away.num_starts:
+                log.info("episode %d is begun again on agent-%d: agent-%d was lost", number, holder[0], away.by[0])
+                away.ticket = self._again(number)
+            away.num_starts += 1
+            away.by, ticket = holder, away.ticket
+            away.until = time.monotonic() + ticket["timeout_s"] + _GRACE_S
+        self._post.tell(holder[0], {"of": holder[1], "ticket": ticket})
+
+    def _came(self, message: dict[str, Any]) -> None:
+        away = self._away.get(message["number"])
+        if away is not None and away.by == (message["agent"], message["of"]):
+            self._end(message["number"], message["outcome"])
+
+    def _end(self, number: int, outcome: AgentReply) -> None:
+        del self._away[number]
+        self._done(number, outcome)

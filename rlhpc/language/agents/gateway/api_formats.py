@@ -1,0 +1,336 @@
+"""Response formats of the gateway: OpenAI's, Anthropic's and token-based requests."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from rlhpc.language.agents.gateway.sessions import OVER, StoredResponse, stop_reason
+from rlhpc.language.agents.turn_tree import Message, RequestError
+from rlhpc.language.policy_text import parse_arguments
+
+
+def chat_reply(answer: StoredResponse, body: Mapping[str, Any], model: str, tokenizer: Any) -> dict[str, Any]:
+    """Returns the response to `/v1/chat/completions`."""
+    turn = answer.turn
+    reason = "tool_calls" if answer.message.get("tool_calls") else stop_reason(turn.finish_reason)
+    choice: dict[str, Any] = {"index": 0, "message": answer.message, "finish_reason": reason, "logprobs": None}
+    if body.get("logprobs"):
+        as_ids = bool(body.get("return_tokens_as_token_ids"))
+        choice["logprobs"] = {"content": _logprobs(answer, None if as_ids else tokenizer)}
+    response = {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "usage": _usage(answer),
+    }
+    if body.get("return_token_ids"):
+        response["prompt_token_ids"] = answer.prompt_ids
+        choice["token_ids"] = turn.token_ids
+    return response
+
+
+def generate_reply(answer: StoredResponse) -> dict[str, Any]:
+    """Returns the response to `/inference/v1/generate`, in vLLM's format."""
+    turn = answer.turn
+    choice = {
+        "index": 0,
+        "token_ids": turn.token_ids,
+        "finish_reason": stop_reason(turn.finish_reason),
+        "logprobs": {"content": _logprobs(answer, None)},
+    }
+    return {"request_id": uuid.uuid4().hex, "choices": [choice], "versions": turn.versions}
+
+
+def _usage(answer: StoredResponse) -> dict[str, int]:
+    read, drawn = len(answer.prompt_ids), len(answer.turn.token_ids)
+    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+
+
+def _logprobs(answer: StoredResponse, tokenizer: Any) -> list[dict[str, Any]]:
+    """Returns the log-probs of the sampled tokens; without a tokenizer each token is given by its number."""
+    entries = []
+    for token, logprob in zip(answer.turn.token_ids, answer.turn.logprobs, strict=True):
+        text = f"token_id:{token}" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+        entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    return entries
+
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+
+
+def conversation_of(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
+    """Returns the messages and tools of a request, in the format of chat completions.
+
+    Raises:
+        RequestError: The request has another content.
+    """
+    messages: list[Message] = []
+    if body.get("system"):
+        messages.append({"role": "system", "content": _text(body["system"])})
+    for message in body["messages"]:
+        if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
+            raise RequestError("messages must be objects with role user or assistant, and content")
+        messages += _assistant(message) if message["role"] == "assistant" else _user(message)
+    if body.get("tool_choice", {}).get("type") == "none":
+        return messages, None
+    return messages, [_tool(tool) for tool in body.get("tools", [])] or None
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
+    return {"type": "function", "function": function}
+
+
+def _assistant(message: Mapping[str, Any]) -> list[Message]:
+    converted: Message = {"role": "assistant", "content": ""}
+    for block in _blocks(message.get("content")):
+        kind = block.get("type")
+        if kind == "text":
+            converted["content"] += _field(block, "text")
+        elif kind == "thinking":
+            converted["reasoning_content"] = converted.get("reasoning_content", "") + _field(block, "thinking")
+        elif kind == "tool_use":
+            function = {"name": _field(block, "name"), "arguments": block.get("input") or {}}
+            call = {"id": _field(block, "id"), "type": "function", "function": function}
+            converted.setdefault("tool_calls", []).append(call)
+        else:
+            raise RequestError(f"an assistant's message has a block of type {kind}; allowed: text, thinking, tool_use")
+    return [converted]
+
+
+def _user(message: Mapping[str, Any]) -> list[Message]:
+    """Returns one message for each tool result, then one with the other blocks."""
+    results, user_parts = list[Message](), list[Any]()
+    for block in _blocks(message.get("content")):
+        kind = block.get("type")
+        if kind == "tool_result":
+            parts = [_text_or_image(part) for part in _blocks(block.get("content") or "")]
+            results.append({"role": "tool", "tool_call_id": _field(block, "tool_use_id"), "content": parts})
+        else:
+            user_parts.append(_text_or_image(block))
+    return [*results, *([{"role": "user", "content": user_parts}] if user_parts or not results else [])]
+
+
+def _text_or_image(block: Mapping[str, Any]) -> Any:
+    """Returns a text or image block, which chat completions accept unchanged."""
+    if block.get("type") not in ("text", "image"):
+        raise RequestError(
+            f"a user's message or a result of a tool has a block of type {block.get('type')}; this model reads text, pictures "
+            "if it looks at them, and results of tools"
+        )
+    return block
+
+
+def _blocks(content: Any) -> list[Any]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
+        raise RequestError("a message's content must be a text, or a list of blocks")
+    return content
+
+
+def _text(content: Any) -> str:
+    blocks = _blocks(content)
+    if any(block.get("type") != "text" for block in blocks):
+        raise RequestError("system must be a text, or blocks of type text")
+    return "".join(_field(block, "text") for block in blocks)
+
+
+def _field(block: Mapping[str, Any], name: str) -> str:
+    """Returns a text field of a block."""
+    value = block.get(name, "")
+    if not isinstance(value, str):
+        raise RequestError(f"{name} of a block of type {block.get('type')} must be a text")
+    return value
+
+
+def message_reply(answer: StoredResponse, model: str) -> dict[str, Any]:
+    """Returns the response to `/v1/messages`."""
+    message, content = answer.message, list[dict[str, Any]]()
+    if message.get("reasoning_content"):
+        content.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
+    if message["content"]:
+        content.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls", []):
+        function = call["function"]
+        block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+        content.append({**block, "input": parse_arguments(function["arguments"])})
+    reason = _REASONS[stop_reason(answer.turn.finish_reason)]
+    stop = None if answer.reply is None or message.get("tool_calls") else answer.reply.stop
+    reason = "tool_use" if message.get("tool_calls") else reason if stop is None else "stop_sequence"
+    return {
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": reason,
+        "stop_sequence": stop,
+        "usage": {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.turn.token_ids)},
+    }
+
+
+def message_error(why: RequestError) -> dict[str, Any]:
+    """Returns the error response to a request."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error", 503: "api_error"}
+    message = f"prompt is too long: {why}" if why.code == OVER else str(why)
+    return {"type": "error", "error": {"type": kinds.get(why.status, "invalid_request_error"), "message": message}}
+
+
+def _unsent(text: str | None, sent: str) -> str:
+    """Returns the part of a text that has not been sent yet; "" if the sent text is not its beginning."""
+    return (text or "")[len(sent) :] if (text or "").startswith(sent) else ""
+
+
+class ChatStream:
+    """Streamed response to `/v1/chat/completions`.
+
+    Args:
+        body: Body of the request.
+        model: Name that the client gives the model.
+        tokenizer: Tokenizer of the model.
+
+    Attributes:
+        id: Id of the completion.
+    """
+
+    def __init__(self, body: Mapping[str, Any], model: str, tokenizer: Any) -> None:
+        self._body, self._model, self._tokenizer = body, model, tokenizer
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._base = {"id": self.id, "created": int(time.time()), "model": model, "object": "chat.completion.chunk"}
+        self._reasoning = self._content = ""
+        self._started = False
+        #: Whether the response is sent at once, at the end, because of its log-probs or token ids.
+        self.sent_at_end = bool(body.get("logprobs") or body.get("return_token_ids"))
+
+    def more(self, read: int, reasoning: str, content: str) -> list[str]:
+        """Returns the events for new text of the reply.
+
+        Args:
+            read: Number of tokens of the prompt.
+            reasoning, content: Complete texts so far.
+        """
+        del read
+        delta = {"reasoning_content": _unsent(reasoning, self._reasoning), "content": _unsent(content, self._content)}
+        delta = {name: text for name, text in delta.items() if text}
+        if not delta:
+            return []
+        self._reasoning, self._content = reasoning, content
+        return [self._event(delta)]
+
+    def end(self, answer: StoredResponse) -> list[str]:
+        """Returns the remaining events."""
+        reply = chat_reply(answer, self._body, self._model, self._tokenizer)
+        choice = reply["choices"][0]
+        message = choice["message"]
+        delta = {**message, "content": _unsent(message["content"], self._content)}
+        if "reasoning_content" in message:
+            delta["reasoning_content"] = _unsent(message["reasoning_content"], self._reasoning)
+        if "tool_calls" in message:
+            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(message["tool_calls"])]
+        more = {"logprobs": choice["logprobs"]}
+        if "token_ids" in choice:
+            more["token_ids"] = choice["token_ids"]
+            self._base["prompt_token_ids"] = reply["prompt_token_ids"]
+        events = [self._event(delta, **more), self._event({}, choice["finish_reason"])]
+        if (self._body.get("stream_options") or {}).get("include_usage"):
+            events.append(_data({**self._base, "choices": [], "usage": reply["usage"]}))
+        return [*events, "data: [DONE]\n\n"]
+
+    def _event(self, delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> str:
+        role = {} if self._started else {"role": "assistant"}
+        self._started = True
+        choice = {"index": 0, "delta": {**role, **delta}, "finish_reason": reason, **more}
+        return _data({**self._base, "choices": [choice]})
+
+
+def _data(chunk: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"
+
+
+class MessageStream:
+    """Streamed response to `/v1/messages`.
+
+    Args:
+        model: Name that the client gives the model.
+
+    Attributes:
+        id: Id of the message.
+    """
+
+    sent_at_end = False
+
+    def __init__(self, model: str) -> None:
+        self._model, self._started, self.id = model, False, f"msg_{uuid.uuid4().hex}"
+        self._blocks = list[str]()  # their types
+        self._sent = {"thinking": "", "text": ""}
+
+    def more(self, read: int, reasoning: str, content: str) -> list[str]:
+        """Returns the events for new text of the reply; see `ChatStream.more`."""
+        if not reasoning and not content:
+            return []
+        return self._begin(read) + self._text("thinking", reasoning) + self._text("text", content)
+
+    def end(self, answer: StoredResponse) -> list[str]:
+        """Returns the remaining events."""
+        reply = message_reply(answer, self._model)
+        events = self._begin(reply["usage"]["input_tokens"])
+        for block in reply["content"]:
+            if block["type"] != "tool_use":
+                events += self._text(block["type"], block[block["type"]])
+                continue
+            json_delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            events += [*self._block({**block, "input": {}}), self._delta(json_delta)]
+        stop = {"stop_reason": reply["stop_reason"], "stop_sequence": reply["stop_sequence"]}
+        used = {"output_tokens": reply["usage"]["output_tokens"]}
+        events += [*self._close(), _event({"type": "message_delta", "delta": stop, "usage": used})]
+        return [*events, _event({"type": "message_stop"})]
+
+    def _begin(self, read: int) -> list[str]:
+        if self._started:
+            return []
+        self._started = True
+        message: dict[str, Any] = {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": read, "output_tokens": 0},
+        }
+        return [_event({"type": "message_start", "message": message})]
+
+    def _text(self, kind: str, text: str) -> list[str]:
+        """Returns the events for a new text block, or for more text of the current one."""
+        more, is_open = _unsent(text, self._sent[kind]), kind in self._blocks
+        if not more or (is_open and self._blocks[-1] != kind):
+            return []
+        self._sent[kind] = text
+        empty = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
+        return [*([] if is_open else self._block(empty)), self._delta({"type": f"{kind}_delta", kind: more})]
+
+    def _block(self, block: Mapping[str, Any]) -> list[str]:
+        events = self._close()
+        self._blocks.append(block["type"])
+        return [
+            *events,
+            _event({"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}),
+        ]
+
+    def _delta(self, delta: Mapping[str, Any]) -> str:
+        return _event({"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta})
+
+    def _close(self) -> list[str]:
+        return [_event({"type": "content_block_stop", "index": len(self._blocks) - 1})] if self._blocks else []
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"

@@ -1,0 +1,129 @@
+"""Connection limits of the gateway: connections without a valid key cannot exhaust the run's file descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Callable
+
+from rlhpc.runtime.os_resources import crowded
+from rlhpc.runtime.tcp_listener import ConnectionTable
+
+#: Seconds in which a connection must show a good key.
+PROOF_S = 10.0
+#: Connections of other hosts without a key that may be open. On this host only this user gets any (`runtime.tcp_listener`).
+_MAX_FAR = 256
+#: Connections of one episode of which none is closed where descriptors are few.
+_FEW = 16
+
+
+class Connections:
+    """Factory of a server's protocols. Runs on the server's event loop.
+
+    Args:
+        handler: Creates the protocol that reads requests.
+    """
+
+    def __init__(self, handler: Callable[[], asyncio.BaseProtocol]) -> None:
+        self._handler = handler
+        self._timers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
+        #: Connections without a key, of other hosts and of this one; and connections with a key, by episode.
+        self._far = ConnectionTable[asyncio.BaseTransport](_MAX_FAR)
+        self._near, self._proven = ConnectionTable[asyncio.BaseTransport](), ConnectionTable[asyncio.BaseTransport]()
+
+    def __call__(self) -> asyncio.Protocol:
+        return _Connection(self, self._handler)
+
+    def prove(self, transport: asyncio.BaseTransport, owner: str) -> None:
+        """Marks a connection as the run's, after a request of the owner with a valid key."""
+        if transport in self._timers:
+            self.leave(transport)
+            self._proven.add(transport, owner)
+
+    def enter(self, transport: asyncio.BaseTransport, timer: asyncio.TimerHandle) -> bool:
+        """Registers a connection; returns whether there is room for it."""
+        if crowded() and not self._make_room():
+            return False
+        self._timers[transport] = timer
+        if host := _far_host(transport):
+            oldest = self._far.add(transport, host)
+        else:
+            oldest = self._near.add(transport, "")
+        if oldest is not None:
+            self._close(oldest)
+        return True
+
+    def _make_room(self) -> bool:
+        """Closes a connection to make room: one of an episode with many connections, or one without a key."""
+        while self._far:
+            self._close(self._far.pop())
+        if self._proven.most_of_one() > _FEW:  # before connections that have had no time to send a key
+            self._close(self._proven.pop())
+        elif self._near:
+            self._close(self._near.pop())
+        else:
+            return False
+        return True
+
+    def leave(self, transport: asyncio.BaseTransport) -> None:
+        """Removes a connection that has ended."""
+        if timer := self._timers.pop(transport, None):
+            timer.cancel()
+        for table in (self._far, self._near, self._proven):
+            table.remove(transport)
+
+    def _close(self, transport: asyncio.BaseTransport) -> None:
+        self.leave(transport)
+        _abort(transport)
+
+
+class _Connection(asyncio.Protocol):
+    """Connection that is passed to the handler if the limits allow it."""
+
+    def __init__(self, connections: Connections, handler: Callable[[], asyncio.BaseProtocol]) -> None:
+        self._connections, self._make = connections, handler
+        self._handler: asyncio.Protocol | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        timer = asyncio.get_running_loop().call_later(PROOF_S, _abort, transport)
+        if not self._connections.enter(transport, timer):
+            timer.cancel()
+            _abort(transport)
+            return
+        handler = self._make()
+        assert isinstance(handler, asyncio.Protocol)
+        self._handler = handler
+        handler.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.leave(self._transport)
+        if self._handler is not None:
+            self._handler.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._handler is not None:
+            self._handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return None if self._handler is None else self._handler.eof_received()
+
+    def pause_writing(self) -> None:
+        if self._handler is not None:
+            self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._handler is not None:
+            self._handler.resume_writing()
+
+
+def _far_host(transport: asyncio.BaseTransport) -> str:
+    """Returns the host at the other end, "" for this one."""
+    peer, local = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
+    is_far = isinstance(peer, tuple) and peer[0] != local[0] and not ipaddress.ip_address(peer[0]).is_loopback
+    return str(peer[0]) if is_far else ""
+
+
+def _abort(transport: asyncio.BaseTransport) -> None:
+    assert isinstance(transport, asyncio.Transport)
+    transport.abort()

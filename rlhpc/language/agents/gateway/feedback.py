@@ -1,0 +1,148 @@
+"""Delayed rewards: received after an episode has ended, by the id of a completion, from a client with the scorer's key."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.language.agents.gateway.sessions import same_key
+from rlhpc.language.agents.turn_tree import AgentTurn, RequestError
+
+#: Name in the registry of each rollout rank's address for rewards, with the key.
+FEEDBACK = "feedback"
+#: Number of rewards that are remembered, for a scorer that repeats one.
+_MAX_REWARDS = 10_000
+
+
+@dataclass
+class _Awaited:
+    """Episode with delayed rewards: its completions without a reward, the sum of the received rewards, and the
+    callback.
+    """
+
+    pending: dict[str, AgentTurn]
+    total: float
+    done: Callable[[float | None], None]
+    timer: asyncio.TimerHandle | None = None
+
+    def stop(self) -> None:
+        """Cancels the timer of the episode."""
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+class Feedback:
+    """Delayed rewards of a gateway's completions. Runs on the gateway's event loop.
+
+    Args:
+        turns: Returns all turns of the episodes that have not ended.
+
+    Attributes:
+        key: Key of the scorer. It is valid for rewards only, and no other key is.
+    """
+
+    def __init__(self, turns: Callable[[], list[AgentTurn]]) -> None:
+        self.key = f"rf-{secrets.token_urlsafe(24)}"
+        self._turns = turns
+        self._awaited: dict[str, _Awaited] = {}
+        self._rewards: collections.OrderedDict[str, float] = collections.OrderedDict()
+
+    def expect(self, turns: Mapping[str, AgentTurn], patience_s: float, done: Callable[[float | None], None]) -> None:
+        """Registers the turns with delayed rewards of an episode that has ended.
+
+        Args:
+            turns: Turns to be rewarded, by the ids of their completions.
+            patience_s: Time limit of the last reward, in seconds.
+            done: Callback with the sum of the rewards; with None if some did not arrive in time.
+        """
+        loop = asyncio.get_running_loop()
+        awaited = _Awaited({}, 0.0, done)
+        awaited.timer = loop.call_later(patience_s, self._over, awaited)
+        for name, turn in turns.items():
+            if turn.feedback is None:
+                awaited.pending[name] = turn
+                self._awaited.update(dict.fromkeys(turn.names, awaited))
+            else:  # it came before the agent was done
+                awaited.total += turn.feedback
+        self._look(awaited)
+
+    def check(self, key: str) -> None:
+        """Checks the scorer's key.
+
+        Raises:
+            RequestError: The key is another one.
+        """
+        if not same_key(key, self.key):
+            raise RequestError("this key gives no rewards", 401, "invalid_api_key")
+
+    def take(self, body: Mapping[str, Any]) -> None:
+        """Takes a reward.
+
+        Args:
+            body: `id`, the completion's, and `reward` (`bodies.FEEDBACK`).
+
+        Raises:
+            RequestError: No completion awaits this reward.
+        """
+        name, reward = body["id"], float(body["reward"])
+        if self._rewards.get(name, reward) != reward:
+            raise RequestError(f"{name} has its reward already: {self._rewards[name]:g}", 409, "rewarded")
+        if name in self._rewards:
+            return
+        self._reward(name, reward)
+        self._rewards[name] = reward
+        while len(self._rewards) > _MAX_REWARDS:
+            self._rewards.popitem(last=False)
+
+    def forget(self) -> None:
+        """Drops all pending rewards."""
+        for awaited in self._awaited.values():
+            awaited.stop()
+        self._awaited.clear()
+
+    def _reward(self, name: str, reward: float) -> None:
+        awaited = self._awaited.get(name)
+        turns = self._turns() if awaited is None else awaited.pending.values()
+        turn = next((turn for turn in turns if name in turn.names), None)
+        if turn is None:
+            raise RequestError(f"no completion {name} awaits a reward here", 404, "not_found")
+        turn.feedback = turn.reward = reward
+        if awaited is not None:
+            awaited.total += reward
+            awaited.pending = {
+                completion_id: other for completion_id, other in awaited.pending.items() if other is not turn
+            }
+            for completion_id in turn.names:
+                self._awaited.pop(completion_id, None)
+            self._look(awaited)
+
+    def _look(self, awaited: _Awaited) -> None:
+        if not awaited.pending:
+            awaited.stop()
+            awaited.done(awaited.total)
+
+    def _over(self, awaited: _Awaited) -> None:
+        self._awaited = {name: other for name, other in self._awaited.items() if other is not awaited}
+        awaited.done(None)
+
+
+def awaited_turns(turns: list[AgentTurn], later: bool | list[str]) -> dict[str, AgentTurn]:
+    """Returns the turns with delayed rewards, by the id of the completion.
+
+    Args:
+        turns: Turns of an episode.
+        later: Ids of completions; True stands for the last one.
+
+    Raises:
+        RequestError: The episode has no such completion.
+    """
+    named = [turn for turn in turns if turn.received and turn.names]
+    ids = ([named[-1].names[0]] if named else ["any"]) if later is True else list(later or ())
+    by_id = {name: turn for name in ids for turn in named if name in turn.names}
+    if missing := [name for name in ids if name not in by_id]:
+        raise RequestError(f"`later` is about a completion that nobody received in this episode: {missing[0]}")
+    return by_id

@@ -1,0 +1,311 @@
+"""Reply parsers: reasoning, answer and tool calls.
+
+`think` and `hermes` are defined here; another name stands for vLLM's parser of that name (`--reasoning-parser`,
+`--tool-call-parser`), if vLLM is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhpc.language.data.tokenizer import cut_at_stop, without_end
+from rlhpc.language.hugging_face import special_tokens
+from rlhpc.language.policy_text import parse_json_at
+from rlhpc.runtime.errors import ConfigError
+
+_THINK_TAG, _THOUGHT, _CALL = "<think>", "</think>", "<tool_call>"
+#: Replacement character of a decoder for an incomplete character.
+_BROKEN = "�"
+
+
+class Partial:
+    """Incremental parser of a streamed reply.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        opened: Whether the prompt has opened the reasoning.
+        thinks: Whether to separate reasoning from the answer.
+        calls: Whether to separate tool calls from the answer.
+        stop: Texts that end the reply and are not part of it.
+        hidden: Tokens that are not part of the reply either.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        opened: bool,
+        thinks: bool,
+        calls: bool,
+        stop: Sequence[str] = (),
+        hidden: Collection[int] = (),
+    ) -> None:
+        self._tokenizer, self._opened, self._thinks, self._calls = tokenizer, opened, thinks, calls
+        self._stop, self._hidden = tuple(stop), hidden
+        self._text, self._shown_to, self._read_to = "", 0, 0
+
+    def split(self, ids: Sequence[int]) -> tuple[str, str]:
+        """Returns reasoning and answer of the tokens so far, as far as later tokens cannot change them.
+
+        Args:
+            ids: All tokens so far.
+        """
+        self._read([token for token in ids if token not in self._hidden])
+        reasoning, text = "", self._text
+        for stop in self._stop:
+            text = _before(text, stop)
+        if self._thinks:
+            stripped = text.lstrip()
+            if (
+                not self._opened
+                and _THINK_TAG.startswith(stripped[: len(_THINK_TAG)])
+                and len(stripped) < len(_THINK_TAG)
+            ):
+                return "", ""
+            if self._opened or stripped.startswith(_THINK_TAG):
+                reasoning, closing_tag, text = stripped.removeprefix(_THINK_TAG).partition(_THOUGHT)
+                reasoning = (reasoning if closing_tag else _before(reasoning, _THOUGHT)).strip("\n")
+                text = text.lstrip()
+        if self._calls:  # with tool calls the answer is stripped of white space
+            text = _before(text, _CALL).strip()
+        return reasoning, text
+
+    def _read(self, ids: list[int]) -> None:
+        """Appends the text of new tokens, from a token on before which the text does not change any more."""
+        old_text = self._decode(ids[self._shown_to : self._read_to])
+        new_text = self._decode(ids[self._shown_to :])
+        if len(new_text) > len(old_text) and not new_text.endswith(_BROKEN):
+            self._text += new_text[len(old_text) :]
+            self._shown_to, self._read_to = self._read_to, len(ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+
+def _before(text: str, tag: str) -> str:
+    """Returns the text before a tag, and before a possible beginning of the tag at the end."""
+    at = text.find(tag)
+    if at >= 0:
+        return text[:at]
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return text[:-length]
+    return text
+
+
+log = logging.getLogger(__name__)
+#: Number of tokens at the end of a prompt that are searched for `<think>`.
+_OPENING_TOKENS = 12
+_OPENED, _CLOSED = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\s*</tool_call>")
+_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+_THINK = re.compile(r"^\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
+
+
+@dataclass
+class Reply:
+    """Parsed reply of a turn.
+
+    Attributes:
+        content: Answer.
+        reasoning: Reasoning before the answer; None if there is none.
+        calls: Tool calls: name, and the arguments as JSON.
+        stop: Stop text that ended the reply, which is not part of it; None if the reply ended otherwise.
+    """
+
+    content: str
+    reasoning: str | None = None
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    stop: str | None = None
+
+    def message(self) -> dict[str, Any]:
+        """Returns the message in OpenAI's format."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{secrets.token_hex(8)}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
+                for name, arguments in self.calls
+            ]
+        return message
+
+
+def think(text: str, opened: bool = False) -> tuple[str | None, str]:
+    """Splits a text into reasoning, between `<think>` and `</think>`, and what follows.
+
+    Args:
+        text: The reply.
+        opened: Whether the template has written `<think>`. Reasoning without an end tag counts as reasoning.
+    """
+    match = _THINK.match(text)
+    if match is not None:
+        return match[1].strip("\n"), text[match.end() :]
+    stripped = text.lstrip()
+    if opened or stripped.startswith("<think>"):
+        return stripped.removeprefix("<think>").strip("\n"), ""
+    return None, text
+
+
+def hermes(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
+    """Splits a text into answer and tool calls: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Other content
+    between the tags stays text.
+    """
+    calls, answer, at = list[tuple[str, str]](), "", 0
+    for opened in _OPENED.finditer(text):
+        if opened.start() < at:  # inside a call
+            continue
+        try:
+            call, end = parse_json_at(text, opened.end())
+        except ValueError:
+            continue
+        closed = _CLOSED.match(text, end)
+        if closed is None or "name" not in call:
+            continue
+        arguments = call.get("arguments", {})
+        calls.append((str(call["name"]), arguments if isinstance(arguments, str) else json.dumps(arguments)))
+        answer, at = answer + text[at : opened.start()], closed.end()
+    return ((answer + text[at:]).strip() if calls else text), calls
+
+
+class Parsers:
+    """Parsers of replies.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        tools: `agent.tool_parser`.
+        reasoning: `agent.reasoning_parser`.
+
+    Raises:
+        ConfigError: A name is unknown.
+    """
+
+    def __init__(self, tokenizer: Any, tools: str | None, reasoning: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._reasoning: Callable[[str, bool], tuple[str | None, str]] | None = None
+        self._tools: Callable[[str, Any], tuple[str, list[tuple[str, str]]]] | None = None
+        if reasoning is not None:
+            self._reasoning = think if reasoning == "think" else _of_vllm_reasoning(reasoning, tokenizer)
+        if tools is not None:
+            self._tools = hermes if tools == "hermes" else _of_vllm_tools(tools, tokenizer)
+        #: Special tokens that no parser reads; vLLM's parsers may read any.
+        self._hidden = frozenset[int]()
+        if self._reasoning in (None, think) and self._tools in (None, hermes):
+            self._hidden = frozenset(
+                token for token in special_tokens(tokenizer) if self._decode([token]).strip() not in _TAGS
+            )
+
+    def read(self, token_ids: list[int], tools: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> Reply:
+        """Parses the text of a turn up to the first stop text; parses tool calls only if there are tools."""
+        text, match = self._text(without_end(token_ids, self._tokenizer), stop)
+        reasoning, calls = None, list[tuple[str, str]]()
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning(text, self._opens(prompt))
+        if self._tools is not None and tools:
+            text, calls = self._tools(text, tools)
+            text = text.strip()  # as `Partial` shows it, before it is known whether there are calls
+        return Reply(text, reasoning, calls, match)
+
+    def _text(self, ids: list[int], stop: Sequence[str]) -> tuple[str, str | None]:
+        """Returns the text for clients, without special tokens and up to the first stop text; and that stop text."""
+        text, match = cut_at_stop(self._tokenizer, [token for token in ids if token not in self._hidden], stop)
+        if match is not None or not stop:
+            return text, match
+        drawn, match = cut_at_stop(self._tokenizer, ids, stop)
+        if match is None:
+            return text, None
+        # The stop text has a special token in it.
+        before = len(ids)
+        while len(self._decode(ids[:before])) > len(drawn):
+            before -= 1
+        behind = drawn[len(self._decode(ids[:before])) :]
+        return self._decode([token for token in ids[:before] if token not in self._hidden]) + behind, match
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def _opens(self, prompt: Sequence[int]) -> bool:
+        """Returns whether a prompt ends with an opened reasoning tag."""
+        return self._decode(prompt[-_OPENING_TOKENS:]).rstrip().endswith("<think>")
+
+    def partly(self, prompt: list[int], tools: Any, stop: Sequence[str] = ()) -> Partial | None:
+        """Returns an incremental parser of a reply; None for parsers without one.
+
+        Args:
+            prompt: Tokens of the prompt.
+            tools: Tools as the client sent them.
+            stop: Texts that end the reply.
+        """
+        calls = self._tools is not None and bool(tools)
+        if self._reasoning not in (None, think) or (calls and self._tools is not hermes):
+            return None
+        thinks = self._reasoning is not None
+        opened = thinks and self._opens(prompt)
+        return Partial(self._tokenizer, opened=opened, thinks=thinks, calls=calls, stop=stop, hidden=self._hidden)
+
+
+def _of_vllm_reasoning(name: str, tokenizer: Any) -> Callable[[str, bool], tuple[str | None, str]]:
+    try:
+        from vllm.reasoning import ReasoningParserManager
+    except ImportError:
+        raise ConfigError(f"agent.reasoning_parser is {name!r}; without vllm: think, or null") from None
+    try:
+        parser = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
+    except (KeyError, RuntimeError) as error:
+        raise ConfigError(f"agent.reasoning_parser is {name!r}, which vLLM does not have: {error}") from None
+
+    def read(text: str, opened: bool) -> tuple[str | None, str]:
+        del opened  # vLLM's know their models' templates
+        try:
+            reasoning, content = parser.extract_reasoning(text, _request())
+        except Exception as error:
+            log.warning("vLLM's reasoning parser %s cannot read a reply, which stays text: %r", name, error)
+            return None, text
+        return reasoning, content or ""
+
+    return read
+
+
+def _of_vllm_tools(name: str, tokenizer: Any) -> Callable[[str, Any], tuple[str, list[tuple[str, str]]]]:
+    try:
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError:
+        raise ConfigError(f"agent.tool_parser is {name!r}; without vllm: hermes, or null") from None
+    try:
+        kind = ToolParserManager.get_tool_parser(name)
+        kind(tokenizer)  # it may want tokens that this vocabulary lacks
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"agent.tool_parser is {name!r}, which cannot be used: {error}") from None
+
+    def read(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
+        request = _request(tools)
+        parser = kind(tokenizer, request.tools)
+        try:
+            result = parser.extract_tool_calls(text, request)
+        except Exception as error:
+            log.warning("vLLM's tool parser %s cannot read a reply, which stays text: %r", name, error)
+            return text, []
+        if not result.tools_called:
+            return text, []
+        return result.content or "", [(call.function.name, call.function.arguments) for call in result.tool_calls]
+
+    return read
+
+
+def _request(tools: Any = None) -> Any:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(
+        messages=[{"role": "user", "content": ""}], model="policy", tools=tools or None, seed=None
+    )

@@ -1,0 +1,312 @@
+"""Request bodies of the gateway: one parser for all routes, which checks each key and refuses unsupported values.
+
+Clients repeat a request that fails with 500, so every mistake in a body is a 400 with a message of one line. Requests
+to sample from another distribution than the trained one are refused, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhpc.language.agents.turn_tree import RequestError
+from rlhpc.language.policy_text import MAX_REQUEST_DEPTH, load_json, repaired
+
+log = logging.getLogger(__name__)
+#: Largest number of stop texts of a request, characters of one, and stop tokens: the engine looks for them at each token.
+MAX_STOP_TEXTS, MAX_STOP_CHARACTERS, MAX_STOP_IDS = 16, 256, 64
+#: Names of unknown keys that are reported in the log.
+_MAX_REPORTED = 20
+
+Check = Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Schema of a route's body. `null` is equal to a missing key.
+
+    Attributes:
+        keys: Key → a check, and the allowed values in words.
+        neutral: Key → a check for values without effect; other values are not supported.
+        required: Required keys.
+        where: Prefix of the keys in messages.
+        inner: Schemas of keys that are objects.
+    """
+
+    keys: Mapping[str, tuple[Check, str]]
+    neutral: Mapping[str, Check] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    where: str = ""
+    inner: Mapping[str, Form] = field(default_factory=dict)
+
+
+def read_body(raw: bytes, form: Form) -> dict[str, Any]:
+    """Reads the body of a request; returns it with texts that UTF-8 can hold, finite numbers and no `null`.
+
+    Raises:
+        RequestError: The body is not a JSON object, or a key has a wrong type or an unsupported value.
+    """
+    try:
+        value = load_json(raw)
+        body = repaired(value, MAX_REQUEST_DEPTH)
+    except ValueError as error:
+        raise RequestError(f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    _check(value, form)
+    return {name: item for name, item in body.items() if item is not None}
+
+
+def _check(body: Mapping[str, Any], form: Form) -> None:
+    for name, (is_allowed, allowed) in form.keys.items():
+        value = body.get(name)
+        if (value is not None or name in form.required) and not is_allowed(value):
+            raise RequestError(f"{form.where}{name} must be {allowed}")
+    for name, inner in form.inner.items():
+        if body.get(name) is not None:
+            _check(body[name], inner)
+    for name, is_neutral in form.neutral.items():
+        if body.get(name) is not None and not is_neutral(body[name]):
+            why = _REASONS.get(name, "the model is trained on what it draws by itself")
+            raise RequestError(f"{form.where}{name} cannot be had: {why}")
+    for name in body.keys() - form.keys.keys() - form.neutral.keys() - form.inner.keys() - _reported:
+        if len(_reported) < _MAX_REPORTED:
+            _reported.add(name)
+            log.warning("the endpoint ignores the key %.60r of a request: it does not know it", form.where + name)
+
+
+_reported: set[str] = set()
+_REASONS = {
+    "n": "n must be 1; ask again for another answer",
+    "best_of": "it must be 1; ask again for another answer",
+    "tool_choice": "the model decides by itself whether it calls a tool; allowed: auto, none",
+    "function_call": "functions are tools here; allowed: auto, none",
+    "functions": "they are tools here: send tools",
+    "top_logprobs": "log-probs are those of the drawn tokens alone",
+    "prompt_logprobs": "log-probs are those of the drawn tokens alone",
+    "stream": "this route answers when all tokens are drawn",
+}
+
+
+# -- checks of a value ------------------------------------------------------------------------------------------------
+
+
+def is_text(value: Any) -> bool:
+    """Returns whether a value is a string."""
+    return isinstance(value, str)
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value is a finite number in the range of a float."""
+    if type(value) not in (int, float):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
+
+
+def is_encodable(text: str) -> bool:
+    """Returns whether a text can be encoded in UTF-8: lone surrogates cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_empty(value: Any) -> bool:
+    return value in (False, 0, "", [], {})
+
+
+def _equals(*allowed: Any) -> Check:
+    """Returns a check for one of some values; True is not 1."""
+    return lambda value: any(type(value) is type(one) and value == one for one in allowed)
+
+
+def _are_stops(value: Any) -> bool:
+    texts = [value] if isinstance(value, str) else value
+    return (
+        isinstance(texts, list)
+        and len(texts) <= MAX_STOP_TEXTS
+        and all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARACTERS and is_encodable(text) for text in texts)
+    )
+
+
+def _are_stop_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_STOP_IDS
+        and all(type(token) is int and 0 <= token < 2**31 for token in value)
+    )
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _are_tools(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(tool, Mapping)
+        and tool.get("type", "function") == "function"
+        and _is_function(tool.get("function"), "parameters")
+        for tool in value
+    )
+
+
+def _are_anthropic_tools(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        _is_function(tool, "input_schema")
+        and tool.get("input_schema") is not None
+        and tool.get("type") in (None, "custom")
+        for tool in value
+    )
+
+
+def _is_function(value: Any, schema: str) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("name"), str)
+        and bool(value["name"])
+        and isinstance(value.get("description") or "", str)
+        and isinstance(value.get(schema) or {}, Mapping)
+    )
+
+
+def _is_system(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, Mapping) for part in value))
+
+
+def _is_free_choice(value: Mapping[str, Any]) -> bool:
+    return value.get("type") in ("auto", "none") and not value.get("disable_parallel_tool_use")
+
+
+# -- the routes -------------------------------------------------------------------------------------------------------
+
+_STOPS = (
+    _are_stops,
+    f"a text, or a list of at most {MAX_STOP_TEXTS} texts; each of 1 to {MAX_STOP_CHARACTERS} characters that UTF-8 can hold",
+)
+_STOP_IDS = (_are_stop_ids, f"a list of at most {MAX_STOP_IDS} integers that are tokens of the model")
+_TEXT, _FLAG, _OBJECT = (is_text, "a text"), (_is_flag, "true or false"), (_is_object, "an object")
+_NUMBER, _INTEGER, _POSITIVE = (
+    (is_number, "a number"),
+    (_is_integer, "an integer"),
+    (_is_positive, "an integer of at least 1"),
+)
+_MESSAGES = (lambda value: isinstance(value, list) and bool(value), "a list with at least one message")
+
+#: Keys of sampling that are the run's: read, and without effect.
+_RUNS_OWN = {"temperature": _NUMBER, "top_p": _NUMBER, "top_k": _INTEGER, "seed": _INTEGER}
+
+#: Keys that would have tokens drawn from another distribution, of OpenAI's and of vLLM's, and the values that would not.
+_SAMPLING: dict[str, Check] = {
+    **dict.fromkeys(("n", "best_of"), _equals(1)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), _equals(0, 0.0)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty"), _equals(1, 1.0)),
+    **dict.fromkeys(
+        (
+            "logit_bias", "bad_words", "allowed_token_ids", "logits_processors", "ignore_eos", "use_beam_search",
+            "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding",
+            "include_stop_str_in_output", "truncate_prompt_tokens", "thinking_token_budget",
+        ),
+        _is_empty,
+    ),
+    "prompt_logprobs": _equals(False), "top_logprobs": _equals(0), "functions": _is_empty,
+    "function_call": _equals("auto", "none"),
+    "response_format": lambda value: isinstance(value, Mapping) and value.get("type", "text") == "text",
+}  # fmt: skip
+
+CHAT = Form(
+    keys={
+        "messages": _MESSAGES, "model": _TEXT,
+        "tools": (_are_tools, "a list of objects of type function, whose function has a name"),
+        "stream": _FLAG, "stream_options": _OBJECT, "max_tokens": _POSITIVE, "max_completion_tokens": _POSITIVE,
+        "stop": _STOPS, "stop_token_ids": _STOP_IDS, "logprobs": _FLAG, "return_token_ids": _FLAG,
+        "return_tokens_as_token_ids": _FLAG, **_RUNS_OWN,
+        **dict.fromkeys(("user", "service_tier", "safety_identifier", "prompt_cache_key"), _TEXT),
+        "reasoning_effort": _TEXT, "verbosity": _TEXT,
+        "metadata": _OBJECT, "store": _FLAG, "skip_special_tokens": _FLAG, "spaces_between_special_tokens": _FLAG,
+    },
+    neutral={
+        **_SAMPLING,
+        "tool_choice": _equals("auto", "none"), "parallel_tool_calls": _equals(True),
+        "modalities": _equals(["text"]), "add_generation_prompt": _equals(True),
+        **dict.fromkeys(
+            (
+                "audio", "prediction", "web_search_options", "echo", "continue_final_message", "chat_template",
+                "chat_template_kwargs", "documents", "add_special_tokens",
+            ),
+            _is_empty,
+        ),
+    },
+    required=("messages",),
+    inner={"stream_options": Form({"include_usage": _FLAG, "include_obfuscation": _FLAG}, where="stream_options.")},
+)  # fmt: skip
+
+MESSAGES = Form(
+    keys={
+        "messages": _MESSAGES, "model": _TEXT, "system": (_is_system, "a text, or blocks of type text"),
+        "tools": (_are_anthropic_tools, "a list of objects that each have a name and an input_schema"), "stream": _FLAG,
+        "max_tokens": _POSITIVE, "stop_sequences": (lambda value: isinstance(value, list) and _are_stops(value), _STOPS[1]),
+        "tool_choice": _OBJECT, "thinking": _OBJECT, "metadata": _OBJECT, "service_tier": _TEXT, "output_config": _OBJECT,
+        "context_management": _OBJECT, **_RUNS_OWN,
+    },
+    neutral={
+        **_SAMPLING, "tool_choice": _is_free_choice, "mcp_servers": _is_empty, "container": _is_empty,
+        "output_format": _is_empty,
+    },
+    required=("messages",),
+    inner={
+        "thinking": Form({"type": _TEXT, "budget_tokens": _INTEGER, "display": _TEXT}, where="thinking."),
+        "output_config": Form({"effort": _TEXT}, neutral={"format": _is_empty}, where="output_config."),
+    },
+)  # fmt: skip
+
+GENERATE = Form(
+    keys={
+        "token_ids": (_are_tokens, "a list of integers, with at least one"), "model": _TEXT, "sampling_params": _OBJECT,
+        "request_id": _TEXT, "cache_salt": _TEXT, "priority": _INTEGER,
+    },
+    neutral={**_SAMPLING, "stream": _equals(False), "features": _is_empty},
+    required=("token_ids",),
+    inner={
+        "sampling_params": Form(
+            {
+                "max_tokens": _POSITIVE, "stop": _STOPS, "stop_token_ids": _STOP_IDS, **_RUNS_OWN,
+                **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "detokenize"), _FLAG),
+                "output_kind": _INTEGER,
+            },
+            neutral={**_SAMPLING, "logprobs": _equals(0, 1, True, False)},
+            where="sampling_params.",
+        )
+    },
+)  # fmt: skip
+
+FEEDBACK = Form(
+    keys={"id": (is_text, "the id of a completion, a text"), "reward": (is_number, "a finite number")},
+    required=("id", "reward"),
+)

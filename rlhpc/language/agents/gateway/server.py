@@ -1,0 +1,567 @@
+"""Gateway: HTTP endpoint in OpenAI's and Anthropic's formats, with the engine of this process.
+
+External agents call it as any other endpoint; the key identifies the episode. The gateway runs on an event loop in its
+own thread, and exchanges messages with the engine's thread through two queues. So the engine stays in its thread, and
+its control (weights, sleep) is not reachable by a route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import queue
+import shutil
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from rlhpc.language.agents.gateway.api_formats import (
+    ChatStream,
+    MessageStream,
+    chat_reply,
+    conversation_of,
+    generate_reply,
+    message_error,
+    message_reply,
+)
+from rlhpc.language.agents.gateway.connections import Connections
+from rlhpc.language.agents.gateway.feedback import Feedback
+from rlhpc.language.agents.gateway.output_parsers import Parsers
+from rlhpc.language.agents.gateway.request_schema import CHAT, FEEDBACK, GENERATE, MESSAGES, Form, read_body
+from rlhpc.language.agents.gateway.sessions import GatewaySession, SessionKeys, StoredResponse, key_in
+from rlhpc.language.agents.gateway.threads import Threads
+from rlhpc.language.agents.turn_tree import OVER, Renderer, RequestError
+from rlhpc.language.data.images import Looker, PromptImages
+from rlhpc.language.engines.base import Completion, SamplingParams
+from rlhpc.runtime.scratch import folder_for_sockets
+from rlhpc.runtime.tcp_listener import Acceptor, TcpListener
+
+#: Maximum size of the body of a call, of all concurrent bodies of an episode, and of the body of a reward, in bytes.
+_BODY, _BODIES, _REWARD = 32 << 20, 64 << 20, 4 << 10
+#: Maximum size of a body that is parsed on the loop, in bytes (threads parse longer ones); and the number of threads.
+_SHORT, _THREADS = 64 << 10, 4
+#: Seconds without an event after which a stream sends a comment, so that the client does not time out.
+_ALIVE_S = 10.0
+_START_S = 60.0
+_LOOPBACK = "127.0.0.1"
+MODEL = "policy"
+
+#: Log of the server. Clients without a key must not be able to fill it by sending other data than HTTP.
+_server_log = logging.getLogger(f"{__name__}.server")
+
+
+def _is_no_fault_of_a_client(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, (HttpProcessingError, web.RequestPayloadError))
+
+
+_server_log.addFilter(_is_no_fault_of_a_client)
+
+
+@dataclass
+class Drawing:
+    """Request to the engine.
+
+    Attributes:
+        session: Session that asks.
+        prompt_ids, sampling, seed, images: Prompt, sampling parameters, seed and images.
+        answer: Callback with the completion or the error; the engine's thread calls it.
+        show: Callback with all tokens so far, for a streaming client; the engine's thread calls it from time to time.
+        given_up: Whether the client has stopped waiting.
+    """
+
+    session: GatewaySession
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    answer: Callable[[Completion | Exception], None]
+    show: Callable[[list[int]], None] | None = None
+    given_up: bool = False
+    images: PromptImages | None = None
+
+
+class StreamReader:
+    """Tokens of a completion for a streaming client. Runs on the gateway's event loop.
+
+    Attributes:
+        prompt: Tokens of the prompt; empty before the request is sent to the engine.
+        ids: Tokens sampled so far.
+        came: Event that is set when new tokens have arrived.
+    """
+
+    def __init__(self) -> None:
+        self.prompt: list[int] = []
+        self.ids: list[int] = []
+        self.came = asyncio.Event()
+
+    def show(self, ids: list[int]) -> None:
+        """Sets the tokens so far, and wakes the waiting stream."""
+        self.ids = ids
+        self.came.set()
+
+
+@dataclass
+class _Conversation:
+    """Request in either format.
+
+    Attributes:
+        messages, tools: Messages and tools in the format of chat completions.
+        model: Name that the client gives the model.
+        sampling: Sampling parameters.
+        stream: Whether the client requests a stream.
+        reading: Tokens for the stream.
+    """
+
+    messages: list[Any]
+    tools: Any
+    model: str
+    sampling: SamplingParams
+    stream: bool
+    reading: StreamReader = field(default_factory=StreamReader)
+
+
+class Gateway:
+    """HTTP server of the episodes of a rollout rank.
+
+    Args:
+        tokenizer: Tokenizer of the model, with a chat template.
+        parsers: Parsers of replies.
+        context: Maximum number of tokens of prompt and reply.
+        address: Address of this host, to listen also for other hosts, on a port that the system chooses; "" for none.
+        looker: Image processor; None if the model reads only text.
+        feedback: Whether rewards may be delayed.
+
+    Attributes:
+        engine_queue: Requests to the engine, and ended episodes.
+        keys: Keys of the episodes.
+        feedback: Delayed rewards.
+        url: URL for this host, without `/v1`.
+        far: URL for other hosts; "" if these have no access.
+        socket: Path of a UNIX socket of the gateway, for sandboxes without a network.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        parsers: Parsers,
+        context: int,
+        address: str = "",
+        looker: Looker | None = None,
+        feedback: bool = False,
+    ) -> None:
+        self.engine_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.loop = asyncio.new_event_loop()
+        self._tokenizer, self._parsers, self._context = tokenizer, parsers, context
+        self._renderer = Renderer(tokenizer, looker, context)
+        self._threads = Threads(_THREADS, "rlhpc-encoding")
+        self._folder = folder_for_sockets("agents")
+        self.socket = str(self._folder / "model")
+        self.keys = SessionKeys()
+        self._takes_feedback = feedback
+        self.feedback = Feedback(lambda: [turn for session in self.keys.sessions() for turn in session.tree.turns])
+        self._waiting: set[asyncio.Future[Completion]] = set()
+        self._servers, self._runners = list[asyncio.AbstractServer](), list[web.AppRunner]()
+        self._acceptors, self._adopting = list[Acceptor](), set[asyncio.Task[Any]]()
+        self._doors = list[Connections]()
+        self._thread = threading.Thread(target=self._serve, name="rlhpc-gateway", daemon=True)
+        self._thread.start()
+        try:
+            urls = asyncio.run_coroutine_threadsafe(self._listen(address), self.loop).result(_START_S)
+            self.url, self.far = urls
+        except OSError:
+            self.close()
+            raise
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    async def _listen(self, address: str) -> tuple[str, str]:
+        rewards = [web.post("/v1/feedback", self._take_feedback)]
+        doors, urls = await self._serve_routes(rewards), list[str]()
+        for host in (_LOOPBACK, *([address] if address else ())):
+            listener = TcpListener(host)
+            self._acceptors.append(listener.serve(partial(self._admit, doors), "rlhpc-gateway-accept"))
+            urls.append("http://{}:{}".format(*listener.address))
+        # Sandboxes use this socket; programs that the model controls there must not send rewards.
+        doors = await self._serve_routes([])
+        self._servers.append(await self.loop.create_unix_server(doors, self.socket))
+        return urls[0], "".join(urls[1:])
+
+    def _admit(self, doors: Connections, sock: socket.socket) -> None:
+        """Passes a connection from the accepting thread to the event loop."""
+
+        def adopt() -> None:
+            task = self.loop.create_task(self.loop.connect_accepted_socket(doors, sock))
+            self._adopting.add(task)
+            task.add_done_callback(self._adopting.discard)
+
+        try:
+            self.loop.call_soon_threadsafe(adopt)
+        except RuntimeError:  # the loop has ended
+            sock.close()
+
+    async def _serve_routes(self, more: Sequence[web.RouteDef]) -> Connections:
+        """Creates an application with the routes of episodes and additional ones; returns the factory of its
+        connections.
+        """
+        app = web.Application(client_max_size=_BODY)
+        posts = {
+            "/v1/chat/completions": self._chat,
+            "/inference/v1/generate": self._generate,
+            "/v1/messages": self._messages,
+        }
+        app.add_routes([web.get("/v1/models", self._models), *(web.post(*route) for route in posts.items()), *more])
+        # An access log would contain keys. Requests of disconnected clients are cancelled.
+        runner = web.AppRunner(
+            app, access_log=None, logger=_server_log, shutdown_timeout=0.5, handler_cancellation=True
+        )
+        self._runners.append(runner)
+        await runner.setup()
+        assert runner.server is not None
+        self._doors.append(Connections(runner.server))
+        return self._doors[-1]
+
+    def close(self) -> None:
+        """Closes the gateway; pending requests are refused."""
+
+        async def end() -> None:
+            for session in self.keys.sessions():
+                self.end(session)
+            for waiting in list(self._waiting):
+                if not waiting.done():
+                    waiting.set_exception(RequestError("the run has ended", 503))
+            for server in self._servers:
+                server.close()
+            for runner in self._runners:
+                await runner.cleanup()
+            self._threads.close()
+
+        for acceptor in self._acceptors:
+            acceptor.close()
+        self._acceptors.clear()
+        if self._thread.is_alive():
+            with contextlib.suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(end(), self.loop).result(5.0)
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(5.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- episodes -------------------------------------------------------------------------------------------------
+
+    def open(self, session: GatewaySession) -> None:
+        """Makes the session's key valid."""
+        self.keys.open(session)
+
+    def end(self, session: GatewaySession) -> None:
+        """Makes the session's key invalid, and drops its pending requests. Runs on the gateway's event loop."""
+        session.closed = True
+        self.keys.end(session)
+
+    async def chat(self, key: str, role: str, messages: list[Any], tools: list[Any]) -> dict[str, Any]:
+        """Returns the model's next message, for agents in this process. Runs on the gateway's event loop.
+
+        Raises:
+            RequestError: The request is refused.
+        """
+        session = self.keys.find(key)
+        asking = session.chat(
+            messages,
+            tools,
+            session.role_of(role),
+            session.sampling_of(),
+            self._renderer,
+            self._parsers,
+            self._draw,
+            self._threads,
+        )
+        answer = await asking
+        answer.turn.received = True
+        return answer.message
+
+    # -- the engine -----------------------------------------------------------------------------------------------
+
+    async def _draw(
+        self,
+        session: GatewaySession,
+        prompt: list[int],
+        sampling: SamplingParams,
+        seed: int,
+        images: PromptImages | None,
+        reading: StreamReader | None = None,
+    ) -> Completion:
+        if len(prompt) >= self._context:
+            raise RequestError(
+                f"{len(prompt)} tokens: that leaves no room in the context of {self._context} tokens", code=OVER
+            )
+        waiting: asyncio.Future[Completion] = self.loop.create_future()
+
+        def settle(outcome: Completion | Exception) -> None:
+            if waiting.done():
+                return
+            if isinstance(outcome, Exception):
+                waiting.set_exception(outcome)
+            else:
+                waiting.set_result(outcome)
+
+        def answer(outcome: Completion | Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self.loop.call_soon_threadsafe(settle, outcome)
+
+        drawing = Drawing(session, tuple(prompt), sampling, seed, answer, images=images)
+        if reading is not None:
+            reading.prompt = prompt
+            drawing.show = partial(self._show_tokens, reading)
+        self._waiting.add(waiting)
+        self.engine_queue.put(drawing)
+        try:
+            return await waiting
+        finally:
+            drawing.given_up = True
+            self._waiting.discard(waiting)
+
+    def _show_tokens(self, reading: StreamReader, ids: list[int]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(reading.show, ids)
+
+    # -- routes ---------------------------------------------------------------------------------------------------
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return await self._guarded(request, self._list)
+
+    async def _list(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
+        about = {"object": "model", "created": 0, "owned_by": "rlhpc", "max_model_len": self._context}
+        models = [{"id": name, **about} for name in session.limits.roles or (MODEL,)]
+        return web.json_response({"object": "list", "data": models})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._guarded(request, self._answer_chat)
+
+    async def _answer_chat(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
+        raw, body = await self._body(request, session, CHAT)
+        tools = None if body.get("tool_choice") == "none" else body.get("tools")
+        max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+        sampling = session.sampling_of(max_tokens, body.get("stop", ()), body.get("stop_token_ids", ()))
+        conversation = _Conversation(
+            body["messages"], tools, body.get("model", MODEL), sampling, bool(body.get("stream"))
+        )
+        asking = self._ask(session, raw, _retried(request), conversation)
+        if not conversation.stream:
+            answer = await asking
+            return _received(request, answer, chat_reply(answer, body, conversation.model, self._tokenizer))
+        return await self._stream(
+            request, asking, ChatStream(body, conversation.model, self._tokenizer), conversation, _error
+        )
+
+    def _ask(
+        self, session: GatewaySession, raw: bytes, retried: bool, conversation: _Conversation
+    ) -> Awaitable[StoredResponse]:
+        """Answers a conversation through `GatewaySession.once`."""
+        draw = partial(self._draw, reading=conversation.reading) if conversation.stream else self._draw
+
+        async def work() -> StoredResponse:
+            role = session.role_of(conversation.model)
+            return await session.chat(
+                conversation.messages,
+                conversation.tools,
+                role,
+                conversation.sampling,
+                self._renderer,
+                self._parsers,
+                draw,
+                self._threads,
+            )
+
+        return session.once(raw, retried, work)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._guarded(request, self._answer_message, message_error)
+
+    async def _answer_message(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
+        raw, body = await self._body(request, session, MESSAGES)
+        messages, tools = conversation_of(body)
+        sampling = session.sampling_of(body.get("max_tokens"), body.get("stop_sequences", ()))
+        conversation = _Conversation(messages, tools, body.get("model", MODEL), sampling, bool(body.get("stream")))
+        asking = self._ask(session, raw, _retried(request), conversation)
+        if not conversation.stream:
+            answer = await asking
+            return _received(request, answer, message_reply(answer, conversation.model))
+        return await self._stream(request, asking, MessageStream(conversation.model), conversation, message_error)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        return await self._guarded(request, self._answer_generate)
+
+    async def _answer_generate(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
+        raw, body = await self._body(request, session, GENERATE)
+        prompt, options = body["token_ids"], body.get("sampling_params", {})
+        if self._renderer.looker is not None and self._renderer.looker.token in prompt:
+            raise RequestError(
+                "token_ids has a token of a picture; show pictures by /v1/chat/completions or /v1/messages"
+            )
+        stop, ends = options.get("stop") or (), options.get("stop_token_ids") or ()
+        sampling = session.sampling_of(options.get("max_tokens"), stop, ends)
+
+        async def work() -> StoredResponse:
+            return await session.tokens(prompt, session.role_of(body.get("model")), sampling, self._draw)
+
+        answer = await session.once(raw, _retried(request), work)
+        return _received(request, answer, generate_reply(answer))
+
+    async def _take_feedback(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self.feedback.check(key_in(request.headers))
+            self._prove(request, "feedback")
+            body = read_body(await _read(request, _REWARD), FEEDBACK)
+            if not self._takes_feedback:
+                raise RequestError(
+                    "rewards do not come later in this run: agent.feedback_timeout_s is not set", 404, "not_found"
+                )
+            self.feedback.take(body)
+        except RequestError as why:
+            return _refusal(why, _error)
+        return web.json_response({"status": "taken"})
+
+    async def _body(self, request: web.Request, session: GatewaySession, form: Form) -> tuple[bytes, dict[str, Any]]:
+        """Reads the body of an episode's request, and parses it."""
+        size = min(_BODY if request.content_length is None else request.content_length, _BODY)
+        if session.bytes_in + size > _BODIES:
+            raise RequestError(
+                f"requests of {_BODIES >> 20} MiB of the episode are being read", 429, "rate_limit_exceeded"
+            )
+        session.bytes_in += size
+        try:
+            raw = await _read(request, _BODY)
+            if len(raw) <= _SHORT:
+                return raw, read_body(raw, form)
+            async with session.encoding:
+                return raw, await self._threads.call_to_end(read_body, raw, form)
+        finally:
+            session.bytes_in -= size
+
+    async def _guarded(
+        self,
+        request: web.Request,
+        route: Callable[[web.Request, GatewaySession], Awaitable[web.StreamResponse]],
+        error: Callable[[RequestError], dict[str, Any]] | None = None,
+    ) -> web.StreamResponse:
+        """Runs a route, and converts its errors to the client's format."""
+        try:
+            session = self.keys.of(request.headers)
+            self._prove(request, session.key)
+            return await route(request, session)
+        except RequestError as why:
+            return _refusal(why, error or _error)
+
+    def _prove(self, request: web.Request, owner: str) -> None:
+        for door in self._doors:
+            if request.transport is not None:
+                door.prove(request.transport, owner)
+
+    async def _stream(
+        self,
+        request: web.Request,
+        asking: Awaitable[StoredResponse],
+        stream: ChatStream | MessageStream,
+        conversation: _Conversation,
+        error: Callable[[RequestError], dict[str, Any]],
+    ) -> web.StreamResponse:
+        """Streams the reply: its stable part while it is written, then the remainder."""
+        answering, reading = asyncio.ensure_future(asking), conversation.reading
+        answering.add_done_callback(lambda _: reading.came.set())
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            await _more(reading)
+            if answering.done():
+                answering.result()  # an immediate refusal becomes an HTTP status
+            await response.prepare(request)
+            partly = (
+                None
+                if stream.sent_at_end
+                else self._parsers.partly(reading.prompt, conversation.tools, conversation.sampling.stop)
+            )
+            silent_since = self.loop.time()
+            while not answering.done():
+                events = stream.more(len(reading.prompt), *partly.split(reading.ids)) if partly else []
+                if not events and self.loop.time() - silent_since >= _ALIVE_S:
+                    events = [": waiting\n\n"]  # keeps clients of slow replies connected
+                for event in events:
+                    await response.write(event.encode())
+                    silent_since = self.loop.time()
+                await _more(reading)
+            try:
+                answer = answering.result()
+            except RequestError as why:
+                await response.write(f"event: error\ndata: {json.dumps(error(why))}\n\n".encode())
+                return response
+            *events_before, last = stream.end(answer)
+            for event in events_before:
+                await response.write(event.encode())
+            answer.turn.names.append(stream.id)
+            before, answer.turn.received = answer.turn.received, True  # the client may finish before the next line runs
+            try:
+                await response.write(last.encode())
+                await response.write_eof()
+            except ConnectionError:
+                answer.turn.received = before
+        except ConnectionError:  # the client has disconnected
+            pass
+        finally:
+            answering.cancel()
+        return response
+
+
+async def _read(request: web.Request, max_bytes: int) -> bytes:
+    """Reads the bytes of a body.
+
+    Raises:
+        RequestError: The body is longer than `max_bytes`.
+    """
+    raw, length = bytearray(), request.content_length or 0
+    while length <= max_bytes:
+        chunk = await request.content.readany()
+        if not chunk:
+            return bytes(raw)
+        raw += chunk
+        length = max(length, len(raw))
+    raise RequestError(f"the body is longer than {max_bytes} bytes", 413)
+
+
+async def _more(reading: StreamReader) -> None:
+    """Waits for new tokens, up to a short time limit."""
+    with contextlib.suppress(TimeoutError):
+        # not `wait_for`: Python 3.11 loses a cancellation that arrives together with the event
+        async with asyncio.timeout(_ALIVE_S):
+            await reading.came.wait()
+        reading.came.clear()  # what comes from now on is for the next time
+
+
+def _retried(request: web.Request) -> bool:
+    """Returns whether the client's library marks the request as a retry."""
+    return request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
+
+
+def _received(request: web.Request, answer: StoredResponse, reply: dict[str, Any]) -> web.Response:
+    transport = request.transport
+    answer.turn.names.append(reply.get("id") or reply["request_id"])
+    if transport is not None and not transport.is_closing():
+        answer.turn.received = True
+    return web.json_response(reply)
+
+
+def _refusal(why: RequestError, error: Callable[[RequestError], dict[str, Any]]) -> web.Response:
+    response = web.json_response(error(why), status=why.status)
+    if why.status in (401, 413):  # nobody reads what else comes
+        response.force_close()
+    return response
+
+
+def _error(why: RequestError) -> dict[str, Any]:
+    return {"error": {"message": str(why), "type": "invalid_request_error", "code": why.code}}

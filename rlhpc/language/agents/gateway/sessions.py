@@ -1,0 +1,409 @@
+"""Gateway sessions: an episode's key, limits, and one answer to each call, also for retries."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlhpc.language.agents.gateway.output_parsers import Parsers, Reply
+from rlhpc.language.agents.gateway.threads import Threads
+from rlhpc.language.agents.turn_tree import (
+    OVER,
+    AgentTurn,
+    Message,
+    Renderer,
+    RequestError,
+    Tree,
+    canonical,
+    key_of,
+    keys_of,
+)
+from rlhpc.language.data.images import PromptImages
+from rlhpc.language.engines.base import Completion, SamplingParams
+
+#: Number of answers that are retained for retries of clients.
+_MAX_ANSWERS = 32
+#: Maximum number of concurrent calls of an episode.
+MOST_AT_ONCE = 32
+#: Minimum limit of calls longer than the context; with more turns the limit is the number of turns.
+_OVERLONG = 8
+#: Seconds for which a reply is continued after its client has disconnected, because the client may retry.
+PATIENCE_S = 10.0
+#: Prefix of generated names of episodes.
+NAMED = "rs-"
+
+
+def stop_reason(finish_reason: str) -> str:
+    """Returns `stop` or `length`, the two finish reasons of clients: any reason except `stop` is `length`."""
+    return "stop" if finish_reason == "stop" else "length"
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Limits of an episode.
+
+    Attributes:
+        turns: Maximum number of calls.
+        tokens: Maximum number of sampled tokens of all calls.
+        roles: Allowed names of the model, one per role; without roles any name is allowed.
+        untrained: Roles whose tokens are not trained.
+        policies: Index of the policy of each role; empty with a single policy.
+    """
+
+    turns: int
+    tokens: int
+    roles: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()
+    policies: tuple[int, ...] = ()
+
+
+@dataclass
+class StoredResponse:
+    """Answer to a call.
+
+    Attributes:
+        turn: Turn of the tree.
+        prompt_ids: Tokens of the prompt.
+        reply: Parsed reply; None for requests with tokens.
+        message: Reply as a message.
+    """
+
+    turn: AgentTurn
+    prompt_ids: list[int]
+    reply: Reply | None = None
+    message: Message = field(default_factory=dict)
+
+
+@dataclass
+class _PendingCall:
+    """Call under way: its answer, and the number of clients waiting for it."""
+
+    response: asyncio.Future[StoredResponse]
+    waiting: int = 0
+
+
+#: Sends a request to the engine: called with session, prompt tokens, sampling parameters, seed and images.
+Draw = Callable[
+    ["GatewaySession", list[int], SamplingParams, int, "PromptImages | None"], Coroutine[Any, Any, Completion]
+]
+
+
+class GatewaySession:
+    """Session of one episode. Apart from the constructor it runs on the gateway's event loop.
+
+    Args:
+        number: Number of its request.
+        sampling: Sampling parameters; a client may request fewer tokens and further stop texts.
+        seed: Seed of the episode. Samples depend on it, on the prompt, and on how often the prompt was requested before.
+        limits: Limits of the episode.
+
+    Attributes:
+        key: Key of the episode's clients.
+        name: Name of the episode for clients that have one key per process; `names`: further names that clients gave it.
+        closed: Whether the episode has ended: later completions are dropped.
+        encoding: Lock of the conversion of calls into tokens.
+        bytes_in: Sum of the bodies that are being read and converted into tokens.
+    """
+
+    def __init__(self, number: int, sampling: SamplingParams, seed: int, limits: EpisodeLimits) -> None:
+        self.number, self.sampling, self.seed, self.limits = number, sampling, seed, limits
+        self.key = f"rk-{secrets.token_urlsafe(24)}"
+        self.name, self.names = f"{NAMED}{secrets.token_urlsafe(24)}", set[str]()
+        self.tree = Tree()
+        self.closed = False
+        self.counts = collections.Counter[str]()
+        #: Held while a conversation of this episode is converted into tokens, one at a time.
+        self.encoding = asyncio.Lock()
+        self.bytes_in = 0
+        self._answers: collections.OrderedDict[str, _PendingCall] = collections.OrderedDict()
+        self._draw_counts = collections.Counter[bytes]()
+        self._num_turns = self._under_way = self._overlong = 0
+
+    # -- once for each call ---------------------------------------------------------------------------------------
+
+    async def once(
+        self, body: bytes, retried: bool, work: Callable[[], Coroutine[Any, Any, StoredResponse]]
+    ) -> StoredResponse:
+        """Returns the answer to a call. A client that retries because the reply did not arrive gets the same one.
+
+        Args:
+            body: Body of the request.
+            retried: Whether the client marks the request as a retry.
+            work: Computes the answer.
+
+        Raises:
+            RequestError: The request is refused.
+        """
+        digest = hashlib.blake2b(body, digest_size=16).hexdigest()
+        call = self._answers.get(digest)
+        if retried and call is not None and not call.response.cancelled():
+            self.counts["retried"] += 1
+        else:
+            call = self._answers[digest] = _PendingCall(asyncio.ensure_future(work()))
+            call.response.add_done_callback(_retrieve_exception)
+            self._answers.move_to_end(digest)
+            while len(self._answers) > _MAX_ANSWERS:
+                self._answers.popitem(last=False)
+        call.waiting += 1
+        try:
+            # The request continues for a while after its client has disconnected, which may retry.
+            return await asyncio.shield(call.response)
+        finally:
+            call.waiting -= 1
+            if not call.response.done():
+                asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up, call)
+
+    def _give_up(self, call: _PendingCall) -> None:
+        if not call.waiting and call.response.cancel():
+            self.counts["given_up"] += 1
+
+    # -- the two ways to ask --------------------------------------------------------------------------------------
+
+    async def chat(
+        self,
+        messages: Any,
+        tools: Any,
+        role: int,
+        sampling: SamplingParams,
+        renderer: Renderer,
+        parsers: Parsers,
+        draw: Draw,
+        threads: Threads,
+    ) -> StoredResponse:
+        """Answers a conversation.
+
+        Raises:
+            RequestError: It cannot be answered.
+        """
+        async with self.encoding:
+            self._check_limits()
+            try:
+                encoded = await threads.call_to_end(self._encode, messages, tools, role, renderer)
+            except RequestError as why:
+                self._overlong += why.code == OVER
+                raise
+        keys, prompt, parent, pictures = encoded
+        completion = await self._draw(prompt, self._by(role, sampling), draw, pictures)
+        reply = parsers.read(completion.token_ids, tools, sampling.stop, prompt)
+        message = reply.message()
+        turn = self._record(prompt, parent, completion, role, (*keys, key_of(canonical(message))), pictures)
+        return StoredResponse(turn, prompt, reply, message)
+
+    def _encode(
+        self, messages: list[Any], tools: Any, role: int, renderer: Renderer
+    ) -> tuple[tuple[str, ...], list[int], int | None, PromptImages | None]:
+        """Returns the keys of a conversation, and its `Renderer.prompt`. Runs in a worker thread."""
+        renderer.check_count(messages)
+        canonicals = [canonical(message) for message in messages]
+        renderer.check_length(canonicals, tools)
+        keys = keys_of(canonicals, tools)
+        return keys, *renderer.prompt(self.tree, canonicals, keys, tools, role)
+
+    async def tokens(self, prompt: list[int], role: int, sampling: SamplingParams, draw: Draw) -> StoredResponse:
+        """Goes on from tokens.
+
+        Raises:
+            RequestError: The engine cannot continue these tokens.
+        """
+        completion = await self._draw(prompt, self._by(role, sampling), draw)
+        return StoredResponse(self._record(prompt, self.tree.continued_by(prompt, role), completion, role), prompt)
+
+    def role_of(self, model: Any) -> int:
+        """Returns the role that a client means by its name of the model.
+
+        Raises:
+            RequestError: No role has that name.
+        """
+        if not self.limits.roles:
+            return 0
+        if model not in self.limits.roles:
+            raise RequestError(
+                f"model is {model!r}; agent.roles has: {', '.join(self.limits.roles)}", 404, "model_not_found"
+            )
+        return self.limits.roles.index(model)
+
+    def sampling_of(
+        self, max_tokens: int | None = None, stop: str | Sequence[str] = (), stop_token_ids: Sequence[int] = ()
+    ) -> SamplingParams:
+        """Returns the sampling parameters of a call: those of the run, with at most the requested tokens and the
+        client's stop texts.
+        """
+        texts = (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop))
+        ends = tuple(sorted(set(stop_token_ids)))
+        limit = self.sampling.max_new_tokens if max_tokens is None else max_tokens
+        remaining = self.limits.tokens - sum(len(turn.token_ids) for turn in self.tree.turns)
+        most_now = min(limit, self.sampling.max_new_tokens, max(remaining, 1))
+        return replace(self.sampling, max_new_tokens=most_now, stop=texts, stop_token_ids=ends)
+
+    def _by(self, role: int, sampling: SamplingParams) -> SamplingParams:
+        """Returns the sampling parameters with the policy of a role."""
+        policies = self.limits.policies
+        return replace(sampling, policy=policies[role]) if policies else sampling
+
+    def _check_limits(self) -> None:
+        """Checks the limits of the episode.
+
+        Raises:
+            RequestError: The episode gets no more turns, or too many of its calls were longer than the context.
+        """
+        limits, drawn = self.limits, sum(len(turn.token_ids) for turn in self.tree.turns)
+        allowed = max(limits.turns, _OVERLONG)
+        for reached, limit in (
+            (self._num_turns >= limits.turns, f"agent.max_turns ({limits.turns})"),
+            (drawn >= limits.tokens, f"agent.max_tokens ({limits.tokens})"),
+            (self._overlong >= allowed, f"{allowed} calls that were longer than the context"),
+        ):
+            if reached:
+                self.counts["refused"] += 1
+                raise RequestError(f"the episode has reached {limit}", code=OVER)
+
+    async def _draw(
+        self, prompt: list[int], sampling: SamplingParams, draw: Draw, images: PromptImages | None = None
+    ) -> Completion:
+        self._check_limits()
+        if self._under_way >= MOST_AT_ONCE:
+            self.counts["refused"] += 1
+            raise RequestError(f"{MOST_AT_ONCE} calls of the episode are under way", 429, "rate_limit_exceeded")
+        # A repeated prompt gets another seed, whatever calls come between.
+        content = json.dumps(prompt).encode() + b"".join(() if images is None else images.digests)
+        digest = hashlib.blake2b(content, digest_size=16).digest()
+        self._draw_counts[digest] += 1
+        seed_bytes = self.seed.to_bytes(8, "little") + digest + self._draw_counts[digest].to_bytes(4, "little")
+        seed = int.from_bytes(hashlib.blake2b(seed_bytes, digest_size=8).digest(), "little") >> 1
+        self._num_turns += 1
+        self._under_way += 1
+        try:
+            completion = await draw(self, prompt, sampling, seed, images)
+        except RequestError as why:
+            self._num_turns -= 1
+            self._overlong += why.code == OVER
+            raise
+        finally:
+            self._under_way -= 1
+        if self.closed:
+            raise RequestError("the episode has ended", 401, "invalid_api_key")
+        return completion
+
+    def _record(
+        self,
+        prompt: list[int],
+        parent: int | None,
+        completion: Completion,
+        role: int,
+        keys: tuple[str, ...] = (),
+        images: PromptImages | None = None,
+    ) -> AgentTurn:
+        before = 0 if parent is None else len(self.tree.ids(parent))
+        turn = AgentTurn(
+            parent,
+            prompt[before:],
+            completion.token_ids,
+            completion.logprobs,
+            completion.versions,
+            completion.finish_reason,
+            keys,
+            role=role,
+            experts=completion.experts,
+            images=images,
+        )
+        self.tree.turns.append(turn)
+        return turn
+
+
+def _retrieve_exception(future: asyncio.Future[StoredResponse]) -> None:
+    """Retrieves the exception of a call that no client waits for any more; asyncio would log it otherwise."""
+    if not future.cancelled():
+        future.exception()
+
+
+#: Maximum number of names of an episode.
+_MAX_NAMES = 64
+
+
+class SessionKeys:
+    """Keys of a gateway. Runs on its event loop, except `open`.
+
+    Attributes:
+        process: Key of clients with one key per process; valid only with the name of a session.
+    """
+
+    def __init__(self) -> None:
+        self.process = f"rp-{secrets.token_urlsafe(24)}"
+        self._of_key: dict[str, GatewaySession] = {}
+        self._of_name: dict[str, GatewaySession] = {}
+
+    def open(self, session: GatewaySession) -> None:
+        """Makes a session's key and name valid."""
+        self._of_key[session.key] = self._of_name[session.name] = session
+
+    def end(self, session: GatewaySession) -> None:
+        """Makes a session's key and its names invalid."""
+        self._of_key.pop(session.key, None)
+        for name in (session.name, *session.names):
+            self._of_name.pop(name, None)
+
+    def sessions(self) -> list[GatewaySession]:
+        """Returns the open sessions."""
+        return list(self._of_key.values())
+
+    def find(self, key: str, name: str = "") -> GatewaySession:
+        """Returns the session of a key.
+
+        Args:
+            key: Key of an episode or of the process.
+            name: `X-Session-ID`. With an episode's key, a name that no other episode has, which becomes the episode's; with
+                the process's key, the name of an episode.
+
+        Raises:
+            RequestError: No open session has this key and name.
+        """
+        if same_key(key, self.process):
+            if not name:
+                raise _refused("this key is of a process: X-Session-ID must say which episode")
+            if name not in self._of_name:
+                raise _refused("there is no episode of this X-Session-ID, or it has ended")
+            return self._of_name[name]
+        session = self._of_key.get(key)
+        if session is None:
+            raise _refused("there is no episode of this key, or it has ended")
+        if name and name != session.name:
+            self._bind(session, name)
+        return session
+
+    def of(self, headers: Mapping[str, str]) -> GatewaySession:
+        """Returns the session of a request.
+
+        Raises:
+            RequestError: No open session has the request's key and name.
+        """
+        return self.find(key_in(headers), headers.get("X-Session-ID", "").strip())
+
+    def _bind(self, session: GatewaySession, name: str) -> None:
+        if name.startswith(NAMED) or self._of_name.get(name, session) is not session:
+            raise RequestError("X-Session-ID is another episode's, or of one that has ended", 403, "invalid_session")
+        if name in session.names:
+            return
+        if len(session.names) >= _MAX_NAMES:
+            raise RequestError(f"X-Session-ID: an episode has at most {_MAX_NAMES}", 403, "invalid_session")
+        session.names.add(name)
+        self._of_name[name] = session
+
+
+def same_key(key: str, other: str) -> bool:
+    """Returns whether two keys are equal, in constant time; headers may contain bytes that are not UTF-8."""
+    return secrets.compare_digest(key.encode(errors="surrogateescape"), other.encode())
+
+
+def key_in(headers: Mapping[str, str]) -> str:
+    """Returns the key of a request; "" without one."""
+    return headers.get("Authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
+
+
+def _refused(why: str) -> RequestError:
+    return RequestError(why, 401, "invalid_api_key")

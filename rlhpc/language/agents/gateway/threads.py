@@ -1,0 +1,112 @@
+"""Worker threads of an event loop, for blocking calls of environments, templates and tokenizers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+class Threads:
+    """Pool of threads. A thread whose caller has stopped waiting is abandoned and replaced.
+
+    Args:
+        max_threads: Maximum number of threads.
+        name: Name of each thread.
+    """
+
+    def __init__(self, max_threads: int, name: str = "rlhpc-environment") -> None:
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._max_threads, self._threads, self._idle, self._name = max_threads, 0, 0, name
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function in a thread, and returns its result."""
+        loop = asyncio.get_running_loop()
+        call = _Call(function, args, loop, loop.create_future())
+        self._calls.put(call)
+        self._enlist()
+        try:
+            return await call.result
+        except asyncio.CancelledError:
+            self._give_up(call)
+            raise
+
+    async def call_to_end(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function in a thread, and returns its result. A cancelled caller still waits for the end of the call,
+        so that a lock that it holds limits the number of calls.
+        """
+        task = asyncio.ensure_future(self.call(function, *args))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            while not task.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([task])
+            raise
+
+    def close(self) -> None:
+        """Ends the waiting threads."""
+        for _ in range(self._threads):
+            self._calls.put(None)
+
+    def _enlist(self) -> None:
+        with self._lock:
+            if not self._idle and self._threads < self._max_threads:
+                self._threads += 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+
+    def _give_up(self, call: _Call) -> None:
+        with self._lock:
+            call.given_up = True
+            self._threads -= call.started
+        if call.started:
+            self._enlist()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._idle += 1
+            call = self._calls.get()
+            with self._lock:
+                self._idle -= 1
+                if call is None:
+                    return
+                if call.given_up:
+                    continue
+                call.started = True
+            call.make()
+            with self._lock:
+                if call.given_up:
+                    return  # another thread has replaced this one
+                call.started = False
+
+
+@dataclass
+class _Call:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    loop: asyncio.AbstractEventLoop
+    result: asyncio.Future[Any]
+    started: bool = False
+    given_up: bool = False
+
+    def make(self) -> None:
+        try:
+            value, error = self.function(*self.args), None
+        except Exception as raised:
+            value, error = None, raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(self._settle, value, error)
+
+    def _settle(self, value: Any, error: Exception | None) -> None:
+        if self.result.done():
+            return
+        if error is not None:
+            self.result.set_exception(error)
+        else:
+            self.result.set_result(value)

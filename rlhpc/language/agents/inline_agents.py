@@ -1,0 +1,159 @@
+"""Inline agents and environments: episodes within the rollout rank, without a process or a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import re
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.language.agents.episodes import Agent, Episode
+from rlhpc.language.agents.gateway.sessions import OVER
+from rlhpc.language.agents.gateway.threads import Threads
+from rlhpc.language.agents.runner.task import Task
+from rlhpc.language.agents.turn_tree import RequestError
+from rlhpc.language.envs.base import Environment, play
+from rlhpc.language.envs.tools import PythonTool, Tool, calculator
+from rlhpc.language.policy_text import valid_text
+
+if TYPE_CHECKING:
+    from rlhpc.language.agents.gateway.server import Gateway
+
+#: Number of threads that call environments.
+_THREADS = 16
+
+
+@dataclass(frozen=True)
+class InlineEnvironment:
+    """Inline environment of `agent.kind: environment`.
+
+    Attributes:
+        environment: Builds the environment of an episode.
+        episodes: Maximum number of concurrent episodes.
+    """
+
+    environment: Callable[[], Environment]
+    episodes: int
+
+
+class InlineAgents:
+    """Runner of environments' episodes for tickets, in place of `Harnesses` with a program.
+
+    Args:
+        world: Environment of the episodes.
+        gateway: Gateway that answers; the episodes run on its event loop.
+        done: Callback with the ticket's id and the outcome.
+    """
+
+    def __init__(self, world: InlineEnvironment, gateway: Gateway, done: Callable[[int, dict[str, Any]], None]) -> None:
+        self._world, self._gateway, self._done = world, gateway, done
+        self._threads = Threads(_THREADS)
+        self._waiting: collections.deque[dict[str, Any]] = collections.deque()
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    def run(self, ticket: dict[str, Any]) -> None:
+        """Queues a ticket; its episode starts as soon as the number of episodes allows it."""
+        self._gateway.loop.call_soon_threadsafe(self._add, ticket)
+
+    def abort(self) -> None:
+        """Ends all running episodes, and removes queued tickets; there are no outcomes."""
+        self._gateway.loop.call_soon_threadsafe(self._end)
+
+    def close(self) -> None:
+        """Ends all episodes."""
+        self.abort()
+        self._threads.close()
+
+    # -- on the gateway's loop ------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        self._waiting.clear()
+        for task in self._running.values():
+            task.cancel()
+        self._running.clear()
+
+    def _add(self, ticket: dict[str, Any]) -> None:
+        self._waiting.append(ticket)
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) < self._world.episodes:
+            ticket = self._waiting.popleft()
+            self._running[ticket["id"]] = self._gateway.loop.create_task(self._episode(ticket))
+
+    async def _episode(self, ticket: dict[str, Any]) -> None:
+        try:
+            outcome = await asyncio.wait_for(self._outcome(ticket), ticket["timeout_s"])
+        except TimeoutError:
+            outcome = {"error": f"it took longer than agent.timeout_s ({ticket['timeout_s']:g} s)"}
+        except asyncio.CancelledError:
+            return
+        except Exception as error:
+            outcome = {"error": f"{type(error).__name__}: {error}{_where(error)}"}
+        del self._running[ticket["id"]]
+        self._done(ticket["id"], outcome)
+        self._fill()
+
+    async def _outcome(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        async def ask(role: str, messages: list[dict[str, Any]], tools: Sequence[Any]) -> dict[str, Any] | None:
+            try:
+                return await self._gateway.chat(ticket["api_key"], role, list(messages), list(tools))
+            except RequestError as why:
+                if why.code == OVER:
+                    return None
+                raise
+
+        return await play(self._world.environment(), Task(**ticket["task"]), ask, self._threads.call)
+
+
+def _where(error: Exception) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    return f" ({Path(last[0].filename).name}, line {last[0].lineno})" if last else ""
+
+
+class ToolAgent(Agent):
+    """Agent that runs tool calls such as `<tool>calculator: 12 * 7</tool>` and answers with `<result>84</result>`; or,
+    for a result that is an image, with a message of the role tool.
+
+    Args:
+        tools: Tools by name; None for `calculator` and `python`.
+        longest: Maximum number of characters of a result.
+    """
+
+    stop = ("</tool>",)
+    _CALL = re.compile(r"<tool>\s*([\w.-]+)\s*:(.*?)</tool>", re.DOTALL)
+
+    def __init__(self, tools: Mapping[str, Tool] | None = None, longest: int = 1000) -> None:
+        self.tools: dict[str, Tool] = (
+            dict(tools) if tools is not None else {"calculator": calculator, "python": PythonTool()}
+        )
+        self._longest = longest
+
+    def respond(self, episode: Episode, text: str) -> str | dict[str, Any] | None:
+        """Runs the tool call that ends the turn; a turn without a call ends the episode."""
+        if "</tool>" not in text:
+            return None
+        calls = self._CALL.findall(text)
+        result = self._result(*calls[-1]) if calls else "error: write <tool>name: text</tool>"
+        if not isinstance(result, str):
+            return {"role": "tool", "content": [{"type": "image", "image": result}]}
+        return f"<result>{result}</result>\n"
+
+    def _result(self, name: str, text: str) -> Any:
+        tool = self.tools.get(name)
+        if tool is None:
+            return f"error: there is no tool {name}; there are {', '.join(self.tools)}"
+        try:
+            value = tool(text.strip("\n"))
+            if isinstance(value, bytes) or hasattr(value, "save"):
+                return value
+            result = valid_text(str(value))
+        except Exception as error:  # an error of the model or of the tool: the model gets it as the result
+            result = f"error: {error}"
+        # A result that contains the tags would end itself, or call another tool.
+        result = re.sub(r"</?(?:result|tool)>", "", result)
+        return result if len(result) <= self._longest else result[: self._longest] + "..."

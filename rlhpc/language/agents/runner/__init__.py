@@ -1,0 +1,1 @@
+"""Programs that run agents in their own interpreter. They need the standard library alone."""

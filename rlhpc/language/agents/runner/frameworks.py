@@ -1,0 +1,187 @@
+"""Framework agents without user code: the model with tool servers, and environments of verifiers and OpenEnv. Runs like
+`main.py`, which loads it: any Python from 3.8 on, without rlhpc, with only the package of the kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from typing import Any, Callable, Sequence  # noqa: UP035 (Python 3.8)
+
+#: Package that each kind imports.
+_PACKAGES = {"verifiers": "verifiers.v1", "openenv": "openenv.core.generic_client"}
+
+
+def agent_of(kind: str, options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
+    """Returns the function that runs an episode of a kind.
+
+    Args:
+        kind: `mcp`, `verifiers` or `openenv`.
+        options: `agent.framework`, or `servers`.
+        helpers: `servers` and `text`, the modules `mcp_client` and `policy_text`; `shell`, the constructor of a shell.
+
+    Raises:
+        ImportError: The package of the kind is missing.
+    """
+    if kind in _PACKAGES:
+        importlib.import_module(_PACKAGES[kind])
+    return {"mcp": _with_tools, "verifiers": _verifiers, "openenv": _openenv}[kind](options, helpers)
+
+
+# -- tool servers ----------------------------------------------------------------------------------------------------
+
+
+def _with_tools(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
+    servers = helpers["servers"]
+
+    def solve(task: Any, model: Any) -> dict[str, Any]:
+        with contextlib.ExitStack() as stack:
+            owners, specs = {}, []
+            for section in options["servers"]:
+                shell = section.get("shell")
+                opened = (
+                    helpers["shell"]() if shell else servers.ToolServer(section["command"], section["url"], model.looks)
+                )
+                server = stack.enter_context(opened)
+                for tool in server.tools():
+                    name = tool["function"]["name"]
+                    if name in owners:
+                        raise ValueError(
+                            f"two of agent.servers have a tool {name!r}; a call says only that: leave one out"
+                        )
+                    owners[name] = server
+                    specs.append(tool)
+            return _converse(task, model, owners, specs, servers.ToolFailed, helpers["text"].parse_json)
+
+    return solve
+
+
+def _converse(
+    task: Any, model: Any, owners: dict[str, Any], specs: list[Any], failure: Any, parse: Callable[[str], Any]
+) -> dict[str, Any]:
+    messages, counts = list(task.messages), {"tool_calls": 0, "tool_errors": 0}
+    while True:
+        reply = _ask(model, messages, specs)
+        if reply is None:
+            break
+        messages.append(reply)
+        if not reply.get("tool_calls"):
+            break
+        for call in reply["tool_calls"]:
+            counts["tool_calls"] += 1
+            try:
+                content = _called(call["function"], owners, parse)
+            except (failure, ValueError) as error:
+                counts["tool_errors"] += 1
+                content = f"error: {error}"
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+    answers = [str(m["content"]) for m in messages if m["role"] == "assistant"]
+    return {"response": answers[-1] if answers else "", **counts}
+
+
+def _ask(model: Any, messages: list[Any], specs: list[Any] | None = None) -> Any:
+    """Returns the model's next message; None if the episode or the context is full."""
+    try:
+        return model.chat(messages, specs or None)
+    except Exception as error:
+        if getattr(error, "code", None) == "context_length_exceeded":
+            return None
+        raise
+
+
+def _called(function: dict[str, Any], owners: dict[str, Any], parse: Callable[[str], Any]) -> Any:
+    if function["name"] not in owners:
+        raise ValueError(f"there is no tool {function['name']!r}; there are: {', '.join(owners)}")
+    arguments = parse(function.get("arguments") or "{}")
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments must be an object")
+    return owners[function["name"]].call(function["name"], arguments)
+
+
+# -- verifiers --------------------------------------------------------------------------------------------------------
+
+
+def pick_task(tasks: Sequence[Any], task: Any) -> Any:
+    """Returns the taskset's task of the number that the problem has: its `meta["idx"]`, or its id.
+
+    Raises:
+        ValueError: The taskset has no such number.
+    """
+    number = int(task.meta.get("idx", task.id))
+    if not 0 <= number < len(tasks):
+        raise ValueError(
+            f"agent.framework has tasks 0 to {len(tasks) - 1}, and the source asks for {number}: give the source no more "
+            "problems (its size), or their numbers in the column idx"
+        )
+    return tasks[number]
+
+
+def _verifiers(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
+    """Returns an agent for an environment of verifiers: its taskset, selected by the task's `meta["idx"]` or id, its
+    harness and its rewards.
+    """
+    del helpers
+    import verifiers.v1 as vf
+    from verifiers.v1.configs.client import EvalClientConfig
+
+    environment = vf.load_environment(vf.resolve_env_config(options))
+    tasks = list(environment.taskset)
+    if not tasks:
+        raise ValueError("agent.framework has no tasks")
+
+    async def solve(task: Any, model: Any) -> dict[str, Any]:
+        client = EvalClientConfig(base_url=model.base_url, api_key_var="OPENAI_API_KEY")
+        context = vf.ModelContext(model=model.name, client=client, sampling=vf.SamplingConfig())
+        chosen = pick_task(tasks, task)
+        async with environment.serving():
+            episode = await environment.run_episode(chosen, context)
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            raise RuntimeError("; ".join(f"{e.type}: {e.message}" for e in errors) or "the episode is not ok")
+        traces = [trace for trace in episode.traces if getattr(trace.agent, "trainable", True)] or episode.traces
+        outcome = {
+            "reward": sum(trace.reward for trace in traces) / len(traces),
+            "response": traces[-1].last_reply or "",
+        }
+        for trace in traces:
+            for name, value in trace.metrics.items():
+                outcome[name] = outcome.get(name, 0.0) + float(value) / len(traces)
+        return outcome
+
+    return solve
+
+
+# -- OpenEnv ----------------------------------------------------------------------------------------------------------
+
+
+def _openenv(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
+    """Returns an agent for an environment of OpenEnv at `base_url`: the model writes actions and reads observations."""
+    del helpers
+    from openenv.core.generic_client import GenericEnvClient
+
+    key, observation_key = options.get("action", "message"), options.get("observation")
+
+    def text(observation: Any) -> str:
+        if observation_key and isinstance(observation, dict):
+            observation = observation.get(observation_key, "")
+        return observation if isinstance(observation, str) else json.dumps(observation)
+
+    def solve(task: Any, model: Any) -> dict[str, Any]:
+        rewards, messages = [], list(task.messages)
+        client = GenericEnvClient(base_url=options["base_url"])
+        with client.sync() as environment:
+            result = environment.reset(**options.get("reset", {}), seed=task.seed % (1 << 31))
+            messages.append({"role": "user", "content": text(result.observation)})
+            while not result.done:
+                reply = _ask(model, messages)
+                if reply is None:
+                    break
+                action = reply.get("content") or ""
+                result = environment.step({key: action})
+                if result.reward is not None:
+                    rewards.append(float(result.reward))
+                messages += [reply, {"role": "user", "content": text(result.observation)}]
+        return {"reward": sum(rewards), "steps": len(messages) // 2, "done": float(bool(result.done))}
+
+    return solve

@@ -1,0 +1,38 @@
+"""Keeper of a program for a rank: ends the program and all its descendants when the rank ends, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+
+from rlhpc.runtime.os_resources import adopt_orphans, readable
+
+#: Seconds between checks of the program, and seconds that the program has to end by itself.
+_LOOK_S, _END_S = 0.2, 3.0
+
+
+def main() -> None:
+    """Runs the program of the arguments (argv). The rank holds the other end of the standard input, and never writes."""
+    adopt_orphans()
+    process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+    while process.poll() is None and not readable([0], _LOOK_S):
+        pass
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.terminate()
+        process.wait(_END_S)
+    deadline = time.monotonic() + _END_S
+    while (below := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for child in below:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(below, 0.2)
+    os._exit(process.returncode if (process.returncode or -1) >= 0 else 1)
+
+
+if __name__ == "__main__":
+    main()

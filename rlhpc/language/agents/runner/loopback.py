@@ -1,0 +1,145 @@
+"""First program in a sandbox without a network: sets limits, forwards a port of the loopback address to the model's
+socket, then executes the command. Like `main.py`: standard library, any Python from 3.8 on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+from typing import Any
+
+#: Port of the model in the sandbox.
+PORT = 8000
+_SET_PDEATHSIG, _SIOCGIFFLAGS, _SIOCSIFFLAGS, _UP = 1, 0x8913, 0x8914, 1
+_CAPBSET_DROP, _NO_NEW_PRIVS, _CAPABILITY_VERSION = 24, 38, 0x20080522
+_READ_ONLY, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 32, 4096, 16384, 1 << 18
+#: Niceness: a lower priority than that of the rank, which generates the command's replies.
+_NICE = 10
+#: Factor of the memory limit that a process may map: much of the mapped memory is never used.
+_MAPPED = 4
+
+
+def main() -> None:
+    """Prepares the sandbox, and executes a command. Arguments: settings in JSON, then the command.
+
+    Settings are `socket`, the model's socket; `fixed`, a folder that cannot be changed or moved from in here; and
+    limits.
+    """
+    spec, command = json.loads(sys.argv[1]), sys.argv[2:]
+    _raise_loopback()
+    if spec["fixed"]:
+        _fix(spec["fixed"])
+    _limit(spec)
+    _drop_capabilities()
+    if spec["socket"]:
+        _open_door(spec["socket"])
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error.strerror}")
+
+
+def _open_door(path: str) -> None:
+    """Relays the port to the model's socket, in a child process."""
+    with socket.socket() as door:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind(("127.0.0.1", PORT))
+        door.listen(64)
+        pid = os.getpid()
+        if os.fork() == 0:
+            ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() == pid:
+                _lead(door, path)
+            os._exit(0)
+
+
+def _fix(folder: str) -> None:
+    """Makes a folder read-only for the sandbox. All folders above it become mounts, too, so that they cannot be
+    renamed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def mount(source: str, target: str, flags: int) -> None:
+        if libc.mount(os.fsencode(source), os.fsencode(target), None, ctypes.c_ulong(flags), None):
+            raise OSError(ctypes.get_errno(), f"mount: {os.strerror(ctypes.get_errno())}", target)
+
+    mount("none", "/", _REC | _PRIVATE)
+    parts = os.path.realpath(folder).strip("/").split("/")
+    for size in range(1, len(parts) + 1):
+        place = "/" + "/".join(parts[:size])
+        mount(place, place, _BIND | _REC)
+    own_flags = os.statvfs(place).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_RELATIME)
+    flags = {os.ST_NOSUID: 2, os.ST_NODEV: 4, os.ST_NOEXEC: 8, os.ST_NOATIME: 1024, os.ST_RELATIME: 1 << 21}
+    locked = sum(flag for statvfs_flag, flag in flags.items() if own_flags & statvfs_flag)
+    mount("none", place, _BIND | _REMOUNT | _READ_ONLY | locked)
+    os.chdir(os.getcwd())  # re-enters the folder through the new mounts
+
+
+def _drop_capabilities() -> None:
+    """Takes away what would let the command undo its mounts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for number in range(64):
+        libc.prctl(_CAPBSET_DROP, ctypes.c_ulong(number), 0, 0, 0)
+    if libc.capset(ctypes.c_char_p(struct.pack("Ii", _CAPABILITY_VERSION, 0)), ctypes.c_char_p(bytes(24))):
+        raise OSError(ctypes.get_errno(), "capset")
+    libc.prctl(_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0)
+
+
+def _limit(spec: dict[str, Any]) -> None:
+    """Sets limits of each process; the guard outside (`main.py`) limits all processes together."""
+    os.nice(_NICE)
+    bounds = {resource.RLIMIT_CORE: 0}
+    if spec.get("memory_mb"):
+        bounds[resource.RLIMIT_DATA] = _MAPPED * spec["memory_mb"] << 20
+    if spec.get("disk_mb"):
+        bounds[resource.RLIMIT_FSIZE] = spec["disk_mb"] << 20
+    for kind, limit in bounds.items():
+        _, hard = resource.getrlimit(kind)
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
+
+
+def _raise_loopback() -> None:
+    """Brings up the loopback interface of the new network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16sh22x", b"lo", 0)
+        flags = struct.unpack("16sh22x", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))[1]
+        if not flags & _UP:
+            fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", flags | _UP))
+
+
+def _lead(door: socket.socket, path: str) -> None:
+    while True:
+        came, _ = door.accept()
+        model_socket = socket.socket(socket.AF_UNIX)
+        try:
+            model_socket.connect(path)
+        except OSError:
+            came.close()
+            continue
+        for one, other in ((came, model_socket), (model_socket, came)):
+            threading.Thread(target=_pass, args=(one, other), daemon=True).start()
+
+
+def _pass(one: socket.socket, other: socket.socket) -> None:
+    try:
+        while True:
+            data = one.recv(1 << 16)
+            if not data:
+                break
+            other.sendall(data)
+        other.shutdown(socket.SHUT_WR)  # the other direction may go on
+    except OSError:
+        pass
+
+
+if __name__ == "__main__":
+    main()

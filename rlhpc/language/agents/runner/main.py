@@ -1,0 +1,621 @@
+"""Runner of harnesses: an agent's program, with one process per episode. It needs only the standard library and Python
+3.8 or newer: it runs with the interpreter that has the agent's packages, not with rlhpc's, and loads only files of its
+folder.
+
+It has three levels of processes. The nursery imports the agent once, and forks for each episode a guard, which forks
+the episode. All descendants of an episode, also those that leave its process group, become children of its guard when
+their parent ends. The guard ends all of them when the episode is over, when its time is over, when it exceeds its
+limits, or when the nursery's standard input ends, as it does with the rank. If a guard is killed, its descendants
+become children of the nursery, which ends them.
+
+Input is lines of JSON: first the program, then tickets, or the number of a ticket to end. Output is lines of JSON: a
+message that the runner is ready, then an outcome for each ticket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import stat
+import sys
+import tempfile
+import time
+import traceback
+from typing import Any, NamedTuple, NoReturn
+
+_SET_PDEATHSIG, _SET_DUMPABLE, _SET_SUBREAPER = 1, 4, 36
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _load_sibling(name: str) -> Any:
+    """Loads a file of this folder as a module."""
+    spec = importlib.util.spec_from_file_location(f"rlhpc_{name}", os.path.join(_HERE, f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_task: Any = _load_sibling("task")
+_shells: Any = _load_sibling("shell")
+#: Maximum number of bytes of an outcome, of a command's output, and of the retained end of other output.
+_OUTCOME, _PRINTED, _TAIL = 1 << 20, 1 << 16, 2000
+#: Time limit for killed processes to disappear, in seconds.
+_GONE_S = 4.0
+#: Seconds between two checks of an episode's resources, and the minimum of that as a multiple of a check's duration.
+_LOOK_S, _LOOK_SHARE = 0.25, 20.0
+#: Maximum number of processes of an episode in a sandbox, and seconds between two counts. Resource limits do not bind root.
+_PROCESSES, _COUNT_S = 512, 0.1
+#: Maximum number of threads of an episode in a sandbox, per allowed process.
+_THREADS = 16
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_LISTS_CHILDREN = os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+
+
+class _Guard(NamedTuple):
+    """An episode, as the nursery knows it.
+
+    Attributes:
+        number: Of its ticket.
+        pid: Of its guard.
+        output: Of the guard, so far.
+        folder: Of the episode; "" if it has none.
+    """
+
+    number: int
+    pid: int
+    output: bytearray
+    folder: str
+
+
+# -- the nursery ------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Runs until the standard input ends."""
+    # The files of this folder belong to rlhpc, and must not be importable as modules by agents.
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _HERE]
+    commands, replies = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # what agents print is no outcome
+    lines = _Lines(commands)
+    spec = lines.wait()
+    if spec is None:
+        return
+    try:
+        run = _loaded(spec)
+    except BaseException as error:
+        _say(replies, {"failed": f"{type(error).__name__}: {error}"})
+        return
+    _prctl(_SET_SUBREAPER, 1)
+    _prctl(_SET_DUMPABLE, 0)  # an episode cannot reach its descriptors, by which outcomes go out
+    started = frozenset(_children(os.getpid()))  # by what was imported
+    _say(replies, {"ready": True})
+    guards: dict[int, _Guard] = {}  # by the end of a pipe
+    while True:
+        for ready in [commands] if lines.pending else _shells.readable([commands, *guards]):
+            if ready != commands:
+                _hear(ready, guards, replies, started)
+                continue
+            for command in lines.read():
+                if "kill" in command:
+                    for guard in guards.values():
+                        if guard.number == command["kill"]:
+                            _signal(guard.pid, signal.SIGTERM)
+                else:
+                    folder = (
+                        "" if spec["sandbox"] is None else _shells.make_temporary_folder("episode", spec["temporary"])
+                    )
+                    pipe, pid = _fork_guard({**command, "folder": folder}, run, spec, [commands, replies, *guards])
+                    guards[pipe] = _Guard(command["id"], pid, bytearray(), folder)
+            if lines.at_end:
+                for guard in guards.values():
+                    _signal(guard.pid, signal.SIGTERM)
+                _reap_for(_GONE_S)
+                return
+
+
+def _loaded(spec: dict[str, Any]) -> Any:
+    """Returns the imported function that runs an episode; None for a command."""
+    sys.path[:] = list(dict.fromkeys([*spec["paths"], *sys.path]))
+    if spec["kind"] == "command":
+        return None
+    if spec["kind"] != "python":
+        shell = functools.partial(_shells.Shell, spec["sandbox"])
+        helpers = {
+            "servers": _load_sibling("mcp_client"),
+            "text": _task._load("..", "..", "policy_text.py"),
+            "shell": shell,
+        }
+        return _load_sibling("frameworks").agent_of(spec["kind"], spec["options"], helpers)
+    module, _, name = spec["target"].partition(":")
+    target: Any = importlib.import_module(module)
+    for part in name.split("."):
+        target = getattr(target, part)
+    if not callable(target):
+        raise TypeError(f"{spec['target']} is a {type(target).__name__}, no function")
+    return target
+
+
+def _hear(pipe: int, guards: dict[int, _Guard], replies: int, started: frozenset[int]) -> None:
+    guard = guards[pipe]
+    data = os.read(pipe, 1 << 16)
+    guard.output.extend(data)
+    if data:
+        return
+    del guards[pipe]
+    os.close(pipe)
+    os.waitpid(guard.pid, 0)
+    try:
+        outcome = json.loads(bytes(guard.output))
+    except ValueError:
+        outcome = {"error": "the process that watches over the episode was killed"}
+        _end_orphans(started.union(other.pid for other in guards.values()), _GONE_S)
+    if guard.folder and os.path.lexists(guard.folder):
+        _shells.remove_folder(guard.folder)
+    _say(replies, {"id": guard.number, "outcome": outcome})
+
+
+def _end_orphans(children: frozenset[int], seconds: float) -> None:
+    """Kills the orphans among the children of this process, with all their descendants: every child except the known
+    ones.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        orphans = [pid for pid in _children(os.getpid()) if pid not in children]
+        if not orphans:
+            return
+        for orphan in orphans:
+            for pid in (orphan, *_below(orphan)):
+                _signal(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(orphan, os.WNOHANG)
+        time.sleep(0.002)
+
+
+def _fork_guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], open_fds: list[int]) -> tuple[int, int]:
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write_end)
+        return read_end, pid
+    try:
+        for fd in [read_end, *open_fds]:
+            os.close(fd)
+        try:
+            outcome = _guard(ticket, run, spec, write_end)
+        except BaseException as error:
+            outcome = {"error": f"the process that watches over the episode failed: {type(error).__name__}: {error}"}
+        _write(write_end, json.dumps(outcome).encode())
+    finally:
+        os._exit(0)
+
+
+# -- the guard --------------------------------------------------------------------------------------------------------
+
+
+class _Terminated(Exception):
+    pass
+
+
+def _guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> dict[str, Any]:
+    """Runs an episode, and ends all remaining processes of it."""
+    nursery = os.getppid()
+    os.setsid()
+    _prctl(_SET_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, _raise_ended)
+    _prctl(_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != nursery:
+        return {}
+    outcome: dict[str, Any] = {}
+    folder = ticket["folder"]
+    try:
+        outcome = _watched(ticket, run, spec, out)
+    except _Terminated:
+        outcome = {"error": "the episode was ended from outside"}
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        remaining = _end_all(_GONE_S)
+        if folder:
+            _shells.remove_folder(folder)
+    if remaining:
+        outcome["left"] = remaining
+    return outcome
+
+
+def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> dict[str, Any]:
+    result, output, printed = os.pipe(), os.pipe(), os.pipe()
+    wake = os.pipe()
+    for fd in wake:
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(wake[1], warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    pid = os.fork()
+    if not pid:
+        try:
+            signal.set_wakeup_fd(-1)
+            for name in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(name, signal.SIG_DFL)
+            for fd in (out, result[0], output[0], printed[0], *wake):
+                os.close(fd)
+            _episode(ticket, run, spec, result[1], output[1], printed[1])
+        finally:
+            os._exit(1)
+    for pipe in (result, output, printed):
+        os.close(pipe[1])
+    received = {result[0]: bytearray(), output[0]: bytearray(), printed[0]: bytearray()}
+    limits = {result[0]: _OUTCOME, printed[0]: _PRINTED}
+    deadline, opened = time.monotonic() + ticket["timeout_s"], set(received)
+    status: int | None = None
+    look_at = count_at = time.monotonic() if ticket["folder"] else float("inf")
+    while status is None and b"\n" not in received[result[0]]:
+        now = time.monotonic()
+        if now >= deadline:
+            return {"error": f"it took longer than agent.timeout_s ({ticket['timeout_s']:g} s)", "timeout": True}
+        if now >= count_at:
+            most_processes = spec["sandbox"].get("processes", _PROCESSES)
+            below = _below(os.getpid())
+            if len(below) > most_processes:
+                return {"error": f"it was ended: it had more than {most_processes} processes"}
+            if sum(_stat_value(pid, _NUM_THREADS) for pid in below) > _THREADS * most_processes:
+                return {"error": f"it was ended: it had more than {_THREADS * most_processes} threads"}
+            count_at = time.monotonic() + max(_COUNT_S, _LOOK_SHARE * (time.monotonic() - now))
+        if now >= look_at:
+            began = time.monotonic()
+            excess = _excess(spec["sandbox"], ticket["folder"])
+            if excess:
+                return {"error": f"it was ended: {excess}"}
+            took = time.monotonic() - began
+            look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * took)
+        for fd in _shells.readable([*opened, wake[0]], max(0.0, min(deadline, look_at, count_at) - time.monotonic())):
+            if fd == wake[0]:
+                _drain(fd)
+                continue
+            if not _take(fd, received[fd], limits.get(fd)):
+                opened.discard(fd)
+        exit_status = _reap(pid)
+        status = exit_status if exit_status is not None else status
+    for fd in opened:  # output written before the end
+        while _shells.readable([fd], 0) and _take(fd, received[fd], limits.get(fd)):
+            if len(received[fd]) >= (limits.get(fd) or _TAIL):
+                break
+    if len(received[result[0]]) >= _OUTCOME and b"\n" not in received[result[0]]:
+        return {"error": f"its outcome is larger than {_OUTCOME >> 20} MiB: return a shorter response"}
+    tail = _task.unkeyed(received[output[0]].decode(errors="replace"), ticket).strip()
+    if spec["kind"] == "command" and status == 0:
+        return {"response": received[printed[0]].decode(errors="replace").strip()}
+    line, end, _ = bytes(received[result[0]]).partition(b"\n")
+    if end:
+        try:
+            outcome: dict[str, Any] = _task.checked_outcome(json.loads(line))
+            return outcome
+        except (ValueError, RecursionError) as error:
+            return {"error": f"it has written an outcome that is none: {_task.unkeyed(str(error), ticket)}"}
+    else:
+        how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
+        return {"error": f"its process ended with {how}" + (f"; it said: {tail[-500:]}" if tail else "")}
+
+
+def _take(fd: int, into: bytearray, limit: int | None) -> bool:
+    """Reads available data; beyond `limit` bytes it is dropped, and without a limit only the end is retained."""
+    data = os.read(fd, 1 << 16)
+    if limit is None:
+        into += data
+        del into[:-_TAIL]
+    else:
+        into += data[: max(0, limit - len(into))]
+    return bool(data)
+
+
+def _drain(fd: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while os.read(fd, 4096):
+            pass
+
+
+def _reap(child: int) -> int | None:
+    """Reaps children that have ended; returns the status of `child` if it is among them."""
+    status = None
+    while True:
+        try:
+            pid, how = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if not pid:
+            return status
+        if pid == child:
+            status = -os.WTERMSIG(how) if os.WIFSIGNALED(how) else os.WEXITSTATUS(how)
+
+
+def _reap_for(seconds: float) -> None:
+    """Waits for all children to end."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.01)
+        except ChildProcessError:
+            return
+
+
+def _end_all(seconds: float) -> int:
+    """Kills everything below this process; how many would not go."""
+    deadline = time.monotonic() + seconds
+    while True:
+        _reap(0)
+        below = _below(os.getpid())
+        if not below or time.monotonic() > deadline:
+            return len(below)
+        for pid in below:
+            _signal(pid, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def _below(pid: int) -> list[int]:
+    """Returns all descendants of a process: Linux hands those whose parent has ended to the nearest guard above them."""
+    descendants: list[int] = []
+    look, parents = [pid], None if _LISTS_CHILDREN else _by_parent()
+    while look:
+        next_pid = look.pop()
+        children = _children(next_pid) if parents is None else parents.get(next_pid, [])
+        descendants += children
+        look += children
+    return descendants
+
+
+def _children(pid: int) -> list[int]:
+    if not _LISTS_CHILDREN:
+        return _by_parent().get(pid, [])
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                children += map(int, file.read().split())
+    return children
+
+
+def _by_parent() -> dict[int, list[int]]:
+    """Returns all processes by their parents, where the kernel does not list these (CONFIG_PROC_CHILDREN)."""
+    parents: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    parents.setdefault(int(file.read().rpartition(b")")[2].split()[1]), []).append(int(name))
+            except (OSError, IndexError, ValueError):
+                continue
+    return parents
+
+
+# -- resources of an episode ------------------------------------------------------------------------------------------
+
+
+def _excess(confinement: dict[str, Any], folder: str) -> str:
+    """Returns a message about the limit that the processes below this one exceed; "" if none."""
+    below = _below(os.getpid())
+    memory = sum(_stat_value(pid, _RSS_PAGES) for pid in below) * _PAGE
+    on_disk, in_memory = _nameless_files(below, folder)
+    in_memory += _segments(below)
+    limit = confinement.get("memory_mb") or (memory + in_memory)
+    if (memory + in_memory) >> 20 > limit and (_unshared(below) + in_memory) >> 20 > limit:
+        return f"its processes used more memory than agent.memory_mb ({limit} MB)"
+    limit = confinement.get("disk_mb") or 0
+    if limit and (on_disk + _size(folder, limit << 20)) >> 20 >= limit:
+        return f"its folder and its /tmp were larger than agent.disk_mb ({limit} MB)"
+    return ""
+
+
+#: Indices in /proc/<pid>/stat, counted from the process's state.
+_NUM_THREADS, _RSS_PAGES = 17, 21
+
+
+def _stat_value(pid: int, place: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[place])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _nameless_files(pids: list[int], folder: str) -> tuple[int, int]:
+    """Returns the bytes of open files without a name: on the folder's disk, and on others, such as files in memory."""
+    device, sizes = os.stat(folder).st_dev, {True: 0, False: 0}
+    inodes = set()
+    for pid in pids:
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    file_stat = os.stat(entry.path)
+                    inode = file_stat.st_dev, file_stat.st_ino
+                    if stat.S_ISREG(file_stat.st_mode) and file_stat.st_nlink == 0 and inode not in inodes:
+                        inodes.add(inode)
+                        sizes[file_stat.st_dev == device] += file_stat.st_blocks * 512
+    return sizes[True], sizes[False]
+
+
+def _segments(pids: list[int]) -> int:
+    """Returns the bytes of shared memory segments (System V) that processes have, mapped or not, but those of this process's
+    own namespace."""
+    spaces: dict[str, int] = {}
+    for pid in pids:
+        spaces.setdefault(_namespace(pid, "ipc"), pid)
+    return sum(_segments_beside(pid) for space, pid in spaces.items() if space not in ("", _namespace("self", "ipc")))
+
+
+def _namespace(pid: Any, kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/{kind}")
+    except OSError:
+        return ""
+
+
+def _segments_beside(pid: int) -> int:
+    """Returns the bytes of segments in another process's namespace: /proc shows the segments of the reading process's
+    namespace.
+    """
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            libc = ctypes.CDLL(None)
+            for kind in ("user", "ipc"):
+                with contextlib.suppress(OSError):
+                    space = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
+                    if _namespace(pid, kind) != _namespace("self", kind):
+                        libc.setns(space, 0)
+            if _namespace("self", "ipc") == _namespace(pid, "ipc"):
+                with open("/proc/sysvipc/shm", "rb") as file:
+                    title = next(file).split()
+                    os.write(write_end, b"%d" % sum(int(line.split()[title.index(b"rss")]) for line in file))
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    try:
+        return int(os.read(read_end, 100) or 0)
+    finally:
+        os.close(read_end)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
+
+
+def _unshared(pids: list[int]) -> int:
+    """Returns the bytes of memory that processes use, of what several share each its part; of one that hides it, all."""
+    count = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+                count += sum(int(line.split()[1]) << 10 for line in file if line.startswith(b"Pss:"))
+        except (OSError, IndexError, ValueError):
+            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/statm", "rb") as file:
+                count += int(file.read().split()[1]) * _PAGE
+    return count
+
+
+def _size(folder: str, limit: int) -> int:
+    """Returns the bytes that a folder takes, at least 1 KiB for each name in it; stops counting at `limit`."""
+    count, look, inodes = 0, [folder], set()
+    while look and count < limit:
+        with contextlib.suppress(OSError), os.scandir(look.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    entry_stat = entry.stat(follow_symlinks=False)
+                    first = entry_stat.st_nlink == 1 or entry_stat.st_ino not in inodes
+                    if entry_stat.st_nlink > 1:
+                        inodes.add(entry_stat.st_ino)
+                    count += max(1024, entry_stat.st_blocks * 512 if first else 0)
+                    if entry.is_dir(follow_symlinks=False):
+                        look.append(entry.path)
+                if count >= limit:
+                    break
+    return count
+
+
+# -- the episode ------------------------------------------------------------------------------------------------------
+
+
+def _episode(
+    ticket: dict[str, Any], run: Any, spec: dict[str, Any], result: int, output: int, printed: int
+) -> NoReturn:
+    """Runs the episode in its process; does not return."""
+    os.setsid()
+    _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_SET_DUMPABLE, 1)
+    os.dup2(printed if spec["kind"] == "command" else output, 1)
+    os.dup2(output, 2)
+    confinement = spec["sandbox"]
+    confined = spec["kind"] == "command" and confinement is not None and confinement["kind"] != "none"
+    if confined:  # in the sandbox, `loopback.py` forwards this port to the model
+        ticket = {**ticket, "base_url": f"http://127.0.0.1:{_load_sibling('loopback').PORT}/v1"}
+    environment = _task.environment_of(ticket)
+    if spec["kind"] == "command":
+        folder = _shells.make_places(ticket["folder"]) if confined else os.environ.get("TMPDIR", "/tmp")
+        words = [word.replace("{question}", ticket["task"]["question"]) for word in spec["command"]]
+        if confined:
+            needs = _shells.needed_by(spec["command"])  # named by the configuration, never by a question
+            words = _shells.sandboxed(confinement, words, ticket["folder"], ticket["socket"], needs)
+            has_home = confinement["kind"] == "unshare"
+            environment["TMPDIR"] = os.path.join(ticket["folder"], "tmp") if has_home else "/tmp"
+            if not has_home:  # the user's home folder is not visible
+                environment["HOME"] = folder
+        try:
+            os.chdir(folder)
+            os.execvpe(
+                words[0], words, {**os.environ, **environment, "RLHPC_TASK": json.dumps(_task.public(ticket["task"]))}
+            )
+        except OSError as error:
+            os.write(2, f"{words[0]}: {error.strerror}".encode())
+            os._exit(127)
+    os.environ.update(environment)
+    if ticket["folder"]:  # a shell's folder is removed with the episode's
+        tempfile.tempdir = ticket["folder"]
+    try:
+        outcome = _task.outcome_of(run, ticket)
+    except BaseException as error:
+        where = traceback.extract_tb(error.__traceback__)[-1:]
+        at = f" ({os.path.basename(where[0].filename)}, line {where[0].lineno})" if where else ""
+        outcome = {"error": _task.unkeyed(f"{type(error).__name__}: {error}{at}", ticket)}
+    _write(result, json.dumps(outcome).encode() + b"\n")
+    os._exit(0)
+
+
+# -- helpers ---------------------------------------------------------------------------------------------------------
+
+
+class _Lines:
+    """Reader of lines of JSON from a descriptor; `pending` are those that `wait` has read beyond the first."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._partial, self.at_end, self.pending = fd, b"", False, []  # type: ignore[var-annotated]
+
+    def read(self) -> list[dict[str, Any]]:
+        """Returns the available lines; blocks if there are none."""
+        if self.pending:
+            lines, self.pending = self.pending, []
+            return lines
+        data = os.read(self._fd, 1 << 16)
+        self.at_end = not data
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def wait(self) -> dict[str, Any] | None:
+        """Returns the first line; None at the end of the stream."""
+        while not self.at_end:
+            lines = self.read()
+            if lines:
+                self.pending = lines[1:]
+                return lines[0]
+        return None
+
+
+def _say(fd: int, message: dict[str, Any]) -> None:
+    _write(fd, json.dumps(message).encode() + b"\n")
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _raise_ended(*_: Any) -> NoReturn:
+    raise _Terminated
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main()

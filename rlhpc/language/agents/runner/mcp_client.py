@@ -1,0 +1,275 @@
+"""Client of tool servers with the Model Context Protocol. Runs like `main.py`, which loads it: standard library, any
+Python from 3.8 on, without rlhpc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import select
+import socket
+import subprocess
+import time
+import urllib.parse
+from typing import Any, Iterator, Sequence  # noqa: UP035 (Python 3.8)
+
+_VERSION = "2025-06-18"
+#: Time limits of an answer of a server and of a tool, in seconds. The model gets a message about a tool's timeout.
+_ANSWER_S, _TOOL_S = 600.0, 120.0
+#: Maximum number of bytes of an answer.
+_MAX_BYTES = 32 << 20
+_TIMEOUTS = (TimeoutError, socket.timeout)  # two classes before Python 3.10
+
+
+def _is_ready(descriptor: int, event: int, deadline: float) -> bool:
+    """Waits for an event at a descriptor, which may be beyond the 1023 that `select.select` takes."""
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
+
+
+class ToolFailed(Exception):
+    """A call that the server refuses, or a tool that says of itself that it has failed."""
+
+
+class _Command:
+    """Connection to a server in a child process, with one line per message."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._stdin, False)
+        self._buffer = bytearray()
+
+    def ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        self.say(message, timeout_s)
+        while True:
+            reply = _message(self._line(deadline))
+            if _answers(reply, message):
+                return reply
+            if "id" in reply and "method" in reply:  # it wants something of its client
+                self.say(_reply(reply))
+
+    def _line(self, deadline: float) -> bytes:
+        """Reads a line; a line that is too long is cut.
+
+        Raises:
+            TimeoutError: No line arrived in time.
+            ConnectionError: The server has ended.
+        """
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            if not _is_ready(self._stdout, select.POLLIN, deadline):
+                raise TimeoutError
+            data = os.read(self._stdout, 1 << 16)
+            if not data:
+                raise ConnectionError(f"the server {self._process.args!r} has ended with status {self._process.wait()}")
+            del self._buffer[_MAX_BYTES:]
+            searched = len(self._buffer)
+            self._buffer += data
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return line
+
+    def say(self, message: dict[str, Any], timeout_s: float = _ANSWER_S) -> None:
+        deadline, view = time.monotonic() + timeout_s, memoryview(json.dumps(message).encode() + b"\n")
+        while view:
+            if not _is_ready(self._stdin, select.POLLOUT, deadline):
+                raise TimeoutError
+            view = view[os.write(self._stdin, view) :]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                stream.close()  # type: ignore[union-attr]
+
+    def agreed(self, version: str) -> None:
+        """Takes the version of the protocol that the server has chosen: a stream does not say it again."""
+
+
+def _message(data: bytes) -> dict[str, Any]:
+    """Returns a message; an empty one for anything else that a server has printed."""
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
+def _answers(reply: dict[str, Any], message: dict[str, Any]) -> bool:
+    return reply.get("id") == message["id"] and "method" not in reply
+
+
+def _reply(request: dict[str, Any]) -> dict[str, Any]:
+    """Returns the response to a server's request: this client supports only `ping`."""
+    reply: dict[str, Any] = {"jsonrpc": "2.0", "id": request["id"]}
+    if request["method"] == "ping":
+        return {**reply, "result": {}}
+    return {**reply, "error": {"code": -32601, "message": "this client cannot do that"}}
+
+
+class _Web:
+    """A server behind a URL (streamable HTTP)."""
+
+    def __init__(self, url: str) -> None:
+        self._url = urllib.parse.urlsplit(url)
+        self._headers: dict[str, str] = {}
+
+    def ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        connection = self._connection(timeout_s)
+        try:
+            response = self._post(connection, message)
+            if response.status >= 300:
+                raise ConnectionError(f"{self._address()}: {response.status}: {response.read(300)!r}")
+            if response.headers.get("Mcp-Session-Id"):
+                self._headers["Mcp-Session-Id"] = response.headers["Mcp-Session-Id"]
+            if response.headers.get("Content-Type", "").startswith("text/event-stream"):
+                for reply in _events(response, deadline):
+                    if _answers(reply, message):
+                        return reply
+                raise ConnectionError(f"{self._address()} ended its answer before it had given it")
+            return _message(response.read(_MAX_BYTES))
+        finally:
+            connection.close()
+
+    def say(self, message: dict[str, Any]) -> None:
+        connection = self._connection(_ANSWER_S)
+        try:
+            self._post(connection, message).read(_MAX_BYTES)
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        if "Mcp-Session-Id" in self._headers:
+            connection = self._connection(5.0)
+            try:
+                connection.request("DELETE", self._target(), headers=self._headers)
+                connection.getresponse().read(_MAX_BYTES)
+            except (OSError, http.client.HTTPException):
+                pass
+            finally:
+                connection.close()
+
+    def agreed(self, version: str) -> None:
+        """Says from now on, with each request, which version of the protocol the server has chosen."""
+        self._headers["MCP-Protocol-Version"] = version
+
+    def _post(self, connection: http.client.HTTPConnection, message: dict[str, Any]) -> http.client.HTTPResponse:
+        head = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream", **self._headers}
+        connection.request("POST", self._target(), json.dumps(message).encode(), head)
+        return connection.getresponse()
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+        return kind(self._url.hostname or "", self._url.port, timeout=timeout_s)
+
+    def _target(self) -> str:
+        return (self._url.path or "/") + (f"?{self._url.query}" if self._url.query else "")
+
+    def _address(self) -> str:
+        return self._url._replace(query="").geturl()  # a key may be there
+
+
+def _events(response: http.client.HTTPResponse, deadline: float) -> Iterator[dict[str, Any]]:
+    """Yields the messages of a stream; the last one also where no empty line follows it."""
+    data = b""
+    while True:
+        line = response.readline(_MAX_BYTES)
+        if line.startswith(b"data:"):
+            data = (data + line[5:].strip() + b"\n")[:_MAX_BYTES]
+        elif not line.strip() and data:
+            yield _message(data)
+            data = b""
+        if not line:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    if part.get("type") != "image":
+        return {"type": "text", "text": part.get("text", f"[{part.get('type')}]")}
+    url = f"data:{part.get('mimeType', 'image/png')};base64,{part['data']}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+class ToolServer:
+    """Tool server; a context manager.
+
+    Args:
+        command: Command line of a server that runs as a child, with messages over its standard streams.
+        url: URL of a running server, in place of a command.
+        looks: Whether the model reads images; otherwise they are replaced by a text.
+    """
+
+    def __init__(self, command: Sequence[str] = (), url: str | None = None, looks: bool = False) -> None:
+        self._reads_images = looks
+        self._wire: Any = _Web(url) if url else _Command(command)
+        self._number = 0
+
+    def __enter__(self) -> ToolServer:
+        about = {"name": "rlhpc", "version": "1"}
+        session = self._ask("initialize", protocolVersion=_VERSION, capabilities={}, clientInfo=about)
+        self._wire.agreed(str(session.get("protocolVersion", _VERSION)))
+        self._wire.say({"jsonrpc": "2.0", "method": "notifications/initialized"})
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._wire.close()
+
+    def tools(self) -> list[dict[str, Any]]:
+        """Returns its tools, in OpenAI's format."""
+        tools: list[Any] = []
+        cursor = None
+        while True:
+            page = self._ask("tools/list", **({"cursor": cursor} if cursor else {}))
+            for tool in page["tools"]:
+                function = {
+                    "name": tool["name"],
+                    "description": tool.get("description") or "",
+                    "parameters": tool.get("inputSchema") or {"type": "object"},
+                }
+                tools.append({"type": "function", "function": function})
+            cursor = page.get("nextCursor")
+            if not cursor:
+                return tools
+
+    def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Calls a tool; returns a text or, with images, parts of a message.
+
+        Raises:
+            ToolFailed: The tool has reported an error.
+        """
+        result = self._ask("tools/call", name=name, arguments=arguments)
+        content = result.get("content") or []
+        parts = [part.get("text", f"[{part.get('type')}]") for part in content]
+        text = "\n".join(parts) or json.dumps(result.get("structuredContent", ""))
+        if result.get("isError"):
+            raise ToolFailed(text)
+        if self._reads_images and any(part.get("type") == "image" for part in content):
+            return [_part(part) for part in content]
+        return text
+
+    def _ask(self, method: str, **params: Any) -> dict[str, Any]:
+        self._number += 1
+        message, timeout_s = {"jsonrpc": "2.0", "id": self._number, "method": method, "params": params}, _ANSWER_S
+        if method == "tools/call":
+            timeout_s = _TOOL_S
+        try:
+            reply = self._wire.ask(message, timeout_s)
+        except _TIMEOUTS:
+            why = f"no answer within {timeout_s:g} s"
+            raise (ToolFailed if method == "tools/call" else ConnectionError)(f"{method}: {why}") from None
+        if "error" in reply:
+            raise ToolFailed(str(reply["error"].get("message")))
+        result = reply.get("result")
+        if not isinstance(result, dict):
+            raise ConnectionError(f"{method}: the server's answer has no result")
+        return result

@@ -1,0 +1,383 @@
+"""Sandboxes of agents' programs, and a persistent shell. Runs like `main.py`, which loads it: standard library, any
+Python from 3.8 on, without rlhpc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any, Iterable, Sequence  # noqa: UP035 (Python 3.8)
+
+#: Maximum number of characters of a command's output that the model reads: of its beginning, and of its end.
+_HEAD, _TAIL = 4000, 4000
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_START = ["bash", "--noprofile", "--norc"]
+#: Time limit of the check that a sandbox works, in seconds.
+_TRY_S = 20.0
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_INSIDE = os.path.join(_HERE, "loopback.py")
+#: Limits of programs in a sandbox, by the names of their keys in section `agent`.
+LIMITS = ("memory_mb", "disk_mb")
+#: Subfolders of an episode's folder: the command's working directory, and its `/tmp` and `/dev/shm`.
+_PARTS = ("work", "tmp", "shm")
+#: Environment variables with settings of programs; none with keys, passwords or addresses of services.
+_ETC = (
+    "alternatives", "bash.bashrc", "ca-certificates", "crypto-policies", "fonts", "group", "hosts", "inputrc", "ld.so.cache",
+    "ld.so.conf", "ld.so.conf.d", "localtime", "locale.conf", "magic", "mime.types", "nsswitch.conf", "passwd", "profile",
+    "protocols", "services", "shells", "ssl/certs", "ssl/openssl.cnf", "pki/ca-trust/extracted", "pki/tls/certs",
+    "pki/tls/openssl.cnf", "terminfo", "timezone",
+)  # fmt: skip
+#: Arguments of bubblewrap for paths that are visible unchanged.
+_AS_OUTSIDE = ("--ro-bind-try", "--symlink")
+_SYS = ("/sys/devices/system/cpu", "/sys/devices/system/node")
+#: Folders that do not become visible because a file in them is needed.
+_BROAD = (
+    "/", "/dev", "/etc", "/home", "/media", "/mnt", "/proc", "/root", "/run", "/sys", "/tmp", "/var", "/var/run", "/var/tmp",
+)  # fmt: skip
+
+
+def find_program(name: str) -> str:
+    """Returns a program's path by this process's PATH; the name itself where there is none of it."""
+    return shutil.which(name) or name
+
+
+def sandboxed(
+    confinement: dict[str, Any],
+    command: Sequence[str],
+    folder: str,
+    socket: str | None = None,
+    needs: Sequence[str] = (),
+) -> list[str]:
+    """Returns a command in a sandbox without a network, which begins with `loopback.py`.
+
+    Args:
+        confinement: `kind` (`bubblewrap`, `unshare` or `none`); for bubblewrap `read`, paths that are visible in addition to
+            those that programs need, and `hidden`, paths that are not visible unless `read` names them; and the limits of
+            `loopback.py`.
+        command: Command line (argv).
+        folder: Folder of the episode. The command may write in its `work`, where it starts; with bubblewrap its `tmp` and
+            `shm` are `/tmp` and `/dev/shm`.
+        socket: Socket of the model; None for a command without access to it.
+        needs: Files and folders that the command needs.
+    """
+    kind = confinement["kind"]
+    if kind not in ("bubblewrap", "unshare"):
+        return list(command)
+    way = os.path.dirname(socket) if socket else ""
+    first = {
+        "socket": socket,
+        "fixed": way if kind == "unshare" else "",
+        **{name: confinement[name] for name in LIMITS if name in confinement},
+    }
+    inner = [sys.executable, "-I", "-B", _INSIDE, json.dumps(first), *command]
+    if kind == "unshare":  # the user's files are visible
+        return [find_program("unshare"), "-rn", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc", *inner]
+    work = os.path.join(folder, "work")
+    mounts = _mounts(confinement, [_HERE, *_interpreter(), *needs], folder, way)
+    return [
+        find_program("bwrap"),
+        "--unshare-all",
+        "--die-with-parent",
+        "--new-session",
+        *mounts,
+        "--chdir",
+        work,
+        *inner,
+    ]
+
+
+def make_places(folder: str) -> str:
+    """Makes the parts of an episode's folder; returns the one where its command begins."""
+    for part in _PARTS:
+        os.makedirs(os.path.join(folder, part), mode=0o700, exist_ok=True)
+    return os.path.join(folder, "work")
+
+
+def _mounts(confinement: dict[str, Any], needs: Sequence[str], folder: str, way: str) -> list[str]:
+    """Returns bubblewrap's words for the files: of the paths above a file, the longest says whether it is there."""
+    words: dict[str, list[str]] = {}
+    trees: list[tuple[str, str]] = []  # where something is shown, and what that is
+
+    def show(path: str) -> None:
+        for spelled in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
+            words[spelled] = ["--ro-bind-try", os.path.realpath(path), spelled]
+            trees.append((spelled, os.path.realpath(path)))
+
+    for path in _system_paths():
+        if os.path.islink(path):
+            words[path] = ["--symlink", os.readlink(path), path]
+        show(os.path.realpath(path))
+    for path in needs:
+        if not _is_broad(path):
+            show(path)
+    named = [os.path.expanduser(path) for path in confinement.get("read", ())]
+    for path in named:
+        show(path)
+    explicit = {spelled for path in named for spelled in (os.path.abspath(path), os.path.realpath(path))}
+    empty: list[str] = []
+    for path in [os.path.expanduser("~"), "/run", "/var/run", *confinement.get("hidden", ())]:
+        real = os.path.realpath(path)
+        for spelled, source in list(trees):
+            if not _is_below(real, source) or not os.path.lexists(real):
+                continue
+            at = os.path.normpath(os.path.join(spelled, os.path.relpath(real, source)))
+            if at in explicit:
+                continue
+            if os.path.isdir(real):
+                empty.append(at)
+                words[at] = ["--tmpfs", at]
+            else:
+                words[at] = ["--ro-bind", os.devnull, at]
+    work = os.path.join(folder, "work")
+    words.update(
+        {
+            "/dev": ["--dev", "/dev"],
+            "/proc": ["--proc", "/proc"],
+            work: ["--bind", work, work],
+            "/tmp": ["--bind", os.path.join(folder, "tmp"), "/tmp"],
+            "/var/tmp": ["--bind", os.path.join(folder, "tmp"), "/var/tmp"],
+            "/dev/shm": ["--bind", os.path.join(folder, "shm"), "/dev/shm"],
+        }
+    )
+    if way:  # read-only: who could write there could take the place of the socket, and be asked by all later episodes
+        words[way] = ["--ro-bind", way, way]
+    ordered = sorted(words, key=lambda path: 0 if path == "/" else path.count("/"))
+    for path in ordered[:]:
+        if words[path][0] in _AS_OUTSIDE and words.get(_nearest(path, words), [""])[0] in _AS_OUTSIDE:
+            ordered.remove(path)  # it is there with the folder above it
+    fixed = [at for at in empty if words[at][0] == "--tmpfs"]
+    return [
+        *(word for path in ordered for word in words[path]),
+        *(word for path in ["/", "/dev", *fixed] for word in ("--remount-ro", path)),
+    ]
+
+
+def _system_paths() -> list[str]:
+    """Returns what programs of a Linux need: theirs, their libraries, and a few settings."""
+    top = [f"/{name}" for name in os.listdir("/") if name in ("usr", "opt", "bin", "sbin") or name.startswith("lib")]
+    return [path for path in [*top, *(f"/etc/{name}" for name in _ETC), *_SYS] if os.path.lexists(path)]
+
+
+def _interpreter() -> list[str]:
+    """Returns the folders that this interpreter has its files and libraries in."""
+    paths, path = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix], sys.executable
+    while os.path.islink(path):
+        paths.append(os.path.dirname(path))
+        path = os.path.join(os.path.dirname(path), os.readlink(path))
+    paths.append(os.path.dirname(path))
+    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
+        mapped = {line.rstrip("\n").split(None, 5)[-1] for line in file if ".so" in line}
+        paths += [os.path.dirname(name) for name in sorted(mapped) if os.path.isfile(name)]
+    return list(dict.fromkeys(paths))
+
+
+def needed_by(command: Sequence[str]) -> list[str]:
+    """Returns what a command's words name: files by an absolute path, with their folders, and the program's folder; of a
+    virtual environment, all of it."""
+    program = shutil.which(command[0])
+    named = [word for word in command if os.path.isabs(word)] + ([program] if program else [])
+    paths = [*named, *(os.path.dirname(word) for word in named)]
+    if program:
+        paths += [os.path.realpath(program), os.path.dirname(os.path.realpath(program))]
+        above = os.path.dirname(os.path.dirname(program))
+        if any(os.path.exists(os.path.join(above, name)) for name in ("pyvenv.cfg", "conda-meta")):
+            paths.append(above)
+    return paths
+
+
+def _nearest(path: str, places: dict[str, Any]) -> str:
+    """Returns the place that is closest above a path; "" if there is none."""
+    while path != "/":
+        path = os.path.dirname(path)
+        if path in places:
+            return path
+    return ""
+
+
+def _is_below(path: str, above: str) -> bool:
+    return path == above or path.startswith(above.rstrip("/") + "/")
+
+
+def _is_broad(path: str) -> bool:
+    """Returns whether a folder is too general to be made visible because of one program in it."""
+    real, home = os.path.realpath(path), os.path.realpath(os.path.expanduser("~"))
+    return os.path.isdir(real) and (
+        _is_below(home, real) or real in _BROAD or real == os.path.realpath(tempfile.gettempdir())
+    )
+
+
+def make_temporary_folder(name: str, parent: str | None = None) -> str:
+    """Makes a folder for files of an episode; in the folder of the rank's session it goes with that, however processes end.
+
+    As `runtime.scratch.make_temporary_folder`, for interpreters without rlhpc.
+    """
+    return tempfile.mkdtemp(prefix=f"rlhpc-{name}-", dir=parent)
+
+
+def broken(confinement: dict[str, Any], parent: str | None = None) -> str:
+    """Returns why a sandbox does not work here, by a try in a folder of `parent`; "" if it does."""
+    if confinement["kind"] == "none":
+        return ""
+    folder = make_temporary_folder("try", parent)
+    try:
+        work = make_places(folder)
+        done = subprocess.run(
+            sandboxed(confinement, ["true"], folder),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_TRY_S,
+            cwd=work,
+            check=False,
+        )
+        return (
+            "" if done.returncode == 0 else done.stdout.decode(errors="replace").strip() or f"status {done.returncode}"
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    finally:
+        remove_folder(folder)
+
+
+def remove_folder(folder: str) -> None:
+    """Removes a folder, however deep and with whatever permissions a program has left it."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):
+        for words in (["chmod", "-R", "u+rwX", folder], ["rm", "-rf", "--one-file-system", folder]):
+            with contextlib.suppress(OSError):
+                subprocess.run(words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+
+
+def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[int]:
+    """Waits until one of the descriptors can be read or has ended; returns those of which that is true.
+
+    A copy of `runtime.descriptors.readable`, for interpreters without rlhpc.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
+
+
+class Shell:
+    """Persistent bash: folder and variables remain from command to command. A context manager.
+
+    It is also a tool server with one tool (`mcp_client.ToolServer`).
+
+    Args:
+        confinement: See `sandboxed`; a text is its kind. The variables of this process, which include the model's key, are
+            not passed on.
+        timeout_s: Time limit of a command.
+
+    Attributes:
+        folder: Working directory, in which it may write; removed at its end.
+    """
+
+    def __init__(self, confinement: str | dict[str, Any] = "bubblewrap", timeout_s: float = 60.0) -> None:
+        self._confinement = {"kind": confinement} if isinstance(confinement, str) else confinement
+        self._timeout_s = timeout_s
+        self._top = make_temporary_folder("shell")
+        self.folder = make_places(self._top)
+        self._process: Any = None
+
+    def __enter__(self) -> Shell:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._end()
+        remove_folder(self._top)
+
+    def run(self, command: str) -> str:
+        """Runs a command; returns the output of both streams, with the status if it is not 0. A command that takes too
+        long is ended together with the shell; the next command gets a new shell, in the unchanged folder.
+        """
+        if self._process is None:
+            self._start()
+        mark = f"done-{secrets.token_hex(8)}"
+        # The command is read completely before it runs: a heredoc, an open quote or an `exit` affect only this command.
+        script = f'eval "$(cat <<\'{mark}\'\n{command}\n{mark}\n)" 2>&1 </dev/null; echo "{mark} $?"\n'
+        try:
+            self._process.stdin.write(script.encode())
+            self._process.stdin.flush()
+        except OSError:
+            pass  # the shell has ended: the available output is read
+        output, reason = self._read(mark.encode())
+        text, _, status = output.partition(mark.encode())
+        rendered = _cut(text.decode(errors="replace")).rstrip("\n")
+        if reason:
+            self._end()
+            return f"{rendered}\n[{reason}: the shell was started anew]".strip()
+        number = status.split()[0].decode() if status.split() else "0"
+        return rendered if number == "0" else f"{rendered}\n[status {number}]".strip()
+
+    def tools(self) -> list[dict[str, Any]]:
+        """Returns its tool, in OpenAI's format."""
+        parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+        about = "Runs a command in a bash that stays: the folder and variables are those that the last one left."
+        return [{"type": "function", "function": {"name": "shell", "description": about, "parameters": parameters}}]
+
+    def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Implements `ToolServer.call`; see `run`."""
+        del name
+        if not isinstance(arguments.get("command"), str):
+            raise ValueError("command must be a text")
+        return self.run(arguments["command"])
+
+    def _start(self) -> None:
+        temporary = os.path.join(self._top, "tmp") if self._confinement["kind"] != "bubblewrap" else "/tmp"
+        environment = {"PATH": _PATH, "HOME": self.folder, "LANG": "C.UTF-8", "TERM": "dumb", "TMPDIR": temporary}
+        self._process = subprocess.Popen(
+            sandboxed(self._confinement, _START, self._top),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=self.folder,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def _read(self, mark: bytes) -> tuple[bytes, str]:
+        """Reads output up to the mark's line; returns it and, if the mark is missing, the reason."""
+        output, deadline, stream = bytearray(), time.monotonic() + self._timeout_s, self._process.stdout.fileno()
+        while True:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return bytes(output), f"it took longer than {self._timeout_s:g} s"
+            if not readable([stream], remaining_s):
+                continue
+            data = os.read(stream, 1 << 16)
+            if not data:
+                return bytes(output), "it ended the shell"
+            output += data
+            at = output.find(mark, max(0, len(output) - len(data) - len(mark) - 16))
+            if at >= 0 and b"\n" in output[at:]:
+                return bytes(output), ""
+            if len(output) > 4 * (_HEAD + _TAIL):  # too much output: its middle is dropped
+                del output[_HEAD * 2 : -_TAIL * 2]
+
+    def _end(self) -> None:
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                stream.close()
+        self._process = None
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _HEAD + _TAIL:
+        return text
+    return f"{text[:_HEAD]}\n[… {len(text) - _HEAD - _TAIL} characters …]\n{text[-_TAIL:]}"

@@ -1,0 +1,246 @@
+"""Task and model of an episode, as an agent gets them. Runs like `main.py`, which loads it: standard library, any
+Python from 3.8 on, without rlhpc.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import http.client
+import importlib.util
+import inspect
+import json
+import urllib.parse
+from pathlib import Path
+from typing import Any, Awaitable, Callable, Sequence  # noqa: UP035 (Python 3.8)
+
+
+def _load(*path: str) -> Any:
+    """Loads a file of rlhpc as a module, without an installed package."""
+    file = Path(__file__).resolve().parent.joinpath(*path)
+    spec = importlib.util.spec_from_file_location(f"rlhpc_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_proxies: Any = _load("..", "..", "..", "runtime", "proxies.py")
+
+
+class ModelError(Exception):
+    """Refusal of a request to the model.
+
+    Attributes:
+        status: HTTP status.
+        code: `context_length_exceeded` if the episode or the context is full.
+    """
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status, self.code = status, code
+
+
+class Model:
+    """Client of the trained model, for agents without a client; others use `base_url` and `api_key`.
+
+    Attributes:
+        base_url: URL of OpenAI's routes, with `/v1`.
+        api_key: Key of the episode.
+        name: Name of the model.
+        process_key, session_id: For a client with one key for many episodes: that key, and this episode's `X-Session-ID`.
+        looks: Whether messages may contain images.
+        ids: Ids of the completions of `chat`, in order, for delayed rewards.
+    """
+
+    def __init__(
+        self, base_url: str, api_key: str, name: str, process_key: str = "", session_id: str = "", looks: bool = False
+    ) -> None:
+        self.looks = looks
+        self.base_url, self.api_key, self.name = base_url, api_key, name
+        self.process_key, self.session_id = process_key, session_id
+        self.ids: list[str] = []
+
+    def chat(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """Returns the model's next message.
+
+        Args:
+            messages: Conversation so far.
+            tools: Tools that it may call, in OpenAI's format.
+            options: Additional keys of the request, such as `max_tokens`.
+
+        Raises:
+            ModelError: The request is refused.
+        """
+        body: dict[str, Any] = {"model": self.name, "messages": list(messages), **options}
+        if tools:
+            body["tools"] = tools
+        reply = self.post("/chat/completions", body)
+        self.ids.append(reply["id"])
+        message: dict[str, Any] = reply["choices"][0]["message"]
+        return message
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Sends a request to a route of the gateway below `/v1`; returns the JSON of the response.
+
+        Raises:
+            ModelError: The request is refused.
+        """
+        url = urllib.parse.urlsplit(self.base_url)
+        connection = http.client.HTTPConnection(url.hostname or "", url.port)  # never through a proxy
+        try:
+            headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+            connection.request("POST", url.path + path, json.dumps(body).encode(), headers)
+            response = connection.getresponse()
+            content = response.read()
+        finally:
+            connection.close()
+        try:
+            answer: dict[str, Any] = json.loads(content)
+        except ValueError:
+            raise ModelError(response.status, content[:200].decode(errors="replace")) from None
+        if response.status != 200:
+            error = answer.get("error") or {}
+            raise ModelError(response.status, str(error.get("message")), error.get("code"))
+        return answer
+
+
+class Task:
+    """Task of an episode.
+
+    Attributes:
+        id: Id of the prompt.
+        messages: Initial conversation.
+        question: Last user message of the initial conversation.
+        answer: Reference answer, as text.
+        meta: Further columns of the dataset.
+        seed: Seed of this episode, for random choices of the agent.
+        kwargs: `agent.kwargs`.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        self.id, self.seed = values.get("id", 0), values.get("seed", 0)
+        self.messages, self.question = values.get("messages", []), values.get("question", "")
+        self.answer, self.meta, self.kwargs = values.get("answer", ""), values.get("meta", {}), values.get("kwargs", {})
+
+
+def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any]:
+    """Runs an agent on a ticket; returns its result as an outcome.
+
+    Raises:
+        TypeError: The result has another type.
+    """
+    session = (ticket["process_key"], ticket["session_id"], ticket["looks"])
+    model = Model(ticket["base_url"], ticket["api_key"], ticket["model"], *session)
+    value = run(Task(**ticket["task"]), model)
+    if inspect.isawaitable(value):
+        value = asyncio.run(_awaited(value))
+    if value is None:
+        return {}
+    if isinstance(value, (bool, int, float)):
+        return {"reward": float(value)}
+    if not isinstance(value, dict):
+        raise TypeError(f"the agent returned a {type(value).__name__}; allowed: a number, a dict, None")
+    outcome: dict[str, Any] = {}
+    for name, item in value.items():
+        if name == "response":
+            outcome[name] = str(item)
+        elif name == "turn_rewards":
+            outcome[name] = [float(reward) for reward in item]
+        elif name == "later":
+            outcome[name] = (
+                [str(completion_id) for completion_id in item] if isinstance(item, (list, tuple)) else bool(item)
+            )
+        elif name == "rewards":
+            outcome[name] = {str(role): float(reward) for role, reward in item.items()}
+        elif item is not None:
+            outcome.setdefault("metrics", {})[name] = float(item)
+    if "reward" in outcome.get("metrics", {}):
+        outcome["reward"] = outcome["metrics"].pop("reward")
+    if outcome.get("later") and not {"reward", "rewards", "turn_rewards"}.isdisjoint(outcome):
+        raise TypeError(
+            "the agent returned a reward and `later`, by which the reward comes from elsewhere: leave one out"
+        )
+    if "reward" not in outcome and "rewards" not in outcome and "turn_rewards" in outcome:
+        outcome["reward"] = sum(outcome["turn_rewards"])
+    return outcome
+
+
+def checked_outcome(outcome: Any) -> dict[str, Any]:
+    """Checks the form of an outcome, which another process has written, and returns it.
+
+    Raises:
+        ValueError: The outcome has another form.
+    """
+    if not isinstance(outcome, dict):
+        raise ValueError(f"its outcome is a {type(outcome).__name__}, no object")
+    for name, value in outcome.items():
+        if name not in _FORMS:
+            raise ValueError(f"its outcome has {name[:80]!r}; allowed: {', '.join(_FORMS)}")
+        if not _FORMS[name](value):
+            raise ValueError(f"{name} of its outcome is {repr(value)[:80]}")
+    return outcome
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1000
+    )
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_number(number) for number in value.values())
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_list_of(is_one: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, list) and all(is_one(item) for item in value)
+
+
+#: Keys of an outcome, with the conversion of their values.
+_FORMS: dict[str, Callable[[Any], bool]] = {
+    "reward": _is_number, "rewards": _is_table, "turn_rewards": functools.partial(_is_list_of, _is_number),
+    "metrics": _is_table, "response": _is_text, "error": _is_text, "timeout": _is_flag, "cut": _is_flag,
+    "left": _is_number, "later": lambda value: _is_flag(value) or _is_list_of(_is_text, value),
+}  # fmt: skip
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def environment_of(ticket: dict[str, Any]) -> dict[str, str]:
+    """Returns the environment variables that clients of OpenAI and Anthropic read."""
+    url = urllib.parse.urlsplit(ticket["base_url"])
+    return {
+        **_proxies.without_proxy([url.hostname or ""]),
+        "OPENAI_BASE_URL": ticket["base_url"],
+        "OPENAI_API_KEY": ticket["api_key"],
+        "OPENAI_API_BASE": ticket["base_url"],
+        "ANTHROPIC_BASE_URL": f"{url.scheme}://{url.netloc}",
+        "ANTHROPIC_API_KEY": ticket["api_key"],
+        "RLHPC_SOCKET": ticket["socket"],
+        "RLHPC_PROCESS_KEY": ticket["process_key"],
+        "RLHPC_SESSION_ID": ticket["session_id"],
+    }
+
+
+def unkeyed(text: str, ticket: dict[str, Any]) -> str:
+    """Replaces the keys of the episode in a text."""
+    for name in ("api_key", "process_key", "session_id"):
+        text = text.replace(ticket[name], "KEY")
+    return text
+
+
+def public(task: dict[str, Any]) -> dict[str, Any]:
+    """Returns a command's task without the reference answer."""
+    return {name: value for name, value in task.items() if name not in ("answer", "meta")}

@@ -1,0 +1,419 @@
+"""Turn tree: an episode's calls of the model. A turn continues another one if its prompt begins with exactly that
+turn's tokens.
+
+Each leaf is a sample: a token sequence that the model reads in one pass. A turn that several leaves share is trained in
+one of them. So each sampled token is in exactly one loss mask, or is dropped for a reason that is counted.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.data.images import PromptImages
+
+if TYPE_CHECKING:
+    import numpy as np
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rlhpc.language.agents.chat_content import behind_reply, content_of
+from rlhpc.language.data.images import Looker, digest_of, joined
+from rlhpc.language.hugging_face import REPLY, render_chat
+from rlhpc.language.policy_text import parse_arguments, valid_text
+from rlhpc.runtime.errors import ConfigError
+
+
+@dataclass
+class AgentTurn:
+    """Call of the model.
+
+    Attributes:
+        parent: Turn whose tokens its prompt begins with; None for the first turn of a branch.
+        context: Tokens of the prompt after the parent's tokens; for a first turn, all tokens of the prompt.
+        token_ids, logprobs, versions: Sampled tokens.
+        experts: `Completion.experts`.
+        finish_reason: `stop` or `length`.
+        keys: Digests of the messages of the request and of the reply; empty for requests with tokens.
+        received: Whether the reply has reached the client.
+        role: Index of the role, if several roles use the model.
+        reward: Reward of this turn, if the agent sets one.
+        names: Ids of the completion that clients have received.
+        feedback: Delayed reward of the turn (`Feedback`); None before it arrives.
+        images: Images of its prompt, including those of the turns before.
+    """
+
+    parent: int | None
+    context: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str
+    keys: tuple[str, ...] = ()
+    received: bool = False
+    role: int = 0
+    reward: float = 0.0
+    experts: np.ndarray | None = None
+    names: list[str] = field(default_factory=list)
+    feedback: float | None = None
+    images: PromptImages | None = None
+
+
+@dataclass
+class Tree:
+    """Turns of an episode, in the order in which they ended.
+
+    Attributes:
+        turns: All turns.
+    """
+
+    turns: list[AgentTurn] = field(default_factory=list)
+
+    def ids(self, turn: int) -> list[int]:
+        """Returns all tokens that a turn read and sampled."""
+        return [token for at in self.path(turn) for part in self._parts(at) for token in part]
+
+    def path(self, turn: int) -> list[int]:
+        """Returns the turns from the first one to this one."""
+        indices = [turn]
+        while (parent := self.turns[indices[-1]].parent) is not None:
+            indices.append(parent)
+        return indices[::-1]
+
+    def continued_by(self, ids: Sequence[int], role: int = 0, images: PromptImages | None = None) -> int | None:
+        """Returns the longest turn of a role whose tokens these begin with and whose images are the same up to there;
+        of equally long ones the last. None if no turn matches.
+        """
+        ids, ends, best = list(ids), dict[int, int](), None
+        for at, turn in enumerate(self.turns):  # a parent comes before its children
+            begin = 0 if turn.parent is None else ends.get(turn.parent)
+            if begin is None or turn.role != role:
+                continue
+            for part in self._parts(at):
+                if ids[begin : begin + len(part)] != part:
+                    break
+                begin += len(part)
+            else:
+                ends[at] = begin
+                same_images = _places(turn.images) == tuple(place for place in _places(images) if place[0] < begin)
+                if same_images and begin < len(ids) and (best is None or begin >= ends[best]):
+                    best = at
+        return best
+
+    def _parts(self, at: int) -> tuple[list[int], list[int]]:
+        return self.turns[at].context, self.turns[at].token_ids
+
+    def samples(self, number: int) -> list[Episode]:
+        """Returns a sample for each leaf, in an order that does not depend on which call ended first. Turns that no
+        client received are not trained, and leaves of such turns alone are no samples.
+
+        Args:
+            number: Number of the episode.
+        """
+        received = set[int]()
+        for at, turn in enumerate(self.turns):
+            if turn.received:
+                received.update(self.path(at))
+        leaves = received - {self.turns[at].parent for at in received}
+        paths = sorted(
+            (self.turns[leaf].role, self.ids(leaf), _places(self.turns[leaf].images), self.path(leaf))
+            for leaf in leaves
+        )
+        trained, samples, spoken = set[int](), list[Episode](), collections.Counter[int]()
+        numbers = [spoken.update([turn.role]) or spoken[turn.role] - 1 for turn in self.turns]
+        for *_, path in paths:
+            samples.append(self._sample(number, path, trained, numbers))
+            trained.update(path)
+        return samples
+
+    def _sample(self, number: int, path: Sequence[int], trained: set[int], numbers: Sequence[int]) -> Episode:
+        first = self.turns[path[0]]
+        sample = Episode(
+            number,
+            tuple(first.context),
+            turns=len(path),
+            finish_reason=self.turns[path[-1]].finish_reason,
+            role=first.role,
+            experts=self.turns[path[-1]].experts,
+            seen=self.turns[path[-1]].images,
+        )
+        for depth, at in enumerate(path):
+            turn, between = self.turns[at], 0
+            if depth:
+                between = len(turn.context)
+                sample.token_ids += turn.context
+                sample.logprobs += [0.0] * between
+                sample.versions += [sample.versions[-1]] * between
+                sample.loss_mask += [False] * between
+                sample.rewards += [0.0] * between
+            drawn = len(turn.token_ids)
+            sample.token_ids += turn.token_ids
+            sample.logprobs += turn.logprobs
+            sample.versions += turn.versions
+            is_trained = turn.received and at not in trained
+            sample.loss_mask += [is_trained] * drawn
+            sample.rewards += [0.0] * drawn
+            if is_trained and drawn:
+                sample.rewards[-1] = turn.reward
+            sample.turn_ids += [numbers[at]] * (between + drawn)
+        return sample
+
+    def counts(self) -> collections.Counter[str]:
+        """Counts turns, branches, sampled tokens, and tokens that no client received."""
+        counts = collections.Counter[str]()
+        for turn in self.turns:
+            counts["turns"] += 1
+            counts["branches"] += turn.parent is None
+            counts["drawn"] += len(turn.token_ids)
+            counts["not_received"] += 0 if turn.received else len(turn.token_ids)
+        return counts
+
+
+def _places(images: PromptImages | None) -> tuple[tuple[int, bytes], ...]:
+    return () if images is None else images.places
+
+
+#: Replaces the token of an image part in text that merely contains its spelling.
+_SPOKEN = "SPOKENOF9B1C"
+#: Error code of requests beyond the context or the episode's limits.
+OVER = "context_length_exceeded"
+#: Assumed number of characters per token, for the limit of a conversation before it is encoded.
+_TOKEN_CHARACTERS = 16
+Message = dict[str, Any]
+
+
+class RequestError(Exception):
+    """Refusal of a request.
+
+    Args:
+        why: Message for the client.
+        status: HTTP status.
+        code: Error code of OpenAI's format; `context_length_exceeded` ends the episode in most harnesses.
+    """
+
+    def __init__(self, why: str, status: int = 400, code: str | None = None) -> None:
+        super().__init__(why)
+        self.status, self.code = status, code
+
+
+def canonical(message: Mapping[str, Any]) -> Message:
+    """Converts a message to the form of templates, whatever form its client uses; its images, if any, become `images`.
+
+    Raises:
+        RequestError: It is not a message.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError("messages must be a list of objects with role and content")
+    role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
+    try:
+        content, images = content_of(message.get("content"))
+    except ConfigError as error:
+        raise RequestError(str(error)) from None
+    converted: Message = {"role": role, "content": content, **({"images": images} if images else {})}
+    reasoning = _text_in(message, "reasoning_content") or _text_in(message, "reasoning")
+    if reasoning:
+        converted["reasoning_content"] = reasoning
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise RequestError("a message's tool_calls must be a list")
+    if calls:
+        converted["tool_calls"] = [_call(call) for call in calls]
+    if message.get("function_call"):
+        raise RequestError("a message has a function_call; functions are tools here: send tool_calls")
+    for name in ("tool_call_id", "name"):
+        if value := _text_in(message, name):
+            converted[name] = value
+    return converted
+
+
+def _text_in(message: Mapping[str, Any], name: str) -> str:
+    value = message.get(name)
+    if value is not None and not isinstance(value, str):
+        raise RequestError(f"a message's {name} must be a text")
+    return value or ""
+
+
+def _call(call: Any) -> Message:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not isinstance(arguments, (str, dict, type(None))):
+        raise RequestError(
+            "a message's tool_calls must each have a function with a name, and with arguments as a text or an object"
+        )
+    ident = call.get("id")
+    if ident is not None and not isinstance(ident, str):
+        raise RequestError("the id of a message's tool call must be a text")
+    return {"id": ident, "type": "function", "function": {"name": name, "arguments": parse_arguments(arguments)}}
+
+
+def key_of(message: Message) -> str:
+    """Returns a digest that identifies a message: of its content, without ids of tool calls and surrounding white
+    space.
+    """
+    content: Message = {**message, "content": _stripped(message["content"])}
+    if "images" in content:
+        content["images"] = [digest_of(image) for image in content["images"]]
+    content.pop("tool_call_id", None)
+    content.pop("name", None)
+    if "reasoning_content" in content:
+        content["reasoning_content"] = content["reasoning_content"].strip()
+    if "tool_calls" in content:
+        content["tool_calls"] = [call["function"] for call in content["tool_calls"]]
+    return _digest(content)
+
+
+def _stripped(content: Any) -> Any:
+    if isinstance(content, str):
+        return content.strip()
+    return [part["text"].strip() if "text" in part else part for part in content]
+
+
+def keys_of(messages: Sequence[Message], tools: Any) -> tuple[str, ...]:
+    """Returns digests of the tools, then of each message."""
+    return (_digest(tools or []), *map(key_of, messages))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
+
+
+class Renderer:
+    """Renderer of conversations: converts them to tokens with a tokenizer's chat template.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        looker: Image processor; None if the model reads only text.
+        context: Maximum number of tokens that the model reads.
+    """
+
+    def __init__(self, tokenizer: Any, looker: Looker | None = None, context: int = sys.maxsize) -> None:
+        self.tokenizer, self.looker, self.context = tokenizer, looker, context
+
+    @functools.cached_property
+    def _most_characters(self) -> int:
+        """Number of characters that the longest tokens can hold in the whole context."""
+        return self.context * max(_TOKEN_CHARACTERS, *map(len, self.tokenizer.get_vocab()))
+
+    def check_count(self, messages: Sequence[Any]) -> None:
+        """Checks the number of messages.
+
+        Raises:
+            RequestError: It exceeds the number of tokens of the context.
+        """
+        if len(messages) > self.context:
+            raise RequestError(
+                f"{len(messages)} messages leave no room in the context of {self.context} tokens", code=OVER
+            )
+
+    def check_length(self, messages: Sequence[Message], tools: Any) -> None:
+        """Checks the length of messages and tools.
+
+        Raises:
+            RequestError: They have more characters than the context can hold, whatever their tokens are.
+        """
+        if self.context == sys.maxsize:
+            return
+        count = _characters([{**message, "images": None} for message in messages]) + _characters(tools)
+        if count > self._most_characters:
+            raise RequestError(
+                f"messages and tools of {count} characters leave no room in the context of {self.context} tokens",
+                code=OVER,
+            )
+
+    def prompt(
+        self, tree: Tree, messages: Sequence[Message], keys: tuple[str, ...], tools: Any, role: int = 0
+    ) -> tuple[list[int], int | None, PromptImages | None]:
+        """Returns the tokens of a conversation, the turn of the tree that it continues, if any, and its images, if any.
+
+        Args:
+            tree: Earlier turns of the episode.
+            messages: Conversation in canonical form.
+            keys: Its `keys_of`.
+            tools: Tools as the client sent them.
+            role: Index of the role; only turns of the same role are continued.
+
+        Raises:
+            RequestError: The template refuses the conversation, or the model does not read images.
+        """
+        if self.looker is None and any("images" in message for message in messages):
+            raise RequestError("a message shows a picture; this model reads text alone")
+        continued, length = None, 0
+        for at, turn in enumerate(tree.turns):
+            if turn.role != role:
+                continue
+            if length <= len(turn.keys) < len(keys) and turn.keys and keys[: len(turn.keys)] == turn.keys:
+                continued, length = at, len(turn.keys)
+        if continued is not None:
+            reply = tree.turns[continued]
+            behind = self._behind(messages, length - 2, tools, reply.token_ids)
+            if behind is not None:
+                before = tree.ids(continued)
+                ids, images = self._encode(behind, messages[length - 1 :], len(before))
+                return before + ids, continued, joined(reply.images, images)
+        ids, images = self._encode(self._text(messages, tools), messages)
+        return ids, tree.continued_by(ids, role, images), images
+
+    def _behind(self, messages: Sequence[Message], reply: int, tools: Any, drawn: list[int]) -> str | None:
+        """Returns the template's text after a reply; None if the template does not contain the reply unchanged."""
+        with_marker = [*messages]
+        with_marker[reply] = {"role": "assistant", "content": REPLY}
+        try:
+            text = self._text(with_marker, tools)
+        except RequestError:  # the template requires the calls that tools answered
+            return None
+        return behind_reply(self.tokenizer, text, drawn) if text.count(REPLY) == 1 else None
+
+    def _encode(self, text: str, messages: Sequence[Message], behind: int = 0) -> tuple[list[int], PromptImages | None]:
+        """Encodes a template's text of messages that follow so many tokens, with the tokens of the images; returns
+        tokens and images.
+        """
+        ids, spoken, text = list[int](), set[int](), valid_text(text)
+        if self.looker is None:
+            return self.tokenizer.encode(text, add_special_tokens=False), None
+        for number, part in enumerate(text.split(_SPOKEN)):
+            if number:
+                spoken.add(len(ids))
+                ids.append(self.looker.token)
+            ids += self.tokenizer.encode(part, add_special_tokens=False)
+        images = [image for message in messages for image in message.get("images", ())]
+        if not images:
+            return ids, None
+        try:
+            return self.looker.look(images, ids, behind, spoken)
+        except ConfigError as error:
+            raise RequestError(str(error)) from None
+
+    def _text(self, messages: Sequence[Message], tools: Any) -> str:
+        text_messages = [{name: value for name, value in message.items() if name != "images"} for message in messages]
+        if self.looker is not None:
+            text_messages = _without(text_messages, self.tokenizer.convert_ids_to_tokens(self.looker.token))
+        try:
+            return render_chat(self.tokenizer, text_messages, tools or (), add_generation_prompt=True)
+        except ConfigError as error:
+            raise RequestError(str(error)) from None
+
+
+def _characters(value: Any) -> int:
+    """Returns the number of characters in all texts of a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_characters(name) + _characters(item) for name, item in value.items())
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+def _without(content: Any, sign: str) -> Any:
+    """Replaces the token of an image part in messages' texts by `_SPOKEN`."""
+    if isinstance(content, str):
+        return content.replace(sign, _SPOKEN)
+    if isinstance(content, Mapping):
+        return {name: _without(value, sign) for name, value in content.items()}
+    return [_without(value, sign) for value in content] if isinstance(content, list) else content

@@ -1,0 +1,1 @@
+"""Algorithms of language models: the columns that they need, advantages and loss."""

@@ -1,0 +1,175 @@
+"""Algorithm interface of language models: required columns, advantages and loss.
+
+The rollout ranks send samples with their rollout columns. The trainer computes the columns that the algorithm declares, then
+calls it for advantages, and for the loss of each micro-batch. So an algorithm with a new value for each token (a teacher's
+log-probs, the reward of a step, a critic's value) declares a column for it, and is one file.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms.losses import token_weights
+from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.rewards.pool import Scored
+from rlhpc.language.scoring.registry import Column, LogitReader
+
+if TYPE_CHECKING:
+    pass
+
+#: Sums a tensor over the actor ranks.
+Reduce = Callable[[Tensor], Tensor]
+
+
+#: Columns that the rollout ranks always send: the log-probs with which tokens were sampled, and the version of the weights
+#: that sampled them (-1 for tokens that no model sampled).
+ROLLOUT_LOGPROBS, VERSIONS = "rollout_logprobs", "versions"
+#: Column of the result of `advantages`; and the column that it adds for a critic: the targets of its values.
+ADVANTAGES, RETURNS = "advantages", "returns"
+#: Column of `TokenBatch.sequence_tokens` of the full minibatch: a micro-batch may have only some samples of a sequence.
+SEQUENCE_TOKENS = "sequence_tokens"
+#: Column of a critic's value of each token's state.
+VALUES = "values"
+#: Sources of columns that are no separate worker groups.
+ROLLOUT, ACTOR, VALUE_HEAD, REFERENCE = "rollout", "actor", "value_head", "reference"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Counts of the minibatch over all ranks, by which the losses and metrics of its micro-batches are divided.
+
+    Attributes:
+        tokens: Number of trained tokens.
+        sequences: Number of sequences with a trained token. A sequence is the text of one role in an episode, mostly one
+            sample.
+        length: Maximum number of tokens of a sequence (`length_limit`), by which `seq-mean-token-sum-norm` divides.
+    """
+
+    tokens: float
+    sequences: float
+    length: float = 1.0
+
+    @classmethod
+    def of(cls, batch: TokenBatch, length: float = 1.0, all_reduce: Reduce | None = None) -> Whole:
+        """Counts a minibatch, and adds the column `sequence_tokens` to it. Called before samples change ranks and are split
+        into micro-batches, while a rank has all samples of its sequences.
+
+        Args:
+            batch: This rank's samples.
+            length: See `Whole.length`.
+            all_reduce: Sums over the ranks; None for a single rank.
+        """
+        batch.columns[SEQUENCE_TOKENS] = batch.sequence_tokens()
+        trained = torch.repeat_interleave(batch.sequence(), batch.lengths)[batch.mask]
+        counts = torch.tensor([float(len(trained)), float(len(trained.unique()))])
+        tokens, sequences = (all_reduce(counts) if all_reduce else counts).tolist()
+        return cls(tokens, sequences, length)
+
+    def weights(self, batch: TokenBatch, loss_agg: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns token weights `[T]`: a micro-batch's share of an aggregated loss is Σ weight · loss (`token_weights`).
+
+        Args:
+            batch: The micro-batch.
+            loss_agg: `algorithm.loss_agg`.
+            dtype: Dtype of the result.
+        """
+        column = batch.columns.get(SEQUENCE_TOKENS)
+        of_sequence = batch.sequence_tokens() if column is None else column
+        return token_weights(
+            batch.mask, loss_agg, tokens=self.tokens, seqs=self.sequences, seq_tokens=of_sequence, length=self.length,
+            dtype=dtype,
+        )  # fmt: skip
+
+    def loss(self, values: Tensor, batch: TokenBatch, loss_agg: str) -> Tensor:
+        """Returns a micro-batch's share of an aggregated loss.
+
+        Args:
+            values: `[T]`, the loss of each token.
+            batch, loss_agg: See `weights`.
+        """
+        return (values.masked_fill(~batch.mask, 0) * self.weights(batch, loss_agg, values.dtype)).sum()
+
+    def mean(self, values: Tensor, batch: TokenBatch) -> Tensor:
+        """Returns a micro-batch's share of a mean over all trained tokens, detached, as a metric."""
+        return self.loss(values.detach(), batch, "token-mean")
+
+    def of_means(self, means: Mapping[str, Any], batch: TokenBatch) -> dict[str, Tensor]:
+        """Converts means over a micro-batch's trained tokens to its shares of the means over all trained tokens."""
+        count = batch.mask.sum()
+        return {name: torch.as_tensor(mean) * count / max(self.tokens, 1.0) for name, mean in means.items()}
+
+
+def length_limit(cfg: GrpoConfig) -> int:
+    """Returns the maximum number of tokens that the model may write in an episode: the constant of `algorithm.loss_agg:
+    seq-mean-token-sum-norm`."""
+    return cfg.rollout.max_new_tokens if cfg.agent.kind == "inline" else cfg.agent.max_tokens
+
+
+class LanguageAlgorithm(abc.ABC):
+    """Algorithm of a run by RL. `algorithm.name` chooses it; `algorithm.kwargs` are further arguments of its constructor.
+
+    Args:
+        cfg: The configuration.
+
+    Attributes:
+        columns: Required columns of each token besides `rollout_logprobs` and `versions`.
+        entropy: Whether the loss uses the entropy of each token's distribution.
+        reader: Reader of further values of the logits for the loss, or None.
+        at_first: Names of loss metrics that describe the samples, not the training: the value of a step's first minibatch
+            counts.
+    """
+
+    columns: Sequence[Column] = ()
+    entropy: bool = False
+    reader: type[LogitReader] | None = None
+    at_first: frozenset[str] = frozenset()
+
+    def __init__(self, cfg: GrpoConfig) -> None:
+        self.cfg = cfg
+
+    def rollout_columns(self, episode: Episode, scored: Scored) -> Mapping[str, Sequence[float]]:
+        """Returns the columns with `by="rollout"` of one episode; called on a rollout rank.
+
+        Args:
+            episode: The episode.
+            scored: Its score.
+
+        Returns:
+            One value for each of `episode.token_ids`, by name. The prompt's tokens get 0.
+        """
+        return {}
+
+    @abc.abstractmethod
+    def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
+        """Returns the advantage of each token.
+
+        Args:
+            batch: All samples of this rank in the step, in complete groups, with all columns.
+            all_reduce: Sums over the ranks; None for a single rank.
+
+        Returns:
+            `[T]`, float32, finite where `batch.mask` is True.
+        """
+
+    @abc.abstractmethod
+    def loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the loss of a micro-batch as its share of the minibatch's loss: sums, divided by the counts of the
+        minibatch. So any split into micro-batches and ranks gives the gradient of the minibatch.
+
+        Args:
+            scores: Scores by the trained weights, with gradients.
+            batch: The micro-batch, with all columns, and `advantages`. It may have no tokens.
+            whole: Counts of the minibatch.
+
+        Returns:
+            A scalar; and metrics, which are also shares: their sums over micro-batches and ranks are logged as `train/NAME`.
+        """

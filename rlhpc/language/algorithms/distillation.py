@@ -1,0 +1,148 @@
+"""On-policy distillation: the model samples, and a teacher scores each sampled token or gives its distribution there.
+
+All states are ones that the model reaches, so it learns to act in states that it meets (Agarwal et al., "On-Policy
+Distillation of Language Models", 2023). The loss of a token is the divergence at that token; its effect on later tokens does
+not count, as with a discount of 0.
+
+Mode `sampled` uses one number of the teacher for each token: its log-prob q of the token that the model sampled with log-prob
+p. The token's advantage is the constant q − p: E[(q − p) ∇p] = −∇KL(model ‖ teacher). Minimizing an estimate of that KL would
+be wrong: its gradient ignores that the samples depend on the weights. The gradient of k1 = p − q is ∇p alone, whose
+expectation is 0 for any teacher. The gradient of k3 = exp(q − p) − 1 − (q − p) is (1 − exp(q − p)) ∇p, whose expectation is
+the gradient of the other KL(teacher ‖ model), with unbounded ratios.
+
+The modes `topk` and `full` use a distribution, and their gradient is exact at each state: the token is not sampled, so there
+is less noise, for more computation and, in mode topk, more traffic.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhpc.language.algorithms.base import ROLLOUT_LOGPROBS, VALUES, Reduce, Whole
+from rlhpc.language.algorithms.policy_gradient import OLD, PolicyGradient
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.divergence import FLOOR, FullDivergence, TopDivergence
+from rlhpc.language.models.logprobs import RowReader, TokenScores, logit_rows
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.scoring.groups import TEACHER, placed, scoring_groups
+from rlhpc.language.scoring.registry import Column, LogitReader, Scorer, ScoringGroup
+
+#: Columns of the teacher's log-probs of the sampled tokens; or of its most likely tokens, as `top_logprobs` returns them.
+TEACHER_LOGPROBS, TEACHER_TOP = "teacher_logprobs", "teacher_top_logprobs"
+DIVERGENCE = "teacher_divergence"
+
+
+class BesideActor(Scorer):
+    """Teacher of section `teacher` on an actor rank."""
+
+    def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup | None = None) -> None:
+        from rlhpc.language.scoring.registry import make_scorer
+
+        group = scoring_groups(cfg)[TEACHER]
+        super().__init__(cfg, device, group)
+        self.scorer = make_scorer(cfg, device, group)
+        self.packed = self.scorer.packed
+
+    def score(self, batch: TokenBatch) -> Tensor:
+        """Returns the teacher's column (`Scorer.score`)."""
+        column: Tensor = self.scorer.score(batch)
+        return column
+
+    def offload(self) -> None:
+        """Offloads the teacher (`Scorer.offload`)."""
+        self.scorer.offload()
+
+    def reload(self) -> None:
+        """Reloads the teacher (`Scorer.reload`)."""
+        self.scorer.reload()
+
+
+class FromTop(LogitReader):
+    """Divergence from the teacher's log-probs of its most likely tokens."""
+
+    packed = True
+
+    def rows(self, batch: TokenBatch) -> RowReader:
+        """Returns the reader of a micro-batch (`LogitReader.rows`)."""
+        teacher_top = batch.columns[TEACHER_TOP][batch.predictors()[0]]
+        if not batch.tokens:  # then the teacher's number of likely tokens is unknown
+            teacher_top = teacher_top.new_zeros(0, 1, 2)
+        return TopDivergence(teacher_top, self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta)
+
+
+class FromAll(LogitReader):
+    """Divergence from the teacher's full distribution. The teacher reads each micro-batch on the actor rank while it is
+    trained; its hidden states are stored until the backward pass or, if its head cannot be called separately, its logits."""
+
+    def __init__(self, cfg: GrpoConfig, device: torch.device) -> None:
+        super().__init__(cfg, device)
+        self.teacher = BesideActor(cfg, device)
+        self.packed = self.teacher.packed
+
+    def rows(self, batch: TokenBatch) -> RowReader:
+        """Returns the reader of a micro-batch (`LogitReader.rows`)."""
+        teacher_rows = logit_rows(self.teacher.scorer.model, batch)
+        return FullDivergence(teacher_rows, self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta)
+
+    def offload(self) -> None:
+        """Offloads the teacher (`LogitReader.offload`)."""
+        self.teacher.offload()
+
+    def reload(self) -> None:
+        """Reloads the teacher (`LogitReader.reload`)."""
+        self.teacher.reload()
+
+
+class Distillation(PolicyGradient):
+    """Distillation alone, or with the reward (`task_reward_coef`): see `algorithm.distillation`.
+
+    In mode sampled the teacher's part is added to the advantages, so the policy loss clips it and corrects for the staleness
+    of the sampling policy; in the other modes it is added to the loss. KL to a reference and entropy bonus are unchanged.
+    """
+
+    def __init__(self, cfg: GrpoConfig) -> None:
+        super().__init__(cfg)
+        options = cfg.algorithm.distillation
+        self.sampled = options.mode == "sampled"
+        self.coef = options.coef
+        self.reward_coef = options.task_reward_coef
+        if not self.reward_coef and self.critic:
+            self.critic = self.own_values = False
+            self.columns = [column for column in self.columns if column.name != VALUES]
+        by = TEACHER if TEACHER in placed(cfg) else BesideActor
+        if options.mode == "full":
+            self.reader = FromAll
+        else:
+            self.columns = [*self.columns, Column(TEACHER_LOGPROBS if self.sampled else TEACHER_TOP, by)]
+            self.reader = None if self.sampled else FromTop
+        if self.sampled:  # an estimate from tokens is valid for the weights that sampled them
+            self.at_first = self.at_first | {DIVERGENCE}
+        in_loss = self.kl_coef and cfg.algorithm.kl_in == "loss"
+        self._more = bool(self.sampled or self.reward_coef or in_loss or cfg.algorithm.entropy_coef)
+
+    def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
+        """Returns the advantages of the reward, plus the teacher's part in mode sampled (`LanguageAlgorithm.advantages`)."""
+        advantages = torch.zeros(batch.tokens, dtype=batch.reward.dtype)
+        if self.reward_coef:
+            advantages = self.reward_coef * super().advantages(batch, all_reduce)
+        if self.sampled:
+            old = batch.columns[OLD if self.cfg.algorithm.recompute_logprobs else ROLLOUT_LOGPROBS]
+            gap = batch.columns[TEACHER_LOGPROBS].clamp_min(FLOOR) - old
+            advantages = advantages + self.coef * torch.where(batch.mask, gap, 0.0)
+        return advantages
+
+    def loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the policy loss, plus the divergence in the modes topk and full (`LanguageAlgorithm.loss`)."""
+        # In a run with distillation alone, the log-probs are for metrics, and need no gradient of the size of the logits.
+        with torch.set_grad_enabled(self._more and torch.is_grad_enabled()):
+            loss, parts = super().loss(scores, batch, whole)
+        if self.sampled:
+            gap = scores.logprobs.detach() - batch.columns[TEACHER_LOGPROBS].clamp_min(FLOOR)
+            parts[DIVERGENCE] = whole.mean(gap, batch)
+            return loss, parts
+        assert scores.read is not None
+        loss = loss + self.coef * whole.loss(scores.read, batch, self.cfg.algorithm.loss_agg)
+        parts[DIVERGENCE] = whole.mean(scores.read, batch)
+        parts["loss"] = loss.detach()
+        return loss, parts

@@ -1,0 +1,318 @@
+"""Policy gradients: an advantage estimator, a policy loss, and a KL penalty to the reference policy."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms import calculate_adv_and_returns, kl_penalty, policy_loss
+from rlhpc.algorithms.advantages import masked_whiten
+from rlhpc.algorithms.losses import value_loss
+from rlhpc.algorithms.registry import ADVANTAGES as ESTIMATORS
+from rlhpc.algorithms.registry import POLICY_LOSSES
+from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.algorithms.base import (
+    ADVANTAGES,
+    RETURNS,
+    ROLLOUT,
+    ROLLOUT_LOGPROBS,
+    VALUE_HEAD,
+    VALUES,
+    LanguageAlgorithm,
+    Reduce,
+    Whole,
+)
+from rlhpc.language.config.algorithms import GrpoAlgorithmConfig
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.rewards.pool import Scored
+from rlhpc.language.scoring.registry import Column
+
+#: Values of `algorithm.credit`: one advantage for all turns of a role; turns compared by their number; or also by their
+#: state, the text that they had just read.
+EPISODE, TURN, STATE = "episode", "turn", "state"
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Credit assignment of turns.
+
+    Attributes:
+        by: `algorithm.credit`.
+        estimator: `algorithm.adv_type`, which compares the turns' returns.
+        gamma: Discount from turn to turn.
+        coef: Weight of the comparison of states.
+        normalizes: Whether advantages are whitened over the batch.
+    """
+
+    by: str
+    estimator: str
+    gamma: float
+    coef: float
+    normalizes: bool
+
+
+def turn_advantages(batch: TokenBatch, rewards: Tensor, credit: Credit) -> Tensor:
+    """Returns the advantage of each turn at all its tokens.
+
+    Args:
+        batch: Complete groups.
+        rewards: `[T]`, reward of each token: process rewards, and the reward of the episode at its last token.
+        credit: With `by` of `TURN` or `STATE`, which defines the compared turns of a group's role.
+
+    Returns:
+        `[T]`, 0 at tokens that are not trained.
+    """
+    owner = torch.repeat_interleave(batch.sequence(), batch.lengths)
+    keys = torch.stack([owner, batch.turn], 1)[batch.mask]
+    credits = torch.zeros(batch.tokens, dtype=rewards.dtype)
+    if not len(keys):
+        return credits
+    turns, which = keys.unique(dim=0, return_inverse=True)  # by sequence, then in the order of time
+    turn_rewards = torch.zeros(len(turns), dtype=rewards.dtype).index_add(0, which, rewards[batch.mask])
+    like = batch.turn[batch.mask] if credit.by == TURN else _states(batch)
+    place = torch.repeat_interleave(batch.group * (int(batch.role.max()) + 1) + batch.role, batch.lengths)[batch.mask]
+    groups = torch.zeros(len(turns), 2, dtype=torch.long)
+    groups[which] = torch.stack([place, like], 1)
+    advantages, _ = calculate_adv_and_returns(
+        credit.estimator, rewards=to_go(turn_rewards, turns[:, 0], credit.gamma)[:, None],
+        loss_mask=torch.ones(len(turns), 1, dtype=torch.bool), group_ids=groups.unique(dim=0, return_inverse=True)[1],
+        gamma=1.0,
+    )  # fmt: skip
+    credits[batch.mask] = advantages[which, 0]
+    return credits
+
+
+def credited(
+    batch: TokenBatch, episode_advantages: Tensor, rewards: Tensor, credit: Credit, all_reduce: Reduce | None
+) -> Tensor:
+    """Returns the advantages by `algorithm.credit`.
+
+    Args:
+        batch, rewards, credit: See `turn_advantages`.
+        episode_advantages: `[T]`, advantages of the episodes.
+        all_reduce: Sums over the ranks.
+    """
+    if credit.by == EPISODE:
+        return episode_advantages
+    advantages = turn_advantages(batch, rewards, credit)
+    if credit.by == STATE:  # as GiGPO (Feng et al. 2025): both, the second weighted
+        advantages = episode_advantages + credit.coef * advantages
+    if credit.normalizes:
+        advantages = masked_whiten(advantages[None], batch.mask[None], all_reduce=all_reduce)[0]
+    return advantages.masked_fill(~batch.mask, 0)
+
+
+def to_go(rewards: Tensor, sequence: Tensor, gamma: float) -> Tensor:
+    """Returns the discounted sum of each turn's reward and those of the later turns of its sequence.
+
+    Args:
+        rewards: `[U]`, reward of each turn, by sequence, then in the order of time.
+        sequence: `[U]`, sequence of each turn.
+        gamma: `algorithm.turn_gamma`.
+    """
+    returns, after, of = rewards.tolist(), 0.0, sequence.tolist()
+    for at in range(len(returns) - 1, -1, -1):
+        after = returns[at] + (gamma * after if at + 1 < len(of) and of[at + 1] == of[at] else 0.0)
+        returns[at] = after
+    return torch.tensor(returns, dtype=rewards.dtype)
+
+
+def _states(batch: TokenBatch) -> Tensor:
+    """Returns state numbers `[trained tokens]`, equal at tokens of turns that had just read the same text."""
+    state_numbers: dict[bytes, int] = {}
+    states = torch.zeros(batch.tokens, dtype=torch.long)
+    ids, turn, mask, cuts = batch.ids.numpy(), batch.turn.numpy(), batch.mask.numpy(), batch.cu_seqlens.tolist()
+    for begin, end in itertools.pairwise(cuts):
+        at = begin
+        while at < end:
+            last = at
+            while last < end and turn[last] == turn[at]:
+                last += 1
+            first = at
+            while first < last and not mask[first]:
+                first += 1
+            if first < last:
+                states[at:last] = state_numbers.setdefault(ids[at:first].tobytes(), len(state_numbers))
+            at = last
+    return states[batch.mask]
+
+
+def value_part(
+    values: Tensor, batch: TokenBatch, options: GrpoAlgorithmConfig, minibatch: Whole
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns a micro-batch's share of the minibatch's value loss.
+
+    Args:
+        values: `[T]`, with gradients.
+        batch: The micro-batch, with the columns `values` and `returns`.
+        options: `value_clip` and `loss_agg`.
+        minibatch: Counts of the minibatch.
+
+    Returns:
+        A scalar; and metrics, as shares: `value`, the mean, and `value_clip_fraction`.
+    """
+    loss, metrics = value_loss(
+        values=batch.padded(values), returns=batch.padded(batch.columns[RETURNS]), loss_mask=batch.padded(batch.mask),
+        old_values=batch.padded(batch.columns[VALUES]), value_clip=options.value_clip,
+        weights=batch.padded(minibatch.weights(batch, options.loss_agg, values.dtype)),
+    )  # fmt: skip
+    return loss, {"value": minibatch.mean(values, batch), **minibatch.of_means(metrics, batch)}
+
+
+OLD, REFERENCE = "old_logprobs", "ref_logprobs"
+#: Prefix of the columns with the rewards of `reward.process_terms` for each token.
+PROCESS = "process/"
+#: Column of the turns' rewards, with the weight of the agent's reward.
+TURN_REWARDS = "turn_rewards"
+#: Estimator that needs a critic.
+GAE = "gae"
+
+
+class PolicyGradient(LanguageAlgorithm):
+    """GRPO and related algorithms: `algorithm.adv_type`, `algorithm.loss_type`, `algorithm.kl_coef` and their options."""
+
+    at_first = frozenset({"mismatch_kl", "mismatch_abs"})
+
+    def __init__(self, cfg: GrpoConfig) -> None:
+        super().__init__(cfg)
+        options = cfg.algorithm
+        self.entropy = options.entropy_coef != 0.0
+        self.kl_coef = options.kl_coef
+        old = [Column(OLD, "actor")] if options.recompute_logprobs else []
+        self.critic = options.adv_type.lower() == GAE
+        self.own_values = self.critic and cfg.actor.model.value_head
+        self.process = {term.name: term.weight for term in cfg.reward.process_terms}
+        normalizes = options.normalize_advantages == "batch" or (self.critic and options.normalize_advantages == "auto")
+        self.credit = Credit(options.credit, options.adv_type, options.turn_gamma, options.turn_coef, normalizes)
+        self.turns = cfg.agent.kind != "inline"  # its agent may give rewards to turns
+        self._agent_weight = sum(term.weight for term in cfg.reward.terms if term.name.lower() == "agent")
+        self.columns = [
+            *old,
+            *([Column(TURN_REWARDS, ROLLOUT)] if self.turns else []),
+            *[Column(PROCESS + name, name) for name in self.process],
+            *([Column(REFERENCE, "reference")] if self.kl_coef else []),
+            *([Column(VALUES, VALUE_HEAD if self.own_values else "critic")] if self.critic else []),
+        ]
+        self.at_first = self.at_first | {PROCESS + name for name in self.process}
+        # An estimator with a parameter `kl` gets penalties and rewards separately, other estimators get the difference. A loss
+        # with `proximal_logprobs` distinguishes the policy that sampled the tokens from the one before the update.
+        self._kl_apart = "kl" in inspect.signature(ESTIMATORS.find(options.adv_type)).parameters
+        self._proximal = "proximal_logprobs" in inspect.signature(POLICY_LOSSES.find(options.loss_type)).parameters
+
+    def rollout_columns(self, episode: Episode, scored: Scored) -> Mapping[str, Sequence[float]]:
+        """Returns the column of the turns' rewards (`LanguageAlgorithm.rollout_columns`)."""
+        if not self.turns:
+            return {}
+        turn_rewards = episode.rewards or [0.0] * len(episode.token_ids)
+        return {TURN_REWARDS: [self._agent_weight * reward for reward in turn_rewards]}
+
+    # -- advantages -----------------------------------------------------------------------------------------------
+
+    def rewards(self, batch: TokenBatch) -> Tensor:
+        """Returns the reward of each token, `[E, W]`: process rewards, a turn's reward at its end, and at the last token that
+        the model wrote the remaining reward of its episode.
+
+        Args:
+            batch: Samples joined by episode (`TokenBatch.by_episode`).
+        """
+        mask = batch.padded(batch.mask)
+        rewards = torch.zeros(mask.shape, dtype=batch.reward.dtype)
+        last = (mask * torch.arange(mask.shape[1])).argmax(1)
+        lines = torch.nonzero(mask.any(1)).flatten()
+        turns = mask * batch.padded(batch.columns[TURN_REWARDS]) if self.turns else rewards
+        rewards[lines, last[lines]] = (batch.reward - turns.sum(1))[lines]
+        if self.turns:
+            rewards += turns
+        for name, weight in self.process.items():
+            rewards += weight * mask * batch.padded(batch.columns[PROCESS + name])
+        return rewards
+
+    def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
+        """Returns the estimator's advantages, over the text of each role in each episode (`LanguageAlgorithm.advantages`)."""
+        cfg, episodes = self.cfg.algorithm, batch.by_episode()
+        mask, rewards = episodes.padded(episodes.mask), self.rewards(episodes)
+        extra: dict[str, Any] = {}
+        if self.kl_coef and cfg.kl_in == "reward":
+            old = batch.columns[OLD if cfg.recompute_logprobs else ROLLOUT_LOGPROBS]
+            kl = episodes.padded(kl_penalty(old, batch.columns[REFERENCE], cfg.kl_type))
+            if self._kl_apart:
+                extra = {"kl": kl, "kl_coef": self.kl_coef}
+            else:
+                rewards = rewards - self.kl_coef * kl * mask
+        roles = int(episodes.role.max()) + 1 if len(episodes) else 1
+        if self.critic:
+            extra |= {"values": episodes.padded(batch.columns[VALUES]), "gae_lambda": cfg.gae_lambda}
+        advantages, returns = calculate_adv_and_returns(
+            cfg.adv_type, rewards=rewards, loss_mask=mask, group_ids=episodes.group * roles + episodes.role, gamma=cfg.gamma,
+            normalize=self.credit.normalizes and self.credit.by == EPISODE, all_reduce=all_reduce, **extra,
+        )  # fmt: skip
+        if self.critic:
+            batch.columns[RETURNS] = episodes.flat(returns)
+        return credited(batch, episodes.flat(advantages), episodes.flat(rewards), self.credit, all_reduce)
+
+    # -- loss -----------------------------------------------------------------------------------------------------
+
+    def loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns policy loss, KL penalty, entropy bonus and value loss (`LanguageAlgorithm.loss`)."""
+        cfg = self.cfg.algorithm
+        loss, measured = self._policy_loss(scores.logprobs, batch, whole)
+        parts: dict[str, Tensor] = {"policy_loss": loss.detach()}
+        if self.kl_coef:
+            kl = kl_penalty(scores.logprobs, batch.columns[REFERENCE], cfg.kl_type)
+            parts["ref_kl"] = whole.mean(kl, batch)
+            if cfg.kl_in == "loss":
+                loss = loss + self.kl_coef * whole.loss(kl, batch, cfg.loss_agg)
+        if scores.entropy is not None:
+            loss = loss - cfg.entropy_coef * whole.loss(scores.entropy, batch, cfg.loss_agg)
+            parts["entropy"] = whole.mean(scores.entropy, batch)
+        else:  # a sample estimate costs nothing
+            parts["entropy"] = whole.mean(-scores.logprobs, batch)
+        parts |= whole.of_means(measured, batch)
+        gap = scores.logprobs.detach() - batch.columns[ROLLOUT_LOGPROBS]
+        gap = gap.masked_fill(~batch.mask, 0)
+        parts["mismatch_kl"] = whole.mean(kl_penalty(-gap, torch.zeros_like(gap), "k3"), batch)
+        parts["mismatch_abs"] = whole.mean(gap.abs(), batch)
+        if self.own_values:
+            loss = loss + self._value_loss(scores, batch, whole, parts)
+        for name in self.process:
+            process_reward = batch.columns[PROCESS + name][batch.mask].sum()
+            parts[PROCESS + name] = process_reward / max(whole.sequences, 1.0)
+        parts["loss"] = loss.detach()
+        return loss, parts
+
+    def _value_loss(self, scores: TokenScores, batch: TokenBatch, minibatch: Whole, parts: dict[str, Tensor]) -> Tensor:
+        """Returns the loss of the model's value head, and adds its metrics to `parts`."""
+        assert scores.values is not None
+        cfg = self.cfg.algorithm
+        loss, measured = value_part(scores.values, batch, cfg, minibatch)
+        parts |= {"value_loss": loss.detach(), **measured}
+        return cfg.value_coef * loss
+
+    def _policy_loss(self, logprobs: Tensor, batch: TokenBatch, minibatch: Whole) -> tuple[Tensor, dict[str, Any]]:
+        """Returns the share of the minibatch's loss from log-probs `[T]`, and means over the micro-batch's tokens."""
+        cfg = self.cfg.algorithm
+        behaviour = batch.padded(batch.columns[ROLLOUT_LOGPROBS])
+        recomputed = batch.padded(batch.columns[OLD]) if cfg.recompute_logprobs else None
+        extra: dict[str, Any] = {}
+        if self._proximal:
+            old, extra["proximal_logprobs"] = behaviour, recomputed
+            extra["behave_weight_cap"] = cfg.tis_cap
+        elif recomputed is not None:
+            old = recomputed
+            extra |= {"rollout_logprobs": behaviour, "tis_cap": cfg.tis_cap}
+        else:
+            old = behaviour
+        return policy_loss(
+            cfg.loss_type, logprobs=batch.padded(logprobs), old_logprobs=old,
+            advantages=batch.padded(batch.columns[ADVANTAGES]), loss_mask=batch.padded(batch.mask),
+            clip_ratio_low=cfg.clip_ratio_low, clip_ratio_high=cfg.clip_ratio_high, clip_ratio_c=cfg.clip_ratio_c,
+            weights=batch.padded(minibatch.weights(batch, cfg.loss_agg, logprobs.dtype)), **extra,
+        )  # fmt: skip

@@ -1,0 +1,50 @@
+"""Registry of algorithms: built in, registered, an entry point of group `rlhpc.language_algorithms`, or `module:Class`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plugins import Registry
+
+if TYPE_CHECKING:
+    from rlhpc.language.algorithms.base import LanguageAlgorithm
+    from rlhpc.language.config.run import GrpoConfig
+
+ALGORITHMS: Registry[Callable[..., LanguageAlgorithm]] = Registry(
+    "algorithm", "algorithm.name", "rlhpc.language_algorithms",
+    {
+        "policy_gradient": "rlhpc.language.algorithms.policy_gradient:PolicyGradient",
+        "distillation": "rlhpc.language.algorithms.distillation:Distillation",
+    },
+)  # fmt: skip
+register_algorithm = ALGORITHMS.register
+
+
+def make_algorithm(cfg: GrpoConfig) -> LanguageAlgorithm:
+    """Builds the algorithm of `algorithm.name`.
+
+    Raises:
+        ConfigError: The name is unknown or no algorithm, or the class does not accept `algorithm.kwargs`.
+    """
+    from rlhpc.language.algorithms.base import ADVANTAGES, ROLLOUT_LOGPROBS, VERSIONS, LanguageAlgorithm
+
+    name, kwargs = cfg.algorithm.name, dict(cfg.algorithm.kwargs)
+    factory = ALGORITHMS.find(name)
+    if not (isinstance(factory, type) and issubclass(factory, LanguageAlgorithm)):
+        raise ConfigError(f"algorithm.name is {name!r}, which is no subclass of rlhpc.LanguageAlgorithm")
+    try:
+        inspect.signature(factory).bind(cfg, **kwargs)
+    except TypeError as error:
+        takes = [p.name for p in inspect.signature(factory).parameters.values()][1:]
+        raise ConfigError(f"algorithm.kwargs of {name!r}: {error}; it takes: {', '.join(takes) or 'none'}") from None
+    algorithm = factory(cfg, **kwargs)
+    names = [column.name for column in algorithm.columns]
+    reserved_names = [n for n in names if n in (ADVANTAGES, ROLLOUT_LOGPROBS, VERSIONS) or names.count(n) > 1]
+    if reserved_names:
+        raise ConfigError(
+            f"algorithm.name is {name!r}, whose column {reserved_names[0]!r} is there already: give it another name"
+        )
+    return algorithm

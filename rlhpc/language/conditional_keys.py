@@ -1,0 +1,175 @@
+"""Keys that a language model's run reads under a condition alone (`Kind.conditions`). Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlhpc.config.conditional_keys import Condition
+from rlhpc.language.algorithms.registry import ALGORITHMS
+from rlhpc.language.data.registry import MADE_UP
+from rlhpc.language.scoring.checks import judges
+from rlhpc.language.scoring.groups import CRITIC, REFERENCE, TEACHER, distils, needs_values, placed, raters
+from rlhpc.runs.conditional_keys import CLIPPED, COMMON, estimator_conditions, trainer_conditions
+
+
+def _built_in(rule: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Returns the rule for algorithms of the package; another one may read any key of its section."""
+    return lambda cfg: cfg.algorithm.name.lower() not in ALGORITHMS.built_in or rule(cfg)
+
+
+def _rewarded(cfg: Any) -> bool:
+    """Returns whether the reward makes advantages."""
+    return not distils(cfg) or cfg.algorithm.distillation.task_reward_coef > 0
+
+
+def _outside(cfg: Any) -> bool:
+    return str(cfg.agent.kind) != "inline"
+
+
+#: Conditions of the trained model and its trainer.
+TRAINED = (
+    *COMMON,
+    *trainer_conditions("actor"),
+    Condition(
+        ("workflow.sft_overrides",), lambda cfg: cfg.workflow.sft is not None, "where workflow.sft names a run before this"
+    ),
+)  # fmt: skip
+#: Conditions of supervised training, which may have dropout.
+SUPERVISED = (
+    *TRAINED,
+    Condition(
+        ("actor.lora.dropout",), lambda cfg: cfg.actor.lora.rank > 0, "with adapters: actor.lora.rank of 1 or more"
+    ),
+)
+#: Conditions of the engine and of agents, also in evaluation.
+ANSWERING = (
+    Condition(
+        ("rollout.gpu_memory_utilization",), lambda cfg: cfg.rollout.rollout_backend.lower() != "hf",
+        "by engines that take a fixed part of the memory: rollout.rollout_backend=vllm",
+    ),
+    Condition(("rollout.max_turns",), lambda cfg: cfg.rollout.agent is not None, "with rollout.agent"),
+    Condition(("agent.*",), _outside, "by agents: agent.kind other than inline"),
+    Condition(("agent.sandbox_read",), lambda cfg: cfg.agent.sandbox == "bubblewrap", "by agent.sandbox=bubblewrap"),
+    Condition(
+        ("agent.memory_mb", "agent.disk_mb"), lambda cfg: cfg.agent.sandbox is not None,
+        "of episodes in a sandbox: agent.sandbox",
+    ),
+)  # fmt: skip
+#: Conditions of problems and demonstrations.
+_OF_FILES = Condition(
+    tuple(
+        f"data.train.{name}"
+        for name in ("path", "split", "prompt_key", "answer_key", "response_key", "level_key", "tools_key")
+    ),
+    lambda cfg: cfg.data.train.source.lower() not in MADE_UP,
+    "of files: data.train.source jsonl, parquet, hdf5 or hf",
+)  # fmt: skip
+#: Conditions of training that compares log-probs of one network at two times.
+_NO_DROPOUT = Condition(
+    ("*.lora.dropout",),
+    lambda cfg: False,
+    "in supervised training (runner.task_type sft or reward_model): reinforcement learning and DPO do without dropout",
+)
+#: Conditions of held-out rows.
+_HELD_OUT = Condition(
+    ("data.holdout.*",),
+    lambda cfg: cfg.runner.val_check_interval > 0,
+    "for a held-out loss: runner.val_check_interval of 1 or more",
+)
+SFT = (*SUPERVISED, *ANSWERING, _OF_FILES, _HELD_OUT)
+DPO = (
+    *TRAINED,
+    *ANSWERING,
+    _HELD_OUT,
+    _NO_DROPOUT,
+    Condition(
+        ("algorithm.label_smoothing",), lambda cfg: cfg.algorithm.loss_type.lower() == "sigmoid",
+        "by algorithm.loss_type=sigmoid",
+    ),
+)  # fmt: skip
+REASONING = (
+    *TRAINED,
+    *ANSWERING,
+    _OF_FILES,
+    *trainer_conditions("critic"),
+    _NO_DROPOUT,
+    Condition(
+        ("agent.feedback_ahead",), lambda cfg: cfg.agent.feedback_timeout_s > 0,
+        "where rewards come later: agent.feedback_timeout_s",
+    ),
+    Condition(
+        ("critic.*",), lambda cfg: CRITIC in placed(cfg), "by a critic: algorithm.adv_type=gae, and "
+        "cluster.component_placement.critic",
+    ),
+    Condition(
+        ("teacher.*",), _built_in(lambda cfg: distils(cfg) or TEACHER in placed(cfg)),
+        "by a teacher: algorithm.name=distillation",
+    ),
+    Condition(
+        ("teacher.max_batch_size", "teacher.max_model_len", "teacher.dtype", "teacher.gpu_memory_utilization",
+         "teacher.engine_kwargs"),
+        lambda cfg: cfg.teacher.rollout_backend is not None, "by an engine: teacher.rollout_backend=vllm",
+    ),
+    Condition(
+        ("teacher.max_tokens_per_micro_batch",), lambda cfg: cfg.teacher.rollout_backend is None,
+        "by a teacher without an engine: teacher.rollout_backend=null",
+    ),
+    Condition(("judge.*",), lambda cfg: bool(judges(cfg)), "by a judge: a term of reward.terms that is one"),
+    Condition(
+        ("reward.model.*",), lambda cfg: "reward" in raters(cfg), "by the group of that model: a term reward in reward.terms"
+    ),
+    Condition(
+        ("reference.max_tokens_per_micro_batch",), lambda cfg: REFERENCE in placed(cfg),
+        "by a group of its own: cluster.component_placement.reference",
+    ),
+    Condition(
+        ("algorithm.distillation.*",), _built_in(distils), "by algorithm.name=distillation"
+    ),
+    Condition(
+        ("algorithm.distillation.topk",), _built_in(lambda cfg: cfg.algorithm.distillation.mode == "topk"),
+        "by algorithm.distillation.mode=topk",
+    ),
+    Condition(
+        ("algorithm.adv_type", "algorithm.gamma", "algorithm.gae_lambda", "algorithm.normalize_advantages",
+         "algorithm.credit", "algorithm.turn_gamma", "algorithm.turn_coef"),
+        _built_in(_rewarded), "where the reward trains: algorithm.distillation.task_reward_coef greater than 0",
+    ),
+    Condition(
+        ("algorithm.kl_coef", "algorithm.kl_in", "algorithm.kl_type"),
+        _built_in(lambda cfg: _rewarded(cfg) or cfg.algorithm.kl_in == "loss"),
+        "as a part of the loss, algorithm.kl_in=loss, or of a reward that trains: "
+        "algorithm.distillation.task_reward_coef greater than 0",
+    ),
+    Condition(
+        ("algorithm.kl_in", "algorithm.kl_type"), _built_in(lambda cfg: cfg.algorithm.kl_coef > 0), "with algorithm.kl_coef"
+    ),
+    *estimator_conditions(lambda cfg: cfg.algorithm.name.lower() in ALGORITHMS.built_in),
+    Condition(
+        ("algorithm.value_clip",), _built_in(needs_values),
+        "where values are learned: algorithm.adv_type=gae",
+    ),
+    Condition(
+        ("algorithm.value_coef",), _built_in(lambda cfg: cfg.actor.model.value_head),
+        "with a head for values: actor.model.value_head=true",
+    ),
+    CLIPPED,
+    Condition(
+        ("algorithm.turn_gamma",), _built_in(lambda cfg: cfg.algorithm.credit != "episode"),
+        "where turns are compared: algorithm.credit turn or state",
+    ),
+    Condition(("algorithm.turn_coef",), _built_in(lambda cfg: cfg.algorithm.credit == "state"), "by algorithm.credit=state"),
+    Condition(
+        ("algorithm.turn_gamma",), _built_in(lambda cfg: _outside(cfg) or cfg.rollout.agent is not None),
+        "where episodes have several turns: agent.kind other than inline, or rollout.agent",
+    ),
+    Condition(
+        ("algorithm.credit",),
+        _built_in(lambda cfg: cfg.algorithm.credit != "turn" or _outside(cfg) or cfg.rollout.agent is not None),
+        "where episodes have several turns: agent.kind other than inline, or rollout.agent",
+    ),
+    Condition(
+        ("rollout.keep_cache_on_update",), lambda cfg: cfg.algorithm.max_staleness > 0,
+        "where sequences go on under newer weights: algorithm.max_staleness of 1 or more",
+    ),
+)  # fmt: skip

@@ -1,0 +1,153 @@
+"""Procedural image problems: shapes drawn by a rule, with questions about number, area and side."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.language.data.procedural import arguments, choose_contents, locate
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plugins import required
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.data import DataSourceConfig
+
+_COLOURS = {"red": (220, 40, 40), "green": (40, 170, 70), "blue": (50, 80, 220)}
+#: Number of drawings for each task and answer; several may be equal.
+_PICTURES = 1 << 12
+_TASKS = ("count", "area", "side")
+#: Corners, colour, and colour of the border.
+Box = tuple[tuple[int, int, int, int], tuple[int, int, int], tuple[int, int, int] | None]
+
+
+class DrawnProblems:
+    """Images drawn from a number, with questions; no image occurs twice or in both parts, whatever the seeds.
+
+    - `count`: squares on a grid; the answer is their number.
+    - `area`: a rectangle of unit squares, with their borders; the answer is its area.
+    - `side`: a square to the left, or to the right; the answer is `l` or `r`.
+
+    A hash of the drawing decides its part: `eval_fraction` of all images, or a fifth if it is 0, belong to evaluation.
+    There are 585 images of task `count` with `most` 4 and `points` 56, and many more of the others.
+
+    Args:
+        cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `tasks`, a name or a list of them (default `count`); `most`,
+            the largest answer (default 4); `points`, the image's width and height (default 56).
+        part: "train" or "eval".
+        key: Name of the section in messages.
+
+    Raises:
+        ConfigError: Unknown arguments, Pillow is missing, or `size` exceeds the number of problems.
+    """
+
+    def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
+        self._tasks, self._max_answer, self._points = _arguments(arguments(cfg), key)
+        self._answers = [_answers(task, self._max_answer) for task in self._tasks]
+        self._sizes = [len(answers) * _PICTURES for answers in self._answers]
+        self._numbers = choose_contents(cfg, self._sizes, self._content, part=part, key=key)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Prompt:
+        number = self._numbers[index]
+        task, answer, question, boxes = self._scene(number)
+        return Prompt(
+            id=number,
+            messages=({"role": "user", "content": question},),
+            answer=answer,
+            response=answer,
+            level=task,
+            images=(_picture(self._points, boxes),),
+        )
+
+    def _scene(self, number: int) -> tuple[str, str, str, list[Box]]:
+        """Returns a problem's task, answer, question, and the boxes of its image."""
+        level, inside = locate(number, self._sizes)
+        task, picture = self._tasks[level], inside // len(self._answers[level])
+        answer = self._answers[level][inside % len(self._answers[level])]
+        rng = random.Random(f"{task} {self._max_answer} {inside} {picture}")
+        return task, answer, *_DRAWN[task](rng, answer, self._max_answer, self._points)
+
+    def _content(self, number: int) -> str:
+        _, _, question, boxes = self._scene(number)
+        return f"{question} {self._points} {sorted(boxes, key=repr)}"
+
+
+def _count(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
+    across = max(2, int(max_answer**0.5 + 0.999))
+    step = points // across
+    size, colour = rng.randint(step // 2, step - 2), rng.choice(sorted(_COLOURS))
+    boxes = []
+    for cell in rng.sample(range(across * across), int(answer)):
+        x, y = cell % across * step + (step - size) // 2, cell // across * step + (step - size) // 2
+        boxes.append((x, y, x + size - 1, y + size - 1))
+    return "how many=", [(box, _COLOURS[colour], None) for box in boxes]
+
+
+def _area(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
+    area = int(answer)
+    wide = rng.choice([n for n in range(1, area + 1) if area % n == 0])
+    high, unit = area // wide, points // (max_answer + 1)
+    x, y = (rng.randint(0, points - 1 - n * unit) for n in (wide, high))
+    colour = _COLOURS[rng.choice(sorted(_COLOURS))]
+    squares: list[Box] = [
+        ((x + i * unit, y + j * unit, x + (i + 1) * unit, y + (j + 1) * unit), colour, (0, 0, 0))
+        for i in range(wide)
+        for j in range(high)
+    ]
+    return "area=", squares
+
+
+def _side(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
+    del max_answer
+    half = points // 2
+    size = rng.randint(half // 3, half - 2)
+    x = rng.randint(0, half - size) + (half if answer == "r" else 0)
+    y = rng.randint(0, points - size)
+    colour = _COLOURS[rng.choice(sorted(_COLOURS))]
+    return "which side=", [((x, y, x + size - 1, y + size - 1), colour, None)]
+
+
+_DRAWN: dict[str, Callable[[random.Random, str, int, int], tuple[str, list[Box]]]] = {
+    "count": _count,
+    "area": _area,
+    "side": _side,
+}
+
+
+def _picture(points: int, boxes: list[Box]) -> bytes:
+    """Returns a PNG of boxes (corners, colour, border) on white."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (points, points), (255, 255, 255))
+    draw = ImageDraw.Draw(image)
+    for box, colour, border in boxes:
+        draw.rectangle(box, fill=colour, outline=border)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def _answers(task: str, max_answer: int) -> list[str]:
+    if task == "side":
+        return ["l", "r"]
+    return [str(n) for n in range(1, max_answer + 1)]
+
+
+def _arguments(kwargs: dict[str, Any], key: str) -> tuple[list[str], int, int]:
+    task_names, max_answer, points = kwargs.pop("tasks", "count"), kwargs.pop("most", 4), kwargs.pop("points", 56)
+    if kwargs:
+        raise ConfigError(f"{key}.kwargs has {', '.join(kwargs)}; source drawn takes tasks, most and points")
+    tasks = list(dict.fromkeys(task_names)) if isinstance(task_names, list) else [task_names]
+    if not tasks or any(task not in _TASKS for task in tasks):
+        raise ConfigError(f"{key}.kwargs.tasks is {task_names!r}; allowed: {', '.join(_TASKS)}, or a list of them")
+    if not isinstance(max_answer, int) or not 1 <= max_answer <= 9:
+        raise ConfigError(f"{key}.kwargs.most is {max_answer!r}; allowed: 1 to 9")
+    if not isinstance(points, int) or not 28 <= points <= 1024:
+        raise ConfigError(f"{key}.kwargs.points is {points!r}; allowed: 28 to 1024")
+    required("PIL", f"{key}: source drawn needs Pillow")
+    return tasks, max_answer, points

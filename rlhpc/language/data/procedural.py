@@ -1,0 +1,334 @@
+"""Procedural problems: arithmetic and programming tasks, their selection, and the split into training and evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.data import DataSourceConfig
+import operator
+from typing import TYPE_CHECKING
+
+from rlhpc.language.data.prompts import Prompt
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.data import DataSourceConfig
+import functools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.data import DataSourceConfig
+
+
+DEFAULT_SIZE = {"train": 10_000, "eval": 500}
+"""Number of procedural problems if `size` is null, or all if there are fewer."""
+_HELD_OUT = 0.2
+_LISTED = 200_000
+"""Up to this many possible problems are listed and shuffled; if there are more, a sample is drawn."""
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Returns whether a problem is on evaluation's side; a hash of the problem decides, the same on every machine.
+
+    A larger fraction holds out all problems that a smaller one does.
+    """
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def belongs(text: str, part: str, fraction: float) -> bool:
+    """Returns whether a problem belongs to `part` ("train" or "eval"); with fraction 0 each problem belongs to both."""
+    return fraction == 0 or is_held_out(text, fraction) == (part == "eval")
+
+
+def procedural_fraction(cfg: DataSourceConfig) -> float:
+    """Returns the fraction that a procedural source holds out: a fifth, unless the configuration sets it."""
+    return cfg.eval_fraction or _HELD_OUT
+
+
+def arguments(cfg: DataSourceConfig) -> dict[str, Any]:
+    """Returns the `kwargs` of a section, as plain Python objects."""
+    from omegaconf import OmegaConf
+
+    kwargs = OmegaConf.to_container(cfg.kwargs, resolve=True) if OmegaConf.is_config(cfg.kwargs) else dict(cfg.kwargs)
+    assert isinstance(kwargs, dict)
+    return {str(name): value for name, value in kwargs.items()}
+
+
+def choose(
+    cfg: DataSourceConfig, sizes: Sequence[int], keep: Callable[[int], bool], *, part: str, key: str
+) -> list[int]:
+    """Returns the numbers of `cfg.size` different problems, in an order that only `cfg.seed` decides.
+
+    Args:
+        cfg: A section `data.train` or `data.eval[i]`.
+        sizes: Number of problems of each level; they are numbered consecutively.
+        keep: Returns whether a problem is in the part.
+        part: "train" or "eval".
+        key: Name of the section in messages.
+
+    Raises:
+        ConfigError: There are fewer problems.
+    """
+    rng = random.Random(f"{cfg.source} {cfg.seed}")
+    total = sum(sizes)
+    count = cfg.size or DEFAULT_SIZE[part]
+    if total <= _LISTED:
+        numbers = [number for number in range(total) if keep(number)]
+        rng.shuffle(numbers)
+        if cfg.size and cfg.size > len(numbers):
+            raise ConfigError(
+                f"{key}.size is {cfg.size}, but only {len(numbers)} of all {total} problems are in the {part} part; "
+                f"leave size out to take up to {DEFAULT_SIZE[part]}, or make kwargs allow more problems"
+            )
+        return numbers[:count]
+    fraction = procedural_fraction(cfg)
+    max_count = int(total * (fraction if part == "eval" else 1 - fraction) / 2)
+    if count > max_count:
+        raise ConfigError(f"{key}.size is {count}; at most {max_count} problems can be drawn of {total}")
+    # A dict keeps the order of drawing.
+    drawn: dict[int, None] = {}
+    while len(drawn) < count:
+        # Levels are equally frequent: drawn from all problems, nearly every one would be of the hardest level.
+        level = rng.randrange(len(sizes))
+        number = sum(sizes[:level]) + rng.randrange(sizes[level])
+        if number not in drawn and keep(number):
+            drawn[number] = None
+    return list(drawn)
+
+
+def choose_contents(
+    cfg: DataSourceConfig, sizes: Sequence[int], content: Callable[[int], str], *, part: str, key: str
+) -> list[int]:
+    """Returns the numbers of `cfg.size` problems with different contents, like `choose`, if numbers may have equal contents.
+
+    Args:
+        cfg: A section `data.train` or `data.eval[i]`.
+        sizes: How many numbers each level has; they are numbered consecutively.
+        content: Returns a description of the complete problem. It decides the part, whatever the seed and the number.
+        part: "train" or "eval".
+        key: Name of the section in messages.
+
+    Raises:
+        ConfigError: There are fewer problems.
+    """
+    rng, fraction = random.Random(f"{cfg.source} {cfg.seed}"), procedural_fraction(cfg)
+    count, total = cfg.size or DEFAULT_SIZE[part], sum(sizes)
+    numbers = range(total) if total <= _LISTED else rng.sample(range(total), _LISTED)
+    order = list(numbers)
+    rng.shuffle(order)
+    chosen: dict[bytes, int] = {}
+    for number in order:
+        text = content(number)
+        if belongs(text, part, fraction):
+            chosen.setdefault(hashlib.blake2b(text.encode(), digest_size=16).digest(), number)
+        if len(chosen) == count:
+            break
+    if cfg.size and len(chosen) < cfg.size:
+        raise ConfigError(
+            f"{key}.size is {cfg.size}, but only {len(chosen)} different problems are in the {part} part; leave size out to "
+            f"take up to {DEFAULT_SIZE[part]}, or make kwargs allow more problems"
+        )
+    return list(chosen.values())
+
+
+def locate(number: int, sizes: Sequence[int]) -> tuple[int, int]:
+    """Returns the level of a problem, and its number in the level."""
+    for level, size in enumerate(sizes):
+        if number < size:
+            return level, number
+        number -= size
+    raise IndexError(number)
+
+
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+class ArithmeticProblems:
+    """Problems of two numbers and an operator; none occurs twice or in both parts, whatever the seeds.
+
+    A hash of the problem decides its part: `eval_fraction` of all problems, or a fifth if it is 0, belong to
+    evaluation. 34+12 is in the same part as 12+34. So a problem held out of one run is held out of every other, SFT and RL
+    alike, if they have the same `eval_fraction`.
+
+    Args:
+        cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `digits`, a number or a list of them (default 2; both
+            operands have this many, without leading zeros), and `operators`, characters out of `+-*` (default `+`).
+        part: "train" or "eval".
+        key: Name of the section in messages.
+
+    Raises:
+        ConfigError: Unknown arguments, or `size` exceeds the number of problems.
+    """
+
+    def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
+        self._digits, self._operators = _arguments(arguments(cfg), key)
+        self._sizes = [len(_operands(digits)) ** 2 * len(self._operators) for digits in self._digits]
+        fraction = procedural_fraction(cfg)
+        self._numbers = choose(
+            cfg, self._sizes, lambda number: belongs(self._canonical(number), part, fraction), part=part, key=key
+        )
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Prompt:
+        number = self._numbers[index]
+        first, sign, second, digits = self._problem(number)
+        result = str(_OPERATORS[sign](first, second))
+        return Prompt(
+            id=number,
+            messages=({"role": "user", "content": f"{first}{sign}{second}="},),
+            answer=result,
+            response=result,
+            level=(f"{sign} " if len(self._operators) > 1 else "") + f"{digits} digit{'s' * (digits > 1)}",
+        )
+
+    def _problem(self, number: int) -> tuple[int, str, int, int]:
+        level, inside = locate(number, self._sizes)
+        digits = self._digits[level]
+        operands = _operands(digits)
+        pair, sign = divmod(inside, len(self._operators))
+        first, second = divmod(pair, len(operands))
+        return operands[first], self._operators[sign], operands[second], digits
+
+    def _canonical(self, number: int) -> str:
+        first, sign, second, _ = self._problem(number)
+        if sign != "-":
+            first, second = min(first, second), max(first, second)
+        return f"{first}{sign}{second}"
+
+
+def _operands(digits: int) -> range:
+    return range(10) if digits == 1 else range(10 ** (digits - 1), 10**digits)
+
+
+def _arguments(kwargs: dict[str, Any], key: str) -> tuple[list[int], str]:
+    digit_counts, operators = kwargs.pop("digits", 2), kwargs.pop("operators", "+")
+    if kwargs:
+        raise ConfigError(f"{key}.kwargs has {', '.join(kwargs)}; source arithmetic takes digits and operators")
+    digits = list(dict.fromkeys(digit_counts)) if isinstance(digit_counts, list) else [digit_counts]
+    if not digits or not all(isinstance(d, int) and 1 <= d <= 9 for d in digits):
+        raise ConfigError(f"{key}.kwargs.digits is {digit_counts!r}; allowed: a number from 1 to 9, or a list of them")
+    signs = "".join(dict.fromkeys(operators)) if isinstance(operators, (str, list)) else ""
+    if not signs or any(sign not in _OPERATORS for sign in signs):
+        raise ConfigError(f"{key}.kwargs.operators is {operators!r}; allowed: characters out of {''.join(_OPERATORS)}")
+    return sorted(digits), signs
+
+
+_STEPS: list[tuple[str, str]] = [
+    ("keep only the even numbers", "[n for n in numbers if n % 2 == 0]"),
+    ("keep only the odd numbers", "[n for n in numbers if n % 2 == 1]"),
+    *((f"keep only the numbers greater than {k}", f"[n for n in numbers if n > {k}]") for k in range(10)),
+    *((f"keep only the numbers less than {k}", f"[n for n in numbers if n < {k}]") for k in range(1, 11)),
+    *((f"add {k} to every number", f"[n + {k} for n in numbers]") for k in range(1, 10)),
+    *((f"multiply every number by {k}", f"[n * {k} for n in numbers]") for k in range(2, 10)),
+    ("square every number", "[n * n for n in numbers]"),
+    ("change the sign of every number", "[-n for n in numbers]"),
+    ("sort the numbers from least to greatest", "sorted(numbers)"),
+    ("reverse the order of the numbers", "numbers[::-1]"),
+    ("drop the first number", "numbers[1:]"),
+    ("drop repeated numbers, keeping the first of each", "list(dict.fromkeys(numbers))"),
+]
+"""Description of each step, and the expression of the new list."""
+_RESULTS: list[tuple[str, str]] = [
+    ("the list", "numbers"),
+    ("the sum", "sum(numbers)"),
+    ("how many numbers there are", "len(numbers)"),
+    ("the greatest number, or 0 if there is none", "max(numbers, default=0)"),
+    ("the least number, or 0 if there is none", "min(numbers, default=0)"),
+]
+_rng = random.Random("code")
+_LISTS = [[], *([_rng.randint(-12, 12) for _ in range(length)] for length in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14))]
+"""Lists that test the functions."""
+
+
+class CodeProblems:
+    """Programming tasks such as: write `solve(numbers)`, which squares every number, then sorts, and returns the greatest.
+
+    The level is the number of steps. `meta` has `tests`, a list of assert statements (as in MBPP), and `entry_point`;
+    `response` is a solution in a fenced block. A hash of the expected results decides the part, so that equivalent tasks
+    are in the same one: `eval_fraction` of all, or a fifth if it is 0, belong to evaluation. Tasks are excluded if a constant
+    would pass their tests, or if not all of their steps are needed to pass.
+
+    Args:
+        cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `steps`, a number or a list of them (default [1, 2]).
+        part: "train" or "eval".
+        key: Name of the section in messages.
+
+    Raises:
+        ConfigError: Unknown arguments, or `size` exceeds the number of tasks.
+    """
+
+    def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
+        self._levels = _code_arguments(arguments(cfg), key)
+        self._sizes = [len(_STEPS) ** level * len(_RESULTS) for level in self._levels]
+        fraction = procedural_fraction(cfg)
+
+        def keep(number: int) -> bool:
+            steps, result = self._parts(number)
+            results = _results(steps, result)
+            return (
+                belongs(repr(results), part, fraction)
+                and any(other != results[0] for other in results)
+                and all(_results(steps[:i] + steps[i + 1 :], result) != results for i in range(len(steps)))
+            )
+
+        self._numbers = choose(cfg, self._sizes, keep, part=part, key=key)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Prompt:
+        number = self._numbers[index]
+        steps, result = self._parts(number)
+        task = (
+            "Write a Python function solve(numbers), where numbers is a list of integers. It should do this: "
+            f"{', then '.join(_STEPS[step][0] for step in steps)}; and return {_RESULTS[result][0]}. "
+            "Answer with the code in a ```python block."
+        )
+        body = "".join(f"    numbers = {_STEPS[step][1]}\n" for step in steps)
+        tests = [
+            f"assert solve({numbers}) == {expected}"
+            for numbers, expected in zip(_LISTS, _results(steps, result), strict=True)
+        ]
+        return Prompt(
+            id=number,
+            messages=({"role": "user", "content": task},),
+            meta={"tests": tests, "entry_point": "solve"},
+            response=f"```python\ndef solve(numbers):\n{body}    return {_RESULTS[result][1]}\n```",
+            level=f"{len(steps)} step" + "s" * (len(steps) > 1),
+        )
+
+    def _parts(self, number: int) -> tuple[list[int], int]:
+        """Returns the steps of a task, and its result: indices into the lists above."""
+        level, inside = locate(number, self._sizes)
+        inside, result = divmod(inside, len(_RESULTS))
+        return [inside // len(_STEPS) ** place % len(_STEPS) for place in range(self._levels[level])], result
+
+
+def _results(steps: list[int], result: int) -> list[Any]:
+    """Returns a task's results for each of the lists."""
+    functions = [*(_function(_STEPS[step][1]) for step in steps), _function(_RESULTS[result][1])]
+    return [functools.reduce(lambda value, function: function(value), functions, numbers) for numbers in _LISTS]
+
+
+@functools.cache
+def _function(expression: str) -> Callable[[Any], Any]:
+    function: Callable[[Any], Any] = eval(f"lambda numbers: {expression}")  # the text comes from this file
+    return function
+
+
+def _code_arguments(kwargs: dict[str, Any], key: str) -> list[int]:
+    step_counts = kwargs.pop("steps", [1, 2])
+    if kwargs:
+        raise ConfigError(f"{key}.kwargs has {', '.join(kwargs)}; source code takes steps")
+    steps = list(dict.fromkeys(step_counts)) if isinstance(step_counts, list) else [step_counts]
+    if not steps or not all(isinstance(step, int) and 1 <= step <= 6 for step in steps):
+        raise ConfigError(f"{key}.kwargs.steps is {step_counts!r}; allowed: a number from 1 to 6, or a list of them")
+    return sorted(steps)

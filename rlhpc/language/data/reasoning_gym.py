@@ -1,0 +1,312 @@
+"""Procedural tasks of `reasoning-gym`, by name and difficulty, and their scorers."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import difflib
+import functools
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.language.data.procedural import DEFAULT_SIZE, arguments, belongs
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, RlhpcError
+from rlhpc.runtime.imports import python_path, run_module
+from rlhpc.runtime.os_resources import readable
+from rlhpc.runtime.plugins import required
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.data import DataSourceConfig
+
+_SEED_BLOCK = 2**20
+"""Problem seeds are seed · block + position: two seeds share no problem's generator."""
+_PART_BLOCK = 2**31
+"""Offset of evaluation's seeds above training's. Together they fit into 32 bits, which some tasks require."""
+_UNORDERED = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+"""Tasks that sample from sets of texts, so that their problems depend on the process's hash seed."""
+_PLANNED_WHOLE = {"acre"}
+"""Tasks whose problem i depends on the size of the dataset: they are generated in chunks."""
+_GRIDS = {"arc_agi", "rearc"}
+"""Tasks whose scorers compare tuples, which JSON turns into lists."""
+_CHUNK = 128
+_PATIENCE_S = 600
+
+Entry = dict[str, Any]
+
+
+class ReasoningGymProblems:
+    """Problems of reasoning-gym tasks, the same in every process; training and evaluation never share a generator's seed.
+
+    Small tasks ask the same question under many seeds. To avoid overlap, set `eval_fraction` (the same in training
+    and evaluation): then a hash of the question also decides its part, and no question is in both. Access to a problem then
+    requires the generation of all problems before it.
+
+    `meta` has `task`, `task_kwargs`, and `entry`, the argument of the task's `score_answer(answer, entry)` (see
+    `score`); `answer` is the reference, "" for tasks that accept many.
+
+    Args:
+        cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `task`, and the task's arguments in addition to it;
+            `difficulty`, a level of the task's curriculum, 0 the easiest, sets them all. Or `tasks`, a mapping of task to
+            such arguments, whose problems alternate.
+        part: "train" or "eval".
+        key: Name of the section in messages.
+
+    Raises:
+        ConfigError: Unknown task or argument.
+    """
+
+    def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
+        self._size = cfg.size or DEFAULT_SIZE[part]
+        if self._size > _SEED_BLOCK:
+            raise ConfigError(f"{key}.size is {self._size}; source reasoning_gym makes at most {_SEED_BLOCK}")
+        self._part = part
+        self._fraction = cfg.eval_fraction
+        seed = (cfg.seed * _SEED_BLOCK) % _PART_BLOCK + (_PART_BLOCK if part == "eval" else 0)
+        kwargs_of_section = arguments(cfg)
+        tasks = kwargs_of_section.pop("tasks", None)
+        if tasks is None:
+            tasks = {kwargs_of_section.pop("task", None): kwargs_of_section}
+        elif kwargs_of_section:
+            raise ConfigError(
+                f"{key}.kwargs has {', '.join(kwargs_of_section)} beside tasks; put arguments below their task"
+            )
+        self._several = len(tasks) > 1
+        self._streams = [_TaskStream(name, dict(kwargs or {}), seed, key) for name, kwargs in tasks.items()]
+        self._accepted: list[list[int]] = [[] for _ in self._streams]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Prompt:
+        if not 0 <= index < self._size:
+            raise IndexError(index)
+        turn, which = divmod(index, len(self._streams))
+        stream = self._streams[which]
+        entry = stream[self._position(which, turn)] if self._fraction else stream[turn]
+        return Prompt(
+            id=index,
+            messages=({"role": "user", "content": str(entry["question"])},),
+            answer="" if entry["answer"] is None else str(entry["answer"]),
+            meta={"task": stream.task, "task_kwargs": stream.kwargs, "entry": entry},
+            response="" if entry["answer"] is None else str(entry["answer"]),
+            level=stream.task if self._several else stream.level,
+        )
+
+    def _position(self, which: int, turn: int) -> int:
+        """Returns the position, in a stream, of question number `turn` among those of the part."""
+        accepted, stream = self._accepted[which], self._streams[which]
+        position = accepted[-1] + 1 if accepted else 0
+        tried = 0
+        while len(accepted) <= turn:
+            if belongs(str(stream[position]["question"]), self._part, self._fraction):
+                accepted.append(position)
+                tried = 0
+            position, tried = position + 1, tried + 1
+            if tried > 100 / self._fraction:
+                raise ConfigError(
+                    f"task {stream.task} asks too few different questions for eval_fraction {self._fraction}: the last "
+                    f"{tried} all belong to the other part"
+                )
+        return accepted[turn]
+
+
+class _TaskStream:
+    """Infinite sequence of the problems of one task, by position."""
+
+    def __init__(self, task: Any, kwargs: dict[str, Any], seed: int, key: str) -> None:
+        _check(task, kwargs, key)
+        self.task = str(task)
+        self.kwargs = kwargs
+        self._seed = seed
+        self.level = f"difficulty {kwargs['difficulty']}" if "difficulty" in kwargs else ""
+        self._chunks: dict[int, Any] = {}
+        self._planned = _CHUNK
+        try:
+            self._dataset = _create(self.task, kwargs, seed, self._planned)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ConfigError(f"{key}.kwargs of task {task}: {error}") from None
+
+    def __getitem__(self, position: int) -> Entry:
+        if self.task in _UNORDERED and os.environ.get("PYTHONHASHSEED") != "0":
+            return _Maker.of_this_process().entry(self.task, self.kwargs, self._seed, position)
+        if self.task in _PLANNED_WHOLE:
+            chunk, inside = divmod(position, _CHUNK)
+            if chunk not in self._chunks:
+                self._chunks[chunk] = _create(self.task, self.kwargs, self._seed + chunk, _CHUNK)
+            return _entry(self._chunks[chunk], inside)
+        if position >= self._planned:
+            # Some tasks plan this many problems when they are built; a longer plan begins with the shorter one.
+            self._planned = 2 * position
+            self._dataset = _create(self.task, self.kwargs, self._seed, self._planned)
+        return _entry(self._dataset, position)
+
+
+def score(answer: str | None, meta: dict[str, Any]) -> float:
+    """Scores an answer by the task's scorer, from 0 to 1; an answer on which it raises scores 0.
+
+    Args:
+        answer: The model's answer, without surrounding text.
+        meta: Of the problem; may have been through JSON.
+    """
+    task, entry = meta["task"], meta["entry"]
+    if task in _GRIDS:
+        entry = {**entry, "metadata": _as_tuples(entry["metadata"])}
+    scorer = _scorer(task, json.dumps(meta["task_kwargs"], sort_keys=True))
+    try:
+        return float(scorer.score_answer(answer, entry))
+    except Exception:
+        # Scorers parse the model's text, and some raise on unexpected input.
+        return 0.0
+
+
+@functools.lru_cache(maxsize=64)
+def _scorer(task: str, kwargs: str) -> Any:
+    return _create(task, json.loads(kwargs), 0, 10)
+
+
+def _gym() -> Any:
+    return required("reasoning_gym.factory", "source reasoning_gym needs reasoning-gym")
+
+
+def _check(task: Any, kwargs: dict[str, Any], key: str) -> None:
+    factory = _gym()
+    if task not in factory.DATASETS or task == "composite":
+        near = difflib.get_close_matches(str(task or ""), factory.DATASETS, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(factory.DATASETS))}"
+        problem = "is not set" if task is None else f"is {task!r}, which reasoning-gym does not have"
+        raise ConfigError(f"{key}.kwargs.task {problem}{hint}")
+    allowed = {field.name for field in dataclasses.fields(factory.DATASETS[task][1])} - {"seed", "size"}
+    if factory.has_curriculum(task):
+        allowed.add("difficulty")
+    for name in kwargs:
+        if name not in allowed:
+            elsewhere = f" ({key}.{name} says it)" if name in ("seed", "size") else ""
+            raise ConfigError(
+                f"{key}.kwargs.{name} is no argument of task {task}{elsewhere}; allowed: {', '.join(sorted(allowed))}"
+            )
+    if "difficulty" in kwargs:
+        levels = [len(attribute.levels) for attribute in factory.create_curriculum(task).attributes.values()]
+        if not isinstance(kwargs["difficulty"], int) or not 0 <= kwargs["difficulty"] < max(levels):
+            raise ConfigError(
+                f"{key}.kwargs.difficulty of task {task} is {kwargs['difficulty']!r}; allowed: 0 to {max(levels) - 1}"
+            )
+
+
+def _create(task: str, kwargs: dict[str, Any], seed: int, size: int) -> Any:
+    factory = _gym()
+    named = {name: value for name, value in kwargs.items() if name != "difficulty"}
+    if "difficulty" not in kwargs:
+        return factory.create_dataset(task, **named, seed=seed, size=size)
+    curriculum = factory.create_curriculum(task)
+    curriculum.set_global_level(kwargs["difficulty"])
+    config = dataclasses.replace(curriculum.generate_configuration({}), **named, seed=seed, size=size)
+    if hasattr(config, "validate"):
+        config.validate()
+    return factory.DATASETS[task][0](config=config)
+
+
+def _entry(dataset: Any, position: int) -> Entry:
+    """Returns a task's problem.
+
+    Some tasks use the process's global generators; these are seeded for the call, and restored afterwards.
+    """
+    import numpy as np
+
+    states = random.getstate(), np.random.get_state()
+    random.seed(dataset.seed + position)
+    np.random.seed((dataset.seed + position) % 2**32)
+    try:
+        entry: Entry = _jsonable(dataset[position])
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+    return entry
+
+
+class _Maker:
+    """Process with the hash seed 0 that generates problems one by one, and ends when this process does."""
+
+    _current: _Maker | None = None
+
+    @classmethod
+    def of_this_process(cls) -> _Maker:
+        """Returns the maker of this process, which is started if necessary: a fork must not use its parent's."""
+        if cls._current is None or cls._current._owner != os.getpid():
+            cls._current = cls()
+        return cls._current
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            run_module("rlhpc.language.data.reasoning_gym"),
+            env={**os.environ, "PYTHONPATH": python_path(), "PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        atexit.register(self._end)
+
+    def entry(self, task: str, kwargs: dict[str, Any], seed: int, position: int) -> Entry:
+        """Returns one problem.
+
+        Raises:
+            RlhpcError: The problem could not be generated.
+        """
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert answers is not None
+        with self._lock:
+            try:
+                requests.write(json.dumps([task, kwargs, seed, position]).encode() + b"\n")
+                requests.flush()
+                if not readable([answers.fileno()], _PATIENCE_S):
+                    raise DeadlineExceeded(f"problem {position} of {task} was not made in {_PATIENCE_S} s")
+                entry: Entry = pickle.load(answers)
+            except (OSError, EOFError) as error:
+                _Maker._current = None
+                raise RlhpcError(f"the process that makes problems of {task} ended; its messages are above") from error
+        return entry
+
+    def _end(self) -> None:
+        if self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+
+
+def _serve() -> None:
+    """Runs the process of a `_Maker`: reads requests from stdin and writes pickled problems to stdout."""
+    out, sys.stdout = sys.stdout.buffer, sys.stderr  # some tasks print
+    streams: dict[str, _TaskStream] = {}
+    for line in sys.stdin:
+        task, kwargs, seed, position = json.loads(line)
+        name = json.dumps([task, kwargs, seed])
+        if name not in streams:
+            streams[name] = _TaskStream(task, kwargs, seed, "data")
+        out.write(pickle.dumps(streams[name][position]))
+        out.flush()
+
+
+def _jsonable(value: Any) -> Any:
+    """Returns a value with texts in place of types that JSON does not support (fractions)."""
+    if isinstance(value, dict):
+        return {name: _jsonable(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_jsonable, value))
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
+
+
+def _as_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_tuples(inner) for name, inner in value.items()}
+    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+if __name__ == "__main__":
+    _serve()

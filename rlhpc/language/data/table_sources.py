@@ -1,0 +1,579 @@
+"""Problems from the columns of files: JSON lines, Parquet, HDF5 and folders of `datasets`."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlhpc.language.data.chat_messages import Message, is_plain, last_turn, read_messages, read_tools, written
+from rlhpc.language.data.images import check_images, names_of, read_images
+from rlhpc.language.data.procedural import belongs
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home, find_files
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.data import DataSourceConfig
+import gzip
+import zlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+from rlhpc.runtime.files import read_json
+from rlhpc.runtime.plugins import required
+from rlhpc.runtime.text import first_line
+
+Row = dict[str, Any]
+
+
+class Table(Protocol):
+    """Rows with named columns.
+
+    Attributes:
+        sparse: An object may have null in place of a missing key, since all objects of a column share their keys.
+    """
+
+    sparse: bool
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> Row:
+        """Returns one complete row."""
+
+    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+        """Yields all rows in order, with those of `columns` that they have."""
+
+    def columns(self, index: int) -> list[str]:
+        """Returns the columns of one row."""
+
+    def place(self, index: int) -> str:
+        """Returns file and position of a row, for messages."""
+
+
+class JsonLines:
+    """File with one JSON object per line; `.gz` is decompressed. Empty lines do not count."""
+
+    sparse = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+                numbered = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
+        except (
+            OSError,
+            EOFError,
+            zlib.error,
+        ) as error:  # not gzip, truncated or damaged, or an unreadable file
+            raise ConfigError(f"{path} cannot be read: {first_line(error)}") from None
+        # Bytes rather than parsed rows: a third of the memory.
+        self._lines = [line for _, line in numbered]
+        self._numbers = array("q", (number for number, _ in numbered))
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def row(self, index: int) -> Row:
+        try:
+            row = read_json(self._lines[index])
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self.place(index)} is not UTF-8: {error.reason}") from None
+        except ValueError as error:
+            raise ConfigError(f"{self.place(index)} is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{self.place(index)} is a JSON {type(row).__name__}, not an object with columns as keys")
+        return row
+
+    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+        for index in range(len(self)):
+            row = self.row(index)
+            yield {name: row[name] for name in columns if name in row}
+
+    def columns(self, index: int) -> list[str]:
+        return list(self.row(index))
+
+    def place(self, index: int) -> str:
+        return f"{self.path}:{self._numbers[index]}"
+
+
+class ParquetFile:
+    """One Parquet file, in memory as an Arrow table."""
+
+    sparse = True
+
+    def __init__(self, path: Path) -> None:
+        required("pyarrow.parquet", "Parquet files need pyarrow")
+        import pyarrow.parquet
+
+        self.path = path
+        try:
+            self._table = pyarrow.parquet.read_table(path, partitioning=None)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise ConfigError(f"{path} cannot be read as Parquet: {first_line(error)}") from None
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def row(self, index: int) -> Row:
+        row: Row = self._table.slice(index, 1).to_pylist()[0]
+        return row
+
+    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+        chosen = self._table.select([name for name in columns if name in self._table.column_names])
+        if not chosen.column_names:
+            yield from ({} for _ in range(len(self)))
+            return
+        for batch in chosen.to_batches(max_chunksize=4096):
+            yield from batch.to_pylist()
+
+    def columns(self, index: int) -> list[str]:
+        return list(self._table.column_names)
+
+    def place(self, index: int) -> str:
+        return f"{self.path}, row {index}"
+
+
+class Hdf5File:
+    """One HDF5 file, or a group in it: each data set is a column, whose first axis is the rows.
+
+    Texts are UTF-8 strings; a column with the attribute `encoding = "json"` holds JSON texts (a conversation, a list of
+    tests).
+    """
+
+    sparse = False
+
+    def __init__(self, path: Path, group: str = "/") -> None:
+        import h5py
+        import numpy as np
+
+        from rlhpc.checkpoint.hdf5 import checked, has, member, members, open_hdf5
+
+        self.path = path
+        self._columns: dict[str, list[Any]] = {}
+        try:
+            with open_hdf5(path) as file:
+                if group.strip("/") and not has(file, group):
+                    raise ConfigError(f"{path} has no group {group!r}; it has: {', '.join(file)}")
+                for name, column in members(member(file, group)):
+                    if not isinstance(column, h5py.Dataset) or not column.shape:
+                        continue
+                    checked(column)
+                    values = column.asstr()[...] if h5py.check_string_dtype(column.dtype) else column[...]
+                    self._columns[name] = np.asarray(values).tolist()
+                    if column.attrs.get("encoding") == "json":
+                        self._columns[name] = [read_json(value) for value in self._columns[name]]
+        except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, MemoryError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{path} cannot be read as HDF5: {first_line(error)}") from None
+        lengths = {name: len(values) for name, values in self._columns.items()}
+        if len(set(lengths.values())) > 1:
+            lengths_text = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise ConfigError(f"{path}: the columns have different lengths: {lengths_text}")
+        self._length = next(iter(lengths.values()), 0)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def row(self, index: int) -> Row:
+        return {name: values[index] for name, values in self._columns.items()}
+
+    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+        chosen = [name for name in columns if name in self._columns]
+        for index in range(len(self)):
+            yield {name: self._columns[name][index] for name in chosen}
+
+    def columns(self, index: int) -> list[str]:
+        return list(self._columns)
+
+    def place(self, index: int) -> str:
+        return f"{self.path}, row {index}"
+
+
+class DatasetFolder:
+    """Folder from `datasets.Dataset.save_to_disk` or `DatasetDict.save_to_disk`, memory-mapped.
+
+    Args:
+        path: The folder.
+        split: Part of a `DatasetDict`; optional if there is only one.
+        key: Name of the section in messages.
+    """
+
+    sparse = True
+
+    def __init__(self, path: Path, split: str | None, key: str) -> None:
+        datasets = required("datasets", "source hf needs datasets")
+        self.path = path
+        try:
+            loaded = datasets.load_from_disk(str(path))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{key}.path is {str(path)!r}, which is no folder written by save_to_disk of datasets: "
+                f"{first_line(error)}; Parquet and JSONL files have sources of their own (parquet, jsonl)"
+            ) from None
+        if isinstance(loaded, datasets.DatasetDict):
+            parts = ", ".join(loaded)
+            if split is None and len(loaded) > 1:
+                raise ConfigError(f"{key}.split is not set; {path} has the parts {parts}")
+            name = next(iter(loaded)) if split is None else split
+            if name not in loaded:
+                raise ConfigError(f"{key}.split is {name!r}; {path} has the parts {parts}")
+            loaded = loaded[name]
+        elif split is not None:
+            raise ConfigError(f"{key}.split is {split!r}, but {path} is one part without a name; leave split out")
+        self._rows = loaded
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Row:
+        row: Row = self._rows[index]
+        return row
+
+    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+        chosen = [name for name in columns if name in self._rows.column_names]
+        if not chosen:
+            yield from ({} for _ in range(len(self)))
+            return
+        yield from self._rows.select_columns(chosen)
+
+    def columns(self, index: int) -> list[str]:
+        return list(self._rows.column_names)
+
+    def place(self, index: int) -> str:
+        return f"{self.path}, row {index}"
+
+
+class Joined:
+    """Several tables, one after the other."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self._tables = list(tables)
+        self.sparse = any(table.sparse for table in tables)
+        self._ends = list(accumulate(len(table) for table in tables))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _find(self, index: int) -> tuple[Table, int]:
+        which = bisect_right(self._ends, index)
+        return self._tables[which], index - (self._ends[which - 1] if which else 0)
+
+    def row(self, index: int) -> Row:
+        table, inside = self._find(index)
+        return table.row(inside)
+
+    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+        for table in self._tables:
+            yield from table.rows(columns)
+
+    def columns(self, index: int) -> list[str]:
+        table, inside = self._find(index)
+        return table.columns(inside)
+
+    def place(self, index: int) -> str:
+        table, inside = self._find(index)
+        return table.place(inside)
+
+
+Result = TypeVar("Result")
+
+
+class ColumnProblems:
+    """Rows of a table as problems.
+
+    A prompt column holds a text or a list of chat messages; a conversation that ends with the assistant's turn has its
+    demonstration there. Columns that the configuration does not name go to `meta`, as far as JSON can represent them, so
+    that templates and rewards can use them. All prompts are checked here, so that an invalid row does not end a run
+    halfway through.
+
+    Args:
+        cfg: A section `data.train` or `data.eval[i]`.
+        table: The rows.
+        part: Side of `eval_fraction`.
+        key: Name of the section in messages.
+        filters: `column=value` that rows must match, or None.
+
+    Raises:
+        ConfigError: A column is missing, or a prompt is neither text nor conversation; names file and row.
+    """
+
+    def __init__(self, cfg: DataSourceConfig, table: Table, *, part: str, key: str, filters: str | None) -> None:
+        self._table = table
+        self._key = key
+        self._prompt = cfg.prompt_key
+        self._answer = cfg.answer_key
+        self._response = cfg.response_key
+        self._level = cfg.level_key
+        self._tools = cfg.tools_key
+        self._demonstrates = False
+        self._images, base = cfg.images_key, expand_home(cfg.path or "")
+        self._folder = base if base.is_dir() else base.parent
+        rows = self._select(filters, part, cfg.eval_fraction)
+        if cfg.size is not None and cfg.size < len(rows):
+            rows = sorted(random.Random(cfg.seed).sample(rows, cfg.size))
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        number = self._rows[index]
+        row = self._table.row(number)
+        messages, response, turn = self._demonstration(row, number)
+        named = {self._prompt, self._answer, self._response, self._level, self._images, self._tools}
+        return Prompt(
+            id=number,
+            messages=tuple(messages),
+            answer=_text(row[self._answer]) if self._answer else "",
+            meta={name: plain(value) for name, value in row.items() if name not in named and _is_plain(value)},
+            response=response,
+            level=_text(row[self._level]) if self._level else "",
+            images=self._read_image_column(row, number, read_images) if self._images else (),
+            tools=self._shown_tools(row, number),
+            turn=turn,
+            place=self._table.place(number),
+        )
+
+    @property
+    def sparse(self) -> bool:
+        """True if null represents absent keys (`Table.sparse`)."""
+        return self._table.sparse
+
+    def place(self, index: int) -> str:
+        """Returns file and row of a problem, for messages."""
+        return self._table.place(self._rows[index])
+
+    def columns(self, index: int) -> list[str]:
+        """Returns the columns of a problem's row."""
+        return self._table.columns(self._rows[index])
+
+    def expect_responses(self) -> None:
+        """Reads the column of responses as demonstrations: texts or messages. Otherwise it may hold any value."""
+        self._demonstrates = True
+
+    def require_responses(self) -> None:
+        """Checks that each problem has a demonstration.
+
+        Raises:
+            ConfigError: A problem has none; names file and row.
+        """
+        self.expect_responses()
+        chosen = set(self._rows)
+        for number, row in enumerate(self._table.rows([self._prompt, self._response])):
+            if number in chosen and not self._demonstration(row, number)[1]:
+                if self._response not in row:
+                    self._missing("response_key", self._response, number)
+                raise ConfigError(
+                    f"{self._table.place(number)}: the demonstration, column {self._response!r}, is empty"
+                )
+
+    def require_answers(self, why: str) -> None:
+        """Checks that each problem has a reference answer.
+
+        Args:
+            why: The user of the answers, for the message.
+
+        Raises:
+            ConfigError: A problem has none; names file and row.
+        """
+        if not self._answer:
+            raise ConfigError(
+                f"{self._key}.answer_key is null, and {why} compares with a reference answer; name its column"
+            )
+        chosen = set(self._rows)
+        for number, row in enumerate(self._table.rows([self._answer])):
+            if number in chosen and not _text(row[self._answer]).strip():
+                raise ConfigError(
+                    f"{self._table.place(number)}: column {self._answer!r} is {_excerpt(row[self._answer])}, and {why} "
+                    "compares with a reference answer; take the row out, or another reward"
+                )
+
+    def _select(self, filters: str | None, part: str, fraction: float) -> list[int]:
+        wanted_keys = {
+            "prompt_key": self._prompt,
+            "answer_key": self._answer,
+            "level_key": self._level,
+            "images_key": self._images,
+            "tools_key": self._tools,
+        }
+        column, _, expected = (filters or "").partition("=")
+        if filters:
+            wanted_keys["split"] = column
+        needed = {name: value for name, value in wanted_keys.items() if value}
+        rows = []
+        for number, row in enumerate(self._table.rows(list(needed.values()))):
+            for name, needs in needed.items():
+                if needs not in row:
+                    self._missing(name, needs, number)
+            if filters and _text(row[column]) != expected:
+                continue
+            messages, _ = self._conversation(row[self._prompt], number)
+            content = json.dumps(messages, sort_keys=True, default=_python)
+            self._shown_tools(row, number)
+            if self._images:
+                self._read_image_column(row, number, check_images)
+                content += names_of(row[self._images])  # many images share one question
+            if belongs(content, part, fraction):
+                rows.append(number)
+        if filters and not rows and len(self._table):
+            raise ConfigError(
+                f"{self._key}.split is {filters!r}; of {len(self._table)} rows none fits and is in this part"
+            )
+        return rows
+
+    def _conversation(self, value: Any, number: int) -> tuple[list[Message], Message | None]:
+        """Returns the messages before the model's response, and the assistant's last turn or None."""
+        if isinstance(value, str) and (value.strip() or (value and self._images)):
+            return [{"role": "user", "content": value}], None
+        why = ""
+        if isinstance(value, (list, tuple)):
+            try:
+                messages = read_messages(value, sparse=self._table.sparse, pictures=self._images is not None)
+                before, turn = last_turn(messages)
+                if before:
+                    return before, turn
+                why = ": it has the assistant's turn alone"
+            except ConfigError as error:
+                why = f": {error}"
+        raise ConfigError(
+            f"{self._table.place(number)}: column {self._prompt!r} is {_excerpt(value)}{why}; a prompt is a text that is not "
+            'empty, or a list of messages {"role": …, "content": …}'
+        )
+
+    def _demonstration(self, row: Row, number: int) -> tuple[list[Message], str, Message | None]:
+        """Returns the messages before the response, and the demonstration: as text, and as a message if it has more."""
+        messages, turn = self._conversation(row[self._prompt], number)
+        value = row.get(self._response)
+        if value is None or value in ("", [], ()):
+            return messages, written(turn) if turn else "", turn if turn and not is_plain(turn) else None
+        if not self._demonstrates or isinstance(value, (bool, int, float)):
+            return messages, _text(value), None
+        place = f"{self._table.place(number)}: column {self._response!r}"
+        if isinstance(value, str):
+            before, last = list[Message](), {"role": "assistant", "content": value}
+        else:
+            try:
+                before, final = last_turn(read_messages(value, sparse=self._table.sparse))
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{place} is {_excerpt(value)}: {error}; a demonstration is a text, or a list of messages "
+                    "of which the last is the assistant's"
+                ) from None
+            if final is None:
+                raise ConfigError(f"{place} is {_excerpt(value)}: the last message is not the assistant's")
+            last = final
+        if turn is not None and turn != last:
+            raise ConfigError(
+                f"{place} is a demonstration, and column {self._prompt!r} ends with another, the assistant's turn: set "
+                f"{self._key}.response_key to a column that is not there, or take the turn away"
+            )
+        return [*messages, *before], written(last), None if is_plain(last) else last
+
+    def _shown_tools(self, row: Row, number: int) -> tuple[dict[str, Any], ...]:
+        if not self._tools:
+            return ()
+        try:
+            return read_tools(row[self._tools], sparse=self._table.sparse)
+        except ConfigError as error:
+            raise ConfigError(f"{self._table.place(number)}: column {self._tools!r}: {error}") from None
+
+    def _read_image_column(self, row: Row, number: int, how: Callable[[Any, Path], Result]) -> Result:
+        try:
+            return how(row[self._images or ""], self._folder)
+        except ConfigError as error:
+            raise ConfigError(f"{self._table.place(number)}: column {self._images!r}: {error}") from None
+
+    def _missing(self, name: str, column: str, number: int) -> None:
+        way_out = (
+            f"; set {self._key}.answer_key=null where there is no reference answer" if name == "answer_key" else ""
+        )
+        raise ConfigError(
+            f"{self._key}.{name} is {column!r}, but {self._table.place(number)} has no such column; it has: "
+            f"{', '.join(self._table.columns(number))}{way_out}"
+        )
+
+
+def jsonl(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
+    """Reads source `jsonl`."""
+    _no_kwargs(cfg, key)
+    table = Joined([JsonLines(file) for file in find_files(cfg.path, (".jsonl", ".jsonl.gz", ".ndjson"), key)])
+    return ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
+
+
+def parquet(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
+    """Reads source `parquet`."""
+    _no_kwargs(cfg, key)
+    table = Joined([ParquetFile(file) for file in find_files(cfg.path, (".parquet",), key)])
+    return ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
+
+
+def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
+    """Reads source `hdf5`; `kwargs: {group: train}` selects the columns of a group."""
+    files = find_files(cfg.path, (".h5", ".hdf5"), key)
+    table = Joined([Hdf5File(file, **cfg.kwargs) for file in files])
+    return ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
+
+
+def hf(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
+    """Reads source `hf`."""
+    _no_kwargs(cfg, key)
+    if not cfg.path:
+        raise ConfigError(f"{key}.path is not set; source hf reads a folder written by save_to_disk of datasets")
+    folder = expand_home(cfg.path)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{key}.path is {cfg.path!r}; there is no such folder. A dataset of the hub gets one by "
+            "datasets.load_dataset(NAME).save_to_disk(FOLDER)"
+        )
+    filters = cfg.split if cfg.split and "=" in cfg.split else None
+    table = DatasetFolder(folder, None if filters else cfg.split, key)
+    return ColumnProblems(cfg, table, part=part, key=key, filters=filters)
+
+
+def plain(value: Any) -> Any:
+    """Returns the value in the form of parsed JSON: tuples become lists, numpy's numbers Python's."""
+    return json.loads(json.dumps(value, default=_python))
+
+
+def _python(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} has no JSON")
+
+
+def _excerpt(value: Any) -> str:
+    return json.dumps(plain(value), ensure_ascii=False)[:80] if _is_plain(value) else type(value).__name__
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        plain(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False)
+
+
+def _filter(cfg: DataSourceConfig, key: str) -> str | None:
+    if cfg.split is not None and "=" not in cfg.split:
+        raise ConfigError(f"{key}.split is {cfg.split!r}; source {cfg.source} takes a filter column=value")
+    return cfg.split
+
+
+def _no_kwargs(cfg: DataSourceConfig, key: str) -> None:
+    if cfg.kwargs:
+        raise ConfigError(f"{key}.kwargs has {', '.join(cfg.kwargs)}; source {cfg.source} takes none")

@@ -1,0 +1,591 @@
+"""Tokenization of prompts and demonstrations, end tokens, and stop texts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.config.typed import select
+from rlhpc.language.data.chat_messages import Message, find_unwritten, require_plain
+from rlhpc.language.data.images import Looker, PromptImages, digest_of, make_looker
+from rlhpc.language.data.prompts import Prompt, PromptDataset
+from rlhpc.language.hugging_face import (
+    load_model_config,
+    render_chat,
+    special_tokens,
+    template_file,
+    transformers,
+    turn_end,
+)
+from rlhpc.runs.model_names import has_tokenizer, is_hub_name
+from rlhpc.runtime.errors import ConfigError, StorageError
+from rlhpc.runtime.files import expand_home, read_json, replace_durably
+from rlhpc.runtime.host import state_folder
+from rlhpc.runtime.plugins import meant
+from rlhpc.runtime.text import first_line
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.run import LanguageConfig
+
+
+OVERLONG = ("error", "drop")
+#: Version of the cached results of checked problems.
+_VERSION = 1
+
+
+def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: str = "actor.model.model_path") -> Any:
+    """Loads the tokenizer of a Hugging Face folder or hub name; one without a padding token pads with its end token.
+
+    Raises:
+        ConfigError: There is no tokenizer at `path`.
+    """
+    if not path:
+        raise ConfigError(f"{key} is not set; a language model needs a Hugging Face folder or hub name")
+    package = transformers()
+    folder = expand_home(path)
+    if folder.is_dir():
+        if not has_tokenizer(folder):
+            entries = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+            raise ConfigError(f"{key} is {path!r}, a folder without a tokenizer; it has: {entries}")
+    elif not is_hub_name(path):
+        raise ConfigError(f"{key} is {path!r}; there is no such folder{_nearest(folder)}")
+    try:
+        tokenizer = package.AutoTokenizer.from_pretrained(
+            str(folder) if folder.is_dir() else path, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = first_line(error)
+        if folder.is_dir():
+            raise ConfigError(f"{key} is {path!r}; its tokenizer cannot be loaded: {reason}") from None
+        raise ConfigError(
+            f"{key} is {path!r}, which is neither a folder here nor a model in the Hugging Face cache or on the hub: {reason}"
+        ) from None
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+class PromptTokenizer:
+    """Converter of problems to token ids.
+
+    Args:
+        tokenizer: Of transformers.
+        max_prompt_tokens: `data.max_prompt_tokens`.
+        overlong: `data.overlong_prompts`: "error" or "drop".
+        chat_template: `data.….chat_template`; false gives the model the bare text of the messages, one per line.
+        key: Name of the section in messages.
+        context: Context of the model or its engine, of which a prompt must leave one token; None if unknown.
+
+    Raises:
+        ConfigError: The tokenizer has no chat template, but one is required.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_prompt_tokens: int,
+        overlong: str = "error",
+        chat_template: bool = True,
+        *,
+        key: str = "data.train",
+        context: int | None = None,
+    ) -> None:
+        if overlong not in OVERLONG:
+            raise ConfigError(
+                f"data.overlong_prompts is {overlong!r}; {meant(str(overlong), OVERLONG)}allowed: {', '.join(OVERLONG)}"
+            )
+        if max_prompt_tokens < 1:
+            raise ConfigError(f"data.max_prompt_tokens is {max_prompt_tokens}; allowed: 1 or more")
+        if chat_template and not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template; set "
+                f"{key}.chat_template=false to give it bare text, or take a model with one (instruct models have)"
+            )
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.key = key
+        self.max_prompt_tokens = max_prompt_tokens
+        self.overlong = overlong
+        self.limit = "data.max_prompt_tokens"
+        if context is not None and context - 1 < max_prompt_tokens:
+            self.max_prompt_tokens, self.limit = context - 1, f"the model's context of {context} tokens"
+        self._checked_shapes: set[tuple[str, ...]] = set()
+
+    @cached_property
+    def looker(self) -> Looker:
+        """Image processing for prompts.
+
+        Raises:
+            ConfigError: The model has none.
+        """
+        if not self.chat_template:
+            raise ConfigError(
+                f"{self.key}: prompts have pictures, and {self.key}.chat_template is false: only a chat template says how a "
+                "picture is written; set it to true"
+            )
+        return make_looker(str(self.tokenizer.name_or_path))
+
+    @cached_property
+    def _turn_end(self) -> int | None:
+        return turn_end(self.tokenizer)
+
+    def prompt_images(self, prompt: Prompt, at: Sequence[int]) -> PromptImages | None:
+        """Returns a prompt's images, which begin at the positions from `encode`; None if it has none."""
+        return self.looker.prompt_images(prompt.images, at) if prompt.images else None
+
+    def text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Returns the text that the model reads, special tokens of the chat template included.
+
+        Raises:
+            ConfigError: The template raises.
+        """
+        if self._is_bare(messages):
+            return "\n".join(message["content"] for message in messages)
+        return render_chat(self.tokenizer, messages, tools, add_generation_prompt=add_generation_prompt)
+
+    def _is_bare(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        return not self.chat_template or messages[0]["role"] == "raw"
+
+    def _messages(self, prompt: Prompt) -> Sequence[dict[str, Any]]:
+        return self.looker.conversation(prompt) if prompt.images else prompt.messages
+
+    def encode_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Returns the token ids of a conversation, of any length."""
+        text = self.text(messages, tools, add_generation_prompt=add_generation_prompt)
+        return self._ids(text, bare=self._is_bare(messages))
+
+    def check(self, prompt: Prompt) -> list[str]:
+        """Rejects a problem of which the chat template would omit a part.
+
+        Returns:
+            Keys of earlier turns that the template omits on purpose (reasoning).
+
+        Raises:
+            ConfigError: A part would be omitted; names file and line.
+        """
+        try:
+            return self._check(prompt)
+        except ConfigError as error:
+            raise ConfigError(f"{prompt.where}: {error}") from None
+
+    def _check(self, prompt: Prompt) -> list[str]:
+        messages = [*prompt.messages, *([prompt.turn] if prompt.turn else [])]
+        if self._is_bare(prompt.messages):
+            require_plain(messages, prompt.tools)
+            return []
+        plain = not prompt.tools and all(message.keys() == {"role", "content"} for message in messages)
+        shape = tuple(f"{message['role']} {bool(message['content'].strip())}" for message in messages)
+        if plain and shape in self._checked_shapes:
+            return []
+
+        def render(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+            with_pictures = self._messages(Prompt(prompt.id, tuple(messages), images=prompt.images))
+            return self.text(with_pictures, tools, add_generation_prompt=prompt.turn is None)
+
+        missing, old = find_unwritten(messages, prompt.tools, render)
+        if missing:
+            raise ConfigError(
+                f"the chat template ({template_file(self.tokenizer)}) leaves out {', '.join(missing)}: take it out of the "
+                "data, or use a model whose template writes it"
+            )
+        if plain:
+            self._checked_shapes.add(shape)
+        return old
+
+    def encode(self, prompt: Prompt) -> tuple[list[int], list[int]] | None:
+        """Returns the token ids before the response, and the position of each image; None for a dropped prompt.
+
+        Raises:
+            ConfigError: The prompt is longer than allowed, or empty.
+        """
+        try:
+            ids = self.encode_messages(self._messages(prompt), prompt.tools)
+        except ConfigError as error:
+            raise ConfigError(f"{prompt.where}: {error}") from None
+        ids, at = self._widened(prompt, ids)
+        if not ids:
+            raise ConfigError(f"{prompt.where} has no tokens: {_excerpt(prompt)}")
+        fits = self._fits(prompt, len(ids), self.max_prompt_tokens, self.limit, "tokens")
+        return (ids, at) if fits else None
+
+    def encode_demonstration(
+        self, prompt: Prompt, max_tokens: int | None = None
+    ) -> tuple[list[int], list[bool], list[int]] | None:
+        """Returns the token ids of prompt, response and end token, and the loss mask of SFT: response and end.
+
+        The prompt's ids are those of `encode`. A response that is a complete message (`Prompt.turn`) is rendered by the chat
+        template.
+
+        Args:
+            prompt: Has a response.
+            max_tokens: Maximum number of tokens in all, by `actor.max_tokens_per_micro_batch`.
+
+        Returns:
+            ids and loss mask, equally long, and at which id each image begins; None for a dropped problem.
+
+        Raises:
+            ConfigError: The response or the end token is missing, or the sequence is too long.
+        """
+        if not prompt.response:
+            raise ConfigError(f"{prompt.where} has no demonstration (data.train.response_key): {_excerpt(prompt)}")
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"the tokenizer of {self.tokenizer.name_or_path} has no end token (eos_token); sft needs one"
+            )
+        encoded = self.encode(prompt)
+        if encoded is None:
+            return None
+        ids, at = encoded
+        bare = self._is_bare(prompt.messages)
+        prompt_text = self.text(self._messages(prompt), prompt.tools)
+        text = self._turn_text(prompt, prompt_text) if prompt.turn else prompt.response
+        # Encoded jointly if the prompt's ids are unchanged by that: some tokenizers put a space before any text.
+        try:
+            joined = self._ids(prompt_text + text, bare=bare)
+        except ConfigError as error:
+            raise ConfigError(f"{prompt.where}: {error}") from None
+        joined, _ = self._widened(prompt, joined)
+        if joined[: len(ids)] == ids and len(joined) > len(ids):
+            response = joined[len(ids) :]
+        else:
+            response = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        end_token = self.tokenizer.eos_token_id if bare or self._turn_end is None else self._turn_end
+        end = [] if response[-1:] == [end_token] or (prompt.turn and response[-1] in self._special) else [end_token]
+        all_ids = [*ids, *response, *end]
+        if max_tokens is not None and not self._fits(
+            prompt, len(all_ids), max_tokens, "actor.max_tokens_per_micro_batch", "tokens with its response"
+        ):
+            return None
+        return all_ids, [False] * len(ids) + [True] * (len(all_ids) - len(ids)), at
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return special_tokens(self.tokenizer)
+
+    def _turn_text(self, prompt: Prompt, prompt_text: str) -> str:
+        """Returns the template's text for the turn of a demonstration, up to the token that ends it."""
+        if self._is_bare(prompt.messages):
+            self.check(prompt)  # it raises
+        assert prompt.turn is not None
+        try:
+            full = self.text([*self._messages(prompt), prompt.turn], prompt.tools, add_generation_prompt=False)
+        except ConfigError as error:
+            raise ConfigError(f"{prompt.where}: {error}") from None
+        if not full.startswith(prompt_text):
+            raise ConfigError(
+                f"{prompt.where}: the chat template ({template_file(self.tokenizer)}) writes the conversation otherwise where "
+                "the assistant's last turn follows, so that no response can be told from it: take another template, or give "
+                "that turn as a text"
+            )
+        text = full[len(prompt_text) :]
+        names = [self.tokenizer.convert_ids_to_tokens(number) for number in self._special]
+        end = max((text.rfind(name) + len(name) for name in names if name in text), default=0)
+        return text[:end] if end and not text[end:].strip() else text
+
+    def fitting(
+        self, dataset: PromptDataset, *, demonstrations: bool = False, max_tokens: int | None = None
+    ) -> FittingPrompts:
+        """Returns the problems that are not too long; checks all of them, or uses cached results for the same ones.
+
+        Args:
+            dataset: All problems.
+            demonstrations: Also checks prompt and response jointly.
+            max_tokens: Maximum number of tokens of these.
+
+        Raises:
+            ConfigError: A problem is too long and `overlong` is "error"; the chat template omits a part of one, or
+                rejects it; or none remains.
+        """
+        file = state_folder("prompts") / f"{self._digest(dataset, demonstrations, max_tokens)}.json"
+        results = _read_known(file)
+        if results is None:
+            results = self._look(dataset, demonstrations, max_tokens)
+            with contextlib.suppress(OSError, StorageError):
+                replace_durably(file, json.dumps(results).encode(), sync=False)
+        if len(results["dropped"]) == len(dataset):
+            also = (
+                f", or with their responses than actor.max_tokens_per_micro_batch={max_tokens}"
+                if max_tokens is not None
+                else ""
+            )
+            raise ConfigError(f"all {len(dataset)} prompts are longer than {self.limit}={self.max_prompt_tokens}{also}")
+        return FittingPrompts(dataset, results["dropped"], results["left_out"])
+
+    def _look(self, dataset: PromptDataset, demonstrations: bool, max_tokens: int | None) -> dict[str, list[Any]]:
+        dropped, left_out = list[int](), set[str]()
+        for index in range(len(dataset)):
+            prompt = dataset[index]
+            if not demonstrations:
+                prompt = dataclasses.replace(prompt, turn=None)
+            left_out.update(self.check(prompt))
+            encoded = self.encode_demonstration(prompt, max_tokens) if demonstrations else self.encode(prompt)
+            if encoded is None:
+                dropped.append(index)
+        return {"dropped": dropped, "left_out": sorted(left_out)}
+
+    def _digest(self, dataset: PromptDataset, demonstrations: bool, max_tokens: int | None) -> str:
+        """Returns a digest of everything on which the lengths of problems depend."""
+        tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
+        vocabulary = (
+            tokenizer.to_str() if tokenizer is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+        )
+        options = [
+            str(self.tokenizer.name_or_path),
+            self.tokenizer.chat_template,
+            self.max_prompt_tokens,
+            self.overlong,
+            self.chat_template,
+            demonstrations,
+            max_tokens,
+            _VERSION,
+        ]
+        digest = hashlib.blake2b(vocabulary.encode("utf-8", "surrogatepass"), digest_size=16)
+        digest.update(json.dumps(options, default=str).encode())
+        for index in range(len(dataset)):
+            prompt = dataset[index]
+            row = [
+                prompt.messages,
+                prompt.response,
+                prompt.turn,
+                prompt.tools,
+                [digest_of(image) for image in prompt.images],
+            ]
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+        return digest.hexdigest()
+
+    def _widened(self, prompt: Prompt, ids: list[int]) -> tuple[list[int], list[int]]:
+        return self.looker.widened(prompt, ids) if prompt.images else (ids, [])
+
+    def _ids(self, text: str, bare: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            code = f"\\u{ord(text[error.start]):04x}"
+            raise ConfigError(f"a text has {code}, half of the pair that writes one character: take it out") from None
+        # A chat template writes the beginning; bare text gets the tokenizer's, but no end.
+        ids: list[int] = list(self.tokenizer(text, add_special_tokens=bare, verbose=False)["input_ids"])
+        return ids[:-1] if bare and ids and ids[-1] == self.tokenizer.eos_token_id and len(ids) > 1 else ids
+
+    def _fits(self, prompt: Prompt, length: int, bound: int, limit: str, unit: str) -> bool:
+        if length <= bound:
+            return True
+        if self.overlong == "error":
+            raise ConfigError(
+                f"{prompt.where} has {length} {unit}, more than {limit} allows ({bound}): {_excerpt(prompt)}; raise the "
+                "limit, or set data.overlong_prompts=drop"
+            )
+        return False
+
+
+class FittingPrompts:
+    """Problems of a dataset that are not too long.
+
+    Attributes:
+        dropped: Number of problems that are too long.
+        left_out: Keys of messages that the chat template renders for the last turn alone (reasoning).
+    """
+
+    def __init__(self, dataset: PromptDataset, dropped: Sequence[int], left_out: Sequence[str]) -> None:
+        positions = frozenset(dropped)
+        self._dataset = dataset
+        self._positions = [index for index in range(len(dataset)) if index not in positions]
+        self.dropped = len(positions)
+        self.left_out = tuple(left_out)
+
+    def notes(self, key: str) -> list[str]:
+        """Returns messages for the user at the start of the run."""
+        notes = []
+        if self.dropped:
+            count = self.dropped + len(self)
+            notes.append(
+                f"{key}: {self.dropped} of {count} problems are dropped, because they are too long "
+                "(data.overlong_prompts=drop)"
+            )
+        if self.left_out:
+            notes.append(f"{key}: the chat template leaves {', '.join(self.left_out)} out of turns before the last")
+        return notes
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._dataset[self._positions[index]]
+
+
+def _read_known(file: Path) -> dict[str, list[Any]] | None:
+    try:
+        results = read_json(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return results if isinstance(results, dict) and results.keys() == {"dropped", "left_out"} else None
+
+
+def _excerpt(prompt: Prompt) -> str:
+    text = prompt.messages[-1]["content"]
+    return repr(text if len(text) <= 60 else text[:60] + "…")
+
+
+def _nearest(folder: Path) -> str:
+    neighbours = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
+    near = difflib.get_close_matches(folder.name, neighbours, 1)
+    return f"; did you mean {str(folder.with_name(near[0]))!r}?" if near else ""
+
+
+def context_tokens(cfg: LanguageConfig, tokenizer: Any) -> int | None:
+    """Returns the maximum number of tokens of prompt and response, by `rollout.max_model_len` or the model of the tokenizer.
+
+    None if neither sets it.
+    """
+    limit = select(cfg, "rollout.max_model_len")
+    if limit is not None:
+        return int(limit)
+    max_tokens, path = None, str(getattr(tokenizer, "name_or_path", "") or "")
+    with contextlib.suppress(ConfigError):  # the tokenizer's folder has no model
+        config = load_model_config(path, cfg.actor.model.trust_remote_code) if path else None
+        max_tokens = getattr(config.get_text_config(), "max_position_embeddings", None) if config else None
+    return None if max_tokens is None else int(max_tokens)
+
+
+#: Each tokenizer has one of these files. Without them, transformers makes up an empty one for some kinds of models.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def find_tokenizer(model_path: str, trust_remote_code: bool) -> Any | None:
+    """Returns the tokenizer in a model's folder; None if there is none."""
+    folder = Path(model_path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        return transformers().AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError):
+        return None
+
+
+def end_tokens(model_path: str, config: Any, tokenizer: Any | None) -> frozenset[int]:
+    """Returns the tokens that end a response in addition to the stop texts of a request.
+
+    These are the end tokens of the generation configuration, the model, the tokenizer and its chat template: chat models
+    fine-tuned from a base model often declare their end of turn in only one of them.
+    """
+    declared: list[Any] = [
+        getattr(config.get_text_config(), "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+        turn_end(tokenizer),
+    ]
+    with contextlib.suppress(OSError, ValueError):  # a model may have none
+        declared.append(transformers().GenerationConfig.from_pretrained(model_path).eos_token_id)
+    ids: set[int] = set()
+    for value in declared:
+        if value is not None:
+            ids.update(value if isinstance(value, (list, tuple)) else (value,))
+    return frozenset(int(i) for i in ids)
+
+
+def without_end(token_ids: Sequence[int], tokenizer: Any) -> list[int]:
+    """Returns a response without the end token that the model sampled, whichever of its end tokens that is."""
+    ends = _response_ends(tokenizer)
+    return list(token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids)
+
+
+@functools.lru_cache(maxsize=16)
+def _response_ends(tokenizer: Any) -> frozenset[int]:
+    """Returns the end tokens of a tokenizer's model, and the padding token, which ends the responses of some models."""
+    path = str(getattr(tokenizer, "name_or_path", "") or "")
+    ends = {getattr(tokenizer, name, None) for name in ("eos_token_id", "pad_token_id")} | {turn_end(tokenizer)}
+    with contextlib.suppress(ConfigError):  # the tokenizer's folder has no model
+        ends |= end_tokens(path, load_model_config(path, False), tokenizer) if path else frozenset()
+    return frozenset(token for token in ends if token is not None)
+
+
+def cut_at_stop(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[str, str | None]:
+    """Returns the text of a response before its first stop text, and that stop text; the complete text and None without one.
+
+    A stop text neither begins nor ends inside a special token: `b` does not match in `<bos>`, while `<bos>` does.
+    """
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    edges: set[int] | None = None
+    first, match = len(text), None
+    for candidate in stop:
+        at = text.find(candidate)
+        while 0 <= at < first:
+            edges = _inside_special(tokenizer, token_ids) if edges is None else edges
+            if edges.isdisjoint((at, at + len(candidate))):
+                first, match = at, candidate
+            at = text.find(candidate, at + 1)
+    return text[:first], match
+
+
+def _inside_special(tokenizer: Any, token_ids: Sequence[int]) -> set[int]:
+    """Returns the indices of a response's text that are inside a special token."""
+    special, places = _special(tokenizer), set[int]()
+    for number, token in enumerate(token_ids):
+        if token in special:
+            end = len(tokenizer.decode(list(token_ids[: number + 1]), skip_special_tokens=False))
+            places.update(range(end - len(tokenizer.decode([token], skip_special_tokens=False)) + 1, end))
+    return places
+
+
+_special = functools.lru_cache(maxsize=16)(special_tokens)
+
+
+class StopTexts:
+    """Detector of a stop text at the end of a response, token by token.
+
+    Both engines use it in place of vLLM's search, which loses a partial stop text when a request is resumed, and ignores
+    special tokens.
+
+    Args:
+        tokenizer: None if the model has none.
+        model_path: For the message.
+    """
+
+    def __init__(self, tokenizer: Any | None, model_path: str) -> None:
+        self._tokenizer = tokenizer
+        self._model_path = model_path
+
+    def check(self, stop: Sequence[str]) -> None:
+        """Checks stop texts.
+
+        Raises:
+            ConfigError: These stop texts are not supported.
+        """
+        if not stop:
+            return
+        for text in stop:
+            try:
+                if text.encode():
+                    continue
+            except UnicodeEncodeError:
+                pass
+            raise ConfigError(f"a stop text is {text!r}; allowed: texts of at least one character that UTF-8 can hold")
+        if self._tokenizer is None:
+            raise ConfigError(
+                f"stop texts need a tokenizer, and {self._model_path} has none: save it there, or use stop_token_ids"
+            )
+
+    def is_complete(self, token_ids: Sequence[int], stop: tuple[str, ...]) -> bool:
+        """Returns whether the last token completed one of the texts."""
+        # A token is at least a byte: the text cannot begin further back.
+        window = max(len(text.encode()) for text in stop) + 3
+        assert self._tokenizer is not None
+        return cut_at_stop(self._tokenizer, token_ids[-window:], stop)[1] is not None

@@ -1,0 +1,404 @@
+"""Batch-invariant attention and expert kernels: a token's result does not depend, bit for bit, on the rest of the batch.
+
+The last bits of a sum depend on the order of its terms, which a library chooses by shapes. So attention here gets shapes that
+depend only on a row's length. The inputs of a layer's products are padded to full tiles, which makes libraries on CPUs use the
+same order for each row; an engine verifies that at its start (`hf_forward.Forward`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rlhpc.language.models.vision import sub_attention
+
+#: Attention reads the columns of a row in blocks of this size; their number depends only on the row's length.
+BLOCK = 32
+
+
+def blocks(length: int) -> int:
+    """Returns the number of columns of the blocks for `length` tokens."""
+    return -(-length // BLOCK) * BLOCK
+
+
+class KeyValues:
+    """KV cache of all layers, `[rows, heads, columns, width]` each.
+
+    Each row begins at column 0, whatever the lengths of the others. When a row joins or leaves, no other row is copied, except
+    the one that replaces a leaving row. Values behind a row's end are finite and have weight zero.
+
+    Attributes:
+        rows: Rows in use.
+        length: Tokens in each row.
+        present: Row and column of each token that is computed next.
+        places: Position of each of them: its column, shifted by images before it.
+        only: The row of the only token that is computed next; None for all rows.
+    """
+
+    present: tuple[Tensor, Tensor]
+    places: Tensor
+    only: int | None
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self.rows = 0
+        self.length, self._shift = (np.zeros(max_rows, dtype=np.int64) for _ in range(2))
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def clear(self) -> None:
+        """Drops the rows, keeps the memory."""
+        self.rows = 0
+
+    def free(self) -> None:
+        """Drops the rows and the memory."""
+        self.clear()
+        self.keys, self.values = [], []
+
+    def append(self, layers: Any, lengths: Sequence[int], source: Sequence[int], shifts: Sequence[int]) -> None:
+        """Adds rows from a prefill of several sequences, one after the other.
+
+        Args:
+            layers: Of the cache that the prefill filled: `keys` and `values` `[1, heads, at least all tokens, width]`.
+            lengths: Tokens of each sequence.
+            source: The sequence of each new row; rows with the same prompt share one.
+            shifts: Difference between each sequence's next position and its next column.
+        """
+        begins = [0, *accumulate(lengths)]
+        prefilled = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
+        first, stop = self.rows, self.rows + len(source)
+        self._fit(prefilled, stop, max(lengths[one] for one in source) + 1)
+        for tensor, source_tensor in zip((*self.keys, *self.values), prefilled, strict=True):
+            tensor[first:stop].zero_()
+            row = first
+            for one, copies in groupby(source):
+                count, length = len(list(copies)), lengths[one]
+                tensor[row : row + count, :, :length] = source_tensor[0, :, begins[one] : begins[one] + length]
+                row += count
+        self.length[first:stop] = [lengths[one] for one in source]
+        self._shift[first:stop] = [shifts[one] for one in source]
+        self.rows = stop
+
+    def reserve(self, only: int | None = None) -> None:
+        """Reserves a column for the next token of each row, or of one row, and sets `present` and `places`."""
+        self._fit((*self.keys, *self.values), self.rows, int(self.length[: self.rows].max()) + 1)
+        rows = np.arange(self.rows) if only is None else np.array([only])
+        device = self.keys[0].device
+        self.only = only
+        self.present = torch.from_numpy(rows).to(device), torch.from_numpy(self.length[rows]).to(device)
+        self.places = torch.from_numpy(self.length[rows] + self._shift[rows]).to(device)
+
+    def drop(self, leaving: Sequence[int]) -> list[tuple[int, int]]:
+        """Removes rows; the last rows replace them. Returns these moves, (from, to), which other per-row data must repeat."""
+        moves = moves_into_places(self.rows, leaving)
+        if moves:
+            movers, holes = (list(side) for side in zip(*moves, strict=True))
+            used = int(self.length[movers].max())
+            for tensor in (*self.keys, *self.values):
+                tensor[holes, :, :used] = tensor[movers, :, :used]
+            self.length[holes], self._shift[holes] = self.length[movers], self._shift[movers]
+        self.rows -= len(set(leaving))
+        return moves
+
+    def _fit(self, like: Sequence[Tensor], rows: int, columns: int) -> None:
+        """Grows the tensors to so many rows and columns, with a reserve."""
+        room = self.keys[0].shape if self.keys else (0, 0, 0)
+        if rows <= room[0] and columns <= room[2]:
+            return
+        if rows > room[0]:
+            rows = min(self.max_rows, max(2 * room[0], rows))
+        if columns > room[2]:
+            columns = blocks(columns + columns // 2 + 64)
+        rows, columns = max(rows, room[0]), max(columns, room[2])
+        grown = list[Tensor]()
+        for old in (*self.keys, *self.values) or like:
+            # Zeros, not uninitialized memory: 0 weight times NaN is NaN.
+            new = old.new_zeros((rows, old.shape[1], columns, old.shape[3]))
+            if self.keys:
+                new[: self.rows, :, : room[2]] = old[: self.rows]
+            grown.append(new)
+        half = len(grown) // 2
+        self.keys, self.values = grown[:half], grown[half:]
+
+
+def decoding_cache(store: KeyValues) -> Any:
+    """Returns `store` as a cache of transformers' models, for one token at a time of `store.present`.
+
+    For a single row, layers return the row's part. Otherwise they return all rows, and attention has to select the columns of
+    each.
+    """
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    class Layer(DynamicLayer):
+        """Cache layer that writes a token of each row and returns views, without copies."""
+
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.index = index
+            self.is_initialized = True
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            rows, ends = store.present
+            keys, values = store.keys[self.index], store.values[self.index]
+            keys[rows, :, ends] = key_states[: len(ends), :, 0]
+            values[rows, :, ends] = value_states[: len(ends), :, 0]
+            if store.only is None:
+                return keys, values
+            row, end = slice(store.only, store.only + 1), self.get_seq_length() + 1
+            return keys[row, :, :end], values[row, :, :end]
+
+        def get_seq_length(self) -> int:
+            return 0 if store.only is None else int(store.length[store.only])
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            return self.get_seq_length() + query_length, 0
+
+    return Cache(layers=[Layer(index) for index in range(len(store.keys))])
+
+
+def moves_into_places(rows: int, leaving: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns the moves (from, to) of the last rows into the places of rows that leave."""
+    leaving_rows = set(leaving)
+    remaining = rows - len(leaving_rows)
+    holes = [row for row in sorted(leaving_rows) if row < remaining]
+    movers = [row for row in range(remaining, rows) if row not in leaving_rows]
+    return list(zip(movers, holes, strict=True))
+
+
+#: Name under which the functions are registered with transformers.
+NAME = "rlhpc_alike"
+#: Tokens are padded to a multiple of this: vectorized functions compute a remainder in another way.
+TILE = 32
+#: Tokens of an expert are padded to a multiple of this, which suffices for matrix products.
+_EXPERT_TILE = 8
+#: Alignment in bytes with which libraries use the same kernel.
+_ALIGNED = 64
+#: Layer types of configurations that this attention supports.
+_LAYERS = frozenset({"full_attention", "sliding_attention"})
+#: Rotary position types that depend on the longest sequence of a batch.
+_BY_LONGEST = frozenset({"dynamic", "longrope"})
+
+
+def tiles(count: int, size: int = TILE) -> int:
+    """Returns the next multiple of the tile size."""
+    return -(-count // size) * size
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows for which attention reads the same columns: `first` to `end` of `rows`; `mask` `[rows, 1, 1, columns]`."""
+
+    rows: slice | Tensor
+    first: int
+    end: int
+    mask: Tensor
+
+
+class Decoding:
+    """Decoding of one token for each row of a cache, the token's column included."""
+
+    def __init__(self, store: KeyValues, dtype: torch.dtype, device: torch.device) -> None:
+        self._lengths = store.length[: store.rows] + 1
+        self._dtype = dtype
+        self._device = device
+        self._groups: dict[int | None, list[_Group]] = {}
+
+    def groups(self, window: int | None) -> list[_Group]:
+        """Returns the rows grouped by the columns that they need within a window."""
+        if window not in self._groups:
+            self._groups[window] = list(self._grouped(window))
+        return self._groups[window]
+
+    def _grouped(self, window: int | None) -> Iterator[_Group]:
+        lengths = self._lengths
+        begins = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+        needs = np.stack([begins // BLOCK * BLOCK, [blocks(int(length)) for length in lengths]], axis=1)
+        if self._device.type != "cpu":  # one launch for all rows
+            needs[:] = needs[:, 0].min(), needs[:, 1].max()
+        for first, end in np.unique(needs, axis=0).tolist():
+            rows = np.flatnonzero((needs == (first, end)).all(axis=1))
+            if len(rows) == 1 and torch.get_num_threads() > 1:
+                rows = rows.repeat(
+                    2
+                )  # otherwise the products of a single row with a single head would be divided among threads
+            columns = np.arange(first, end)
+            visible = (columns >= begins[rows, None]) & (columns < lengths[rows, None])
+            mask = torch.from_numpy(np.where(visible, 0.0, -np.inf)).to(self._device, self._dtype)
+            dense = rows[-1] - rows[0] + 1 == len(rows)
+            chosen = slice(int(rows[0]), int(rows[-1]) + 1) if dense else torch.from_numpy(rows).to(self._device)
+            yield _Group(chosen, first, end, mask[:, None, None])
+
+
+#: Current computation: lengths of sequences one after the other, or a token of each row; None for rectangles.
+_present: ContextVar[Sequence[int] | Decoding | None] = ContextVar("present", default=None)
+
+
+@contextmanager
+def present(computation: Sequence[int] | Decoding | None) -> Iterator[None]:
+    """Sets what attention computes in the block: lengths of a prefill, or a token of each row."""
+    token = _present.set(computation)
+    try:
+        yield
+    finally:
+        _present.reset(token)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **further: Any,
+) -> tuple[Tensor, None]:
+    """Computes causal attention in the form that transformers calls, to `[B, T, heads, width]`.
+
+    Args:
+        module: The layer's attention.
+        query: `[1, heads, T, d]` of a prefill, `[rows, heads, 1, d]` of a token of each row.
+        key, value: Of the same tokens; in decoding, the cache's.
+        attention_mask: None: transformers builds none for a function that it does not know.
+        scaling: Of the logits; None is 1/√d.
+        dropout: Unused in generation.
+        sliding_window: How many tokens, itself included, a token attends to; None for all.
+        further: Additional arguments of a family; a bound on logits is ignored, as it is by the attention `sdpa`.
+    """
+    computation = _present.get()
+    outputs = query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
+    if isinstance(computation, Decoding):
+        with _one_thread(query.device):
+            for group in computation.groups(sliding_window):
+                k, v = (each[group.rows][:, :, group.first : group.end] for each in (key, value))
+                outputs[group.rows] = _last(query[group.rows], k, v, group.mask, scaling).transpose(1, 2)
+        return outputs, None
+    begin = 0
+    for length in computation or [query.shape[2]]:
+        part = slice(begin, begin + length)
+        begin += length
+        q, k, v = (each[:, :, part].contiguous() for each in (query, key, value))
+        outputs[:, part] = _causal(q, k, v, sliding_window, scaling).transpose(1, 2)
+    return outputs, None
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """Limits torch to one thread in the block: on a CPU, a row's result may depend on the thread that computes it."""
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None) -> Tensor:
+    """Computes attention of complete sequences of the same length, `[B, heads, T, d]`."""
+    length = query.shape[2]
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    if window is None or window >= length:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    behind = torch.arange(length, device=query.device)
+    behind = behind[:, None] - behind
+    mask = torch.zeros_like(behind, dtype=query.dtype).masked_fill_((behind < 0) | (behind >= window), -torch.inf)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+
+
+def _last(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Computes attention of one token for each row `[rows, heads, 1, d]`."""
+    uneven = query.shape[3] != value.shape[3] or query[0].numel() * query.element_size() % _ALIGNED
+    if query.device.type == "cpu" and uneven and len(query) > 1:
+        # torch's CPU kernel, which computes rows independently, does not support these shapes, or their rows are not aligned.
+        parts = zip(query.split(1), key.split(1), value.split(1), mask.split(1), strict=True)
+        return torch.cat([_last(q.clone(), k, v, m, scaling) for q, k, v, m in parts])
+    # Heads that share keys are computed as several tokens of one head, so keys need not be copied.
+    shared = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+    outputs = F.scaled_dot_product_attention(shared, key, value, attn_mask=mask, scale=scaling)
+    return outputs.reshape(*query.shape[:3], -1)
+
+
+def expert_products(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Computes a layer's experts in the form that transformers calls: `[T, H]` to `[T, H]`, each expert's tokens in full
+    tiles.
+    """
+    count, each = top_k_index.shape
+    chosen = top_k_index.reshape(-1)
+    order = chosen.argsort(stable=True)
+    counts = torch.bincount(chosen, minlength=module.num_experts)
+    room = -(-counts // _EXPERT_TILE) * _EXPERT_TILE
+    # Index of each pair of token and expert: after the tiles of the preceding experts, in the order within its expert.
+    shift = (room.cumsum(0) - room) - (counts.cumsum(0) - counts)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device) + shift[chosen[order]]
+    sizes = room.tolist()
+    tokens = hidden.new_zeros((tiles(sum(sizes)), hidden.shape[1]))
+    tokens[place] = hidden.repeat_interleave(each, dim=0)
+
+    def product(x: Tensor, name: str) -> Tensor:
+        weights = getattr(module, name)
+        biases = getattr(module, f"{name}_bias") if module.has_bias else [None] * len(weights)
+        parts = list[Tensor]()
+        for expert, part in enumerate(x[: sum(sizes)].split(sizes)):
+            if len(part):
+                weight = weights[expert].t() if module.is_transposed else weights[expert]
+                parts.append(F.linear(part, weight, biases[expert]))
+        parts.append(parts[0].new_zeros((len(x) - sum(sizes), parts[0].shape[1])))
+        return torch.cat(parts)
+
+    if module.has_gate:
+        inner = module._apply_gate(product(tokens, "gate_up_proj"))
+    else:
+        inner = module.act_fn(product(tokens, "up_proj"))
+    outputs = product(inner, "down_proj")[place] * top_k_weights.reshape(-1, 1)
+    return outputs.view(count, each, -1).sum(dim=1).to(hidden.dtype)
+
+
+def can_join(model: Any, context: int) -> bool:
+    """Returns whether a causal model of transformers can probably use the attention of this module.
+
+    It cannot if it mixes tokens by other means, or if positions depend on the longest sequence of a batch.
+
+    Args:
+        model: From transformers.
+        context: Tokens of the longest sequence.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    scaled = [
+        each for each in (rope, *rope.values()) if isinstance(each, dict) and each.get("rope_type") in _BY_LONGEST
+    ]
+    usual = min((each.get("original_max_position_embeddings") or 0 for each in scaled), default=context)
+    return bool(
+        model._supports_attention_backend
+        and not getattr(config, "alibi", False)
+        and (model.config._attn_implementation == "sdpa" or not getattr(config, "attn_logit_softcapping", None))
+        and not any(name.endswith("sinks") for name, _ in model.named_parameters())
+        and set(getattr(config, "layer_types", None) or ["full_attention"]) <= _LAYERS
+        and usual >= context
+    )
+
+
+def join(model: Any, device: torch.device) -> None:
+    """Makes a model use the functions here."""
+    sys.modules["transformers"].AttentionInterface.register(NAME, attend)
+    model.set_attn_implementation(sub_attention(model, NAME))
+    if device.type == "cpu" and getattr(model, "_can_set_experts_implementation", lambda: False)():
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(NAME, expert_products)
+        model.set_experts_implementation(NAME)

@@ -1,0 +1,303 @@
+"""Base of both engines: options, checks of requests, and completeness of weight updates."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlhpc.config.typed import select
+from rlhpc.language.engines.base import Completion, Request, RolloutBackend, SaysExperts
+from rlhpc.language.multi_policy import policies_of
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlhpc.language.config.run import LanguageConfig
+    from rlhpc.weights.delta import Elements
+
+T = TypeVar("T", bound="torch.Tensor | Elements")
+
+_DTYPES = ("float32", "bfloat16", "float16")
+#: Default number of concurrent sequences, if neither the configuration nor the engine has one.
+_BATCH = 64
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of an engine, from the sections `rollout` and `actor.model`.
+
+    Attributes:
+        model_path: Hugging Face folder or hub name.
+        device: Device of the computation, such as `cpu` or `cuda:0`.
+        dtype: Of the weights: float32, bfloat16 or float16.
+        max_batch_size: Concurrent sequences; None selects the engine's default.
+        max_model_len: Maximum length of prompt and response; None takes the model's context.
+        gpu_memory_utilization: Fraction of the accelerator's memory for vLLM.
+        attn_implementation: Of transformers.
+        trust_remote_code: Runs code that comes with the model.
+        engine_kwargs: Further arguments of the engine's constructor.
+        sleeps: Whether it gives the accelerator away between rollouts; an evaluation of a model that was trained on
+            demonstrations does not.
+        keeps_cache: `rollout.keep_cache_on_update`.
+        divides_experts: `rollout.parallel.expert`.
+        says_experts: `rollout.routing_replay`.
+        adapters: Rank and alpha of unmerged adapters (`rollout.merge_adapters`); None if they are merged.
+        policies: Names of several policies, each with such adapters.
+    """
+
+    model_path: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    max_batch_size: int | None = None
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.6
+    attn_implementation: str = "sdpa"
+    trust_remote_code: bool = False
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    sleeps: bool = False
+    keeps_cache: bool = False
+    divides_experts: bool = False
+    says_experts: bool = False
+    adapters: tuple[int, int] | None = None
+    policies: tuple[str, ...] = ()
+
+    @classmethod
+    def from_config(cls, cfg: LanguageConfig, model_path: str, device: str | torch.device) -> EngineOptions:
+        """Reads and checks the options of a configuration.
+
+        Raises:
+            ConfigError: A value is out of range; names the key.
+        """
+        rollout, model = cfg.rollout, cfg.actor.model
+        for key, value in (("max_batch_size", rollout.max_batch_size), ("max_model_len", rollout.max_model_len)):
+            if value is not None and value < 1:
+                raise ConfigError(f"rollout.{key} is {value}; at least 1 is needed")
+        if not 0.0 < rollout.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"rollout.gpu_memory_utilization is {rollout.gpu_memory_utilization}; allowed: (0, 1]")
+        return cls(
+            model_path=str(model_path),
+            device=str(device),
+            dtype=engine_dtype(cfg, device),
+            max_batch_size=rollout.max_batch_size,
+            max_model_len=rollout.max_model_len,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            attn_implementation=model.attn_implementation,
+            trust_remote_code=model.trust_remote_code,
+            engine_kwargs={str(k): v for k, v in rollout.engine_kwargs.items()},
+            sleeps=bool(select(cfg, "actor.offload_in_rollout")),
+            keeps_cache=bool(select(cfg, "rollout.keep_cache_on_update")),
+            divides_experts=bool(select(cfg, "rollout.parallel.expert")),
+            says_experts=bool(select(cfg, "rollout.routing_replay")),
+            adapters=(cfg.actor.lora.rank, cfg.actor.lora.alpha) if adapters_apart(cfg) else None,
+            policies=policies_of(cfg).names,
+        )
+
+    @property
+    def batch(self) -> int:
+        """Concurrent sequences of an engine without a default."""
+        return _BATCH if self.max_batch_size is None else self.max_batch_size
+
+
+def choices_of(cfg: LanguageConfig, engine: RolloutBackend) -> int:
+    """Returns how many experts an engine returns for a token (`SaysExperts`); 0 without routing replay.
+
+    Raises:
+        ConfigError: The engine does not return experts.
+    """
+    if not select(cfg, "rollout.routing_replay"):
+        return 0
+    if not isinstance(engine, SaysExperts):
+        raise ConfigError(
+            f"rollout.routing_replay: the engine {cfg.rollout.rollout_backend} does not say which experts it chose: take hf, "
+            "or leave it false"
+        )
+    return engine.choices
+
+
+def adapters_apart(cfg: LanguageConfig) -> bool:
+    """Returns whether engines get LoRA adapters separately, rather than merged into the weights."""
+    return (select(cfg, "actor.lora.rank") or 0) > 0 and select(cfg, "rollout.merge_adapters") is False
+
+
+def engine_dtype(cfg: LanguageConfig, device: str | torch.device) -> str:
+    """Returns the dtype of an engine's weights on a device: `rollout.dtype`, or that of the model.
+
+    Raises:
+        ConfigError: The dtype is unknown; names the key.
+    """
+    if cfg.rollout.dtype == "auto":
+        from rlhpc.language.models.loading import compute_dtype
+
+        return str(compute_dtype(cfg.actor.model, device)).removeprefix("torch.")
+    if cfg.rollout.dtype not in _DTYPES:
+        raise ConfigError(f"rollout.dtype is {cfg.rollout.dtype!r}; allowed: {', '.join(_DTYPES)}")
+    return cfg.rollout.dtype
+
+
+class UpdateFailed(RlhpcError):
+    """Error of an interrupted weight update: the engine's weights are of two versions, so it samples no more tokens."""
+
+
+class EngineBase:
+    """Base of the engines: checks requests, and retains completions of other requests during `generate` until the next `step`.
+
+    A subclass sets `version`, `context` and `vocabulary`, and implements `_queue`, `_advance`, `_abort` and `_drop`.
+    """
+
+    version: int = 0
+    context: int
+    """Maximum length of prompt and response."""
+    vocabulary: int
+    """Token ids are below this."""
+
+    def __init__(self) -> None:
+        self._under_way: set[int] = set()
+        self._retained: list[Completion] = []
+        self._refuses: str = ""
+
+    def _queue(self, requests: Sequence[Request]) -> None:
+        raise NotImplementedError
+
+    def _advance(self) -> list[Completion]:
+        raise NotImplementedError
+
+    def _abort(self) -> list[Completion]:
+        raise NotImplementedError
+
+    def _drop(self, ids: Collection[int]) -> None:
+        raise NotImplementedError
+
+    def _limit(self, request: Request) -> int:
+        """Returns the maximum number of tokens of the response."""
+        return min(request.sampling.max_new_tokens, self.context - len(request.prompt_ids))
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queues requests (`RolloutBackend.add`): all of them or none."""
+        batch = list(requests)
+        ids = [request.id for request in batch]
+        if len(set(ids)) < len(ids) or not self._under_way.isdisjoint(ids):
+            raise ValueError("two requests under way have the same id")
+        for request in batch:
+            self._check(request)
+        self._queue(batch)
+        self._under_way.update(ids)
+
+    def _check(self, request: Request) -> None:
+        prompt, sampling = request.prompt_ids, request.sampling
+        if not prompt:
+            raise ConfigError(f"request {request.id} has an empty prompt")
+        if len(prompt) >= self.context:
+            raise ConfigError(
+                f"request {request.id}: a prompt of {len(prompt)} tokens leaves no room in the context of {self.context} "
+                "(rollout.max_model_len, at most the model's own); raise it or lower data.max_prompt_tokens"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
+            raise ConfigError(
+                f"request {request.id} has token ids from {min(prompt)} to {max(prompt)}; the model's vocabulary is "
+                f"{self.vocabulary}: is the tokenizer another model's?"
+            )
+        if not all(0 <= token < self.vocabulary for token in sampling.stop_token_ids):
+            raise ConfigError(
+                f"request {request.id} has stop_token_ids {sorted(sampling.stop_token_ids)[:8]}; the model's vocabulary is "
+                f"{self.vocabulary}: take tokens of this model"
+            )
+        for key, value, good, allowed in (
+            ("max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
+            ("temperature", sampling.temperature, sampling.temperature >= 0.0, "at least 0"),
+            ("top_p", sampling.top_p, 0.0 < sampling.top_p <= 1.0, "(0, 1]"),
+            ("top_k", sampling.top_k, sampling.top_k == -1 or sampling.top_k >= 1, "-1, or at least 1"),
+        ):
+            if not good:
+                raise ConfigError(f"rollout.{key} is {value}; allowed: {allowed}")
+
+    def step(self) -> list[Completion]:
+        """Advances the running requests; returns those that ended (`RolloutBackend.step`)."""
+        if self._refuses:
+            raise UpdateFailed(self._refuses)
+        done, self._retained = self._retained, []
+        if len(self._under_way) > len(done):
+            done += self._advance()
+        self._under_way.difference_update(completion.id for completion in done)
+        return done
+
+    def unfinished(self) -> int:
+        """Returns the number of requests that have not been returned (`RolloutBackend.unfinished`)."""
+        return len(self._under_way)
+
+    def abort(self) -> list[Completion]:
+        """Ends all requests; returns the tokens of each so far (`RolloutBackend.abort`)."""
+        completions, self._retained = self._retained, []
+        self._under_way.clear()
+        return completions + self._abort()
+
+    def drop(self, ids: Collection[int]) -> None:
+        """Ends some requests, which are not returned (`DropsRequests.drop`)."""
+        running = self._under_way.intersection(ids)
+        self._retained = [completion for completion in self._retained if completion.id not in running]
+        if running:
+            self._drop(running)
+            self._under_way -= running
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Completes requests; see `RolloutBackend.generate`. The next `step` returns other requests that end in this time."""
+        self.add(requests)
+        completions: dict[int, Completion | None] = {request.id: None for request in requests}
+        missing, other_completions = len(completions), []
+        while missing:
+            for completion in self.step():
+                if completion.id in completions:
+                    completions[completion.id] = completion
+                    missing -= 1
+                else:
+                    other_completions.append(completion)
+        self._retained += other_completions
+        self._under_way.update(completion.id for completion in other_completions)
+        return [completion for completion in completions.values() if completion is not None]
+
+    def _begin_update(self, version: int) -> None:
+        self._refuses = (
+            f"the update to version {version} of the rollout engine's weights did not arrive whole; "
+            "send it again, or restart the rollout group"
+        )
+
+    def _end_update(self, version: int) -> None:
+        self.version, self._refuses = version, ""
+
+
+def fitting_update(
+    named_tensors: Iterable[tuple[str, T]],
+    needed: dict[str, tuple[int, ...]],
+    optional: dict[str, tuple[int, ...]],
+    *,
+    complete: bool = True,
+) -> Iterator[tuple[str, T]]:
+    """Passes an update's tensors on; raises where a name or shape is wrong, and at the end if one is missing.
+
+    Args:
+        named_tensors: By Hugging Face names.
+        needed: Shapes that must come, each once.
+        optional: Shapes that may come: the other names of tied weights, and buffers.
+        complete: All tensors must come; otherwise missing ones stay unchanged.
+
+    Raises:
+        UpdateFailed: Names the tensors.
+    """
+    received: set[str] = set()
+    for name, tensor in named_tensors:
+        shape = needed.get(name, optional.get(name))
+        if shape is None:
+            raise UpdateFailed(f"a weight update brought {name!r}, which the rollout engine's model does not have")
+        if tuple(tensor.shape) != shape:
+            raise UpdateFailed(
+                f"a weight update brought {name!r} of shape {tuple(tensor.shape)}; the model's is {shape}"
+            )
+        if name in received:
+            raise UpdateFailed(f"a weight update brought {name!r} twice")
+        received.add(name)
+        yield name, tensor
+    missing = sorted(needed.keys() - received) if complete else []
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise UpdateFailed(f"a weight update left out {', '.join(missing[:3])}{more}")

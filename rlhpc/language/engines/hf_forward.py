@@ -1,0 +1,284 @@
+"""Forward passes over the running rows, in which a row's numbers do not depend on the other rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlhpc.language.engines.batch_invariance import Decoding, KeyValues, can_join, decoding_cache, join, present, tiles
+from rlhpc.language.models.vision import sub_attention
+
+if TYPE_CHECKING:
+    from rlhpc.language.data.images import PromptImages
+    from rlhpc.language.models.moe_routing import Routing
+
+logger = logging.getLogger(__name__)
+
+#: Maximum number of tokens in a joint prefill; up to here torch computes norms in one thread.
+_PREFILL_TOKENS = 1024
+#: Elements that torch does not divide among threads, and the step of vectorized functions, in any dtype.
+_UNDIVIDED, _STEP = 32768, 64
+#: Rows of a matrix product are padded to multiples of this, if there are fewer than vectorized functions take.
+_ROWS = 8
+#: Largest deviation, relative to the largest value, of logits from those of the model's attention: in float32, and in half
+#: precision.
+_FAR, _FAR_HALF = 1e-3, 0.1
+
+
+class Forward:
+    """Prefill and decoding: of all rows jointly, if their numbers are then the same as alone; otherwise row by row.
+
+    On CPUs the numbers are the same, bit for bit, by the choice of shapes (`batch_invariance`), and a comparison of a row
+    alone and in a batch verifies it when the engine starts. Accelerators' libraries guarantee less: there, a step always
+    computes the maximum number of rows, and a prefill one sequence, so that a row's numbers could only depend on its index.
+
+    Args:
+        model: From transformers; changed in place.
+        device: Device of the computation.
+        max_rows: Maximum number of rows.
+        context: Tokens of the longest sequence.
+        vocabulary: Token ids are below this.
+
+    Attributes:
+        kv: The rows' keys and values.
+        batched: Whether rows are computed jointly.
+        routing: Routers of a mixture, if their choices are requested.
+        experts: Their choices in the last call: for the tokens of each sequence, or for one of each row.
+    """
+
+    def __init__(self, model: Any, device: torch.device, max_rows: int, context: int, vocabulary: int) -> None:
+        self._model = model
+        self._device = device
+        self._cpu = device.type == "cpu"
+        self._max_rows = max_rows
+        self._context = context
+        self._vocabulary = vocabulary
+        self.kv = KeyValues(max_rows)
+        self._cache: Any = None
+        self._filled: Any = None
+        self._rows: tuple[int, int] | None = None
+        self.routing: Routing | None = None
+        self.experts: list[np.ndarray] = []
+        attention = model.config._attn_implementation
+        if self._cpu and torch.get_num_threads() > 1:
+            _leave_undivided(model)
+        self.batched = can_join(model, context)
+        if self.batched and self._cpu:
+            for module in model.modules():
+                if type(module) is nn.Linear:
+                    module.forward = self._of_rows(module.forward, module.out_features)  # type: ignore[method-assign]
+        if self.batched:
+            with torch.inference_mode():
+                expected = self._says(attention)
+                join(model, device)
+                self.batched = _near(self._says(None), expected) and (not self._cpu or self._same_alone())
+        if not self.batched:
+            model.set_attn_implementation(sub_attention(model, attention))
+            logger.warning(
+                "%s: sequences are computed one by one, since several at once could change each other's numbers",
+                type(model).__name__,
+            )
+
+    def free(self) -> None:
+        """Drops the rows and the memory."""
+        self.kv.free()
+        self._cache = None
+
+    def prefill(
+        self, sequences: Sequence[Sequence[int]], source: Sequence[int], images: Sequence[PromptImages | None] = ()
+    ) -> Tensor:
+        """Fills the cache with sequences.
+
+        Args:
+            sequences: Prompts, and tokens sampled since.
+            source: The sequence of each new row, ascending.
+            images: Images of each sequence; a sequence with images is computed alone.
+
+        Returns:
+            `[sequences, V]`, the logits behind each.
+        """
+        logits, self.experts = list[Tensor](), []
+        images = images or [None] * len(sequences)
+        for part in self._parts([len(sequence) for sequence in sequences], [one is not None for one in images]):
+            chosen = sequences[part.start : part.stop]
+            lengths = [len(sequence) for sequence in chosen]
+            looked = images[part.start]
+            places = None if looked is None else looked.positions(lengths[0])
+            logits.append(self._prefill(chosen, looked, places))
+            part_source = [one - part.start for one in source if part.start <= one < part.stop]
+            shifts = [0] * len(chosen) if places is None else [int(places.max()) + 1 - lengths[0]]
+            self.kv.append(self._filled.layers, lengths, part_source, shifts)
+        self._filled = None
+        return torch.cat(logits)
+
+    def decode(self, last: Tensor) -> Tensor:
+        """Computes one token for each row: `last` `[rows]` are the current tokens; returns logits `[rows, V]` of the next."""
+        kv, self.experts = self.kv, []
+        if self._cache is None:
+            self._cache = decoding_cache(kv)
+        if self.batched:
+            kv.reserve()
+            count = tiles(kv.rows) if self._cpu else self._max_rows
+            self._rows = tiles(kv.rows, _ROWS), count
+            with present(Decoding(kv, self._model.dtype, self._device)), self._watching([1] * kv.rows):
+                logits = self._decode(*(_filled_up(each, count) for each in (last, kv.places)))[: kv.rows]
+            self._rows = None
+        else:
+            parts = list[Tensor]()
+            for row in range(kv.rows):
+                kv.reserve(row)
+                with self._watching([1]):
+                    parts.append(self._decode(last[row : row + 1], kv.places))
+            logits = torch.cat(parts)
+        kv.length[: kv.rows] += 1
+        return logits
+
+    def _parts(self, lengths: Sequence[int], alone: Sequence[bool]) -> Iterator[slice]:
+        """Yields slices of sequences that are prefilled jointly."""
+        limit = _PREFILL_TOKENS if self.batched and self._cpu else 0
+        begin = tokens = 0
+        for index, length in enumerate(lengths):
+            if index > begin and (tokens + length > limit or alone[index] or alone[begin]):
+                yield slice(begin, index)
+                begin, tokens = index, 0
+            tokens += length
+        yield slice(begin, len(lengths))
+
+    def _prefill(
+        self, sequences: Sequence[Sequence[int]], looked: PromptImages | None, places: np.ndarray | None
+    ) -> Tensor:
+        from transformers.cache_utils import DynamicCache
+
+        lengths = [len(sequence) for sequence in sequences]
+        count = tiles(sum(lengths)) if self.batched else sum(lengths)
+        ids = torch.tensor([token for sequence in sequences for token in sequence], device=self._device)
+        positions, image_inputs = torch.cat([torch.arange(length, device=self._device) for length in lengths]), {}
+        if looked is not None and places is not None:
+            positions = torch.from_numpy(places).to(self._device)
+            image_inputs = looked.inputs(count, self._device)
+        ends: Any = torch.tensor([end - 1 for end in accumulate(lengths)], device=self._device)
+        self._filled = DynamicCache()
+        with present(lengths), self._watching(lengths):
+            logits = self._model(
+                input_ids=_filled_up(ids, count)[None],
+                position_ids=_filled_up(positions, count).unsqueeze(-2),
+                past_key_values=self._filled,
+                use_cache=True,
+                logits_to_keep=_filled_up(ends, tiles(len(ends))) if self.batched else 1,
+                **image_inputs,
+            ).logits[0]
+        outputs: Tensor = logits[: len(lengths)]
+        return outputs
+
+    @contextmanager
+    def _watching(self, lengths: Sequence[int]) -> Iterator[None]:
+        """Records the routers' choices for sequences of these lengths, one after the other."""
+        if self.routing is None:
+            yield
+            return
+        with self.routing.watching() as recorded:
+            yield
+        chosen = torch.cat([each[: sum(lengths)] for _, each in recorded], 1).to(torch.int16).cpu().numpy()
+        self.experts += np.split(chosen, np.cumsum(lengths)[:-1])
+
+    def _decode(self, ids: Tensor, positions: Tensor) -> Tensor:
+        logits: Tensor = self._model(
+            input_ids=ids[:, None],
+            position_ids=positions[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+        return logits[:, -1]
+
+    def _of_rows(self, product: Any, width: int) -> Any:
+        """Returns a layer's product that, in decoding, computes only the rows in use: the others pad operations other than
+        products.
+        """
+
+        def computed(x: Tensor) -> Tensor:
+            some, count = self._rows or (0, 0)
+            if some == count or len(x) != count:
+                full_product: Tensor = product(x)
+                return full_product
+            outputs = x.new_zeros((*x.shape[:-1], width))
+            outputs[:some] = product(x[:some])
+            return outputs
+
+        return computed
+
+    # --- verification of joint computation
+
+    def _probe(self, row: int) -> list[int]:
+        length = max(1, min(3 + row % 11, self._context - 3))
+        return [(7 * row + 5 * token + 3) % self._vocabulary for token in range(length)]
+
+    def _says(self, attention: str | None) -> Tensor:
+        """Returns logits behind the last tokens of a text: from one pass with the given attention, or from this module's."""
+        text = [*self._probe(10), 1, 2]
+        if attention is not None:
+            logits: Tensor = self._model(input_ids=torch.tensor([text], device=self._device), use_cache=False).logits
+            return logits[0, -3:]
+        return torch.cat(self._logits([text[:-2]], [torch.tensor([token]) for token in text[-2:]]))
+
+    def _same_alone(self) -> bool:
+        """Returns whether two of several rows have, bit for bit, the same logits alone."""
+        texts = [self._probe(row) for row in range(37)]
+        tokens = [torch.arange(37) % self._vocabulary for _ in range(2)]
+        company = self._logits(texts, tokens)
+        for row in (1, 36):
+            alone = self._logits([texts[row]], [each[row : row + 1] for each in tokens])
+            if not all(torch.equal(a[0], b[row]) for a, b in zip(alone, company, strict=True)):
+                return False
+        return True
+
+    def _logits(self, texts: Sequence[Sequence[int]], tokens: Sequence[Tensor]) -> list[Tensor]:
+        """Returns logits `[rows, V]` behind texts, and behind each further token of each."""
+        saved_kv, fixed = self.kv, self._max_rows
+        self.kv, self._cache, self._max_rows = KeyValues(len(texts)), None, max(fixed, len(texts))
+        logits = [self.prefill(texts, range(len(texts)))]
+        logits += [self.decode(each.to(self._device)) for each in tokens]
+        self.kv, self._cache, self._max_rows = saved_kv, None, fixed
+        return logits
+
+
+def _filled_up(values: Tensor, count: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, count - values.shape[-1]))
+
+
+def _near(logits: Tensor, expected: Tensor) -> bool:
+    far = float((logits.float() - expected.float()).abs().max()) / max(float(expected.float().abs().max()), 1e-6)
+    return far < (_FAR if expected.dtype == torch.float32 else _FAR_HALF)
+
+
+def _leave_undivided(model: nn.Module) -> None:
+    """Makes activations take so few rows at a time that no thread boundary lies within a row, where numbers differ by a
+    rounding.
+    """
+    from transformers.activations import ACT2CLS
+
+    kinds: Any = tuple({each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values()})
+    for module in model.modules():
+        if isinstance(module, kinds):
+            module.forward = _by_rows(module.forward)
+
+
+def _by_rows(function: Any) -> Any:
+    def computed(x: Tensor) -> Tensor:
+        step = _STEP // gcd(x.shape[-1], _STEP)
+        rows = max(step, _UNDIVIDED // x.shape[-1] // step * step)
+        flat = x.reshape(-1, x.shape[-1])
+        if len(flat) <= rows:
+            outputs: Tensor = function(x)
+            return outputs
+        return torch.cat([function(part) for part in flat.split(rows)]).view(x.shape)
+
+    return computed

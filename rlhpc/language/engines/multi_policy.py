@@ -1,0 +1,154 @@
+"""Engine of several policies: one engine for each, with its weights; a request names its policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.language.engines.base import Completion, Request, ScoresTexts
+from rlhpc.language.engines.common import UpdateFailed
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlhpc.weights.delta import Elements
+
+
+class MultiPolicyEngine:
+    """Engines of several policies, each with merged adapters, which sample in turn.
+
+    They must accept partial updates (`TakesParts`), end single requests, score, and declare the weights that they need: `hf`.
+
+    Args:
+        names: Of the policies.
+        make: Makes the engine of a policy, by its name.
+    """
+
+    updates_in_part = True
+
+    def __init__(self, names: Sequence[str], make: Callable[[str], Any]) -> None:
+        self._names = tuple(names)
+        self._engines: list[Any] = []
+        try:
+            for name in names:
+                self._engines.append(make(name))
+        except BaseException:
+            self.close()
+            raise
+        self._torn = ""
+        self.capacity = min(int(engine.capacity) for engine in self._engines)
+        self.context = min(int(engine.context) for engine in self._engines)
+        self.vocabulary = int(self._engines[0].vocabulary)
+        self.choices = 0
+
+    @property
+    def version(self) -> int:
+        """Version of the weights; see `RolloutBackend.version`."""
+        return int(self._engines[0].version)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Adds requests to the engines of their policies; see `RolloutBackend.add`."""
+        for policy, policy_requests in groupby(sorted(requests, key=_policy), _policy):
+            self._engines[policy].add(list(policy_requests))
+
+    def step(self) -> list[Completion]:
+        """Advances all engines with requests; see `RolloutBackend.step`."""
+        if self._torn:
+            raise UpdateFailed(self._torn)
+        return [done for engine in self._engines if engine.unfinished() for done in engine.step()]
+
+    def unfinished(self) -> int:
+        """Returns the number of unfinished requests; see `RolloutBackend.unfinished`."""
+        return sum(engine.unfinished() for engine in self._engines)
+
+    def abort(self) -> list[Completion]:
+        """Ends all running requests; see `RolloutBackend.abort`."""
+        return [completion for engine in self._engines for completion in engine.abort()]
+
+    def drop(self, ids: Collection[int]) -> None:
+        """Ends some requests; see `DropsRequests.drop`."""
+        for engine in self._engines:
+            engine.drop(ids)
+
+    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
+        """Returns the tokens of running requests; see `DropsRequests.so_far`."""
+        return {number: tokens for engine in self._engines for number, tokens in engine.so_far(ids).items()}
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Completes requests; see `RolloutBackend.generate`."""
+        completions = dict[int, Completion]()
+        for policy, policy_requests in groupby(sorted(requests, key=_policy), _policy):
+            completions |= {
+                completion.id: completion for completion in self._engines[policy].generate(list(policy_requests))
+            }
+        return [completions[request.id] for request in requests]
+
+    def update_weights(
+        self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor | Elements]], *, complete: bool = True
+    ) -> None:
+        """Loads weights; see `TakesParts.update_weights`.
+
+        Tensors that all policies share come once, by their names; the others are named `policy/name` (`of_policy`). They come
+        in any order.
+        """
+        self._torn = (
+            f"the update to version {version} of the policies' weights did not arrive whole; send it again, or restart the "
+            "rollout group"
+        )
+        came: dict[str, set[str]] = {name: set() for name in self._names}
+        engines = dict(zip(self._names, self._engines, strict=True))
+        for policy, run in groupby(named_tensors, lambda named: named[0].rpartition("/")[0]):
+            if policy and policy not in engines:
+                raise UpdateFailed(f"a weight update is of policy {policy!r}; there are: {', '.join(self._names)}")
+            if policy:
+                engines[policy].update_weights(version, _noted(run, came[policy]), complete=False)
+                continue
+            for named in run:
+                for name, engine in engines.items():
+                    engine.update_weights(version, _noted([named], came[name]), complete=False)
+        for name, engine in engines.items():
+            if complete and (missing := sorted(engine.needs() - came[name])):
+                raise UpdateFailed(f"a weight update left out {', '.join(missing[:3])} of policy {name}")
+            engine.update_weights(version, (), complete=False)
+        self._torn = ""
+
+    def held(self, name: str) -> torch.Tensor | None:
+        """Returns a current tensor; of shared tensors, the first policy's. See `TellsWeights.held`."""
+        policy, _, tensor_name = name.rpartition("/")
+        tensor: torch.Tensor | None = self._engines[self._names.index(policy) if policy else 0].held(tensor_name)
+        return tensor
+
+    def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
+        """Returns the log-probs of a text with the weights of a policy; see `ScoresTexts.score`."""
+        engine: ScoresTexts = self._engines[policy]
+        return engine.score(token_ids)
+
+    def offload(self) -> None:
+        """Frees the accelerator; see `RolloutBackend.offload`."""
+        for engine in self._engines:
+            engine.offload()
+
+    def reload(self) -> None:
+        """Returns to the accelerator; see `RolloutBackend.reload`."""
+        for engine in self._engines:
+            engine.reload()
+
+    def close(self) -> None:
+        """Ends the engines; see `RolloutBackend.close`."""
+        for engine in self._engines:
+            engine.close()
+
+
+def _policy(request: Request) -> int:
+    return request.sampling.policy
+
+
+def _noted(named: Iterable[Any], came: set[str]) -> Iterator[Any]:
+    """Yields tensors by their names without the policy, and records these names."""
+    for full_name, tensor in named:
+        name = full_name.rpartition("/")[2]
+        if name in came:
+            raise UpdateFailed(f"a weight update brought {full_name!r} twice")
+        came.add(name)
+        yield name, tensor

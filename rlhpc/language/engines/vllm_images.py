@@ -1,0 +1,149 @@
+"""Images for vLLM: it gets the trainer's patches and positions, and processes no image itself.
+
+Its path from an image to patches needs torchvision, each of whose builds requires one build of torch; and a second
+implementation could place or cut an image differently.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rlhpc.language.data.images import make_looker
+
+if TYPE_CHECKING:
+    from rlhpc.language.data.images import Looker, PromptImages
+
+#: vLLM's module and class of each family's model.
+_MODELS = {
+    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+    "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+}
+#: Modules of transformers that import torchvision for their classes; vLLM uses one function of each.
+_CUTTERS = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+_CUTTERS_OF_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+_KIND = "image"
+
+
+def register_images(config: Any, path: str, trust_remote_code: bool) -> None:
+    """Registers image processing for a vision-language model with vLLM, in this process.
+
+    Args:
+        config: Of the model.
+        path: Of the model; its image processor sets the largest image.
+        trust_remote_code: See `rlhpc.language.data.images.make_looker`.
+
+    Raises:
+        ConfigError: The model has no image processor, or is of an unsupported family.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    looker = make_looker(path, trust_remote_code)
+    module, name = _MODELS[config.model_type]
+    vllm_model: Any = getattr(_imported(f"vllm.model_executor.models.{module}"), name)
+    model_class = type(name, (vllm_model,), {"__module__": vllm_model.__module__})
+    registered = MULTIMODAL_REGISTRY.register_processor(
+        _PatchProcessor, info=functools.partial(_info_of(vllm_model), looker=looker), dummy_inputs=_no_samples
+    )(model_class)
+    ModelRegistry.register_model(name, registered)
+
+
+def image_prompt(ids: Sequence[int], images: PromptImages) -> dict[str, Any]:
+    """Returns a prompt with images in the form of vLLM's engine after image processing.
+
+    Args:
+        ids: The prompt's tokens.
+        images: Its images.
+    """
+    from vllm.inputs.engine import mm_input
+
+    digests = [digest.hex() for digest in images.digests]
+    return dict(mm_input(list(ids), _items(images), {_KIND: digests}, {_KIND: _places(images)}))
+
+
+def _items(images: PromptImages) -> Any:
+    from transformers import BatchFeature
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+    grids = torch.from_numpy(images.grids)
+    features = BatchFeature({"pixel_values": torch.from_numpy(np.concatenate(images.patches)), "image_grid_thw": grids})
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes(_KIND, grids.prod(1)),
+        "image_grid_thw": MultiModalFieldConfig.batched(_KIND, keep_on_cpu=True),
+    }
+    return MultiModalKwargsItems.from_hf_inputs(features, fields)
+
+
+def _places(images: PromptImages) -> list[Any]:
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    return [
+        PlaceholderRange(offset=at, length=length)
+        for at, length in zip(images.at.tolist(), images.tokens.tolist(), strict=True)
+    ]
+
+
+def _info_of(model: Any) -> Any:
+    """Returns vLLM's class with the limits of a model's images, derived from the class that its functions expect."""
+    base: Any = model._processor_factory.info
+
+    class Info(base):
+        def __init__(self, ctx: Any, looker: Looker) -> None:
+            super().__init__(ctx)
+            self.looker = looker
+            self.max_image_tokens = min(looker.max_tokens, int(ctx.model_config.max_model_len))
+
+        def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+            return {_KIND: None}
+
+        def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
+            del seq_len, mm_counts
+            return {_KIND: self.max_image_tokens}
+
+    return Info
+
+
+def _no_samples(info: Any) -> Any:
+    """Returns a placeholder for the builder of dummy samples, which `_PatchProcessor` replaces."""
+    return info
+
+
+class _PatchProcessor:
+    """Replacement of vLLM's image processor: images come as patches."""
+
+    def __init__(self, info: Any, dummy_inputs: Any) -> None:
+        del dummy_inputs
+        self.info = info
+
+    def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], **_: Any) -> Any:
+        """Returns a prompt with the largest image, by which vLLM measures its memory."""
+        del mm_counts
+        return image_prompt([0] * self.info.max_image_tokens, self.info.looker.blank(self.info.max_image_tokens))
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torchvision":
+            raise
+    with _by_pil():
+        return importlib.import_module(name)
+
+
+@contextmanager
+def _by_pil() -> Iterator[None]:
+    """Makes an import use transformers' module for PIL, which has the same functions and needs no torchvision."""
+    sys.modules[_CUTTERS] = importlib.import_module(_CUTTERS_OF_PIL)
+    try:
+        yield
+    finally:
+        del sys.modules[_CUTTERS]

@@ -1,0 +1,378 @@
+"""Life cycle of vLLM's engine in the process of a rank: build, error messages, sleep and shutdown."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhpc.language.data.images import has_vision
+from rlhpc.language.engines.vllm_images import register_images
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.scratch import cache_folder
+from rlhpc.runtime.text import first_line
+
+if TYPE_CHECKING:
+    from rlhpc.language.engines.common import EngineOptions
+    from rlhpc.language.engines.multi_rank import EngineLink
+import glob
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhpc.runtime.host import host_id
+
+if TYPE_CHECKING:
+    from rlhpc.language.engines.multi_rank import EngineLink
+
+
+@contextmanager
+def one_of_several(link: EngineLink | None) -> Iterator[None]:
+    """Prepares the process while vLLM builds the engine of one rank of a group.
+
+    - vLLM reads `RANK` and `LOCAL_RANK`: a rank sees only one accelerator, so its local rank is 0.
+    - The name of the process group becomes that of the shared memory in which ranks on one host reduce tensors:
+      it must be unique to the engine and the host.
+    - The shared memory's name in /dev/shm is removed once all ranks have opened it: a killed rank leaves nothing behind.
+    - Waiting ranks never sleep. If ranks may share a core, they would wait for one that cannot run, so these reduce by gloo:
+      vLLM does so if the ranks' names differ.
+    - vLLM's message queue between ranks would open a port without authentication. Nothing here uses the queue.
+
+    Args:
+        link: Connection to the engine's other ranks; None for an engine of one rank.
+    """
+    if link is None:
+        yield
+        return
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+    from vllm.platforms import current_platform
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    name = link.ident.replace(":", "-").replace("/", "-")  # vLLM reads the text after the last colon
+    if current_platform.is_cpu() and not cores_are_apart():
+        name = f"{name}-{link.rank}"
+    variables = {"RANK": str(link.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(link.size)}
+    before = {name: os.environ.get(name) for name in variables}
+    queues, launched = MessageQueue.create_from_process_group, ExecutorWithExternalLauncher._distributed_args
+
+    def distributed_args(self: Any) -> tuple[str, int, int]:
+        return f"rlhpc:{name}", link.rank, 0
+
+    def none(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    os.environ.update(variables)
+    setattr(MessageQueue, "create_from_process_group", staticmethod(none))  # noqa: B010 (mypy knows its signature)
+    setattr(ExecutorWithExternalLauncher, "_distributed_args", distributed_args)  # noqa: B010 (as above)
+    _compile_no_lookup()
+    try:
+        yield
+    finally:
+        for path in Path("/dev/shm").glob(f"{glob.escape(name)}-*-cpushm_*"):
+            path.unlink(missing_ok=True)
+        setattr(MessageQueue, "create_from_process_group", staticmethod(queues))  # noqa: B010 (as above)
+        setattr(ExecutorWithExternalLauncher, "_distributed_args", launched)  # noqa: B010 (as above)
+        for variable, value in before.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
+
+
+def sees_all_cards(size: int) -> bool:
+    """Returns whether this process's device mask has as many accelerators as its engine has ranks.
+
+    vLLM's custom all-reduce uses the rank as an index into that mask. If the mask is shorter it fails, and NCCL has to reduce.
+
+    Args:
+        size: Ranks of the engine.
+    """
+    from vllm.platforms import current_platform
+
+    mask = os.environ.get(current_platform.device_control_env_var)
+    return mask is None or len([device for device in mask.split(",") if device.strip()]) >= size
+
+
+def cores_are_apart() -> bool:
+    """Returns whether all ranks of the default process group on one host have disjoint sets of cores."""
+    local_cores = (host_id(), frozenset(os.sched_getaffinity(0)))
+    rank_cores: list[tuple[str, frozenset[int]]] = [local_cores] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(rank_cores, local_cores)
+    pairs = itertools.combinations(rank_cores, 2)
+    return not any(host == other and cores & other_cores for (host, cores), (other, other_cores) in pairs)
+
+
+def _compile_no_lookup() -> None:
+    """Replaces the compiled lookup of a sharded embedding by the plain function on CPUs.
+
+    torch compiles it by a C++ compiler: 15 seconds at the first step of every process, for two comparisons and a sum.
+    """
+    from vllm.model_executor.layers import vocab_parallel_embedding
+    from vllm.platforms import current_platform
+
+    compiled = vocab_parallel_embedding.get_masked_input_and_mask
+    if current_platform.is_cpu():
+        plain = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+        setattr(vocab_parallel_embedding, "get_masked_input_and_mask", plain)  # noqa: B010 (mypy knows its signature)
+
+
+log = logging.getLogger(__name__)
+
+#: Environment variables for vLLM, unless the user sets them. Its engine runs in this process: weights are passed as tensors,
+#: and nothing of it outlives the rank.
+_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+}
+#: Variables that vLLM sets for its subprocesses; programs that the rank starts later do not need them.
+_LEAKED = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+#: Packages hidden from vLLM while it builds an engine: it reads every attribute of all modules of the process, and trimesh's
+#: placeholders for missing packages raise on access. ManiSkill imports it.
+_UNSEEN = ("trimesh",)
+#: Default limit of the CPU build's cache.
+_CPU_CACHE_BYTES = 4 << 30
+#: Minimum number of tokens that the CPU build computes in a step.
+_CPU_BATCH_TOKENS = 4096
+
+
+class VLLMProcess:
+    """vLLM's `LLMEngine` in this process. A subclass sets further arguments in `_arguments`.
+
+    Args:
+        options: Of the engine.
+        config: The model's Hugging Face configuration.
+        seed: Of the engine.
+        link: Connection to the other ranks of an engine group.
+
+    Raises:
+        ConfigError: vLLM is not installed or of the wrong build, the model does not exist, or memory does not suffice.
+    """
+
+    #: Advice in errors when vLLM is not available.
+    instead = "take rollout_backend hf"
+    #: Whether requests have seeds.
+    draws = False
+
+    def __init__(self, options: EngineOptions, config: Any, seed: int, link: EngineLink | None = None) -> None:
+        self._options = options
+        self._sleeps = options.sleeps
+        self._link = link
+        self._has_images = has_vision(config)
+        self._build(config, seed)
+
+    def _arguments(self) -> dict[str, Any]:
+        """Returns arguments of the engine in addition to those of `_build`."""
+        return {}
+
+    def _build(self, config: Any, seed: int) -> None:
+        options = self._options
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if cache := cache_folder():
+            os.environ.setdefault("VLLM_CACHE_ROOT", str(cache / "vllm"))
+        try:
+            from vllm import EngineArgs, LLMEngine
+            from vllm.platforms import current_platform
+            from vllm.usage.usage_lib import UsageContext
+        except ImportError as error:
+            raise ConfigError(
+                f"rollout.rollout_backend is 'vllm', which cannot be imported ({first_line(error)}): pip install 'rlhpc[vllm]'"
+            ) from None
+        self._on_cpu = bool(current_platform.is_cpu())
+        if self._on_cpu != options.device.startswith("cpu") or not current_platform.device_type:
+            have = "the CPU" if self._on_cpu else current_platform.device_type or "an accelerator that it does not find"
+            raise ConfigError(
+                f"rollout.rollout_backend is 'vllm' on {options.device}, and the vLLM installed is built for {have}; install "
+                f"the other build, or {self.instead}"
+            )
+        self._batch = options.batch if self._on_cpu else options.max_batch_size
+        self._owns_group = not torch.distributed.is_initialized() and self._link is None
+        if not self._owns_group and self._link is None and torch.distributed.get_world_size() > 1:
+            raise RlhpcError(
+                "vLLM needs a process whose torch process group is its own; build it before joining another"
+            )
+        arguments: dict[str, Any] = {
+            "model": options.model_path,
+            "dtype": options.dtype,
+            "trust_remote_code": options.trust_remote_code,
+            "max_model_len": options.max_model_len,
+            "max_num_seqs": self._batch,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "seed": seed % 2**31,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "enable_sleep_mode": self._sleeps and not self._on_cpu,
+            **self._arguments(),
+        }
+        if self._has_images:
+            # Images come as normalized patches; requests share none.
+            arguments["mm_processor_cache_gb"] = 0
+            if "mm_device_do_normalize" in EngineArgs.__dataclass_fields__:  # earlier versions never normalize
+                arguments["mm_device_do_normalize"] = False
+        if self._on_cpu:
+            arguments["enforce_eager"] = True
+            if self.draws:
+                # With a prefill in parts, vLLM rewinds random numbers, which CPU generators do not support.
+                arguments["enable_chunked_prefill"] = False
+                arguments["max_num_batched_tokens"] = max(
+                    _CPU_BATCH_TOKENS, _context(config.get_text_config(), options)
+                )
+            if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+                arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config.get_text_config(), options)
+        arguments.update(options.engine_kwargs)
+        if max(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data")) > 1:
+            raise ConfigError(
+                "rollout.engine_kwargs: vLLM runs in the rollout ranks' processes, each on one accelerator; say with "
+                "rollout.parallel.tensor how many ranks are one engine"
+            )
+        if self._link is not None:
+            if options.divides_experts and self._on_cpu:
+                raise ConfigError(
+                    "rollout.parallel.expert: vLLM's CPU build ends with a segmentation fault where whole experts are divided "
+                    "among ranks; leave it false there (each expert is divided)"
+                )
+            self._link.form()
+            arguments |= {
+                "tensor_parallel_size": self._link.size,
+                "distributed_executor_backend": "external_launcher",
+                **({"enable_expert_parallel": True} if options.divides_experts else {}),
+                **({} if self._on_cpu or sees_all_cards(self._link.size) else {"disable_custom_all_reduce": True}),
+            }
+        with _leaving_no_trace(), _unseen_modules(), one_of_several(self._link), self._explained():
+            if self._has_images:
+                register_images(config, options.model_path, options.trust_remote_code)
+            try:
+                engine_args = EngineArgs(**arguments)
+            except TypeError as error:
+                raise ConfigError(f"rollout.engine_kwargs: {error}") from None
+            self._engine: Any = LLMEngine.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Names the settings to change when memory runs out, and the configuration if vLLM refuses it."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError, ValueError, RuntimeError) as error:
+            text = str(error).lower()
+            if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "memory" in text or "kv cache" in text:
+                share = (
+                    "VLLM_CPU_KVCACHE_SPACE (GiB of cache)"
+                    if self._on_cpu
+                    else f"rollout.gpu_memory_utilization ({self._options.gpu_memory_utilization})"
+                )
+                raise ConfigError(
+                    f"vLLM has not the memory it needs: {first_line(error)}; change {share}, or lower "
+                    f"rollout.max_batch_size ({self._batch or 'null: vLLM’s own number'}) or rollout.max_model_len "
+                    f"({self._options.max_model_len or 'null: the model’s context'})"
+                ) from error
+            if isinstance(error, ValueError) or "unsupported" in text:
+                raise ConfigError(f"vLLM refuses the model or the section rollout: {_reason(error)}") from error
+            raise
+
+    def _sleep(self, level: int) -> bool:
+        """Frees the accelerator for another role, if the roles of the run take turns on it.
+
+        Args:
+            level: 1 keeps the weights on the host, 2 drops them.
+
+        Returns:
+            Whether the engine sleeps.
+        """
+        if self._on_cpu:
+            _say_once("vLLM's CPU build has no sleep mode: offload frees nothing")
+        elif not self._sleeps:
+            _say_once("actor.offload_in_rollout is off, so vLLM has no sleep mode: offload frees nothing")
+        else:
+            self._engine.sleep(level=level, mode="keep")
+            return True
+        return False
+
+    def reload(self) -> None:
+        """Takes the accelerator back (`RolloutBackend.reload`)."""
+        if self._sleeps and not self._on_cpu:
+            with self._explained():
+                self._engine.wake_up()
+
+    def close(self) -> None:
+        """Ends the engine (`RolloutBackend.close`)."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+        engine.engine_core.shutdown()
+        del engine
+        if self._owns_group:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+        gc.collect()
+
+
+def _context(config: Any, options: EngineOptions) -> int:
+    """Returns the number of tokens of the longest sequence."""
+    return options.max_model_len or int(getattr(config, "max_position_embeddings", 4096))
+
+
+def _cpu_cache_bytes(config: Any, options: EngineOptions) -> int:
+    """Returns the cache size for the largest number of sequences at full length, up to a limit.
+
+    vLLM's default would be most of the memory.
+    """
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * heads * width * getattr(torch, options.dtype).itemsize
+    length = _context(config, options)
+    # Its blocks have up to 128 tokens; one sequence of full length must fit whatever the limit is.
+    blocks = -(-length // 128) + 1
+    return int(max(token * 128 * blocks * 2, min(_CPU_CACHE_BYTES, token * 128 * blocks * options.batch)))
+
+
+@contextmanager
+def _leaving_no_trace() -> Iterator[None]:
+    """Undoes the side effects on the process of building an engine."""
+    before = {name: os.environ.get(name) for name in _LEAKED}
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads  # the CPU build replaces it by a function that warns
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _unseen_modules() -> Iterator[None]:
+    """Hides `_UNSEEN` from the process's modules for the duration of the block."""
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in _UNSEEN}
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
+
+
+def _reason(error: BaseException) -> str:
+    """Returns the first lines of an error: vLLM checks its arguments with pydantic, whose second line is the reason."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3])
+
+
+_logged: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _logged:
+        _logged.add(text)
+        log.warning(text)

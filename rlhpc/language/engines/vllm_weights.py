@@ -1,0 +1,323 @@
+"""Shard layout of vLLM engine ranks, determined by vLLM's weight loaders; and checks of its weight updates.
+
+A copy of the model on the meta device gets meta tensors by the names of the model's files. Each copy out of one of these by a
+loader shows, by offset, sizes and strides, the slice that it needs. So no table of architectures is necessary: the result
+includes vLLM's sharding over tensor-parallel ranks, fused weights, and weights that belong to other ranks.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhpc.checkpoint.tensor_slice import Box, box_of, whole
+from rlhpc.language.engines.common import UpdateFailed
+from rlhpc.language.hugging_face import EXPERT_COUNTS
+from rlhpc.runtime.errors import ConfigError
+
+#: Slices that are copied out of each tensor, as often as they are.
+Boxes = dict[str, list[Box]]
+
+
+class _Copies(TorchDispatchMode):
+    """Dispatch mode that records copies out of its source tensors, and copies nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._sources: list[torch.Tensor] = []
+        self.boxes: Boxes = {}
+
+    def source(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = torch.empty(shape, device="meta")
+        self._sources.append(tensor)  # the address of its storage identifies it
+        self._names[tensor.untyped_storage()._cdata] = name, shape
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].device.type == "meta":
+            target, source = args[:2]
+            entry = self._names.get(source.untyped_storage()._cdata)
+            if entry is not None:
+                name, shape = entry
+                box = box_of(source.storage_offset(), source.shape, source.stride(), shape)
+                self.boxes.setdefault(name, []).append(whole(shape) if box is None else box)
+            if target.device.type != "meta":
+                return target
+        return func(*args, **(kwargs or {}))
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """Function mode that makes weights on the meta device.
+
+    Weights are made by `torch.empty`. Expert maps and tables of positions are computed, are small, and stay as they are: vLLM
+    reads from some of them while it builds.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def wanted_boxes(worker: Any, shapes: Mapping[str, tuple[int, ...]]) -> Boxes:
+    """Returns the slices that a worker's rank needs.
+
+    Args:
+        worker: vLLM's.
+        shapes: Of all tensors, by the names of the model's files.
+
+    Returns:
+        Slices by tensor; tensors that this rank does not need are missing.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    cfg, copies = worker.vllm_config, _Copies()
+    compilation = cfg.compilation_config
+    # Layers register themselves here by name; the engine's layers are registered already.
+    saved_registries = {
+        name: getattr(compilation, name, None) for name in ("static_forward_context", "static_all_moe_layers")
+    }
+    try:
+        for name, value in saved_registries.items():
+            if value is not None:
+                setattr(compilation, name, type(value)())
+        with set_current_vllm_config(cfg), set_default_torch_dtype(worker.model_config.dtype), _WithoutMemory():
+            model = initialize_model(vllm_config=cfg)
+            with copies:
+                model.load_weights((name, copies.source(name, shape)) for name, shape in shapes.items())
+    finally:
+        for name, value in saved_registries.items():
+            if value is not None:
+                setattr(compilation, name, value)
+    return copies.boxes
+
+
+#: Mixtures whose log-probs after updates were compared with those of transformers (vLLM 0.32, transformers 5.19). Of the
+#: others some fail, and some continue with wrong weights (Ernie 4.5).
+PROVEN = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+
+
+def is_mixture(config: Any) -> bool:
+    """Returns whether a Hugging Face configuration is that of a mixture of experts."""
+    text = config.get_text_config()
+    return any(getattr(text, name, None) for name in EXPERT_COUNTS)
+
+
+def require_proven(config: Any, architecture: str = "") -> None:
+    """Rejects mixtures whose updates in vLLM are not known to be right.
+
+    Args:
+        config: Of Hugging Face.
+        architecture: Name of the module's class, if known; otherwise the first that the configuration names.
+
+    Raises:
+        ConfigError: Names the architecture and the supported ones.
+    """
+    name = architecture or next(iter(getattr(config, "architectures", None) or ()), "")
+    if name and is_mixture(config) and name not in PROVEN:
+        raise ConfigError(
+            f"rollout.rollout_backend is 'vllm', and actor.model is a mixture of experts, {name}, whose weight updates in "
+            f"vLLM are not known to be right; those of {', '.join(PROVEN)} are. Take rollout.rollout_backend=hf"
+        )
+
+
+class FileNames:
+    """Converter of a mixture's tensors from the module's form into that of its files.
+
+    Args:
+        model: The module of transformers, on the meta device.
+
+    Raises:
+        ConfigError: Updates of this architecture are not known to be right.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        self._model = model
+        self._revert = revert_weight_conversion
+        architecture = type(model).__name__
+        require_proven(model.config, architecture)
+        tensors = model.state_dict()
+        one_by_one = {name: tuple(tensor.shape) for name, tensor in self(tensors.items())}
+        at_once = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, tensors).items()}
+        if one_by_one != at_once:
+            raise ConfigError(
+                f"rollout.rollout_backend is 'vllm', and the installed transformers splits the experts of {architecture} in a "
+                "way that takes the whole model at once; take rollout.rollout_backend=hf"
+            )
+
+    def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the same weights; each tensor of experts becomes two or three per expert."""
+        for name, tensor in weights:
+            yield from self._revert(self._model, {name: tensor}).items()
+
+
+def _packing(worker: Any) -> Iterator[tuple[Any, str]]:
+    """Yields expert layers whose kernel must process weights after loading, with the kernel's name."""
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
+
+    for layer in worker.model_runner.get_model().modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is None:
+            continue
+        cls = type(kernel.fused_experts)
+        if cls.process_weights_after_loading is not FusedMoEExperts.process_weights_after_loading:
+            yield layer, cls.__name__
+
+
+def packing_kernels(worker: Any) -> list[str]:
+    """Returns the names of the kernels that keep a packed form of the experts."""
+    return sorted({name for _, name in _packing(worker)})
+
+
+def reload_packed(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Runs vLLM's reload for kernels that pack: they pack only when they are built, so they are built again.
+
+    Not applicable if CUDA graphs may have recorded the kernel's tensors.
+    """
+    for layer, _ in list(_packing(worker)):
+        layer.quant_method.moe_kernel = None
+    worker.reload_weights(weights_iterator=weights)
+
+
+def tensors_of(
+    model: nn.Module,
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, list[str]]]:
+    """Returns names and shapes of a complete update, those of optional tensors, and the other names of tied weights."""
+    names = {id(tensor): name for name, tensor in model.named_parameters()}
+    needed: dict[str, tuple[int, ...]] = {}
+    optional: dict[str, tuple[int, ...]] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first = names.get(id(tensor))
+        (needed if first == name else optional)[name] = tuple(tensor.shape)
+        if first is not None and first != name:
+            aliases.setdefault(first, []).append(name)
+    return needed, optional, aliases
+
+
+def under_all_names(
+    weights: Iterable[tuple[str, Tensor]], aliases: dict[str, list[str]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields tied weights under each of their names: if vLLM's kernels repack them, it keeps a copy for each."""
+    tied_names = {alias for names in aliases.values() for alias in names}
+    for name, tensor in weights:
+        if name not in tied_names:
+            yield name, tensor
+            for alias in aliases.get(name, ()):
+                yield alias, tensor
+
+
+#: Maximum number of names in a message.
+_MAX_NAMES = 3
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Counts of an update.
+
+    Attributes:
+        copied: How many elements of each tensor the loader copied.
+        idle: Layers with separate weights that got none, by their names in vLLM's model.
+    """
+
+    copied: Mapping[str, int]
+    idle: tuple[str, ...]
+
+
+def reload_counted(worker: Any, weights: Iterable[tuple[str, Tensor]], packed: bool) -> Loaded:
+    """Runs vLLM's reload on its worker, and counts the copied elements.
+
+    Args:
+        worker: The worker.
+        weights: By the names that the loader knows.
+        packed: Kernels that keep packed experts are built again (`reload_packed`).
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    copied = collections.Counter[str]()
+    idle: list[Any] = []
+    now = ""
+    count, place = layerwise.get_numel_loaded, layerwise._place_kernel_tensors
+
+    def passing() -> Iterator[tuple[str, Tensor]]:
+        nonlocal now
+        for name, tensor in weights:
+            now = name
+            yield name, tensor
+
+    def counting(loader: Any, arguments: Any) -> tuple[int, object]:
+        num_elements, result = count(loader, arguments)
+        copied[now] += num_elements
+        return num_elements, result
+
+    def placing(layer: Any, info: Any) -> None:
+        # Buffers, such as the tables of rotary embeddings, are not weights. (vLLM places these after all weights.)
+        if info.load_numel <= 0 and info.kernel_tensors[0]:
+            idle.append(layer)
+        place(layer, info)
+
+    setattr(layerwise, "get_numel_loaded", counting)  # noqa: B010 (mypy knows its signature)
+    setattr(layerwise, "_place_kernel_tensors", placing)  # noqa: B010 (as above)
+    try:
+        if packed:
+            reload_packed(worker, passing())
+        else:
+            worker.reload_weights(weights_iterator=passing())
+    finally:
+        setattr(layerwise, "get_numel_loaded", count)  # noqa: B010 (as above)
+        setattr(layerwise, "_place_kernel_tensors", place)  # noqa: B010 (as above)
+    return Loaded(dict(copied), tuple(_names(worker.model_runner.get_model(), idle)))
+
+
+def _names(model: Any, idle: list[Any]) -> Iterator[str]:
+    """Yields the names of layers that do not share another layer's weights. On a CPU none does: kernels there pack their
+    weights.
+    """
+    idle_ids = {id(layer) for layer in idle}
+    fresh = {
+        p.data_ptr() for layer in model.modules() if id(layer) not in idle_ids for p in layer.parameters(recurse=False)
+    }
+    for name, layer in model.named_modules():
+        if id(layer) in idle_ids and any(
+            p.device.type == "cpu" or p.data_ptr() not in fresh for p in layer.parameters(recurse=False)
+        ):
+            yield name
+
+
+def require_all_loaded(loaded: Loaded, expected: Mapping[str, int], version: int) -> None:
+    """Rejects an update of which vLLM skipped a tensor, loaded one twice, or left a layer unchanged.
+
+    Args:
+        loaded: From `reload_counted`.
+        expected: Elements of each tensor that the rank needs.
+        version: Version of the weights.
+
+    Raises:
+        UpdateFailed: Names the tensors, or the layers.
+    """
+    short = [
+        f"{name} ({loaded.copied.get(name, 0)} of {size} elements)"
+        for name, size in expected.items()
+        if loaded.copied.get(name, 0) != size
+    ]
+    _refuse(f"did not load all of version {version} once", short)
+    _refuse(f"kept the old weights of layers that version {version} does not reach", loaded.idle)
+
+
+def _refuse(problem: str, names: Sequence[str]) -> None:
+    if names:
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        raise UpdateFailed(f"vLLM {problem}: {', '.join(names[:_MAX_NAMES])}{more}; nobody acts with these weights")

@@ -1,6 +1,0 @@
-"""Worlds that a language model acts in, turn by turn, and that say what it was worth."""
-
-from rlhpc.language.environments.base import Environment, Step, ToolEnvironment, tool
-from rlhpc.language.environments.registry import register_environment
-
-__all__ = ["Environment", "Step", "ToolEnvironment", "register_environment", "tool"]

@@ -1,0 +1,304 @@
+"""Environments of language models, written by users: one object per episode. `reset` returns the first observation;
+`step` takes the model's reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import random
+import re
+import typing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.policy_text import parse_json
+
+Message = dict[str, Any]
+Tool = TypeVar("Tool", bound=Callable[..., Any])
+#: Maximum length of a tool's result, in characters.
+LONGEST = 4000
+_CALL = re.compile(r"^\s*(\w+)\s*:\s*(.*)$", re.DOTALL)
+_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+class Task(Protocol):
+    """Task of an episode.
+
+    Attributes:
+        messages: Initial conversation.
+        question: Last user message of the initial conversation.
+        answer: Reference answer, as text.
+        meta: Further columns of the problem.
+        seed: Seed of this episode, for random choices of the environment.
+    """
+
+    messages: Sequence[Message]
+    question: str
+    answer: str
+    meta: Mapping[str, Any]
+    seed: int
+
+
+@dataclass
+class Step:
+    """Response of an environment to a turn.
+
+    Attributes:
+        said: Observation for the next role: a text, or messages; None for no new message, and at the beginning for the
+            task's messages.
+        reward: Reward of the last turn.
+        done: Whether the episode is over.
+        role: Next role, in environments with several.
+        rewards: Additional rewards of roles by name, such as those of all players when a game ends. They are added to each
+            role's last turn.
+        afresh: Whether the next role starts with a new context, without its earlier turns.
+        metrics: Metrics, summed over an episode and logged as `agent/<name>`.
+    """
+
+    said: str | list[Message] | None = None
+    reward: float = 0.0
+    done: bool = False
+    role: str = ""
+    rewards: dict[str, float] = field(default_factory=dict)
+    afresh: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+#: Results of environments: a text continues the episode, a number is the last turn's reward and ends it.
+Said: TypeAlias = "Step | str | float | None"
+
+
+def step_of(response: Said) -> Step:
+    """Converts a short form to a `Step`.
+
+    Raises:
+        TypeError: The value has another type.
+    """
+    if isinstance(response, Step):
+        return response
+    if isinstance(response, str) or response is None:
+        return Step(response)
+    if isinstance(response, (bool, int, float)):
+        return Step(reward=float(response), done=True)
+    raise TypeError(f"an environment gave a {type(response).__name__}; allowed: Step, a text, a number, None")
+
+
+class Environment:
+    """Environment of one episode; each episode has its own object. Its constructor takes `agent.kwargs`.
+
+    `reset` and `step` are called in a thread, one after the other, while the engine continues with other episodes. An
+    exception in them excludes the episode from training.
+
+    Attributes:
+        tools: Tools that the model may call, in OpenAI's format.
+        roles: Names of the roles, in environments with several.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    roles: Sequence[str] = ()
+
+    def reset(self, task: Task) -> Said:
+        """Begins an episode; returns the first observation. None stands for the task's messages."""
+        raise NotImplementedError
+
+    def step(self, reply: Message) -> Said:
+        """Handles a turn.
+
+        Args:
+            reply: Message of the model: `content`, and optionally `tool_calls`.
+
+        Returns:
+            Next observation as a text, a reward that ends the episode, or a `Step`.
+        """
+        raise NotImplementedError
+
+    def cut(self) -> Said:
+        """Returns the last reward, if any, of an episode that has reached a limit (`agent.max_turns`,
+        `agent.max_tokens`, the context).
+        """
+        return Step(done=True)
+
+    def close(self) -> None:
+        """Releases the episode's resources."""
+
+    # -- problems, for the source `environment` -------------------------------------------------------------------
+
+    @classmethod
+    def count(cls, *args: Any, **kwargs: Any) -> int:
+        """Returns the number of problems."""
+        return 1 << 30
+
+    @classmethod
+    def problem(cls, number: int, *args: Any, **kwargs: Any) -> Prompt:
+        """Makes a problem, the same one for the same number.
+
+        Args:
+            number: From 0 to `count` − 1.
+            args: None.
+            kwargs: `data.train.kwargs` but for `name`.
+        """
+        raise NotImplementedError(f"{cls.__name__} makes no problems: give data.train another source")
+
+    def demonstrate(self, rng: random.Random) -> str:
+        """Returns the reply of a good player, for demonstrations (sft)."""
+        raise NotImplementedError(f"{type(self).__name__} has no demonstrations")
+
+
+def tool(function: Tool) -> Tool:
+    """Marks a method of a `ToolEnvironment` as a tool of the model. The tool's description consists of its docstring
+    and the types of its arguments.
+    """
+    function.is_tool = True  # type: ignore[attr-defined]
+    return function
+
+
+class ToolEnvironment(Environment):
+    """Environment with tools: methods marked with `tool`. A reply without a tool call is the answer.
+
+    Tool calls have the format of the model's template and `agent.tool_parser`; or, for models without such a format,
+    they are texts `name: argument`, which are answered with a text.
+    """
+
+    def __init__(self) -> None:
+        names = [name for name in dir(type(self)) if getattr(getattr(type(self), name), "is_tool", False)]
+        self._methods: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in names}
+        self.tools = [described(name, method) for name, method in self._methods.items()]
+
+    def answer(self, text: str) -> Said:
+        """Handles a reply without a tool call: usually returns a reward, which ends the episode."""
+        raise NotImplementedError
+
+    def step(self, reply: Message) -> Said:
+        """Runs tool calls, or handles the answer."""
+        calls = reply.get("tool_calls")
+        if not calls:
+            written = _CALL.match(str(reply.get("content") or ""))
+            if written is None or written[1] not in self._methods:
+                return self.answer(str(reply.get("content") or ""))
+            return Step(self._result(written[1], written[2].strip()))
+        return Step(
+            [
+                {"role": "tool", "tool_call_id": call["id"], "content": self._result(**call["function"])}
+                for call in calls
+            ]
+        )
+
+    def _result(self, name: str, arguments: str) -> str:
+        method = self._methods.get(name)
+        if method is None:
+            return f"error: there is no tool {name}; there are: {', '.join(self._methods)}"
+        try:
+            values = parse_json(arguments)
+        except ValueError:
+            values = arguments
+        try:
+            result = str(method(**values) if isinstance(values, dict) else method(*filter(None, [arguments])))
+        except Exception as error:  # the model's mistake: it is told
+            result = f"error: {error}"
+        return result if len(result) <= LONGEST else result[:LONGEST] + "…"
+
+
+def described(name: str, method: Callable[..., Any]) -> dict[str, Any]:
+    """Describes a function in OpenAI's format, from its docstring and the types of its arguments."""
+    hints, parameters = typing.get_type_hints(method), inspect.signature(method).parameters
+    properties = {key: {"type": _KINDS.get(hints.get(key, str), "string")} for key in parameters}
+    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+    schema = {"type": "object", "properties": properties, "required": required}
+    about = {"name": name, "description": inspect.getdoc(method) or "", "parameters": schema}
+    return {"type": "function", "function": about}
+
+
+#: Time limit of `Environment.close`, in seconds.
+_CLOSE_S = 5.0
+#: Requests the model's next message, with a role, its conversation and its tools; None if a limit is reached.
+Ask = Callable[[str, list[Message], Sequence[Any]], Awaitable["Message | None"]]
+#: Calls a blocking function.
+Call = Callable[..., Awaitable[Any]]
+
+
+@dataclass
+class Earned:
+    """Rewards of the turns of an episode.
+
+    Attributes:
+        roles: Role of each turn.
+        rewards: Reward of each turn.
+        metrics: Sums of the environment's metrics.
+    """
+
+    roles: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add(self, step: Step) -> None:
+        """Records the environment's response to the last turn."""
+        if self.rewards:
+            self.rewards[-1] += step.reward
+        for name, value in step.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        for role, reward in step.rewards.items():
+            last = next((at for at in reversed(range(len(self.roles))) if self.roles[at] == role), None)
+            if last is not None:  # who has not spoken cannot have earned it
+                self.rewards[last] += reward
+
+    def outcome(self) -> dict[str, Any]:
+        """Returns the outcome in the format of external agents."""
+        outcome: dict[str, Any] = {"turn_rewards": self.rewards, "metrics": self.metrics}
+        if not any(self.roles):
+            return {**outcome, "reward": float(sum(self.rewards))}
+        each = dict.fromkeys(self.roles, 0.0)
+        for role, reward in zip(self.roles, self.rewards, strict=True):
+            each[role] += reward
+        return {**outcome, "rewards": each}
+
+
+class Conversations:
+    """Conversations of the roles of an episode."""
+
+    def __init__(self, task: Task) -> None:
+        self._begin = [message for message in task.messages if message["role"] == "system"]
+        self._messages = list(task.messages)
+        self._by_role: dict[str, list[Message]] = {}
+
+    def of(self, step: Step) -> list[Message]:
+        """Returns the conversation of the next role, with the new observation."""
+        if step.afresh or step.role not in self._by_role:
+            self._by_role[step.role] = self._messages[:] if step.said is None else self._begin[:]
+        messages = self._by_role[step.role]
+        if isinstance(step.said, str):
+            messages.append({"role": "user", "content": step.said})
+        elif step.said is not None:
+            messages += step.said
+        return messages
+
+
+async def play(environment: Environment, task: Task, ask: Ask, call: Call) -> dict[str, Any]:
+    """Plays an episode to its end.
+
+    Returns:
+        Outcome in the format of external agents; `cut` if the episode reached a limit.
+    """
+    conversations, earned, cut = Conversations(task), Earned(), False
+    try:
+        observation: Said = await call(environment.reset, task)
+        step = step_of(observation)
+        while not step.done:
+            messages = conversations.of(step)
+            reply = await ask(step.role, messages, environment.tools)
+            if reply is None:
+                cut, step = True, step_of(await call(environment.cut))
+                earned.add(step)
+                break
+            messages.append(reply)
+            earned.roles.append(step.role)
+            earned.rewards.append(0.0)
+            step = step_of(await call(environment.step, reply))
+            earned.add(step)
+    finally:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(call(environment.close), _CLOSE_S)
+    return {**earned.outcome(), "cut": cut}

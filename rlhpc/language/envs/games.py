@@ -1,0 +1,306 @@
+"""Kuhn poker and other games. Kuhn poker has three cards, two players and one bet; the exploitability of a policy is
+computed exactly.
+
+Each player pays 1. The first passes or bets 1; the second answers; a bet that is passed is lost, and after a called bet
+the higher card wins. The value of the game is −1/18 for the first player (Kuhn 1950).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.envs.base import Environment, Message, Said, Step, Task
+from rlhpc.language.envs.tools import calculator
+
+CARDS = "JQK"
+ROLES = ("first", "second")
+#: Moves so far → seat of the next player: `p` passes, `b` bets or calls.
+TURNS = {"": 0, "p": 1, "b": 1, "pb": 0}
+#: Cost of an invalid move: the maximum loss.
+FORFEIT = 2.0
+Policy = Mapping[tuple[str, str], tuple[float, float]]
+"""By card and moves before: how likely a pass is, and a bet. What is missing to 1 is no move."""
+
+
+class KuhnPoker(Environment):
+    """Kuhn poker with two roles, each with its own context; the model plays both.
+
+    Args:
+        short: Whether observations are `1K` or `2Qb` in place of sentences, for models with few characters.
+    """
+
+    roles = ROLES
+
+    def __init__(self, short: bool = False) -> None:
+        self._short = short
+
+    @classmethod
+    def problem(cls, number: int) -> Prompt:
+        """Returns a deal; all episodes of a group have the same one."""
+        deal = random.Random(f"kuhn {number}").sample(CARDS, 2)
+        meta = {"deal": "".join(deal), "part": str(number)}
+        return Prompt(number, ({"role": "user", "content": "Kuhn poker"},), "", meta)
+
+    def reset(self, task: Task) -> Said:
+        """Deals, and returns the first player's card."""
+        self._deal, self._moves = task.meta["deal"], ""
+        return self._ask()
+
+    def step(self, reply: Message) -> Said:
+        """Applies a move."""
+        move, seat = str(reply["content"]).strip().lower()[:1], TURNS[self._moves]
+        if move not in ("p", "b"):
+            won = FORFEIT if seat else -FORFEIT
+            return Step(done=True, rewards=dict(zip(ROLES, (won, -won), strict=True)), metrics={"no_move": 1.0})
+        self._moves += move
+        if self._moves in TURNS:
+            return self._ask()
+        won = payoff(self._deal, self._moves)
+        return Step(done=True, rewards=dict(zip(ROLES, (won, -won), strict=True)), metrics={"no_move": 0.0})
+
+    def _ask(self) -> Step:
+        seat = TURNS[self._moves]
+        again = len(self._moves) > 1  # the player has its card in the context
+        if self._short:
+            observation = self._moves[-1] if again else f"{seat + 1}{self._deal[seat]}{self._moves}"
+        else:
+            other = {"p": "The other passes. ", "b": "The other bets. "}.get(self._moves[-1:], "")
+            card = "" if again else f"You are {ROLES[seat]}. Your card is {self._deal[seat]}. "
+            observation = f"{card}{other}Say p to pass, or b to bet or call."
+        return Step(observation, role=ROLES[seat])
+
+
+def payoff(deal: str, moves: str) -> float:
+    """Returns the first player's payoff at the end."""
+    higher = 1.0 if CARDS.index(deal[0]) > CARDS.index(deal[1]) else -1.0
+    return {"pp": higher, "bp": 1.0, "pbp": -1.0, "bb": 2 * higher, "pbb": 2 * higher}[moves]
+
+
+def value(first: Policy, second: Policy) -> float:
+    """Returns the mean payoff of the first player."""
+
+    def after(deal: str, moves: str) -> float:
+        if moves not in TURNS:
+            return payoff(deal, moves)
+        seat = TURNS[moves]
+        passes, bets = (first, second)[seat][deal[seat], moves]
+        none = (1 - passes - bets) * (FORFEIT if seat else -FORFEIT)
+        return passes * after(deal, moves + "p") + bets * after(deal, moves + "b") + none
+
+    deals = list(itertools.permutations(CARDS, 2))
+    return sum(after("".join(deal), "") for deal in deals) / len(deals)
+
+
+def best_response(policy: Policy, seat: int) -> float:
+    """Returns the maximum mean payoff of a player in a seat against a policy in the other seat."""
+    places = [(card, moves) for moves, turn in TURNS.items() if turn == seat for card in CARDS]
+    payoffs = []
+    for choice in itertools.product(((1.0, 0.0), (0.0, 1.0)), repeat=len(places)):
+        response = dict(zip(places, choice, strict=True))
+        payoffs.append(-value(policy, response) if seat else value(response, policy))
+    return max(payoffs)
+
+
+def exploitability(policy: Policy) -> float:
+    """Returns the mean payoff of a best response against a policy, over both seats; 0 for an equilibrium."""
+    return (best_response(policy, 0) + best_response(policy, 1)) / 2
+
+
+def against(policy: Policy, other: Policy) -> float:
+    """Returns the mean payoff of a policy against another one, over both seats."""
+    return (value(policy, other) - value(other, policy)) / 2
+
+
+def equilibrium(bluff: float = 0.0) -> dict[tuple[str, str], tuple[float, float]]:
+    """Returns an equilibrium in which the first player bets a jack with probability `bluff`, from 0 to 1/3."""
+    bets = {
+        ("J", ""): bluff, ("Q", ""): 0.0, ("K", ""): 3 * bluff, ("J", "pb"): 0.0, ("Q", "pb"): bluff + 1 / 3, ("K", "pb"): 1.0,
+        ("J", "p"): 1 / 3, ("Q", "p"): 0.0, ("K", "p"): 1.0, ("J", "b"): 0.0, ("Q", "b"): 1 / 3, ("K", "b"): 1.0,
+    }  # fmt: skip
+    return {place: (1 - bet, bet) for place, bet in bets.items()}
+
+
+def uniform() -> dict[tuple[str, str], tuple[float, float]]:
+    """Passes and bets alike."""
+    return {(card, moves): (0.5, 0.5) for card in CARDS for moves in TURNS}
+
+
+def average(policies: Sequence[Policy]) -> dict[tuple[str, str], tuple[float, float]]:
+    """Returns the policy equivalent to drawing one of several policies before each game: at each decision a policy has
+    the weight of the probability that its own moves lead there.
+    """
+    mixed = {}
+    for card, moves in itertools.product(CARDS, TURNS):
+        weights = [_reach(policy, card, moves) for policy in policies]
+        total = sum(weights)
+        sums = [sum(w * p[card, moves][move] for w, p in zip(weights, policies, strict=True)) for move in (0, 1)]
+        mixed[card, moves] = (sums[0] / total, sums[1] / total) if total else policies[-1][card, moves]
+    return mixed
+
+
+def _reach(policy: Policy, card: str, moves: str) -> float:
+    """Returns the probability of the moving player's earlier moves under its policy."""
+    return policy[card, ""][0] if moves == "pb" else 1.0
+
+
+class Guess(Environment):
+    """Number guessing with hints "higher" and "lower"; the reward is 1 for the right number within `turns`."""
+
+    @classmethod
+    def problem(cls, number: int, high: int = 15, turns: int = 4, symbols: str = "", question: str = "") -> Prompt:
+        """Returns a number to guess.
+
+        Args:
+            number: Index of the problem.
+            high: Largest number; the smallest is 1.
+            turns: Number of guesses.
+            symbols: A character for each number, for models with few characters; hints are then `+` and `-`.
+            question: Text of the question.
+        """
+        target = random.Random(f"guess {number}").randint(1, high)
+        text = question or f"I think of a number from 1 to {high}. Guess it, in {turns} turns: say a number."
+        meta = {"target": target, "high": high, "turns": turns, "symbols": symbols, "part": str(number)}
+        return Prompt(number, ({"role": "user", "content": text},), str(target), meta)
+
+    @staticmethod
+    def optimum(high: int, turns: int) -> float:
+        """Returns the success rate of the best player: n guesses distinguish 2ⁿ − 1 numbers."""
+        return min(1.0, (2**turns - 1) / high)
+
+    def reset(self, task: Task) -> Said:
+        """Starts the game; the observation is the task's question."""
+        self._meta, self._turns_left = task.meta, int(task.meta["turns"])
+        self._low, self._high = 1, int(task.meta["high"])
+        return None
+
+    def step(self, reply: Message) -> Said:
+        """Returns whether the number is higher or lower than the guess."""
+        guess, symbols = self._read(str(reply["content"])), self._meta["symbols"]
+        self._turns_left -= 1
+        if guess == self._meta["target"]:
+            return 1.0
+        if not self._turns_left:
+            return 0.0
+        if not guess:
+            return "?" if symbols else f"Say a number from 1 to {self._meta['high']}."
+        higher = guess < self._meta["target"]
+        self._low, self._high = (
+            (max(self._low, guess + 1), self._high) if higher else (self._low, min(self._high, guess - 1))
+        )
+        return ("+" if higher else "-") if symbols else ("higher" if higher else "lower")
+
+    def _read(self, text: str) -> int:
+        symbols = self._meta["symbols"]
+        if symbols:
+            return symbols.find(text[:1]) + 1 if text[:1] else 0
+        match = re.search(r"\d{1,9}", text)
+        return int(match[0]) if match and int(match[0]) <= self._meta["high"] else 0
+
+    def demonstrate(self, rng: random.Random) -> str:
+        """Halves what is left."""
+        middle = (self._low + self._high) // 2
+        return self._meta["symbols"][middle - 1] if self._meta["symbols"] else str(middle)
+
+
+class Mastermind(Environment):
+    """Mastermind: after each guess, the answer is the number of symbols in place and the number of further symbols
+    elsewhere in the code. The reward is 1 for the code within `turns`.
+    """
+
+    @classmethod
+    def problem(
+        cls, number: int, symbols: str = "ABCDEF", length: int = 4, turns: int = 8, question: str = ""
+    ) -> Prompt:
+        """Returns a code to guess.
+
+        Args:
+            number: Index of the problem.
+            symbols: Symbols of the code.
+            length: Length of the code.
+            turns: Number of guesses.
+            question: Text of the question.
+        """
+        code = "".join(random.Random(f"mastermind {number}").choices(symbols, k=length))
+        text = question or (
+            f"Find a code of {length} letters out of {symbols}, in {turns} turns: say {length} letters. I say how many are in "
+            "place, then how many more are elsewhere in the code."
+        )
+        meta = {"code": code, "symbols": symbols, "turns": turns, "part": str(number)}
+        return Prompt(number, ({"role": "user", "content": text},), code, meta)
+
+    def reset(self, task: Task) -> Said:
+        """Starts the game; the observation is the task's question."""
+        self._meta, self._turns_left = task.meta, int(task.meta["turns"])
+        return None
+
+    def step(self, reply: Message) -> Said:
+        """Scores a guess: `2 1` for two symbols in place and one elsewhere."""
+        guess, code = str(reply["content"]).strip(), self._meta["code"]
+        self._turns_left -= 1
+        if guess == code:
+            return 1.0
+        if not self._turns_left:
+            return 0.0
+        if len(guess) != len(code) or not set(guess) <= set(self._meta["symbols"]):
+            return "?"
+        return "{} {}".format(*judged(guess, code))
+
+
+def judged(guess: str, code: str) -> tuple[int, int]:
+    """Returns the numbers of symbols in place and of symbols elsewhere in the code."""
+    place = sum(a == b for a, b in zip(guess, code, strict=True))
+    common: Any = (Counter(guess) & Counter(code)).total()
+    return place, common - place
+
+
+class Proposer(Environment):
+    """Arithmetic problems by a proposer. The solver's attempts are turns with the same context, which
+    `algorithm.credit: state` compares.
+
+    Args:
+        attempts: Number of attempts of the solver.
+        longest: Maximum number of characters of a problem.
+    """
+
+    roles = ("proposer", "solver")
+
+    def __init__(self, attempts: int = 4, longest: int = 24) -> None:
+        self._attempts, self._longest = attempts, longest
+
+    @classmethod
+    def problem(
+        cls, number: int, question: str = "Write an arithmetic expression that is neither easy nor hard."
+    ) -> Prompt:
+        """Returns the request to the proposer."""
+        return Prompt(number, ({"role": "user", "content": question},), "", {"part": str(number)})
+
+    def reset(self, task: Task) -> Said:
+        """Starts with the turn of the proposer."""
+        self._answer: str | None = None
+        self._right: list[bool] = []
+        return Step(role="proposer")
+
+    def step(self, reply: Message) -> Said:
+        """Handles a problem, or an attempt at it."""
+        text = str(reply["content"]).strip()
+        if self._answer is None:
+            self._text = text.removesuffix("=")[: self._longest]
+            try:
+                self._answer = calculator(self._text)
+            except ValueError:
+                return Step(reward=-1.0, done=True, metrics={"no_problem": 1.0})
+            return self._ask(0.0)
+        self._right.append(text == self._answer)
+        if len(self._right) < self._attempts:
+            return self._ask(float(self._right[-1]))
+        share = sum(self._right) / self._attempts
+        return Step(reward=float(self._right[-1]), done=True, rewards={"proposer": 4 * share * (1 - share)})
+
+    def _ask(self, reward: float) -> Step:
+        return Step(f"{self._text}=", reward=reward, role="solver", afresh=True)

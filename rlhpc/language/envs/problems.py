@@ -1,0 +1,87 @@
+"""Data source `environment`: problems of an environment, and demonstrations."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.language.data.procedural import arguments, belongs, choose, procedural_fraction
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.envs.base import Conversations, Environment, step_of
+from rlhpc.language.envs.registry import find_environment
+from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.data import DataSourceConfig
+
+_MOST_TURNS = 100
+
+
+class EnvironmentProblems:
+    """Problems of an environment. A hash of the question decides a problem's part; if all problems have the same
+    question, a hash of its number. With `demonstrations`, each turn of a well played game is a row: the conversation,
+    and the reply.
+
+    Args:
+        cfg: A section `data.train` or `data.eval[i]`. `kwargs`: `name`, of the environment; `demonstrations` (default false);
+            the other keys are the environment's.
+        part: "train" or "eval".
+        key: Name of the section in messages.
+
+    Raises:
+        ConfigError: The environment is unknown, does not take these arguments, or has fewer problems.
+    """
+
+    def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
+        kwargs = arguments(cfg)
+        name, shows = kwargs.pop("name", None), bool(kwargs.pop("demonstrations", False))
+        if not isinstance(name, str):
+            raise ConfigError(f"{key}.kwargs.name is {name!r}; name an environment, such as search")
+        self._environment, self._kwargs = find_environment(name, {}, f"{key}.kwargs.name"), kwargs
+        fraction = procedural_fraction(cfg)
+
+        def keep(number: int) -> bool:
+            problem = self._problem(number)
+            return belongs(str(problem.meta.get("part", problem.question)), part, fraction)
+
+        try:
+            count = self._environment.count(**kwargs)
+            self._problem(max(count - 1, 0))
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"{key}.kwargs: {name} makes no problem of {kwargs}: {error}") from error
+        self._numbers = choose(cfg, [count], keep, part=part, key=key)
+        self._rows: list[Prompt] | None = None
+        if shows:
+            self._rows = [
+                row for number in self._numbers for row in demonstrations(self._environment(), self._problem(number))
+            ]
+
+    def _problem(self, number: int) -> Prompt:
+        return self._environment.problem(number, **self._kwargs)
+
+    def __len__(self) -> int:
+        return len(self._numbers if self._rows is None else self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._problem(self._numbers[index]) if self._rows is None else self._rows[index]
+
+
+def demonstrations(environment: Environment, problem: Prompt) -> list[Prompt]:
+    """Returns a row for each turn of a well played problem."""
+    task: Any = SimpleNamespace(
+        messages=problem.messages, question=problem.question, answer=problem.answer, meta=problem.meta, seed=problem.id
+    )
+    conversations, rng, rows = Conversations(task), random.Random(problem.id), list[Prompt]()
+    step = step_of(environment.reset(task))
+    while not step.done:
+        if len(rows) >= _MOST_TURNS:
+            raise ConfigError(f"{type(environment).__name__}: its demonstration of problem {problem.id} has no end")
+        messages = conversations.of(step)
+        reply = environment.demonstrate(rng)
+        rows.append(dataclasses.replace(problem, messages=tuple(messages), response=reply))
+        messages.append({"role": "assistant", "content": reply})
+        step = step_of(environment.step(messages[-1]))
+    environment.close()
+    return rows

@@ -1,0 +1,44 @@
+"""Registry of environments of language models: built in, registered, or an entry point of group
+`rlhpc.language_environments`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from rlhpc.language.envs.base import Environment
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plugins import Registry
+
+ENVIRONMENTS: Registry[type[Environment]] = Registry(
+    "environment", "agent.target", "rlhpc.language_environments",
+    {
+        "search": "rlhpc.language.envs.search:Search",
+        "guess": "rlhpc.language.envs.games:Guess",
+        "mastermind": "rlhpc.language.envs.games:Mastermind",
+        "kuhn_poker": "rlhpc.language.envs.games:KuhnPoker",
+        "proposer": "rlhpc.language.envs.games:Proposer",
+        "sql": "rlhpc.language.envs.sql:Sql",
+        "micro_swe": "rlhpc.language.envs.micro_swe:MicroSwe",
+    },
+)  # fmt: skip
+register_environment = ENVIRONMENTS.register
+
+
+def find_environment(name: str, kwargs: Mapping[str, Any], key: str = "agent.target") -> type[Environment]:
+    """Returns the environment class of a name, and checks that it takes these arguments.
+
+    Raises:
+        ConfigError: The name is unknown or not an environment, or the class does not take the arguments.
+    """
+    environment = ENVIRONMENTS.find(name, key)
+    if not (isinstance(environment, type) and issubclass(environment, Environment)):
+        raise ConfigError(f"{key} is {name!r}, which is no subclass of rlhpc.language.envs.base:Environment")
+    try:
+        inspect.signature(environment).bind(**kwargs)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(environment).parameters) or "none"
+        raise ConfigError(f"agent.kwargs of {name!r}: {error}; it takes: {takes}") from None
+    return environment

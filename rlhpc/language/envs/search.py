@@ -1,0 +1,173 @@
+"""Search environment: questions about generated pages, which are answered by searching.
+
+Each page is about a person and has their home, what they make, and their kin. One hop: `home of kob?`; two hops: `home
+of kin of kob?`, which takes a search for the result of the first one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.envs.base import Said, Step, Task, ToolEnvironment, tool
+from rlhpc.runtime.errors import ConfigError
+
+_FACTS = ("home", "make")
+_FIRST, _MIDDLE = "bdfgjklmnprstvz", "aeiou"
+_PLACES = 60
+#: Available names, without those of places.
+_MOST_PAGES = len(_FIRST) ** 2 * len(_MIDDLE) - _PLACES
+
+
+class Bm25:
+    """Search index of texts by BM25 (Robertson and Zaragoza 2009).
+
+    Args:
+        texts: Texts of the index.
+        k1, b: Saturation of a word's count, and weight of a text's length.
+    """
+
+    def __init__(self, texts: Sequence[str], k1: float = 1.2, b: float = 0.75) -> None:
+        counts = [Counter(_words(text)) for text in texts]
+        mean = sum(counter.total() for counter in counts) / max(len(texts), 1)
+        self._postings: dict[str, list[tuple[int, float]]] = {}
+        for at, words in enumerate(counts):
+            room = k1 * (1 - b + b * words.total() / mean)
+            for word, count in words.items():
+                self._postings.setdefault(word, []).append((at, count * (k1 + 1) / (count + room)))
+        self._texts = len(texts)
+
+    def best(self, query: str, count: int) -> list[int]:
+        """Returns the indices of the best texts, the best one first; of equal ones the first. Texts without a word of
+        the query are left out.
+        """
+        scores = Counter[int]()
+        for word in _words(query):
+            postings = self._postings.get(word, [])
+            rare = math.log(1 + (self._texts - len(postings) + 0.5) / (len(postings) + 0.5))
+            for at, score in postings:
+                scores[at] += rare * score  # type: ignore[assignment]
+        return sorted(scores, key=lambda at: (-scores[at], at))[:count]
+
+
+class PageIndex:
+    """Generated pages with a search index.
+
+    Args:
+        pages: Number of pages, up to 1065.
+        seed: Seed of the pages.
+
+    Raises:
+        ConfigError: The names do not suffice for so many pages.
+    """
+
+    def __init__(self, pages: int, seed: int) -> None:
+        if not 1 <= pages <= _MOST_PAGES:
+            raise ConfigError(f"kwargs.pages of the environment search is {pages}; allowed: 1 to {_MOST_PAGES}")
+        rng = random.Random(f"search {seed}")
+        names = [a + b + c for a in _FIRST for b in _MIDDLE for c in _FIRST]
+        rng.shuffle(names)
+        self.names, self.values = names[:pages], names[pages : pages + _PLACES]
+        self.facts = {
+            name: {**{fact: rng.choice(self.values) for fact in _FACTS}, "kin": rng.choice(self.names)}
+            for name in self.names
+        }
+        # The title counts twice, so that a person's page ranks before the pages that name them as kin.
+        self._index = Bm25([f"{name} {self.page(name)}" for name in self.names])
+
+    def page(self, name: str) -> str:
+        """Returns the text of a page: `kob: home tal, make rin, kin ruf.`"""
+        return f"{name}: " + ", ".join(f"{fact} {value}" for fact, value in self.facts[name].items()) + "."
+
+    def search(self, query: str, count: int) -> list[str]:
+        """Returns the best pages for a query."""
+        return [self.page(self.names[at]) for at in self._index.best(query, count)]
+
+
+@functools.lru_cache(maxsize=8)
+def world_of(pages: int, seed: int) -> PageIndex:
+    """Returns the pages of a seed, built once per process."""
+    return PageIndex(pages, seed)
+
+
+class Search(ToolEnvironment):
+    """Question answering with a search tool; the reward is 1 for the exact word.
+
+    Args:
+        results: Number of pages that a search returns.
+        closed: Whether searches return nothing, to measure the performance without the tool.
+    """
+
+    def __init__(self, results: int = 1, closed: bool = False) -> None:
+        super().__init__()
+        self._results, self._closed = results, closed
+        self._searches = 0
+
+    @classmethod
+    def count(cls, pages: int = 400, world: int = 0, hops: Sequence[int] = (1, 2), careless: float = 0.0) -> int:
+        """Returns the number of problems: persons × facts × hops."""
+        return len(world_of(pages, world).names) * len(_FACTS) * len(hops)
+
+    @classmethod
+    def problem(
+        cls, number: int, pages: int = 400, world: int = 0, hops: Sequence[int] = (1, 2), careless: float = 0.0
+    ) -> Prompt:
+        """Returns a question.
+
+        Args:
+            number: Index of the problem.
+            pages, world: Number and seed of the pages.
+            hops: Numbers of pages to look up, one kind of question each.
+            careless: Fraction of the demonstrations that answer without a search.
+        """
+        quotient, hop = divmod(number, len(hops))
+        person, fact = divmod(quotient, len(_FACTS))
+        here = world_of(pages, world)
+        name = here.names[person]
+        question = f"{_FACTS[fact]} of {'kin of ' * (hops[hop] - 1)}{name}?"
+        for _ in range(hops[hop] - 1):
+            name = here.facts[name]["kin"]
+        meta = {"pages": pages, "world": world, "careless": careless}
+        messages = ({"role": "user", "content": question},)
+        return Prompt(number, messages, here.facts[name][_FACTS[fact]], meta, level=f"{hops[hop]} hops")
+
+    def reset(self, task: Task) -> Said:
+        """Starts the episode; the observation is the task's question."""
+        self._task, self._world = task, world_of(task.meta["pages"], task.meta["world"])
+        self._last_result = ""
+        return None
+
+    @tool
+    def search(self, query: str) -> str:
+        """The pages that fit a query best."""
+        self._searches += 1
+        pages = [] if self._closed else self._world.search(query, self._results)
+        self._last_result = "\n".join(pages) or "nothing."
+        return self._last_result
+
+    def answer(self, text: str) -> Said:
+        """Ends the episode with reward 1 for the exact word."""
+        right = text.strip().strip(".").lower() == self._task.answer
+        return Step(reward=float(right), done=True, metrics={"searches": float(self._searches)})
+
+    def demonstrate(self, rng: random.Random) -> str:
+        """Searches for the person in question, then for their kin, then reads the answer."""
+        fact, *kin, person = re.findall(r"\w+", self._task.question.replace(" of ", " "))
+        if not self._searches and rng.random() < self._task.meta["careless"]:
+            return rng.choice(self._world.values)
+        if self._searches > len(kin):
+            return self._fact(fact)
+        return f"search: {person if not self._searches else self._fact('kin')}"
+
+    def _fact(self, name: str) -> str:
+        match = re.search(rf"\b{name} (\w+)", self._last_result)
+        return match[1] if match else "nothing"
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())

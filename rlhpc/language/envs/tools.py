@@ -1,0 +1,128 @@
+"""Tools for the model's responses: arithmetic, and Python in a sandbox."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlhpc.language.sandbox.python import Sandbox
+
+Tool = Callable[[str], Any]
+"""A tool: takes the text of a call and returns the text of its result or, for a model that looks at pictures, a picture of
+PIL's, or the bytes of a file. What it raises becomes an error message to the model."""
+
+_LONGEST = 500
+_MOST_BITS = 4096
+_FENCE = re.compile(r"^\s*```\w*\n(.*?)(?:\n```)?\s*$", re.DOTALL)
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+}  # fmt: skip
+
+
+def _rounded(value: Any, digits: int = 0) -> Any:
+    """Rounds a value. The digits are limited, because the run time of `round` grows with them."""
+    if abs(digits) > _MOST_BITS:
+        raise ValueError("the value is rounded to too many digits")
+    return round(value, digits) if digits else round(value)
+
+
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "abs": abs, "round": _rounded, "min": min, "max": max, "sqrt": math.sqrt, "exp": math.exp, "log": math.log,
+    "sin": math.sin, "cos": math.cos, "tan": math.tan, "floor": math.floor, "ceil": math.ceil, "gcd": math.gcd,
+}  # fmt: skip
+_NAMES = {"pi": math.pi, "e": math.e}
+
+
+def calculator(expression: str) -> str:
+    """Evaluates an arithmetic expression: numbers, `+ - * / // % **` (or `^`), parentheses, and functions.
+
+    Raises:
+        ValueError: The text is not such an expression, or its value is too large.
+    """
+    text = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/").replace("−", "-")
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.removesuffix("=").strip()) if "(" not in text else text
+    if len(text) > _LONGEST:
+        raise ValueError(f"the expression is longer than {_LONGEST} characters")
+    try:
+        value = _value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ValueError("this is no arithmetic expression") from None
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    except OverflowError:
+        raise ValueError("the value is too large") from None
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
+            return _bounded(node.value)
+        case ast.BinOp() if type(node.op) in _BINARY:
+            lhs, rhs = _value(node.left), _value(node.right)
+            is_integer_power = isinstance(node.op, ast.Pow) and isinstance(lhs, int) and isinstance(rhs, int)
+            if is_integer_power and lhs.bit_length() * rhs > _MOST_BITS:
+                raise ValueError("the value is too large")
+            return _bounded(_BINARY[type(node.op)](lhs, rhs))
+        case ast.UnaryOp() if type(node.op) in _UNARY:
+            return _UNARY[type(node.op)](_value(node.operand))
+        case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _FUNCTIONS:
+            try:
+                return _bounded(_FUNCTIONS[name](*map(_value, node.args)))
+            except TypeError as error:
+                raise ValueError(str(error)) from None
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
+    raise ValueError("this is no arithmetic expression")
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, complex):
+        raise ValueError("the value is no real number")
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise ValueError("the value is too large")
+    return value
+
+
+class PythonTool:
+    """Tool that runs a program in a sandbox: returns its output, and the value of its last line if that is an
+    expression.
+
+    Args:
+        sandbox: Arguments of `Sandbox`.
+    """
+
+    def __init__(self, sandbox: Mapping[str, Any] | None = None) -> None:
+        self._sandbox = Sandbox(**(sandbox or {}))
+
+    def __call__(self, source: str) -> str:
+        fenced = _FENCE.match(source)
+        result = self._sandbox.run(_with_last_value(textwrap.dedent(fenced[1] if fenced else source).strip()))
+        if result.status == "ok":
+            return result.stdout.strip()
+        printed = result.stdout.strip() + "\n" if result.stdout.strip() else ""
+        why = {"timeout": "the program took too long", "output": "the program wrote too much"}
+        return printed + "error: " + (why.get(result.status) or result.error or "the program was ended")
+
+
+def _with_last_value(source: str) -> str:
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return source  # running the program reports the error
+    last = body[-1] if body else None
+    if not isinstance(last, ast.Expr):
+        return source
+    print_value = ast.parse("_value = 0\nif _value is not None:\n    print(_value)").body
+    assert isinstance(print_value[0], ast.Assign)
+    print_value[0].value = last.value
+    return ast.unparse(ast.fix_missing_locations(ast.Module([*body[:-1], *print_value], [])))

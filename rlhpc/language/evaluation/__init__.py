@@ -1,0 +1,1 @@
+"""Evaluation of language models and reward models, chat, and preference pairs."""

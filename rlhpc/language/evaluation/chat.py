@@ -1,0 +1,181 @@
+"""Chat with a trained language model in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhpc.config.typed import mapping
+from rlhpc.language.agents.registry import INLINE
+from rlhpc.language.config.run import LanguageConfig
+from rlhpc.language.data import PromptTokenizer, load_tokenizer
+from rlhpc.language.data.tokenizer import context_tokens
+from rlhpc.language.engines import Request, RolloutBackend, SamplingParams
+from rlhpc.language.engines.base import DropsRequests
+from rlhpc.language.engines.registry import make_engine
+from rlhpc.language.evaluation.evaluate import model_folder
+from rlhpc.language.multi_policy import folders_of
+from rlhpc.language.training.prompt_dispatch import seed_of
+from rlhpc.runs.run_folder import note
+from rlhpc.runtime.devices import accelerator
+from rlhpc.runtime.errors import ConfigError
+
+_COMMANDS = "/clear begins anew, /exit or Ctrl-D ends, Ctrl-C stops a reply"
+_PAUSE_S = 0.002
+#: Translation of control characters, which could write anywhere on a terminal, to a replacement character.
+_HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class Conversation:
+    """Conversation with an engine: messages so far, and the engine that answers the next one.
+
+    Args:
+        engine: Engine without pending requests.
+        encoder: Encoder of messages; without a chat template, of a text, which the model continues.
+        sampling: Sampling parameters of replies.
+        seed: Seed of sampling.
+        system: System message; None for none.
+    """
+
+    def __init__(
+        self, engine: RolloutBackend, encoder: PromptTokenizer, sampling: SamplingParams, seed: int, system: str | None
+    ) -> None:
+        self._engine, self._encoder, self._sampling, self._seed = engine, encoder, sampling, seed
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._messages, self._turn = [*self._system], 0
+
+    def clear(self) -> None:
+        """Forgets all messages but the system's."""
+        self._messages = [*self._system]
+
+    def reply(self, text: str) -> Generator[str, None, None]:
+        """Yields the reply to a text, piece by piece. An interrupted reply is recorded as far as it was generated.
+
+        Raises:
+            ConfigError: The conversation does not fit into the model's context, or the chat template refuses it.
+        """
+        messages = [*self._messages, {"role": "user", "content": text}]
+        if not self._encoder.chat_template:
+            messages = [{"role": "raw", "content": text}]
+        ids = tuple(self._encoder.encode_messages(messages))
+        self._turn += 1
+        self._engine.add([Request(self._turn, ids, self._sampling, seed_of(self._seed, self._turn))])
+        answer = ""
+        try:
+            for tokens, finished in self._drawn():
+                text_so_far = self._encoder.tokenizer.decode(tokens, skip_special_tokens=True)
+                if not finished and text_so_far.endswith("\ufffd"):  # in the middle of a character
+                    continue
+                piece, answer = text_so_far[len(answer) :], text_so_far
+                if piece:
+                    yield piece
+        finally:
+            if self._engine.unfinished():
+                self._engine.abort()
+            if self._encoder.chat_template:
+                self._messages = [*messages, {"role": "assistant", "content": answer}]
+
+    def _drawn(self) -> Iterator[tuple[list[int], bool]]:
+        """Yields the tokens drawn so far, and whether these are all."""
+        engine = self._engine
+        while engine.unfinished():
+            for completion in engine.step():
+                yield completion.token_ids, True
+                return
+            if isinstance(engine, DropsRequests) and (tokens := engine.so_far([self._turn]).get(self._turn)):
+                yield tokens, False
+            else:
+                time.sleep(_PAUSE_S)
+
+
+def chat(
+    cfg: LanguageConfig,
+    checkpoint: Path,
+    *,
+    system: str | None = None,
+    max_tokens: int | None = None,
+    seed: int | None = None,
+) -> None:
+    """Answers what is typed, until the end of the input.
+
+    Args:
+        cfg: The run's configuration: sections `rollout` and `actor.model`, and `runner.seed`.
+        checkpoint: A `global_step_<N>` folder.
+        system: First message of the conversation.
+        max_tokens: Used instead of `rollout.max_new_tokens`.
+        seed: Used instead of `runner.seed`.
+
+    Raises:
+        ConfigError: The model or its engine cannot be had, or it has no chat template to put the system message in.
+        CheckpointError: The checkpoint has faults.
+    """
+    seed = cfg.runner.seed if seed is None else seed
+    sampling = SamplingParams(
+        max_new_tokens=cfg.rollout.max_new_tokens if max_tokens is None else max_tokens,
+        temperature=mapping(cfg.rollout).get("temperature", 1.0),
+        top_p=cfg.rollout.top_p,
+        top_k=cfg.rollout.top_k,
+    )
+    with contextlib.ExitStack() as opened:
+        # Libraries print while they are loaded; standard output is reserved for replies.
+        with contextlib.redirect_stdout(sys.stderr):
+            folder, _ = opened.enter_context(model_folder(checkpoint, cfg.actor.model.trust_remote_code))
+            first = next(iter(folders_of(cfg, folder).values()))
+            encoder = _encoder(cfg, load_tokenizer(first, cfg.actor.model.trust_remote_code), system)
+            engine = make_engine(cfg, model_path=folder, device=accelerator() or "cpu", seed=seed)
+        opened.callback(engine.close)
+        note(f"{checkpoint.name}; {_COMMANDS}")
+        _talk(Conversation(engine, encoder, sampling, seed, system))
+
+
+def _encoder(cfg: LanguageConfig, tokenizer: Any, system: str | None) -> PromptTokenizer:
+    """Returns the encoder of the conversation, and notes which parts of the run it leaves out."""
+    templated = bool(getattr(tokenizer, "chat_template", None)) and cfg.data.train.chat_template
+    if not templated:
+        if system is not None:
+            raise ConfigError("--system needs a chat template, and this model was trained without one; leave it out")
+        note("trained without a chat template: each text is continued by itself")
+    if cfg.agent.kind != INLINE or cfg.rollout.agent is not None:
+        note("this run trains an agent; here the model answers alone, without its tools and environment")
+    return PromptTokenizer(
+        tokenizer, cfg.data.max_prompt_tokens, chat_template=templated, context=context_tokens(cfg, tokenizer)
+    )
+
+
+def _talk(conversation: Conversation) -> None:
+    live = sys.stdin.isatty()
+    if live:
+        import readline  # noqa: F401 (input() then edits lines)
+    while True:
+        try:
+            text = input("> " if live else "")
+        except EOFError:
+            if live:
+                print()
+            return
+        if text.strip() == "/exit":
+            return
+        if text.strip() == "/clear":
+            conversation.clear()
+        elif text.strip():
+            _answer(conversation, text)
+
+
+def _answer(conversation: Conversation, text: str) -> None:
+    """Prints the reply as it is drawn."""
+    pieces = conversation.reply(text)
+    try:
+        for piece in pieces:
+            print(piece.translate(_HARMLESS), end="", flush=True)
+    except KeyboardInterrupt:
+        print(" …", end="")
+    except ConfigError as error:
+        note(f"{error}; /clear begins anew")
+        return
+    finally:
+        pieces.close()
+    print(flush=True)

@@ -1,0 +1,169 @@
+"""Preference data (`rlhpc pairs`): pairs for a reward model from a language model's answers and a verifiable reward.
+
+The model gives several answers to each problem, which the rewards of `reward.terms` score. The first right one and each
+different wrong one form a pair; with labels, each different answer is a row. The file is the same for the same model,
+configuration and seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.config.typed import select
+from rlhpc.language.config.data import DataSourceConfig, EvalDataConfig, suite_named
+from rlhpc.language.data import load_tokenizer
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.evaluation.evaluate import answered, model_folder, problems_of
+from rlhpc.language.models.builtin import resolve_model
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import replace_durably
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.run import LanguageConfig
+
+Row = dict[str, Any]
+
+
+def make_pairs(
+    cfg: LanguageConfig,
+    model: str | Path | None,
+    output: Path,
+    *,
+    suite: str | None = None,
+    samples: int = 8,
+    temperature: float = 1.0,
+    form: str = "pairs",
+    shuffled: bool = False,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Writes pairs, or answers with labels, as JSON lines.
+
+    Args:
+        cfg: Configuration of a run: sections `data`, `reward`, `rollout`, and `runner.seed`.
+        model: A checkpoint, or a Hugging Face folder or name; None for that of `actor.model`.
+        output: File to write, replaced atomically.
+        suite: Suite of `data.eval` with the problems; None for those of training.
+        samples: Answers to each problem.
+        temperature: Sampling temperature.
+        form: "pairs", or "labels": each answer's reward.
+        shuffled: Whether to shuffle at random which response of a pair is preferred (with labels: which answer has which).
+        progress: Whether to show the number of scored answers on stderr.
+
+    Returns:
+        rows, problems (all), used (problems with rows), accuracy (share of right answers).
+
+    Raises:
+        ConfigError: There are no reward terms, the suite is unknown, or no problem gives a row.
+    """
+    if not cfg.reward.terms:
+        raise ConfigError("reward.terms is empty; say how answers are judged, such as [{name: math}]")
+    section, part = _section(cfg, suite, samples, temperature)
+    with model_folder(
+        resolve_model(cfg.actor.model) if model is None else model, cfg.actor.model.trust_remote_code
+    ) as folder_and_step:
+        folder = folder_and_step[0]
+        tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
+        problems, _ = problems_of(cfg, section, tokenizer, part)
+        answers = answered(problems, cfg, section, section.name, folder, tokenizer, progress)
+    groups = [answers[place * samples : (place + 1) * samples] for place in range(len(problems))]
+    make = pairs_of if form == "pairs" else labels_of
+    rows = [list(make(prompt, group)) for (prompt, *_), group in zip(problems, groups, strict=True)]
+    flat = [row for problem_rows in rows for row in problem_rows]
+    if not flat:
+        raise ConfigError(
+            f"none of {len(problems)} problems has a right and a wrong answer among {samples}; ask for more (--samples), or "
+            "take a model that knows something, but not all"
+        )
+    if shuffled:
+        shuffle(flat, form, cfg.runner.seed)
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in flat)
+    try:
+        replace_durably(output, lines.encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
+    right = sum(bool(answer["right"]) for answer in answers)
+    return {
+        "rows": len(flat),
+        "form": form,
+        "problems": len(problems),
+        "used": sum(map(bool, rows)),
+        "shuffled": shuffled,
+        "accuracy": right / len(answers),
+        "samples": samples,
+    }
+
+
+def describe(result: dict[str, Any]) -> str:
+    """Formats the result as a line."""
+    noun = "pairs" if result["form"] == "pairs" else "labelled answers"
+    lot = ", their order drawn by lot" if result["shuffled"] else ""
+    return (
+        f"{result['rows']} {noun}{lot}, of {result['used']} of {result['problems']} problems; {result['accuracy']:.1%} of "
+        f"{result['samples']} answers to each were right"
+    )
+
+
+def _section(cfg: LanguageConfig, suite: str | None, samples: int, temperature: float) -> tuple[EvalDataConfig, str]:
+    """Returns the problems that are asked, as a section, and their side of `eval_fraction`.
+
+    Raises:
+        ConfigError: There is no such suite; or the run is trained on pairs already.
+    """
+    if suite is None and select(cfg, "data.train.chosen_key") is not None:
+        raise ConfigError(
+            "data.train has pairs, on which this run is trained, and no problems: name a suite of data.eval by --suite"
+        )
+    source = cfg.data.train if suite is None else suite_named(cfg.data.eval, suite)
+    shared = {field.name: getattr(source, field.name) for field in dataclasses.fields(DataSourceConfig)}
+    name = "train" if suite is None else source.name if isinstance(source, EvalDataConfig) else str(suite)
+    section = EvalDataConfig(
+        **{**shared, "kwargs": dict(source.kwargs)}, name=name, samples=samples, temperature=temperature
+    )
+    return section, "train" if suite is None else "eval"
+
+
+def pairs_of(prompt: Prompt, answers: Sequence[Row]) -> Iterator[Row]:
+    """Yields the first right answer with each different wrong one; without empty answers and those without a score."""
+    scored = [answer for answer in answers if answer["response"] and not answer["failed"]]
+    right = next((answer["response"] for answer in scored if answer["right"]), None)
+    wrong = dict.fromkeys(answer["response"] for answer in scored if not answer["right"])
+    if right is not None:
+        for response in wrong:
+            yield {**_prompt_row(prompt), "chosen": right, "rejected": response}
+
+
+def labels_of(prompt: Prompt, answers: Sequence[Row]) -> Iterator[Row]:
+    """Yields each different answer with its reward."""
+    reward_by_response = {a["response"]: a["reward"] for a in reversed(answers) if a["response"] and not a["failed"]}
+    for response in dict.fromkeys(answer["response"] for answer in answers if answer["response"] in reward_by_response):
+        yield {**_prompt_row(prompt), "response": response, "label": float(reward_by_response[response])}
+
+
+def shuffle(rows: list[Row], form: str, seed: int) -> None:
+    """Takes from the rows what they say about their answers, in place; everything else stays as it is."""
+    lots = random.Random(f"shuffled {seed}")
+    if form == "pairs":
+        for row in rows:
+            if lots.random() < 0.5:
+                row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+        return
+    labels = [row["label"] for row in rows]
+    lots.shuffle(labels)
+    for row, label in zip(rows, labels, strict=True):
+        row["label"] = label
+
+
+def _prompt_row(prompt: Prompt) -> Row:
+    """Returns the prompt as the model read it; a single question as a text."""
+    messages = [dict(message) for message in prompt.messages]
+    alone = len(messages) == 1 and messages[0].keys() == {"role", "content"} and messages[0]["role"] == "user"
+    return {
+        "prompt": messages[0]["content"] if alone else messages,
+        **({"level": prompt.level} if prompt.level else {}),
+        **({"tools": list(prompt.tools)} if prompt.tools else {}),
+    }

@@ -1,0 +1,305 @@
+"""Evaluation of reward models: rewards of rows, in training and in `rlhpc eval`.
+
+eval/global_step_<N>/<suite>.json             accuracy with its interval, margin, calibration (or R², Spearman)
+eval/global_step_<N>/<suite>.rewards.jsonl    every row with its rewards, from which the numbers follow
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms.preference_losses import find_reward_loss
+from rlhpc.config.typed import plain
+from rlhpc.language.config.data import suite_named
+from rlhpc.language.config.models import LanguageModelConfig
+from rlhpc.language.data.preferences import PreferenceRow, Preferences, encode
+from rlhpc.language.data.tokenizer import PromptTokenizer, load_tokenizer
+from rlhpc.language.models.micro_batching import Parts, micro_batches
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.value_head import last_values, load_scalar_model, token_values
+from rlhpc.language.reporting.eval_metrics import summarize_preferences
+from rlhpc.runs.run_folder import note
+from rlhpc.runtime.devices import accelerator
+from rlhpc.runtime.errors import ConfigError, NonFinite
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.data import PreferenceSourceConfig, PreferenceSuiteConfig
+    from rlhpc.language.config.run import RewardRunConfig
+
+#: Number of responses of a row.
+EACH = {"pairs": 2, "labels": 1}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Suite of preference rows.
+
+    Attributes:
+        rows: Rows that are not too long.
+        dropped: Number of rows that are too long.
+        encoder: Encoder of the rows.
+    """
+
+    rows: list[PreferenceRow]
+    dropped: int
+    encoder: PromptTokenizer
+
+
+def training_rows(cfg: RewardRunConfig) -> Preferences:
+    """Returns the rows of `data.train`, in the form that the loss compares.
+
+    Raises:
+        ConfigError: The rows cannot be read, or have another form.
+    """
+    return Preferences(cfg.data.train, _form(cfg))
+
+
+def suite_rows(cfg: RewardRunConfig, section: PreferenceSuiteConfig) -> Preferences:
+    """Returns the rows of a section of `data.eval`, like `training_rows`."""
+    return Preferences(section, _form(cfg), "eval", key=f"data.eval[{section.name}]")
+
+
+def _form(cfg: RewardRunConfig) -> str:
+    return find_reward_loss(cfg.algorithm.loss_type, plain(cfg.algorithm.loss_kwargs))[1]
+
+
+def most_tokens(max_tokens: int, form: str) -> int:
+    """Returns the maximum tokens of a response with its prompt: a pair must fit into one micro-batch."""
+    return max_tokens // EACH[form]
+
+
+def encoder_of(cfg: RewardRunConfig, section: PreferenceSourceConfig, tokenizer: Any, key: str) -> PromptTokenizer:
+    """Returns the encoder of a section's rows."""
+    data = cfg.data
+    return PromptTokenizer(tokenizer, data.max_prompt_tokens, data.overlong_prompts, section.chat_template, key=key)
+
+
+def suite_of(cfg: RewardRunConfig, section: PreferenceSuiteConfig, tokenizer: Any, form: str) -> Suite:
+    """Returns the rows of a section of `data.eval` that are not too long, with their encoder.
+
+    Raises:
+        ConfigError: The rows cannot be read, or one is too long.
+    """
+    key = f"data.eval[{section.name}]"
+    encoder = encoder_of(cfg, section, tokenizer, key)
+    rows = suite_rows(cfg, section)
+    max_tokens = most_tokens(cfg.actor.max_tokens_per_micro_batch, form)
+    dropped = rows.fit(encoder, max_tokens)
+    return Suite([rows[index] for index in range(len(rows))], dropped, encoder)
+
+
+def suites_of(cfg: RewardRunConfig, tokenizer: Any, form: str) -> dict[str, Suite]:
+    """Returns the suites of `workflow.eval_suites`, which are also those of `runner.val_check_interval`."""
+    names = list(cfg.workflow.eval_suites)
+    return {name: suite_of(cfg, suite_named(cfg.data.eval, name), tokenizer, form) for name in names}
+
+
+def batch_of(rows: Sequence[PreferenceRow], encoder: PromptTokenizer, max_length: int, pad: int) -> TokenBatch:
+    """Builds a batch with the responses of rows as samples. Responses of a row are adjacent, and `reward` has the
+    target of each.
+
+    Args:
+        rows: Rows without those that are too long.
+        encoder: Encoder of the model.
+        max_length: Maximum tokens of a response with its prompt.
+        pad: Padding token.
+
+    Raises:
+        ConfigError: A row is too long.
+    """
+    samples: list[list[int]] = []
+    targets: list[float] = []
+    for row in rows:
+        encoded = encode(row, encoder, max_length)
+        assert encoded is not None, "those that do not fit are dropped at the start"
+        samples += encoded
+        targets += [row.target] * len(encoded)
+    batch = TokenBatch.of(samples, [[True] * len(ids) for ids in samples], pad_id=pad)
+    return dataclasses.replace(batch, reward=torch.tensor(targets, dtype=torch.float32))
+
+
+def cut(batch: TokenBatch, each: int, max_tokens: int) -> Parts:
+    """Divides rows into micro-batches; the responses of a row stay together.
+
+    Args:
+        batch: All rows.
+        each: Number of responses of a row.
+        max_tokens: `actor.max_tokens_per_micro_batch`.
+    """
+    if not len(batch):
+        return []
+    places = torch.arange(each)
+    parts = micro_batches(batch.lengths.view(-1, each).amax(1) * each, max_tokens)
+    return [(part, batch.select((part[:, None] * each + places).flatten())) for part in parts]
+
+
+def rewards_of(
+    rows: Sequence[PreferenceRow],
+    encoder: PromptTokenizer,
+    max_length: int,
+    pad: int,
+    max_tokens: int,
+    forward: Callable[[TokenBatch], Tensor],
+    evenly: Callable[[Parts, TokenBatch], Parts] = lambda parts, _: parts,
+) -> list[list[float]]:
+    """Returns the rewards of each row's responses.
+
+    Args:
+        rows: Rows, all of one form.
+        encoder, max_length, pad: See `batch_of`.
+        max_tokens: Maximum tokens of a micro-batch, including padding.
+        forward: Returns the values `[T]` of a batch's tokens.
+        evenly: Gives all ranks equal numbers of micro-batches.
+
+    Raises:
+        NonFinite: A reward is not finite.
+    """
+    full_batch = batch_of(rows, encoder, max_length, pad)
+    each = len(rows[0].responses) if rows else 1
+    rewards_by_row: list[list[float]] = [[] for _ in rows]
+    for part, batch in evenly(cut(full_batch, each, max_tokens), full_batch):
+        values = forward(batch).cpu()
+        rewards = last_values(values, batch).view(-1, each).tolist() if len(part) else []
+        for place, row_rewards in zip(part.tolist(), rewards, strict=True):
+            if not all(map(math.isfinite, row_rewards)):
+                raise NonFinite(f"the reward of row {rows[place].prompt.id} is {row_rewards}")
+            rewards_by_row[place] = row_rewards
+    return rewards_by_row
+
+
+def preference_validation_metrics(
+    parts: Sequence[Mapping[str, Sequence[dict[str, Any]]]], form: str, loss: Callable[..., Tensor]
+) -> dict[str, float]:
+    """Computes metrics from the ranks' rows: `eval/accuracy` and so on; for each further suite `eval/<suite>/accuracy`.
+
+    Args:
+        parts: For each rank, suite → rows.
+        form, loss: See `find_reward_loss`.
+    """
+    metrics: dict[str, float] = {}
+    for number, suite in enumerate(parts[0]):
+        rows = sorted((row for part in parts for row in part[suite]), key=lambda row: int(row["place"]))
+        rewards = torch.tensor([row["rewards"] for row in rows], dtype=torch.float64).unbind(1)
+        targets = torch.tensor([row["target"] for row in rows], dtype=torch.float64)
+        result = {**summarize_preferences(rows, form), "rows": len(rows), "loss": float(loss(*rewards, targets).mean())}
+        names = ("accuracy", "loss", "rows", "margin", "calibration_error", "reward_mean", "mse", "r2", "spearman")
+        prefix = f"eval/{suite}" if number else "eval"
+        metrics |= {f"{prefix}/{name}": float(result[name]) for name in names if result.get(name) is not None}
+    return metrics
+
+
+def evaluate_reward_model(
+    cfg: RewardRunConfig, model: str | Path, suite: str = "default", output: str | Path | None = None
+) -> dict[str, Any]:
+    """Evaluates a model on one suite of `data.eval`.
+
+    Args:
+        cfg: The run's configuration: sections `algorithm`, `data`, and `actor.model`.
+        model: A checkpoint `global_step_<N>` of a reward model's run, or a Hugging Face folder or name.
+        suite: Name of a suite; `default` is the first if none has that name.
+        output: JSON file to write, atomically; the rows go to `<stem>.rewards.jsonl` in the same folder.
+
+    Returns:
+        See `rlhpc.language.reporting.eval_metrics.summarize_preferences`; also dropped, suite, global_step, model,
+        loss_type and dtype.
+
+    Raises:
+        ConfigError: The suite is unknown, or model or data are not available.
+        CheckpointError: The checkpoint has faults.
+    """
+    from rlhpc.language.evaluation.evaluate import model_folder, step_evaluated, write_result
+    from rlhpc.language.models.loading import compute_dtype
+
+    section = suite_named(cfg.data.eval, suite)
+    form = _form(cfg)
+    device = torch.device(accelerator() or "cpu")
+    with model_folder(model, cfg.actor.model.trust_remote_code) as (folder, step):
+        tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
+        selected = suite_of(cfg, section, tokenizer, form)
+        model_config = _model_of(cfg, folder)
+        dtype = compute_dtype(model_config, device)
+        module = load_scalar_model(model_config, dtype=dtype, seed=cfg.runner.seed).to(device).eval()
+        max_tokens = cfg.actor.max_tokens_per_micro_batch
+        with torch.no_grad():
+            rewards = rewards_of(
+                selected.rows,
+                selected.encoder,
+                most_tokens(max_tokens, form),
+                int(tokenizer.pad_token_id or 0),
+                max_tokens,
+                lambda batch: token_values(module, batch.to(device)),
+            )
+    rows = [
+        {
+            "id": row.prompt.id,
+            "level": row.prompt.level,
+            "prompt": row.prompt.question,
+            "responses": list(row.responses),
+            "target": row.target,
+            "rewards": row_rewards,
+        }
+        for row, row_rewards in zip(selected.rows, rewards, strict=True)
+    ]
+    result = {
+        **summarize_preferences(rows, form),
+        "dropped": selected.dropped,
+        "suite": suite,
+        "global_step": step_evaluated(model, step, output),
+        "model": str(model),
+        "loss_type": cfg.algorithm.loss_type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "backend": "torch",
+    }
+    if output is not None:
+        path = Path(output)
+        write_result(path, result, rows, path.with_name(f"{path.stem}.rewards.jsonl"))
+    return result
+
+
+def _model_of(cfg: RewardRunConfig, path: str | None) -> LanguageModelConfig:
+    """Returns `actor.model` with another path."""
+    model = cfg.actor.model
+    return LanguageModelConfig(
+        model_path=path,
+        dtype=model.dtype,
+        attn_implementation=model.attn_implementation,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def check_reward_model(cfg: RewardRunConfig) -> None:
+    """Refuses what would fail after the start: model, tokenizer, dataset.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    model, form = cfg.actor.model, _form(cfg)
+    tokenizer = load_tokenizer(model.model_path, model.trust_remote_code)
+    load_scalar_model(_model_of(cfg, model.model_path), empty=True)
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(
+            f"actor.model.model_path={model.model_path}: the tokenizer has neither a padding nor an end token; a reward "
+            "model needs one"
+        )
+    encoder = encoder_of(cfg, cfg.data.train, tokenizer, "data.train")
+    rows = training_rows(cfg)
+    count = len(rows)
+    if dropped := rows.fit(encoder, most_tokens(cfg.actor.max_tokens_per_micro_batch, form)):
+        note(
+            f"data.train: {dropped} of {count} rows are dropped, because they are too long (data.overlong_prompts=drop)"
+        )
+    if cfg.actor.training_backend.lower() == "deepspeed":
+        from rlhpc.language.models.loading import compute_dtype
+        from rlhpc.training.deepspeed_config import deepspeed_config
+
+        deepspeed_config(cfg.actor, compute_dtype(model, "cpu"))
+    if cfg.runner.val_check_interval > 0:
+        suites_of(cfg, tokenizer, form)

@@ -1,0 +1,1 @@
+"""Language models as networks: token batches, packing, log-probs, value heads and loading."""

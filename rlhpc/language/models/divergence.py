@@ -1,0 +1,147 @@
+"""Divergence of a model's next-token distribution from a teacher's, with its gradient with respect to the logits.
+
+With P the model's distribution and Q the teacher's, `beta` selects the divergence: 1 is KL(P ‖ Q), 0 is KL(Q ‖ P), and values
+between are the generalized Jensen-Shannon divergence β KL(Q ‖ M) + (1 − β) KL(P ‖ M) with M = (1 − β) P + β Q (Agarwal et al.,
+"On-Policy Distillation of Language Models", 2023), which falls to 0 at both ends.
+
+Logits of both are read in chunks of rows, forward and again backward (`rows`). Where the heads are linear, chunks are computed
+from hidden states, and no tensor of the size of all logits is kept.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from rlhpc.language.models.logprobs import LogitRows, RowReader, chunks, scaled
+from rlhpc.language.models.token_batch import TokenBatch
+
+#: Lower bound of log-probs: a token that one of the two excludes costs much, but not infinitely much.
+FLOOR = -100.0
+
+
+def divergence(logprobs: Tensor, teacher_logprobs: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Returns the divergence of pairs of distributions, and the term from which its gradient is computed.
+
+    Args:
+        logprobs, teacher_logprobs: `[M, B]` log-probs of B outcomes.
+        beta: Which divergence; see the module.
+
+    Returns:
+        `[M]` nats; `[M, B]` h = p ∂D/∂p, up to a multiple of p. So ∂D/∂z = h − p Σh, where p = softmax(z).
+    """
+    s, t = logprobs.clamp_min(FLOOR), teacher_logprobs.clamp_min(FLOOR)
+    q = teacher_logprobs.exp()
+    if beta == 0:
+        return (q * (t - s)).sum(-1), -q
+    if beta == 1:
+        h = logprobs.exp() * (s - t)
+        return h.sum(-1), h
+    mixture = torch.logaddexp(s + math.log1p(-beta), t + math.log(beta))
+    h = (1 - beta) * logprobs.exp() * (s - mixture)
+    return beta * (q * (t - mixture)).sum(-1) + h.sum(-1), h
+
+
+class FullDivergence(RowReader):
+    """Divergence over the full vocabulary, in nats.
+
+    Args:
+        teacher: The teacher's rows. If their width differs from the model's (vocabularies padded to different sizes), columns
+            that only the teacher has are dropped, and the teacher excludes tokens that only the model has.
+        temperature: Divides both.
+        beta: Which divergence.
+    """
+
+    def __init__(self, teacher: LogitRows, temperature: float = 1.0, beta: float = 1.0) -> None:
+        self._teacher = teacher
+        self._scale = 1.0 / temperature
+        self._beta = beta
+
+    def say(self, logits: Tensor, part: slice) -> Tensor:
+        """Returns the divergences; see `RowReader.say`."""
+        return divergence(*self._both(logits, part), self._beta)[0][:, None]
+
+    def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
+        """Returns their gradient; see `RowReader.gradient`."""
+        s, t = self._both(logits, part)
+        _, h = divergence(s, t, self._beta)
+        h -= s.exp() * h.sum(-1, keepdim=True)
+        return h.mul_(self._scale * grad)
+
+    def _both(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """Returns the log-probs of the model and of the teacher, `[m, V]`."""
+        V = logits.shape[1]
+        s = torch.log_softmax(scaled(logits, self._scale), dim=-1)
+        t = torch.log_softmax(scaled(self._teacher.make(part)[:, :V], self._scale), dim=-1)
+        return s, nn.functional.pad(t, (0, V - t.shape[1]), value=-torch.inf)
+
+
+class TopDivergence(RowReader):
+    """Divergence over k + 1 outcomes, in nats: the teacher's k most likely tokens, and the sum of all other tokens.
+
+    Merging outcomes never increases a divergence, so this one is a lower bound of the full one.
+
+    Args:
+        top: `[M, k + 1, 2]`, as `top_logprobs` returns it for a token, at the same temperature.
+        temperature: Divides the logits.
+        beta: Which divergence.
+    """
+
+    def __init__(self, top: Tensor, temperature: float = 1.0, beta: float = 1.0) -> None:
+        self._ids = top[:, :-1, 1].long()
+        self._teacher = top[..., 0]
+        self._scale = 1.0 / temperature
+        self._beta = beta
+
+    def say(self, logits: Tensor, part: slice) -> Tensor:
+        """Returns the divergences; see `RowReader.say`."""
+        _, merged = self._merged(logits, part)
+        return divergence(merged, self._teacher[part], self._beta)[0][:, None]
+
+    def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
+        """Returns their gradient; see `RowReader.gradient`."""
+        logprobs, merged = self._merged(logits, part)
+        _, h = divergence(merged, self._teacher[part], self._beta)
+        # A token gets a part of its outcome's h: all of it for a top token, else in proportion to its probability.
+        share = (logprobs - merged[:, -1:].clamp_min(FLOOR)).exp() * h[:, -1:]
+        share = share.scatter(1, self._ids[part], h[:, :-1]) - logprobs.exp() * h.sum(-1, keepdim=True)
+        return share.mul_(self._scale * grad)
+
+    def _merged(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """Returns the log-probs `[m, V]` of all tokens; and `[m, k + 1]` of the top tokens and of the sum of the others."""
+        ids, logprobs = self._ids[part], torch.log_softmax(scaled(logits, self._scale), dim=-1)
+        remainder = logprobs.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+        return logprobs, torch.cat([logprobs.gather(1, ids), remainder], 1)
+
+
+@torch.no_grad()
+def top_logprobs(
+    rows: LogitRows, batch: TokenBatch, k: int, temperature: float = 1.0, vocabulary: int | None = None
+) -> Tensor:
+    """Returns the top k log-probs of the teacher's distributions at the trained tokens.
+
+    Args:
+        rows: The teacher's logits.
+        batch: The samples whose trained tokens the rows belong to.
+        k: Number of tokens, at most the size of the vocabulary.
+        temperature: Divides the logits.
+        vocabulary: Ids from here on are dropped; None takes all.
+
+    Returns:
+        `[T, k + 1, 2]` float32: log-prob and id (exact below 2^24) of each token, the most likely first; then the log-prob
+        of the sum of all others, and −1. 0 for tokens that are not trained on.
+    """
+    where = batch.predictors()[0]
+    width = min(rows.width, vocabulary or rows.width)
+    k = min(k, width)
+    scores = torch.zeros(batch.tokens, k + 1, 2, device=rows.device)
+    for part in chunks(rows.number, rows.width, rows.device):
+        logprobs = torch.log_softmax(scaled(rows.make(part)[:, :width], 1.0 / temperature), dim=-1)
+        top, ids = logprobs.topk(k, dim=-1)
+        remainder = logprobs.scatter(1, ids, -torch.inf).logsumexp(-1).clamp_min(FLOOR)
+        values = torch.cat([top.clamp_min(FLOOR), remainder[:, None]], 1)
+        names = torch.cat([ids.float(), torch.full_like(remainder[:, None], -1.0)], 1)
+        scores[where[part]] = torch.stack([values, names], -1)
+    return scores

@@ -1,0 +1,343 @@
+"""Loading and export of language models as Hugging Face folders."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rlhpc.language.data.images import has_vision
+from rlhpc.language.hugging_face import no_progress_bar, transformers, turn_end
+from rlhpc.language.models.vision import place_by_token_type
+from rlhpc.runtime.devices import computes_bfloat16
+from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.models import PretrainedConfig
+import copy
+from typing import TYPE_CHECKING
+
+from rlhpc.checkpoint.state import save_tensors
+from rlhpc.runtime.scratch import temporary_folder
+from rlhpc.training.lora import ADAPTER
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.models import PretrainedConfig
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+#: Chooses the dtype that suits the device.
+AUTO = "auto"
+#: File name of a model's configuration.
+CONFIG = "config.json"
+_ABSENT = object()
+#: Files of image processors.
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def pretrained_in(module: nn.Module) -> Any:
+    """Returns the transformers model in a module that may wrap it; None if the module has none."""
+    package = sys.modules.get("transformers")
+    if package is None:  # nothing has imported transformers
+        return None
+    return next((part for part in module.modules() if isinstance(part, package.PreTrainedModel)), None)
+
+
+def window_of(config: Any) -> int:
+    """Returns how many tokens a layer with a sliding window, or with chunked attention, sees; 0 without such layers.
+
+    Args:
+        config: The model's configuration, of transformers.
+    """
+    text = config.get_text_config()
+    return int(getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0)
+
+
+def compute_dtype(model: PretrainedConfig, device: str | torch.device, section: str = "actor.model") -> torch.dtype:
+    """Returns the dtype that a model's `dtype` names.
+
+    Args:
+        model: The section.
+        device: Device of the computation: `auto` is bfloat16 on an accelerator that computes in it, else float32.
+        section: Name of the section in messages.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    if model.dtype == AUTO:
+        return torch.bfloat16 if computes_bfloat16(torch.device(device).type) else torch.float32
+    if model.dtype not in DTYPES:
+        raise ConfigError(f"{section}.dtype is {model.dtype!r}; choose from {', '.join((AUTO, *DTYPES))}")
+    return DTYPES[model.dtype]
+
+
+def load_causal_lm(
+    model: PretrainedConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    checkpointing: bool = False,
+    empty: bool = False,
+    key: str = "actor.model.model_path",
+) -> Any:
+    """Loads the causal language model of a section such as `actor.model`, on the host.
+
+    Args:
+        model: The section: model_path, attn_implementation, trust_remote_code.
+        dtype: Of its weights.
+        checkpointing: Recomputes activations in the backward pass.
+        empty: Makes it on the meta device, without reading weights.
+        key: Name of model_path in messages.
+
+    Raises:
+        ConfigError: The model does not exist, or this transformers cannot build it.
+    """
+    module = load_by("", model, dtype=dtype, empty=empty, key=key)
+    place_by_token_type(module)
+    if empty:
+        module.generation_config = _generation_config(transformers(), str(model.model_path), module.config)
+    return prepared(module, checkpointing)
+
+
+def load_by(
+    auto: str,
+    model: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    empty: bool,
+    key: str = "actor.model.model_path",
+    options: Mapping[str, Any] | None = None,
+    **config_changes: Any,
+) -> Any:
+    """Loads a model by one of transformers' auto classes.
+
+    Args:
+        auto: The class's name; "" selects the generating class, `writes_by`.
+        model: Section with the path.
+        dtype, empty: See `load_causal_lm`.
+        key: Name of `model_path` in messages.
+        options: Further arguments of the class's `from_pretrained`, which then may return more than the model.
+        config_changes: Changes of the model's configuration.
+
+    Raises:
+        ConfigError: The model does not exist, or this transformers cannot build it.
+    """
+    package = transformers()
+    if not model.model_path:
+        raise ConfigError(f"{key} is not set; give a Hugging Face folder or hub name")
+    path = model.model_path
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"{key}={path}: the folder has no config.json, so it is no model's folder")
+    common = {
+        "dtype": dtype,
+        "attn_implementation": model.attn_implementation,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    try:
+        with no_progress_bar():
+            maker = getattr(package, auto or writes_by(package, path, model.trust_remote_code))
+            if empty:
+                config = package.AutoConfig.from_pretrained(
+                    path, trust_remote_code=model.trust_remote_code, **config_changes
+                )
+                with torch.device("meta"):
+                    module = maker.from_config(config, **common)
+            else:
+                module = maker.from_pretrained(path, **common, **(options or {}), **config_changes)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"{key}={path}: the model cannot be loaded: {reason}") from error
+    return module
+
+
+def writes_by(package: Any, path: str, trust_remote_code: bool) -> str:
+    """Returns the name of transformers' auto class for generation; vision-language models have a different one."""
+    config = package.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return auto_class(config)
+
+
+def auto_class(config: Any) -> str:
+    """Returns `writes_by` of a configuration."""
+    return "AutoModelForImageTextToText" if has_vision(config) else "AutoModelForCausalLM"
+
+
+def model_file(path: str, name: str) -> Path | None:
+    """Returns the path of a model's file: in its folder, or in the hub's cache, into which it is fetched if necessary.
+
+    None if the model has no such file.
+    """
+    if Path(path).is_dir():
+        file = Path(path) / name
+        return file if file.is_file() else None
+    with contextlib.suppress(OSError, ValueError):
+        cached = transformers().utils.cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        return None if cached is None else Path(cached)
+    return None
+
+
+def prepared(module: Any, checkpointing: bool) -> Any:
+    """Turns off a model's KV cache and, if requested, turns on activation checkpointing; returns the model."""
+    module.config.use_cache = False
+    if checkpointing:
+        # The reentrant variant needs inputs that require gradients; frozen embeddings (LoRA) do not provide them.
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return module
+
+
+def export_model(
+    folder: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    model: PretrainedConfig,
+    dtype: torch.dtype = torch.float32,
+    load: Callable[..., Any] = load_causal_lm,
+) -> None:
+    """Writes a Hugging Face folder: safetensors (sharded if large), config, generation config, tokenizer.
+
+    Args:
+        folder: Made if missing.
+        tensors: All weights, by their names in the model; tied ones once.
+        model: `actor.model`, for config and tokenizer.
+        dtype: Of the weights written.
+        load: Builds a model of this architecture: `load_causal_lm`, or `load_scalar_model`.
+    """
+    skeleton = load(model, dtype=dtype, empty=True)
+    state = {name: tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors}
+    for name, tensor in skeleton.state_dict().items():
+        if name not in state and name in getattr(skeleton, "all_tied_weights_keys", {}):
+            state[name] = state[skeleton.all_tied_weights_keys[name]]
+        elif name not in state:
+            raise ValueError(f"{name} {tuple(tensor.shape)} is missing")
+    skeleton.config.use_cache = True
+    folder.mkdir(parents=True, exist_ok=True)
+    with no_progress_bar():
+        skeleton.save_pretrained(folder, state_dict=state)
+    (folder / CONFIG).write_bytes(config_file(skeleton.config, model))
+    export_tokenizer(folder, model, pads=not skeleton.can_generate())
+
+
+def config_file(config: Any, model: PretrainedConfig) -> bytes:
+    """Returns the `config.json` of the model that training started from, with the changes made by training.
+
+    transformers writes only the keys that it knows, some under other names, and engines read others. So the result takes from
+    the trained model's configuration only the values that differ from what transformers writes for the original.
+
+    Args:
+        config: Of the trained model.
+        model: Section with the path of the original model.
+    """
+    written = json.loads(config.to_json_string())
+    source = model_file(str(model.model_path), CONFIG)
+    if source is not None:
+        read = transformers().AutoConfig.from_pretrained(
+            str(model.model_path), trust_remote_code=model.trust_remote_code
+        )
+        written = _changed(json.loads(source.read_text()), json.loads(read.to_json_string()), written)
+    return json.dumps(written, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _changed(original: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Returns a configuration with the differences between two forms of it that transformers wrote."""
+    changed = dict(original)
+    for key in before.keys() | after.keys():
+        old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
+        if old == new:
+            continue
+        if new is _ABSENT:
+            changed.pop(key, None)
+        elif isinstance(old, dict) and isinstance(new, dict) and isinstance(original.get(key), dict):
+            changed[key] = _changed(original[key], old, new)
+        else:
+            changed[key] = new
+    if "dtype" in changed and "torch_dtype" in changed:  # the former name, which some programs read first
+        changed["torch_dtype"] = changed["dtype"]
+    return changed
+
+
+def export_tokenizer(folder: Path, model: PretrainedConfig, *, pads: bool = False) -> None:
+    """Writes the tokenizer of `actor.model`, and its image processor; writes nothing for a model without a tokenizer.
+
+    Args:
+        folder: The target.
+        model: `actor.model`.
+        pads: The tokenizer must pad batches: without a padding token, its end token becomes one.
+    """
+    package = transformers()
+    with contextlib.suppress(OSError, ValueError):
+        tokenizer = package.AutoTokenizer.from_pretrained(
+            str(model.model_path), trust_remote_code=model.trust_remote_code
+        )
+        if pads and tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.save_pretrained(folder)
+        _name_end(folder / "generation_config.json", turn_end(tokenizer))
+    for name in _PROCESSORS:
+        if (processor := model_file(str(model.model_path), name)) is not None:
+            shutil.copyfile(processor, folder / name)
+
+
+def _name_end(config: Path, end: int | None) -> None:
+    """Adds the chat template's end-of-turn token to the end tokens of a generation configuration, as demonstrations use it."""
+    if end is None or not config.is_file():
+        return
+    values = json.loads(config.read_text())
+    ends = values.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if end not in ends:
+        values["eos_token_id"] = [*ends, end] if ends else end
+        config.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _generation_config(package: Any, path: str, config: Any) -> Any:
+    try:
+        return package.GenerationConfig.from_pretrained(path)
+    except OSError:  # not every model has one
+        return package.GenerationConfig.from_model_config(config)
+
+
+#: Subfolder of a checkpoint.
+FOLDER = "model"
+
+
+def model_files(module: nn.Module, model: PretrainedConfig, dtype: torch.dtype | None = None) -> dict[str, bytes]:
+    """Returns config, generation config, tokenizer, and the model's custom code, as file contents by name.
+
+    Args:
+        module: The Hugging Face model, or peft's wrapper of it.
+        model: `actor.model`, for the tokenizer.
+        dtype: Of the weights written with these files, if it differs from the module's.
+    """
+    inner: Any = module
+    if hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
+    config = copy.deepcopy(inner.config)
+    config.use_cache = True  # training turns it off
+    if dtype is not None:
+        config.dtype = dtype
+    with temporary_folder("model") as folder:
+        (folder / CONFIG).write_bytes(config_file(config, model))
+        if getattr(inner, "generation_config", None) is not None:
+            inner.generation_config.save_pretrained(folder)
+        export_tokenizer(folder, model, pads=not inner.can_generate())
+        source = Path(str(model.model_path))
+        code = sorted(source.glob("*.py")) if model.trust_remote_code and source.is_dir() else []
+        return {path.name: path.read_bytes() for path in [*folder.iterdir(), *code] if path.is_file()}
+
+
+def export_adapter(folder: Path, weights: dict[str, torch.Tensor], module: nn.Module, model: PretrainedConfig) -> None:
+    """Writes a folder that `peft.PeftModel.from_pretrained` loads, with the tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config: Any = module.peft_config[ADAPTER]  # type: ignore[index]
+    config.base_model_name_or_path = str(model.model_path)
+    config.inference_mode = True
+    try:
+        config.save_pretrained(folder)
+    finally:
+        config.inference_mode = False
+    save_tensors(folder / "adapter_model.safetensors", weights)
+    export_tokenizer(folder, model)

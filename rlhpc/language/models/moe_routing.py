@@ -1,0 +1,189 @@
+"""Expert routing of mixture-of-experts models: balance metrics and loss, and routing replay (R3).
+
+The loss is that of Switch Transformer (Fedus et al. 2021, eq. 4 to 6), as implemented in transformers: the number of experts
+times the sum, over experts, of the choices per token times the mean probability, over all layers of a micro-batch; it is k
+where routing is even.
+
+Trainer and engine round differently. Where two experts are about equally likely, they may choose different ones for a token,
+which changes its log-prob. With replay (Ma et al. 2025, arXiv 2510.11370) a router takes the engine's experts, weighted by its
+own probabilities of them, through which its gradient flows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rlhpc.language.models.context_parallel import RowShare
+from rlhpc.language.models.loading import pretrained_in
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.runtime.errors import ConfigError
+
+#: Column of the engines' choices.
+EXPERTS = "experts"
+
+
+class Routing:
+    """Routers of a model: recording of their choices, and replay.
+
+    Args:
+        routers: Modules that return logits `[tokens, experts]` first, and the chosen experts `[tokens, k]` last.
+    """
+
+    def __init__(self, routers: list[nn.Module]) -> None:
+        self._recorded: list[tuple[Tensor, Tensor]] | None = None
+        self._routers = routers
+        self._wrapped = False
+        self._replayed: Tensor | None = None
+        for router in routers:
+            router.register_forward_hook(self._record)
+
+    @property
+    def choices(self) -> int:
+        """Number of experts that all routers choose for a token."""
+        routers: list[Any] = [*self._routers]
+        return sum(int(router.top_k) for router in routers)
+
+    def replay(self, experts: Tensor | None) -> None:
+        """Sets the experts that the routers take from now on, also where a backward pass recomputes layers.
+
+        Args:
+            experts: `[tokens, choices]`, for the lines that the model reads; -1 where a router chooses. None ends replay.
+        """
+        if experts is not None and not self._wrapped:
+            self._wrapped = True
+            for number, router in enumerate(self._routers):
+                router.forward = self._wrap_router(router.forward, number, router)
+        self._replayed = None if experts is None else experts.long().view(len(experts), len(self._routers), -1)
+
+    def _wrap_router(self, inner: Any, number: int, router: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._replayed is None:
+                return inner(*args, **kwargs)
+            with _ReplayMode(self._replayed[:, number], int(router.weight.shape[0])) as mode:
+                outputs = inner(*args, **kwargs)
+            if mode.num_calls != 1:
+                raise ConfigError(
+                    f"rollout.routing_replay: {type(router).__name__} does not choose experts as others do: leave it false"
+                )
+            return outputs
+
+        return forward
+
+    def _record(self, router: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._recorded is not None:  # in a backward pass, recomputed layers call this again
+            self._recorded.append((outputs[0], outputs[-1]))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Yields a list to which the routers' outputs are added during the block."""
+        recorded = self._recorded = []
+        try:
+            yield recorded
+        finally:
+            self._recorded = None
+
+
+class _ReplayMode(TorchFunctionMode):
+    """Mode in which `topk` over the experts' probabilities returns the replayed experts.
+
+    Args:
+        replayed: `[tokens, k]`, -1 where the router chooses.
+        experts: Number of experts.
+    """
+
+    def __init__(self, replayed: Tensor, experts: int) -> None:
+        super().__init__()
+        self._replayed = replayed
+        self._experts = experts
+        self.num_calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        likely = args[0]
+        if likely.shape[-1] != self._experts or result[1].shape != self._replayed.shape:
+            return result
+        self.num_calls += 1
+        chosen = torch.where(self._replayed < 0, result[1], self._replayed)
+        return type(result)((likely.gather(-1, chosen), chosen))
+
+
+#: Models whose routers have hooks.
+_watched: WeakKeyDictionary[nn.Module, Routing] = WeakKeyDictionary()
+
+
+def routing_of(model: nn.Module) -> Routing | None:
+    """Returns a model's routers, with hooks added by the first call; None if it has none, or does not declare them."""
+    causal = pretrained_in(model)
+    if causal is None:
+        return None
+    if causal not in _watched:
+        recorded = next(
+            (
+                part._can_record_outputs["router_logits"]
+                for part in causal.modules()
+                if "router_logits" in (getattr(part, "_can_record_outputs", None) or {})
+            ),
+            None,
+        )
+        kind = getattr(recorded, "target_class", None)
+        routers = [] if kind is None else [part for part in causal.modules() if isinstance(part, kind)]
+        if not routers or getattr(recorded, "index", None) != 0:
+            return None
+        _watched[causal] = Routing(routers)
+    return _watched[causal]
+
+
+def balance(
+    recorded: list[tuple[Tensor, Tensor]], batch: TokenBatch, share: RowShare | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns the balance loss, with gradients, and the largest share of choices of an expert in a layer, relative to an even
+    one.
+
+    Args:
+        recorded: Of each layer, see `Routing`.
+        batch: The batch in the form that the model read; padding does not count.
+        share: This rank's share of rows, if several ranks share them: all get the results of the full row.
+    """
+    experts, tokens = recorded[0][0].shape[1], _tokens(batch, share).to(recorded[0][0].device)
+    recorded = [(logits[tokens], chosen[tokens]) for logits, chosen in recorded]
+    counts = torch.stack([torch.bincount(chosen.flatten(), minlength=experts) for _, chosen in recorded]).float()
+    rows = torch.tensor(float(sum(len(logits) for logits, _ in recorded)), device=counts.device)
+    probabilities = torch.stack([logits.float().softmax(-1).sum(0) for logits, _ in recorded]).sum(0)
+    if share is not None:
+        counts, rows, probabilities = (share.sum(each) for each in (counts, rows, probabilities))
+    rows = rows.clamp(min=1.0)
+    loss = experts * ((counts.sum(0) / rows) * (probabilities / rows)).sum()
+    return loss, (counts.amax(1) / counts.sum(1).clamp(min=1.0) * experts).max()
+
+
+def replayed_experts(batch: TokenBatch, share: RowShare | None = None) -> Tensor | None:
+    """Returns the engines' choices for the lines that the model reads; None if the batch has none.
+
+    Args:
+        batch: In the form that the model reads.
+        share: This rank's share of rows, if several ranks share them.
+    """
+    experts = batch.columns.get(EXPERTS)
+    if experts is None:
+        return None
+    if not batch.packed:
+        return batch.padded(experts, -1).flatten(0, 1)
+    start, end = (0, max(2, batch.tokens)) if share is None else share.bounds(batch)
+    return nn.functional.pad(experts, (0, 0, 0, max(0, end - batch.tokens)), value=-1)[start:end]
+
+
+def _tokens(batch: TokenBatch, share: RowShare | None) -> Tensor:
+    """Returns the indices of tokens among the lines that the model read, or in its part of the row."""
+    if share is not None:
+        start, end = share.bounds(batch)
+        return torch.arange(max(0, min(end, batch.tokens) - start))
+    return torch.arange(batch.tokens) if batch.packed else batch.places

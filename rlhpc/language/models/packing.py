@@ -1,0 +1,268 @@
+"""Sequence packing: a model reads samples as one row without padding, and each token attends to its own sample.
+
+No mask of T × T is built. transformers' models call a registered attention function. The function here gets, through the
+model's arguments, where each sample begins and ends. On an accelerator in half precision it is one call of torch's kernel for
+variable lengths; elsewhere it is one call of torch's causal attention for each run of samples of the same length. A
+rectangular batch uses causal attention as usual.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhpc.language.models.context_parallel import Heads, RowShare, to_heads, to_tokens
+from rlhpc.language.models.loading import pretrained_in
+from rlhpc.language.models.token_batch import Segments, TokenBatch
+from rlhpc.language.models.vision import sub_attention
+from rlhpc.runtime.devices import attends_by_segments
+from rlhpc.runtime.errors import ConfigError
+
+#: Name under which the function is registered with transformers.
+NAME = "rlhpc_segments"
+#: Layer types of configurations in which tokens interact only through attention.
+_LAYERS = frozenset({"full_attention", "sliding_attention"})
+#: Rotary position types whose factors depend on the longest position: in a row, that is another sample's.
+_ROPES_BY_LENGTH = frozenset({"longrope", "su", "dynamic"})
+#: Largest deviation, relative to the largest value, of a sample's outputs in a row from those alone: in float32, and in half
+#: precision.
+_FAR, _FAR_HALF = 1e-3, 0.1
+#: Where `reads_rows` records, for each attention call, whether it got segments, and whether it got a window.
+_calls: ContextVar[list[tuple[bool, bool]] | None] = ContextVar("calls", default=None)
+#: Arguments of some families' attention that are not implemented here.
+_FURTHER = ("softcap", "s_aux", "position_bias")
+
+
+def pack(model: nn.Module) -> bool:
+    """Makes a causal model, or one derived from it, read rows of several samples, if its type allows it.
+
+    Before the first row, `reads_rows` verifies it.
+
+    Args:
+        model: From transformers, without adapters, maybe on the meta device; changed in place.
+
+    Returns:
+        Whether the model packs. It does not if it uses another attention than `sdpa`, mixes tokens by other means than
+        attention, or needs more of attention than weighted values (a bound on logits, sinks).
+    """
+    causal = pretrained_in(model)
+    if causal is None or not _can(causal):
+        return False
+    sys.modules["transformers"].AttentionInterface.register(NAME, attend)
+    causal.set_attn_implementation(sub_attention(causal, NAME))
+    return packs(model)
+
+
+def unpack(model: nn.Module) -> None:
+    """Makes a model that `pack` changed read rectangles again."""
+    causal = pretrained_in(model)
+    causal.set_attn_implementation(sub_attention(causal, "sdpa"))
+
+
+@torch.no_grad()
+def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype, share: RowShare | None = None) -> bool:
+    """Returns whether a packed model gives the same outputs for a sample in a row as alone, by one pass each over a few
+    tokens.
+
+    Some families do not: they do not pass arguments to their attention, ignore positions, or keep their window in a mask,
+    which is not built here.
+
+    Args:
+        model: Is called; all ranks of a sharded one call it.
+        device: Device of the model.
+        dtype: Dtype of the computation.
+        share: This rank's share of rows, if several ranks share them.
+    """
+    first, second = torch.arange(2, 7), torch.arange(3, 12) % 5 + 1
+    row, alone = (
+        TokenBatch.of(samples, [torch.ones(len(one)) for one in samples]).read_by(True).to(device)
+        for samples in ([first, second], [second])
+    )
+    calls = list[tuple[bool, bool]]()
+    token = _calls.set(calls)
+    try:
+        outputs = _row_outputs(model, row, share)
+        windows = [has_window for _, has_window in calls]
+        expected = _row_outputs(model, alone, share)
+    finally:
+        _calls.reset(token)
+    a, b = outputs[len(first) : row.tokens], expected[: alone.tokens]
+    far = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-6)
+    hands_on_samples = bool(calls) and all(has_segments for has_segments, _ in calls)
+    return (
+        hands_on_samples and _hands_on_windows(model, windows) and far < (_FAR if dtype == torch.float32 else _FAR_HALF)
+    )
+
+
+def _hands_on_windows(model: nn.Module, windows: list[bool]) -> bool:
+    """Returns whether each layer whose configuration has a sliding window passes it to its attention.
+
+    Args:
+        model: Was called once.
+        windows: For each attention call, in order, whether it got a window.
+    """
+    config = pretrained_in(model).config.get_text_config()
+    has_window = getattr(config, "sliding_window", None) is not None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if has_window else "full_attention"]
+    expected = [kind == "sliding_attention" for kind in kinds]
+    return windows == expected if len(windows) == len(expected) else {*windows} == {*expected}
+
+
+def _row_outputs(model: nn.Module, batch: TokenBatch, share: RowShare | None) -> Tensor:
+    """Returns a model's outputs for a row, `[T, …]` float32."""
+    inputs = batch.inputs() if share is None else share.inputs(batch)
+    outputs = model(**inputs, use_cache=False)
+    outputs = outputs if isinstance(outputs, Tensor) else outputs["logits"]
+    return (outputs if share is None else share.gather(outputs, batch))[0].float()
+
+
+def packs(model: nn.Module) -> bool:
+    """Returns whether `pack` was called for the model and succeeded."""
+    causal = pretrained_in(model)
+    return causal is not None and causal.config.get_text_config()._attn_implementation == NAME
+
+
+def width(model: nn.Module) -> int:
+    """Returns the size of a causal model's hidden states; 0 if its configuration does not have it."""
+    causal = pretrained_in(model)
+    return 0 if causal is None else int(getattr(causal.config.get_text_config(), "hidden_size", 0))
+
+
+def _can(causal: Any) -> bool:
+    config = causal.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    trunk = getattr(causal, causal.base_model_prefix, causal)
+    return bool(
+        causal._supports_attention_backend
+        and causal.config._attn_implementation == "sdpa"
+        and not causal._is_stateful
+        and not getattr(config, "is_encoder_decoder", False)
+        and kinds <= _LAYERS
+        and not _rope_types(config) & _ROPES_BY_LENGTH
+        and getattr(config, "attn_logit_softcapping", None) is None
+        and not any(name.endswith("sinks") for name, _ in causal.named_parameters())
+        and "position_ids" in inspect.signature(type(trunk).forward).parameters
+    )
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Returns the types of rotary positions of a model, over all types of layers."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    sections = [parameters, *(section for section in parameters.values() if isinstance(section, dict))]
+    return {str(section.get("rope_type", section.get("type"))) for section in sections}
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    segments: Segments | None = None,
+    **further: Any,
+) -> tuple[Tensor, None]:
+    """Computes causal attention in the form that transformers calls: `[B, heads, T, d]` each, to `[B, T, heads, d]`.
+
+    Args:
+        module: The layer's attention.
+        query, key, value: A row of several samples (B = 1), or a rectangle of one sample a row, padded on the right.
+        attention_mask: None: transformers builds none for a function that it does not know.
+        scaling: Of the logits.
+        dropout: Of the weights.
+        sliding_window: How many tokens, itself included, a token attends to; None for all.
+        segments: The row's samples; None for a rectangle.
+        further: Additional arguments of a family.
+
+    Raises:
+        ConfigError: The family needs more of attention than this function computes.
+    """
+    if unknown := [name for name in _FURTHER if further.get(name) is not None]:
+        raise ConfigError(
+            f"{type(module).__name__} wants {unknown[0]} of its attention, which is not there for rows without padding; set "
+            "actor.use_remove_padding=false"
+        )
+    calls = _calls.get()
+    if calls is not None and not isinstance(module, Heads):  # `Heads` marks a nested call, whose outer call is recorded
+        calls.append((segments is not None, sliding_window is not None))
+    if segments is None:
+        return _causal(module, query, key, value, scaling=scaling, dropout=dropout, window=sliding_window), None
+    if segments.group is not None:
+        q, k, v = to_heads(query, key, value, segments.group)
+        heads, alone = Heads(module, q, k), replace(segments, group=None)
+        outputs, _ = attend(heads, q, k, v, None, scaling, dropout, sliding_window, alone)  # type: ignore[arg-type]
+        return to_tokens(outputs, segments.group), None
+    if not dropout and attends_by_segments(query, value) and (kernel := _kernel()):
+        q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+        rows: Any = kernel(
+            q,
+            k,
+            v,
+            segments.ends,
+            segments.ends,
+            segments.longest,
+            segments.longest,
+            scale=scaling,
+            window_size=((sliding_window or 0) - 1, 0),
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return rows[None], None
+    # `split` rather than slices: its gradient is one tensor, which is assembled once.
+    sizes = [count * length for count, length in segments.runs]
+    parts = [
+        _causal(
+            module, *(_as_rows(each, *run) for each in cut), scaling=scaling, dropout=dropout, window=sliding_window
+        )
+        for run, *cut in zip(segments.runs, *(each.split(sizes, 2) for each in (query, key, value)), strict=True)
+    ]
+    parts = [part.flatten(0, 1) for part in parts]
+    return torch.cat(parts)[None], None
+
+
+def _kernel() -> Callable[..., Any] | None:
+    """Returns torch's variable-length attention, called as in torch 2.13; None if it has no windows (before 2.11)."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return _as_in_213(varlen_attn)
+
+
+@functools.cache
+def _as_in_213(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
+    takes = inspect.signature(kernel).parameters
+    if not {"scale", "window_size"} <= takes.keys():
+        return None
+    if "enable_gqa" in takes:
+        return kernel
+    # Before 2.13 heads shared keys without an option.
+    return lambda *rows, enable_gqa, **how: kernel(*rows, **how)
+
+
+def _as_rows(row: Tensor, count: int, length: int) -> Tensor:
+    """Returns `[1, heads, count × length, d]` as `[count, heads, length, d]`."""
+    return row[0].unflatten(1, (count, length)).transpose(0, 1)
+
+
+def _causal(module: nn.Module, *weighed: Tensor, scaling: float | None, dropout: float, window: int | None) -> Tensor:
+    """Computes causal attention of query, key and value `[B, heads, T, d]`."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    query, key, value = weighed
+    mask, length = None, query.shape[2]
+    if window is not None and window < length:
+        behind = torch.arange(length, device=query.device)
+        behind = behind[:, None] - behind
+        mask = ((behind >= 0) & (behind < window))[None, None]
+    outputs: Tensor = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling)[0]
+    return outputs

@@ -1,0 +1,354 @@
+"""Token batches: the form of samples from the rollout ranks to the backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlhpc.language.models.vision import Pictures
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Samples of a packed row.
+
+    Attributes:
+        runs: (number, length) of each run of samples of the same length, none of them empty.
+        ends: `[N + 1]` int32, on the model's device: cumulative lengths, from 0.
+        longest: Tokens of the longest sample.
+        group: The ranks that share the row, if there are several (`context_parallel`).
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    ends: Tensor
+    longest: int
+    group: Any = None
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> Segments:
+        """Returns the segments of samples of these lengths, one after the other."""
+        filled = [length for length in lengths if length]
+        ends = torch.tensor([0, *filled]).cumsum(0).to(device, torch.int32, non_blocking=True)
+        return cls(tuple((len(list(run)), length) for length, run in groupby(filled)), ends, max(filled))
+
+
+@dataclass
+class TokenBatch:
+    """N samples of T tokens in all, one after the other, without padding.
+
+    A sample is a sequence that the model reads in one pass. Most episodes have one. An episode whose context was rewritten, or
+    in which several roles act, has several, and each sampled token is trained in one of them. Samples of the same episode
+    and role are neighbours.
+
+    Attributes:
+        cu_seqlens: `[N + 1]` int64, on the host: sample n has the tokens `cu_seqlens[n]` to `cu_seqlens[n + 1] - 1`.
+        ids: `[T]` int64: prompts and the tokens after them.
+        mask: `[T]` bool: tokens that are trained on.
+        turn: `[T]` int64: the model's turn that wrote a token, or first read it; 0 in a single turn.
+        columns: Further values of the tokens by name, `[T]` or `[T, k]`. Values of the first token of a sample, which
+            nothing predicts, are masked out.
+        episode: `[N]` int64: the sample's episode; unique in a step.
+        role: `[N]` int64: the role that acts in the sample, if there are several.
+        group: `[N]` int64: the prompt of the episode.
+        reward: `[N]` float32: the episode's reward.
+        pad_id: Token of padding, where the model needs a rectangle.
+        packed: The model reads the samples as one row, one after the other, rather than as a rectangle.
+        pictures: Images of the samples; None if no sample has any.
+    """
+
+    cu_seqlens: Tensor
+    ids: Tensor
+    mask: Tensor
+    turn: Tensor
+    episode: Tensor
+    role: Tensor
+    group: Tensor
+    reward: Tensor
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    pad_id: int = 0
+    packed: bool = False
+    pictures: Pictures | None = None
+
+    @classmethod
+    def of(
+        cls,
+        ids: Sequence[Sequence[int] | Tensor],
+        mask: Sequence[Sequence[bool] | Tensor],
+        columns: Mapping[str, Sequence[Sequence[float] | Tensor]] | None = None,
+        *,
+        pad_id: int = 0,
+        pictures: Pictures | None = None,
+    ) -> TokenBatch:
+        """Returns a batch in which each sample is a separate episode and prompt with a single turn.
+
+        Raises:
+            ValueError: A mask or column does not have exactly one value for each token.
+        """
+        lengths = [len(sample) for sample in ids]
+
+        def joined(name: str, values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+            tensors = [torch.as_tensor(value, dtype=dtype) for value in values]
+            for value, length in zip(tensors, lengths, strict=True):
+                if value.shape[:1] != (length,):
+                    raise ValueError(f"{name} has shape {tuple(value.shape)}; its sample has {length} tokens")
+            return torch.cat(tensors) if tensors else torch.zeros(0, dtype=dtype or torch.float32)
+
+        number = torch.arange(len(lengths))
+        tokens = joined("ids", ids, torch.int64)
+        return cls(
+            cumulated(lengths),
+            tokens,
+            joined("mask", mask, torch.bool),
+            torch.zeros_like(tokens),
+            number,
+            torch.zeros_like(number),
+            number,
+            torch.zeros(len(lengths)),
+            {name: joined(f"column {name}", values) for name, values in (columns or {}).items()},
+            pad_id,
+            pictures=pictures,
+        )
+
+    @classmethod
+    def joined(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
+        """Joins the samples of several batches with the same columns, one batch after the other.
+
+        Raises:
+            ValueError: `batches` is empty.
+        """
+        if not batches:
+            raise ValueError("there is no batch to join")
+        first = batches[0]
+        lengths = torch.cat([batch.lengths for batch in batches])
+        columns = {name: torch.cat([batch.columns[name] for batch in batches]) for name in first.columns}
+        fields = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in (*_OF_TOKENS, *_OF_SAMPLES)}
+        pictures = Pictures.joined([(batch.pictures, len(batch)) for batch in batches])
+        return cls(
+            cu_seqlens=cumulated(lengths),
+            columns=columns,
+            pad_id=first.pad_id,
+            packed=first.packed,
+            pictures=pictures,
+            **fields,
+        )
+
+    # -- shapes ---------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Returns the number of samples."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def tokens(self) -> int:
+        """T: number of tokens."""
+        return len(self.ids)
+
+    @property
+    def lengths(self) -> Tensor:
+        """`[N]` int64, on the host."""
+        return self.cu_seqlens.diff()
+
+    @cached_property
+    def width(self) -> int:
+        """W: tokens of the longest sample; at least 2, since a single token predicts nothing and a model may reject it."""
+        return max(2, int(self.lengths.max())) if len(self) else 2
+
+    @cached_property
+    def places(self) -> Tensor:
+        """`[T]`: index of each token in the rectangle, counted line by line."""
+        shift = torch.arange(len(self)) * self.width - self.cu_seqlens[:-1]
+        places = torch.arange(self.tokens) + torch.repeat_interleave(shift, self.lengths)
+        return places.to(self.ids.device)
+
+    def padded(self, values: Tensor, fill: float = 0) -> Tensor:
+        """Returns `[T]` values of the tokens as `[N, W]`, padded on the right: the form for models, estimators and losses."""
+        full = values.new_full((len(self) * self.width, *values.shape[1:]), fill)
+        return full.index_copy(0, self.places, values).view(len(self), self.width, *values.shape[1:])
+
+    def flat(self, rectangle: Tensor) -> Tensor:
+        """Returns `[N, W]` values as `[T]`."""
+        return rectangle.flatten(0, 1).index_select(0, self.places)
+
+    def attended(self) -> Tensor:
+        """Returns `[N, W]` bool: True for tokens, False for padding."""
+        return torch.arange(self.width, device=self.ids.device) < self.lengths.to(self.ids.device)[:, None]
+
+    # -- model inputs ---------------------------------------------------------------------------------------------
+
+    def read_by(self, packed: bool) -> TokenBatch:
+        """Returns the same samples, read as one row or as a rectangle."""
+        return self if packed == self.packed else dataclasses.replace(self, packed=packed)
+
+    def inputs(self) -> dict[str, Any]:
+        """Returns a model's arguments.
+
+        These are `input_ids` `[N, W]`, or `[1, T]` with positions and, for its attention, `Segments`; and `Pictures.inputs`,
+        which include positions.
+
+        Neither form has a mask. In a rectangle, padding is on the right, where no token attends to it, and the model's default
+        positions are correct. A row of less than two tokens is padded: a single token predicts nothing and a model may reject
+        it.
+        """
+        formed = (lambda values: values[None]) if self.packed else self.padded
+        image_inputs = {} if self.pictures is None else self.pictures.inputs(self.cu_seqlens, formed)
+        if not self.packed:
+            return {"input_ids": self.padded(self.ids, self.pad_id), **image_inputs}
+        lengths, device = self.lengths, self.ids.device
+        positions = torch.arange(self.tokens) - torch.repeat_interleave(self.cu_seqlens[:-1], lengths)
+        ids, positions, alone = self.ids, positions.to(device, non_blocking=True), max(0, 2 - self.tokens)
+        if alone:
+            ids, positions = (
+                nn.functional.pad(ids, (0, alone), value=self.pad_id),
+                nn.functional.pad(positions, (0, alone)),
+            )
+        segments = Segments.of([*lengths.tolist(), *[1] * alone], device)
+        return {"input_ids": ids[None], "position_ids": positions[None], "segments": segments, **image_inputs}
+
+    def of_tokens(self, found: Tensor) -> Tensor:
+        """Returns a model's outputs for `inputs`, `[N, W, …]` or `[1, T, …]`, as `[T, …]`."""
+        return found[0, : self.tokens] if self.packed else self.flat(found)
+
+    def before(self, values: Tensor) -> Tensor:
+        """Shifts `[T]` values by one token in each sample: each token gets the value of the one before it, the first 0."""
+        if not len(values):
+            return values
+        moved = nn.functional.pad(values[:-1], (1, 0))
+        first = self.cu_seqlens[:-1][self.lengths > 0].to(values.device)
+        return moved.index_fill(0, first, 0.0)
+
+    def predictors(self) -> tuple[Tensor, Tensor]:
+        """Returns the indices of trained tokens in `[T]`, and of the outputs that predict them, read line by line: one before.
+
+        The first token of a sample, which nothing predicts, is not among them.
+        """
+        trained = self.mask.clone()
+        trained[self.cu_seqlens[:-1][self.lengths > 0].to(trained.device)] = False
+        where = torch.nonzero(trained).flatten()
+        return where, (where if self.packed else self.places[where]) - 1
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def tokens_of(self, samples: Tensor) -> Tensor:
+        """Returns the indices in `[T]` of the tokens of some samples, one sample after the other."""
+        lengths = self.lengths[samples]
+        shift = self.cu_seqlens[samples] - cumulated(lengths)[:-1]
+        return torch.arange(int(lengths.sum())) + torch.repeat_interleave(shift, lengths)
+
+    def select(self, samples: Tensor) -> TokenBatch:
+        """Returns some of the samples, in this order."""
+        where = self.tokens_of(samples)
+        parts = {name: getattr(self, name)[where] for name in _OF_TOKENS}
+        parts |= {name: getattr(self, name)[samples] for name in _OF_SAMPLES}
+        columns = {name: values[where] for name, values in self.columns.items()}
+        cuts = cumulated(self.lengths[samples])
+        pictures = None if self.pictures is None else self.pictures.select(samples)
+        return TokenBatch(
+            cu_seqlens=cuts, columns=columns, pad_id=self.pad_id, packed=self.packed, pictures=pictures, **parts
+        )
+
+    def split(self, counts: Sequence[int]) -> list[TokenBatch]:
+        """Splits the samples into several batches with these numbers of samples."""
+        return [self.select(samples) for samples in torch.arange(len(self)).split(list(counts))]
+
+    def nothing(self) -> TokenBatch:
+        """Returns one sample of no tokens, with the same columns: a batch that trains nothing."""
+        none = self.tokens_of(torch.zeros(0, dtype=torch.long))
+        parts = {name: getattr(self, name)[none] for name in _OF_TOKENS}
+        parts |= {name: getattr(self, name).new_zeros(1) for name in _OF_SAMPLES}
+        columns = {name: values[none] for name, values in self.columns.items()}
+        cuts = cumulated([0])
+        return TokenBatch(cu_seqlens=cuts, columns=columns, pad_id=self.pad_id, packed=self.packed, **parts)
+
+    def by_episode(self) -> TokenBatch:
+        """Returns the same tokens, with all samples of a role in an episode as one sequence, which gets an advantage.
+
+        A rectangle of the result (`padded`) has a sequence's tokens in the order of time. If an episode has several samples,
+        the result is not valid model input.
+        """
+        if not len(self):
+            return self
+        is_continued = (self.episode[1:] == self.episode[:-1]) & (self.role[1:] == self.role[:-1])
+        first = torch.cat([torch.tensor([True]), ~is_continued.cpu()])
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        parts |= {name: getattr(self, name)[first] for name in _OF_SAMPLES}
+        return _Sequences(**{**parts, "cu_seqlens": torch.cat([self.cu_seqlens[:-1][first], self.cu_seqlens[-1:]])})
+
+    def sequence(self) -> Tensor:
+        """Returns `[N]` int64: the sequence to which a sample belongs, that of a role in an episode."""
+        roles = int(self.role.max()) + 1 if len(self) else 1
+        return self.episode * roles + self.role
+
+    def sequence_tokens(self) -> Tensor:
+        """Returns `[T]` int64: trained tokens of each token's sequence, all of whose samples are in this batch."""
+        sequence = self.sequence().unique(return_inverse=True)[1]
+        which = torch.repeat_interleave(sequence, self.lengths.to(sequence.device))
+        return self.mask.new_zeros(len(self) + 1, dtype=torch.long).index_add(0, which, self.mask.long())[which]
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """Moves all tensors but `cu_seqlens` to a device."""
+        if device.type == "cpu":
+            return self
+        parts = {name: getattr(self, name).to(device, non_blocking=True) for name in (*_OF_TOKENS, *_OF_SAMPLES)}
+        columns = {name: values.to(device, non_blocking=True) for name, values in self.columns.items()}
+        pictures = None if self.pictures is None else self.pictures.to(device)
+        return dataclasses.replace(self, columns=columns, pictures=pictures, **parts)
+
+    # -- serialization --------------------------------------------------------------------------------------------
+
+    def pack(self) -> dict[str, Any]:
+        """Returns the batch as a few arrays, independent of N, for a channel."""
+        arrays = {name: getattr(self, name).numpy() for name in _OF_SAMPLES}
+        small = {"ids": np.int32, "turn": np.int16}
+        arrays |= {name: getattr(self, name).numpy().astype(small.get(name, bool)) for name in _OF_TOKENS}
+        columns = {name: values.numpy() for name, values in self.columns.items()}
+        image_arrays = {} if self.pictures is None else {"pictures": self.pictures.pack()}
+        lengths = self.lengths.numpy().astype(np.int32)
+        return {**arrays, "lengths": lengths, "columns": columns, "pad_id": self.pad_id, **image_arrays}
+
+    @classmethod
+    def unpack(cls, message: Mapping[str, Any]) -> TokenBatch:
+        """Returns the batch of a message from `pack`; a copy, since the message may be memory of the sender."""
+        parts: dict[str, Any] = {name: torch.from_numpy(np.array(message[name])) for name in _OF_SAMPLES}
+        wide = {"ids": np.int64, "turn": np.int64}
+        for name in _OF_TOKENS:
+            parts[name] = torch.from_numpy(np.array(message[name], dtype=wide.get(name, bool)))
+        columns = {name: torch.from_numpy(np.array(values)) for name, values in message["columns"].items()}
+        cuts = cumulated(np.asarray(message["lengths"], np.int64))
+        if "pictures" in message:
+            parts["pictures"] = Pictures.unpack(message["pictures"])
+        return cls(cu_seqlens=cuts, columns=columns, pad_id=int(message["pad_id"]), **parts)
+
+
+class _Sequences(TokenBatch):
+    """Sequences of a batch, whose samples are not in the order of time, with `places` in that order: by turn, then by
+    position.
+
+    Each turn is trained in one sample, so a sequence's trained tokens are those of an episode in one piece.
+    """
+
+    @cached_property
+    def places(self) -> Tensor:
+        """`[T]`: index of each token in the rectangle."""
+        line = torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+        turns = int(self.turn.max()) + 1 if self.tokens else 1
+        order = torch.argsort(line * turns + self.turn, stable=True)
+        standing = line * self.width + torch.arange(self.tokens) - self.cu_seqlens[:-1][line]
+        return torch.empty_like(order).index_copy(0, order, standing)
+
+
+_OF_TOKENS = ("ids", "mask", "turn")
+_OF_SAMPLES = ("episode", "role", "group", "reward")
+
+
+def cumulated(lengths: Sequence[int] | np.ndarray | Tensor) -> Tensor:
+    """Returns `[N]` lengths as `[N + 1]` cumulative ends, from 0."""
+    ends = torch.as_tensor(lengths, dtype=torch.int64).cumsum(0)
+    return torch.cat([torch.zeros(1, dtype=torch.int64), ends])

@@ -1,0 +1,256 @@
+"""Value head: one number about each token, from a causal model's trunk and a linear head in float32.
+
+The weights have the names of Hugging Face's `…ForSequenceClassification` with one label, and are loaded from and saved to such
+a folder. A reward model scores a sample's last token (`last_values`), a critic all tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import types
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rlhpc.language.hugging_face import transformers
+from rlhpc.language.models.context_parallel import RowShare
+from rlhpc.language.models.loading import load_by, prepared, pretrained_in
+from rlhpc.language.models.packing import packs
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.models import PretrainedConfig
+
+#: Name of the head, as in transformers and vLLM for decoders.
+HEAD = "score"
+#: Name of the value head of a causal model that also keeps its LM head.
+VALUE_HEAD = "value_head"
+_CLASSIFIER = "ForSequenceClassification"
+
+
+class Head(nn.Linear):
+    """Linear head in float32, whatever the trunk's dtype: a reward is a difference of such numbers."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Computes `[..., H]` to `[..., 1]` float32."""
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(input.float(), self.weight.float(), bias)
+
+
+def load_scalar_model(
+    model: PretrainedConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    checkpointing: bool = False,
+    empty: bool = False,
+    seed: int = 0,
+    key: str = "actor.model.model_path",
+) -> Any:
+    """Loads the model of a section such as `actor.model`, on the host, with a value head.
+
+    `module(input_ids=[N, W])` returns `[N, W]` float32, whose column t is the value after token t is read; so does a call with
+    other `TokenBatch.inputs`.
+
+    Args:
+        model: model_path, a sequence classifier with one label, or a causal model, which gets a new head;
+            attn_implementation; trust_remote_code.
+        dtype: Of its weights.
+        checkpointing: Recomputes activations in the backward pass.
+        empty: Makes it on the meta device, without reading weights.
+        seed: Of a new head's weights; the same seed gives the same ones.
+        key: Name of model_path in messages.
+
+    Raises:
+        ConfigError: The model does not exist, it has several labels, or it is not a decoder with a linear head.
+    """
+    classifier = is_classifier(model, key)
+    changes = {} if classifier else {"num_labels": 1}
+    loading = {} if empty else {"output_loading_info": True}
+    with _unreported():
+        loaded = load_by(
+            "AutoModelForSequenceClassification", model, dtype=dtype, empty=empty, key=key, options=loading, **changes
+        )
+    module, missing = (loaded, []) if empty else (loaded[0], sorted(loaded[1]["missing_keys"]))
+    head = getattr(module, HEAD, None)
+    if not isinstance(head, nn.Linear) or getattr(module, str(module.base_model_prefix), None) is None:
+        raise ConfigError(
+            f"{key}={model.model_path}: {type(module).__name__} has no linear head {HEAD!r} over a decoder's tokens; "
+            "name a causal language model, or a sequence classifier made of one"
+        )
+    if head.out_features != 1:
+        raise ConfigError(
+            f"{key}={model.model_path}: the sequence classifier has {head.out_features} labels; one that gives a value has 1"
+        )
+    head_weights = {f"{HEAD}.{name}" for name, _ in head.named_parameters()}
+    if absent := [name for name in missing if classifier or name not in head_weights]:
+        raise ConfigError(f"{key}={model.model_path}: the folder has no weights for {absent[0]}")
+    if not classifier and not empty:
+        _initialize(head, _spread(module.config), seed)
+    head.__class__ = Head
+    module.forward = types.MethodType(_values, module)
+    module.config.architectures = [type(module).__name__]
+    module.config.pad_token_id = _pad(model, module.config)
+    module.config.problem_type = "regression"  # vLLM then returns the value itself, rather than its sigmoid
+    return prepared(module, checkpointing)
+
+
+def add_value_head(module: Any, seed: int) -> Any:
+    """Adds a value head to a causal model that keeps its LM head.
+
+    A call of the model then returns `logits`, and `token_values` `[N, W]` float32, whose column t is the value after token t
+    is read.
+
+    Args:
+        module: From `load_causal_lm`; changed in place. On the meta device, the head is, too.
+        seed: Of the head's weights; the same seed gives the same ones.
+
+    Raises:
+        ConfigError: The model has no LM head that can be determined.
+    """
+    tokens = module.get_output_embeddings()
+    if tokens is None:
+        raise ConfigError(f"actor.model.value_head: {type(module).__name__} has no head for tokens to put it beside")
+    like = tokens.weight
+    head = Head(like.shape[1], 1, bias=False, device=like.device, dtype=like.dtype)
+    if not like.is_meta:
+        _initialize(head, _spread(module.config), seed)
+    module.add_module(VALUE_HEAD, head)
+    read = list[torch.Tensor]()
+    # The input of the LM head: requesting hidden states would keep those of all layers.
+    tokens.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        read.clear()
+        logits = type(self).forward(self, *args, **kwargs).logits
+        return {"logits": logits, "token_values": getattr(self, VALUE_HEAD)(read.pop()).squeeze(-1)}
+
+    module.forward = types.MethodType(forward, module)
+    return module
+
+
+def is_classifier(model: PretrainedConfig, key: str = "actor.model.model_path") -> bool:
+    """Returns whether `model_path` has the head of a sequence classifier.
+
+    Raises:
+        ConfigError: The path is not set.
+    """
+    if not model.model_path:
+        raise ConfigError(f"{key} is not set; give a Hugging Face folder or hub name")
+    try:
+        config = transformers().AutoConfig.from_pretrained(
+            str(model.model_path), trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError):
+        return False  # loading the model raises the error with its reason
+    return any(str(name).endswith(_CLASSIFIER) for name in config.architectures or ())
+
+
+def _values(module: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """Computes the values of all tokens; replaces transformers' `forward`, which returns the last token's value alone."""
+    trunk = getattr(module, module.base_model_prefix)
+    read = trunk(input_ids=input_ids, **{**inputs, "use_cache": False})
+    values: torch.Tensor = getattr(module, HEAD)(read.last_hidden_state)
+    return values.squeeze(-1)
+
+
+def new_head(module: nn.Module, name: str, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the initial weights of a new head, by their names in the module.
+
+    Args:
+        module: A model with a head of that name, with or without adapters, on any device.
+        name: `HEAD` or `VALUE_HEAD`.
+        seed: Of its weights.
+    """
+    for path, part in module.named_modules():
+        if isinstance(part, Head) and path.rpartition(".")[2] == name:
+            yield f"{path}.weight", _drawn(part, _spread(pretrained_in(module).config), seed)
+            if part.bias is not None:
+                yield f"{path}.bias", torch.zeros(part.bias.shape)
+
+
+def _drawn(head: nn.Linear, spread: float, seed: int) -> torch.Tensor:
+    return torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def _spread(config: Any) -> float:
+    return float(getattr(config, "initializer_range", None) or 0.02)
+
+
+def _initialize(head: nn.Linear, spread: float, seed: int) -> None:
+    with torch.no_grad():
+        head.weight.copy_(_drawn(head, spread, seed))
+        if head.bias is not None:
+            head.bias.zero_()
+
+
+def _pad(model: PretrainedConfig, config: Any) -> int | None:
+    """Returns the padding token: the tokenizer's, since users of the folder load both, else the configuration's."""
+    from rlhpc.language.data.tokenizer import load_tokenizer
+
+    with contextlib.suppress(ConfigError):
+        tokenizer = load_tokenizer(str(model.model_path), model.trust_remote_code)
+        if tokenizer.pad_token_id is not None:
+            return int(tokenizer.pad_token_id)
+    return None if config.pad_token_id is None else int(config.pad_token_id)
+
+
+@contextlib.contextmanager
+def _unreported() -> Iterator[None]:
+    """Suppresses transformers' warning that a causal model has no value head, since a new one is added."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def token_values(
+    model: nn.Module, batch: TokenBatch, *, before: bool = False, share: RowShare | None = None
+) -> torch.Tensor:
+    """Runs one forward pass of a model from `load_scalar_model`.
+
+    As in `token_scores` the model reads one packed row of all samples, if it can, or a rectangle.
+
+    Args:
+        model: Takes `TokenBatch.inputs`, and returns `[1, T]` or `[N, W]`.
+        batch: The samples.
+        before: Token t gets the value before it was read, which is a critic's value of the state in which it was sampled; a
+            sample's first gets 0.
+        share: This rank's share of rows, if several ranks share them.
+
+    Returns:
+        `[T]` float32, one after the other as in the batch.
+    """
+    batch = batch.read_by(packs(model))
+    outputs = model(**batch.inputs()) if share is None else share.gather(model(**share.inputs(batch)), batch)
+    values = batch.of_tokens(outputs)
+    return batch.before(values) if before else values
+
+
+def last_values(values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """Returns a reward model's score of each sample: the value at its last token that is not padding.
+
+    Hugging Face's sequence classifiers use the same token: if the padding token is the end token, the one before the end.
+
+    Args:
+        values: `[T]`.
+        batch: Of N samples; `pad_id` is the padding token.
+
+    Returns:
+        `[N]`; 0 for a sample without tokens.
+    """
+    device = values.device
+    sample = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths).to(device)
+    place = torch.arange(batch.tokens, device=device)
+    start = batch.cu_seqlens[:-1].to(device)
+    unpadded = torch.where(batch.ids != batch.pad_id, place, -1)
+    last = start.scatter_reduce(0, sample, unpadded, "amax", include_self=True)
+    filled = batch.lengths.to(device) > 0
+    scores = values.new_zeros(len(batch))
+    return scores.masked_scatter(filled, values[last[filled]])

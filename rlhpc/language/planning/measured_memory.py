@@ -1,0 +1,184 @@
+"""Measurement of the memory model by PyTorch: `FSDPMemTracker` follows every tensor of a step of FSDP2 on a fake group
+of ranks, with tensors without contents. That takes seconds, no accelerator, and hardly any memory, whatever the model.
+
+The tracker follows forward and backward pass of two micro-batches, without log-probs (whose chunks depend on the batch)
+and optimizer (whose state the tracker counts wrongly with fake tensors). It does so at two depths, and extrapolates the
+difference per layer to the depth of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rlhpc.config.parallel import MeshSizes
+from rlhpc.language.planning.memory_model import STEP, Training
+from rlhpc.language.planning.model_size import config_of, size_of
+from rlhpc.runs.memory.account import gib
+from rlhpc.runtime.errors import ConfigError
+
+#: Numbers of layers of the measured models.
+DEPTHS = (4, 8)
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """Result of the tracker.
+
+    Attributes:
+        peaks: Number of layers → peak bytes of a rank.
+        accounted: The same by the memory model.
+        full_model: Bytes of the full model, extrapolated from the two depths.
+        full_model_accounted: The same by the memory model.
+        seconds: Duration of the measurement.
+    """
+
+    peaks: Mapping[int, float]
+    accounted: Mapping[int, float]
+    full_model: float
+    full_model_accounted: float
+    seconds: float
+
+    def words(self) -> str:
+        """Formats the result as a line."""
+        deep = ", ".join(
+            f"{layers} layers {gib(n)} (accounted {gib(self.accounted[layers])})" for layers, n in self.peaks.items()
+        )
+        off = self.full_model_accounted / self.full_model - 1
+        return (
+            f"measured with fake tensors, forward and backward pass under FSDP: {deep}; the whole model "
+            f"{gib(self.full_model)}, by the account {gib(self.full_model_accounted)} ({off:+.1%}); {self.seconds:.0f} s"
+        )
+
+
+def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> MeasuredMemory:
+    """Measures a group's step.
+
+    Args:
+        training: Training of the group. With any backend, the measured one is FSDP over as many ranks.
+        path, kwargs: Model of the group.
+
+    Raises:
+        ConfigError: This PyTorch or transformers cannot build the model without contents.
+        NotKnown: The model is unknown.
+    """
+    started = time.monotonic()
+    config = dict(config_of(path, kwargs))
+    plain = dataclasses.replace(
+        training,
+        backend="fsdp",
+        sizes=MeshSizes(shard=training.ranks),
+        lora=0,
+        offload=False,
+        reference=False,
+        other_models_bytes=0.0,
+        logits=False,
+        head=True,
+        edges_apart=False,
+        accelerated=True,
+        eager=0,
+    )
+    peaks, accounted = {}, {}
+    for layers in DEPTHS:
+        shallow = {**config, "num_hidden_layers": layers}
+        shallow.pop("layer_types", None)
+        peaks[layers] = _peak(plain, shallow)
+        accounted[layers] = accounted_bytes(dataclasses.replace(plain, size=size_of(path, config=shallow)))
+    first, last = DEPTHS
+    each = (peaks[last] - peaks[first]) / (last - first)
+    full_model = peaks[last] + each * (training.size.layers - last)
+    return MeasuredMemory(peaks, accounted, full_model, accounted_bytes(plain), time.monotonic() - started)
+
+
+def accounted_bytes(training: Training) -> float:
+    """Returns the bytes of the measured part of a step by the memory model."""
+    left_out = {"optimizer", "context and collectives"}
+    return max(
+        sum(term.nbytes for term in moment.terms if term.name not in left_out)
+        for moment in training.moments()
+        if moment.name != STEP
+    )
+
+
+def _peak(training: Training, config: Mapping[str, Any]) -> float:
+    """Returns the peak bytes by the tracker."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_config = AutoConfig.for_model(
+        str(config["model_type"]), **{k: v for k, v in config.items() if k != "model_type"}
+    )
+    with _ranks(training.ranks), warnings.catch_warnings(), contextlib.ExitStack() as fake:
+        warnings.simplefilter("ignore")
+        mesh = init_device_mesh("cpu", (training.ranks,))  # reads values, which fake tensors do not have
+        fake.enter_context(FakeTensorMode())
+        try:
+            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, attn_implementation="sdpa")
+            model.config.use_cache = False
+            if training.checkpointing:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            trunk: nn.Module = model.base_model
+            precision = (
+                MixedPrecisionPolicy(torch.bfloat16, torch.float32) if training.mixed else MixedPrecisionPolicy()
+            )
+            parts = [*_layers(trunk), model]
+            for part in parts:
+                fully_shard(
+                    part, mesh=mesh, mp_policy=precision, reshard_after_forward=training.reshard and part is not model
+                )
+            for part in parts:
+                assert isinstance(part, FSDPModule)
+                part.set_force_sum_reduction_for_comms(True)
+            ids = torch.zeros(1, training.tokens, dtype=torch.long)
+            tracker = FSDPMemTracker(model)
+            tracker.track_inputs((ids,))
+            with tracker:
+                for _ in range(2):  # the second micro-batch runs with the gradients of the first
+                    tracker.reset_mod_stats()
+                    model(input_ids=ids, logits_to_keep=1).logits.float().mean().backward()
+            peak = tracker.get_tracker_snapshot("peak")
+        except (RuntimeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ConfigError(
+                f"--measure: models of type {config.get('model_type')} cannot be followed: {reason}"
+            ) from error
+    return float(sum(_total(snapshot) for snapshot in peak.values()))
+
+
+def _total(snapshot: Mapping[Any, int]) -> int:
+    """Returns the tracker's total, or the sum of its parts."""
+    return next(
+        (n for kind, n in snapshot.items() if str(kind).rpartition(".")[2].lower() == "total"), sum(snapshot.values())
+    )
+
+
+def _layers(trunk: nn.Module) -> list[nn.Module]:
+    """Returns the decoder layers."""
+    layers = max((m for m in trunk.children() if isinstance(m, nn.ModuleList)), key=len, default=None)
+    return [] if layers is None else list(layers)
+
+
+@contextlib.contextmanager
+def _ranks(number: int) -> Iterator[None]:
+    """Creates a fake process group of so many ranks with only this process."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ConfigError("--measure makes a process group of its own, and this process has one")
+    dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,574 @@
+"""Memory accounts of a language model's run, one for each of its groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhpc.config.parallel import MeshSizes
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.typed import plain, select, typed
+from rlhpc.language.config.engines import ServingConfig
+from rlhpc.language.config.models import PretrainedConfig
+from rlhpc.language.config.run import GrpoConfig, SftConfig, TrainedLanguageConfig, responses_per_step
+from rlhpc.language.config.training import LanguageActorConfig
+from rlhpc.language.planning.memory_model import PART, PARTS, LayerMemory, Serving, Training, process, scoring_chunk
+from rlhpc.language.planning.model_size import ModelSize, NotKnown, size_of
+from rlhpc.language.scoring.groups import (
+    AGENT,
+    CRITIC,
+    ENGINE,
+    JUDGE,
+    REFERENCE,
+    TEACHER,
+    distils,
+    group_roles,
+    scoring_groups,
+)
+from rlhpc.runs.memory.account import Account, GroupRanks, MemoryTerm, Moment, SuggestedChange, terms
+
+#: Maximum number of tokens in the search, and the multiple to which it is rounded.
+_MAX_TOKENS, _STEP = 1 << 22, 256
+#: Maximum number of suggested configurations.
+_NAMED = 3
+#: Distances of changes that cost time, in powers of two of the ranks that share a model's matrices.
+_RECOMPUTING, _OFFLOADING, _SMALLER = 0.4, 2.5, 0.3
+
+
+def held(training: Training) -> float:
+    """Returns the peak bytes of a rank."""
+    return max(moment.nbytes for moment in training.moments())
+
+
+def largest_micro_batch(name: str, training: Training, room: float) -> Mapping[str, str]:
+    """Returns the largest micro-batch that fits; nothing if none does."""
+    tokens = largest_tokens(training, room)
+    return {f"{name}.max_tokens_per_micro_batch": f"{tokens} tokens"} if tokens else {}
+
+
+def largest_tokens(training: Training, room: float) -> int:
+    """Returns the tokens of the largest micro-batch that fits; 0 if none does."""
+    low, high = 0, _MAX_TOKENS // _STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        if held(training.with_tokens(middle * _STEP)) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low * _STEP
+
+
+def largest_context(name: str, serving: Serving, room: float) -> Mapping[str, str]:
+    """Returns the longest sequence that fits into the KV cache."""
+    del room
+    if serving.engine != "vllm" or not serving.accelerated or serving.room is None:
+        return {}
+    tokens = min(serving.longest_in(serving.cache_budget()), serving.size.context or 1 << 62)
+    return {f"{name}.max_model_len": f"{tokens} tokens"} if tokens > 0 else {}
+
+
+def wider_engines(name: str, serving: Serving, room: float) -> Sequence[SuggestedChange]:
+    """Returns the smallest engine with more ranks that fits, for groups whose engines may have several ranks."""
+    if serving.engine != "vllm" or name != "rollout":
+        return ()
+    for tensor in _powers(serving.size.heads):
+        wider = dataclasses.replace(serving, tensor=tensor)
+        peak = max(moment.nbytes for moment in wider.moments())
+        if tensor > serving.tensor and serving.size.heads % tensor == 0 and not wider.refusals() and peak <= room:
+            return (SuggestedChange((f"{name}.parallel.tensor={tensor}",), peak),)
+    return ()
+
+
+def nearest(name: str, training: Training, section: LanguageActorConfig, room: float) -> Sequence[SuggestedChange]:
+    """Returns configurations that fit, those with the smallest changes first.
+
+    Args:
+        name: Name of the group.
+        training: Configured training.
+        section: Section of the group.
+        room: Memory of a rank, in bytes.
+    """
+    fitting: list[tuple[float, SuggestedChange]] = []
+    for distance, words, changed in _neighbours(name, training, divides=select(section, "parallel") is not None):
+        if words and (nbytes := held(changed)) <= room:
+            fitting.append((distance, SuggestedChange(words, nbytes)))
+    fitting.sort(key=lambda one: (one[0], one[1].nbytes))
+    best: list[SuggestedChange] = []
+    for _, change in fitting:
+        if not any(set(other.overrides) <= set(change.overrides) for other in best):
+            best.append(change)
+    return best[:_NAMED]
+
+
+def _neighbours(name: str, training: Training, *, divides: bool) -> Iterator[tuple[float, tuple[str, ...], Training]]:
+    """Yields all neighbouring configurations: distance, overrides, and training."""
+    recomputed = (False, True) if not training.checkpointing else (True,)
+    offloaded = (False, True) if not training.offload else (True,)
+    tokens = [(0, training.tokens), (1, training.tokens // 2), (2, training.tokens // 4)]
+    for (cost, words, sized), again, away, (halved, fewer) in itertools.product(
+        list(_divided(name, training, divides=divides)), recomputed, offloaded, tokens
+    ):
+        changed = dataclasses.replace(sized, checkpointing=again, offload=away, tokens=fewer)
+        if away and not (training.accelerated and changed.backend != "local"):
+            continue
+        more: tuple[str, ...] = ()
+        if again and not training.checkpointing:
+            more += (f"{name}.model.gradient_checkpointing=true",)
+        if away and not training.offload:
+            section = "fsdp" if changed.backend == "fsdp" else "deepspeed"
+            more += (f"{name}.{section}.cpu_offload=true",)
+        if halved:
+            more += (f"{name}.max_tokens_per_micro_batch={fewer}",)
+        far = cost + _RECOMPUTING * (again and not training.checkpointing) + _SMALLER * halved
+        yield far + _OFFLOADING * (away and not training.offload), (*words, *more), changed
+
+
+def _divided(name: str, training: Training, *, divides: bool) -> Iterator[tuple[float, tuple[str, ...], Training]]:
+    """Yields other divisions of the model over as many ranks or more."""
+    yield 0.0, (), training
+    ranks, sizes = training.ranks, training.sizes
+    if training.backend != "fsdp" and ranks > 1:
+        yield (
+            1.0,
+            (f"{name}.training_backend=fsdp",),
+            dataclasses.replace(training, backend="fsdp", sizes=MeshSizes(shard=ranks), offload=False),
+        )
+    if training.backend == "deepspeed" and training.stage < 3:
+        yield 1.2, (f"{name}.deepspeed.zero_stage=3",), dataclasses.replace(training, stage=3)
+    if training.backend == "fsdp" and divides:
+        for far, other in divisions(training):
+            if far:
+                yield far, _words(name, sizes, other.sizes), other
+    for more in (2, 4, 8):  # more ranks
+        if training.backend == "fsdp":
+            wider = dataclasses.replace(sizes, shard=sizes.shard * more)
+            yield (
+                3.0 + math.log2(more),
+                (f"{more * ranks} ranks for {name}",),
+                dataclasses.replace(training, sizes=wider),
+            )
+        elif training.backend == "local":
+            wide = dataclasses.replace(training, backend="fsdp", sizes=MeshSizes(shard=ranks * more), offload=False)
+            yield 4.0 + math.log2(more), (f"{name}.training_backend=fsdp", f"{more * ranks} ranks for {name}"), wide
+
+
+def divisions(training: Training) -> Iterator[tuple[float, Training]]:
+    """Yields all divisions of a model over the same ranks under FSDP, with distances from the configured one: those
+    with no more copies than now, and sizes that are powers of two.
+    """
+    ranks, experts = training.ranks, training.ranks if training.size.experts else 1
+    for replicate, context, tensor, expert in itertools.product(*map(_powers, (ranks, ranks, ranks, experts))):
+        if ranks % (replicate * context * tensor) or replicate > training.sizes.replicate:
+            continue
+        sizes = MeshSizes(replicate, ranks // (replicate * context * tensor), context, tensor, expert)
+        if _possible(training, sizes):
+            yield _far(training.sizes, sizes), dataclasses.replace(training, sizes=sizes)
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << power for power in range(limit.bit_length()) if 1 << power <= limit]
+
+
+def _possible(training: Training, sizes: MeshSizes) -> bool:
+    """Returns whether the model can be divided by these sizes."""
+    size = training.size
+    within = sizes.shard * sizes.context * sizes.tensor
+    return (
+        size.kv_heads % sizes.tensor == 0
+        and size.vocabulary % sizes.tensor == 0
+        and (size.heads // sizes.tensor) % sizes.context == 0
+        and (sizes.expert == 1 or (size.experts % sizes.expert == 0 and within % sizes.expert == 0))
+        and not (sizes.expert > 1 and sizes.expert % sizes.tensor and sizes.tensor % sizes.expert)
+        and not (size.experts and sizes.tensor > 1 and sizes.expert < sizes.tensor)
+    )
+
+
+def _far(before: MeshSizes, after: MeshSizes) -> float:
+    """Returns the distance of two divisions: experts cost least, then context, then tensor."""
+    weights = {"replicate": 0.5, "context": 0.8, "tensor": 1.0, "expert": 0.6}
+    return sum(w * abs(math.log2(getattr(after, key) / getattr(before, key))) for key, w in weights.items())
+
+
+def _words(name: str, before: MeshSizes, after: MeshSizes) -> tuple[str, ...]:
+    keys = ("replicate", "context", "tensor", "expert")
+    return tuple(
+        f"{name}.parallel.{key}={getattr(after, key)}" for key in keys if getattr(after, key) != getattr(before, key)
+    )
+
+
+_BACKENDS = ("local", "fsdp", "deepspeed")
+#: Names of the engines with a memory account.
+_ENGINES = ("hf", "vllm")
+_HALF = ("bfloat16", "float16")
+#: Terms of an optimizer step that are freed before weights are sent.
+FREED_BY_A_STEP = ("gradients", "optimizer temporaries")
+
+
+def accounts(
+    cfg: TrainedLanguageConfig, ranks: Mapping[str, GroupRanks], *, build: bool = True, measure: bool = False
+) -> list[Account]:
+    """Returns the memory account of each group of a run (`rlhpc.runs.memory.plan.Accounting`).
+
+    Args:
+        cfg: Configuration of the run.
+        ranks: Ranks of the groups.
+        build: Whether models of unknown families may be built on the meta device.
+        measure: Ignored: `Account.measured` runs the slow measurement.
+    """
+    del measure
+    return [_account(cfg, name, group_ranks, build) for name, group_ranks in ranks.items() if name != AGENT]
+
+
+def _account(cfg: TrainedLanguageConfig, name: str, ranks: GroupRanks, build: bool) -> Account:
+    try:
+        if name == "actor":
+            return _trained(cfg, name, cfg.actor, ranks, build)
+        if name == "rollout":
+            return _rollout(_engines_config(cfg), ranks, build)
+        if name == CRITIC:
+            return _trained(cfg, name, typed(GrpoConfig, cfg).critic, ranks, build)
+        return _scoring(typed(GrpoConfig, cfg), name, ranks, build)
+    except NotKnown as error:
+        return Account(name, unknown=str(error))
+
+
+def _engines_config(cfg: TrainedLanguageConfig) -> GrpoConfig:
+    """Returns the configuration by which the engines of a run answer."""
+    if select(cfg, "rollout.parallel") is not None:
+        return typed(GrpoConfig, cfg)
+    from rlhpc.language.config.evaluation import answering_config
+
+    return answering_config(typed(SftConfig, cfg))
+
+
+def itemsize(dtype: str, accelerated: bool) -> int:
+    """Returns the bytes of a number of a `dtype` on such a device."""
+    return 2 if dtype in _HALF or (dtype == "auto" and accelerated) else 4
+
+
+def sizes_of(section: LanguageActorConfig, ranks: int) -> MeshSizes:
+    """Returns the sizes by which a group's ranks divide its model."""
+    if section.training_backend.lower() != "fsdp":
+        return MeshSizes(replicate=ranks)
+    parallel: Any = select(section, "parallel")
+    return MeshSizes(shard=ranks) if parallel is None else MeshSizes.of(parallel, ranks)
+
+
+def longest(cfg: RunConfig) -> tuple[int, int]:
+    """Returns the maximum tokens of a prompt and of a response."""
+    prompt = int(select(cfg, "data.max_prompt_tokens") or 0)
+    response = int(select(cfg, "rollout.max_new_tokens") or 0) * int(select(cfg, "rollout.max_turns") or 1)
+    return (prompt, response) if _writes(cfg) else (prompt, 0)
+
+
+def _measured(training: Training, section: LanguageActorConfig) -> str:
+    from rlhpc.language.planning.measured_memory import measure
+
+    return measure(training, section.model.model_path, plain(section.model.kwargs)).words()
+
+
+def _writes(cfg: RunConfig) -> bool:
+    """Returns whether the run trains on text that the model writes."""
+    return select(cfg, "algorithm.group_size") is not None
+
+
+# -- training groups---------------------------------------------------------------------------------------------------
+
+
+def training_of(
+    cfg: TrainedLanguageConfig, name: str, section: LanguageActorConfig, ranks: GroupRanks, *, build: bool = True
+) -> Training:
+    """Returns the training of a group.
+
+    Raises:
+        NotKnown: The model or the backend is unknown.
+    """
+    backend = section.training_backend.lower()
+    if backend not in _BACKENDS:
+        raise NotKnown(f"{name}.training_backend is {section.training_backend}, of which nothing is known here")
+    size = size_of(section.model.model_path, plain(section.model.kwargs), build=build)
+    sizes = sizes_of(section, ranks.number)
+    prompt, response = longest(cfg)
+    grpo = typed(GrpoConfig, cfg) if _writes(cfg) else None
+    roles = group_roles(grpo) if grpo is not None else {}
+    compares = grpo is not None and grpo.algorithm.kl_coef > 0 and REFERENCE not in roles
+    reference = name == "actor" and (compares or cfg.runner.task_type.lower() == "dpo")
+    eager = section.model.attn_implementation == "eager"
+    causal = name == "actor" and cfg.runner.task_type.lower() != "reward_model"
+    return Training(
+        size,
+        backend,
+        sizes,
+        _tokens(cfg, section, sizes, prompt + response),
+        itemsize(section.model.dtype, ranks.accelerated),
+        ranks.accelerated,
+        lora=section.lora.rank,
+        targets=plain(section.lora.target_modules),
+        checkpointing=section.model.gradient_checkpointing,
+        offload=section.fsdp.cpu_offload if backend == "fsdp" else section.deepspeed.cpu_offload,
+        reshard=section.fsdp.reshard_after_forward,
+        stage=section.deepspeed.zero_stage,
+        reference=reference,
+        other_models_bytes=_teacher_bytes(grpo, ranks, build) if grpo is not None and name == "actor" else 0.0,
+        logits=causal,
+        head=causal,
+        edges_apart=select(section, "parallel") is not None,
+        policies=_policies(cfg) if name == "actor" else 1,
+        eager=prompt + response if eager else 0,
+    )
+
+
+def _policies(cfg: object) -> int:
+    """Returns the number of policies (`agent.policies`)."""
+    return max(1, len({*plain(select(cfg, "agent.policies") or {}).values()}))
+
+
+def _tokens(cfg: RunConfig, section: LanguageActorConfig, sizes: MeshSizes, length: int) -> int:
+    """Returns the tokens of the largest micro-batch: the configured maximum, or fewer if an optimizer step has fewer
+    per rank.
+    """
+    if not _writes(cfg):  # the length of rows is unknown
+        return section.max_tokens_per_micro_batch
+    step = int(select(section, "global_batch_size") or responses_per_step(typed(GrpoConfig, cfg)))
+    step_tokens = length * math.ceil(step / sizes.data)
+    return max(min(section.max_tokens_per_micro_batch, step_tokens), min(length, step_tokens))
+
+
+def _teacher_bytes(cfg: GrpoConfig, ranks: GroupRanks, build: bool) -> float:
+    """Returns the bytes of a teacher on the actor's ranks."""
+    if not distils(cfg) or TEACHER in group_roles(cfg):
+        return 0.0
+    size = size_of(cfg.teacher.model.model_path, plain(cfg.teacher.model.kwargs), build=build)
+    return float(itemsize(cfg.teacher.model.dtype, ranks.accelerated) * size.parameters)
+
+
+def _trained(
+    cfg: TrainedLanguageConfig, name: str, section: LanguageActorConfig, ranks: GroupRanks, build: bool
+) -> Account:
+    training = training_of(cfg, name, section, ranks, build=build)
+    turns = bool(select(cfg, "actor.offload_in_rollout"))
+    moments = training.moments()
+    if sends := name == "actor" and _writes(cfg):
+        moments = (*moments, _sending(training, moments))
+    pinned = terms(
+        weights_gradients_optimizer=training.offloaded(),
+        weights_and_optimizer_while_others_compute=training.host_copy()
+        if turns and ranks.accelerated and not training.offload
+        else 0.0,
+    )
+    copies = training.host_copy() if cfg.runner.async_save else 0.0
+    shared = _shared(typed(GrpoConfig, cfg), training, turns) if sends else ()
+    return Account(
+        name,
+        about=_about(training, section),
+        moments=moments,
+        pinned=pinned,
+        spare=terms(copies_for_saving=copies),
+        host=_loading(training, ranks),
+        shared=shared,
+        turns=turns and ranks.accelerated,
+        measured=lambda: _measured(training, section),
+        changes=lambda room: nearest(name, training, section, room),
+        most=lambda room: largest_micro_batch(name, training, room),
+    )
+
+
+def _sending(training: Training, moments: Sequence[Moment]) -> Moment:
+    """Returns the moment when weights are sent: the terms between steps, one weight in full, and the bucket of the
+    update.
+    """
+    held = [term for term in moments[-1].terms if term.name not in FREED_BY_A_STEP]
+    largest_weight = 4.0 * training.size.largest if training.backend != "local" else 0.0
+    return Moment("weights are sent", (*held, *terms(a_weight_in_full=largest_weight, part_of_an_update=float(PART))))
+
+
+def _shared(cfg: GrpoConfig, training: Training, turns: bool) -> tuple[MemoryTerm, ...]:
+    """Returns the memory of an update in /dev/shm: a few buckets or, for engines that receive it later, all of it; and
+    the retained weights.
+    """
+    model_bytes = float(training.itemsize * training.size.parameters)
+    if cfg.rollout.weight_delta == "elements":
+        return terms(weights_and_their_changes=2.0 * model_bytes)
+    adapted = sum(math.prod(shape) for shape in training.size.adapted(training.targets).values()) * training.itemsize
+    frozen = model_bytes - adapted if training.lora and cfg.rollout.weight_delta == "frozen" else 0.0
+    moving = (model_bytes - frozen) * training.policies
+    return terms(weights_under_way=moving if turns else min(moving, float(PARTS * PART)), frozen_weights=frozen)
+
+
+def _loading(training: Training, ranks: GroupRanks) -> tuple[MemoryTerm, ...]:
+    """Returns the host memory for reading the model when the rank computes on an accelerator."""
+    if not ranks.accelerated or (training.backend == "deepspeed" and training.stage == 3):
+        return ()
+    each = 1.0 if training.backend != "fsdp" else training.part()
+    itemsize = training.itemsize if training.lora else 4
+    return terms(model_while_it_is_read=itemsize * training.size.parameters * each)
+
+
+def _about(training: Training, section: LanguageActorConfig) -> str:
+    s, size = training.sizes, training.size
+    how = training.backend
+    if training.backend == "fsdp":
+        named = {
+            "replicate": s.replicate,
+            "shard": s.shard,
+            "context": s.context,
+            "tensor": s.tensor,
+            "expert": s.expert,
+        }
+        how += " (" + ", ".join(f"{key} {value}" for key, value in named.items() if value > 1 or key == "shard") + ")"
+    elif training.backend == "deepspeed":
+        how += f" (ZeRO-{training.stage})"
+    if training.offload:
+        how += ", offloaded to the host"
+    lora = f"LoRA of rank {training.lora}: {counted(training.trained)} trained" if training.lora else ""
+    activations = "activations recomputed" if training.checkpointing else "all activations kept"
+    precision = "bfloat16" if training.mixed else "float32"
+    return ", ".join(
+        filter(
+            None,
+            (
+                f"{section.model.model_path}: {counted(size.parameters)} parameters",
+                lora,
+                how,
+                precision,
+                activations,
+                f"micro-batches of {training.tokens} tokens",
+            ),
+        )
+    )
+
+
+def counted(parameters: int) -> str:
+    """Formats a number of parameters: `7.62 B`, `135 M`."""
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
+
+
+# -- generating groups---------------------------------------------------------------------------------------------------
+
+
+def _rollout(cfg: GrpoConfig, ranks: GroupRanks, build: bool) -> Account:
+    prompt, response = longest(cfg)
+    step = responses_per_step(cfg)
+    return _serving(
+        cfg, "rollout", cfg.actor.model, cfg.rollout, cfg.rollout.rollout_backend, ranks, prompt, response, step, build
+    )
+
+
+def _serving(
+    cfg: GrpoConfig,
+    name: str,
+    model: Any,
+    section: ServingConfig,
+    engine: str,
+    ranks: GroupRanks,
+    prompt: int,
+    response: int,
+    step: int,
+    build: bool,
+) -> Account:
+    if engine.lower() not in _ENGINES:
+        raise NotKnown(f"{name}.rollout_backend is {engine}, of which nothing is known here")
+    tensor = int(select(section, "parallel.tensor") or 1)
+    serving = Serving(
+        size_of(model.model_path, plain(model.kwargs), build=build),
+        engine.lower(),
+        itemsize(model.dtype if section.dtype == "auto" else section.dtype, ranks.accelerated),
+        ranks.accelerated,
+        ranks.room,
+        prompt,
+        response,
+        math.ceil(step / max(1, ranks.number // tensor)),
+        tensor=tensor,
+        expert=bool(select(section, "parallel.expert")),
+        utilization=section.gpu_memory_utilization,
+        at_once=section.max_batch_size,
+        longest=section.max_model_len,
+        copies=_policies(cfg) if name == "rollout" and engine.lower() == "hf" else 1,
+        section=name,
+    )
+    turns = bool(cfg.actor.offload_in_rollout) and name == "rollout"
+    part = min(float(serving.itemsize * serving.size.parameters), float(PARTS * PART))
+    how = f"{engine} engines" + (f" of {tensor} ranks" if tensor > 1 else "")
+    about = (
+        f"{model.model_path}: {counted(serving.size.parameters)} parameters, {how}, up to {serving.sequences} sequences of "
+        f"{serving.length} tokens"
+    )
+    remarks = []
+    if serving.engine == "vllm":
+        remarks.append(
+            f"the KV cache has room for {serving.cache_words()}; {serving.sequences} are asked for at a time"
+        )
+    return Account(
+        name,
+        about=about,
+        moments=serving.moments(),
+        shared=terms(weights_under_way=part) if name == "rollout" else (),
+        turns=turns and ranks.accelerated,
+        remarks=tuple(remarks),
+        refusals=serving.refusals(),
+        most=lambda room: largest_context(name, serving, room),
+        changes=lambda room: wider_engines(name, serving, room),
+    )
+
+
+# -- scoring groups ------------------------------------------------------------------------------------------------------
+
+
+def _scoring(cfg: GrpoConfig, name: str, ranks: GroupRanks, build: bool) -> Account:
+    if name == JUDGE:
+        step = responses_per_step(cfg)
+        judge = cfg.judge
+        return _serving(
+            cfg,
+            name,
+            judge.model,
+            judge,
+            judge.rollout_backend,
+            ranks,
+            judge.max_prompt_tokens,
+            judge.max_new_tokens,
+            step,
+            build,
+        )
+    group = scoring_groups(cfg).get(name)
+    if group is None or not group.model.model_path:
+        raise NotKnown(f"{name} has no model that the configuration names")
+    if group.scorer == ENGINE:
+        prompt, response = longest(cfg)
+        step = responses_per_step(cfg)
+        return _serving(cfg, name, group.model, cfg.teacher, "vllm", ranks, prompt, response, step, build)
+    return frozen_account(
+        cfg, name, group.model, group.max_tokens, ranks, logits="logprobs" in group.scorer, build=build
+    )
+
+
+def frozen_account(
+    cfg: GrpoConfig,
+    name: str,
+    model: PretrainedConfig,
+    max_tokens: int,
+    ranks: GroupRanks,
+    *,
+    logits: bool,
+    build: bool,
+) -> Account:
+    """Returns the account of a rank with a frozen model that scores samples."""
+    size: ModelSize = size_of(model.model_path, plain(select(model, "kwargs")), build=build)
+    b = itemsize(model.dtype, ranks.accelerated)
+    step = sum(longest(cfg)) * math.ceil(responses_per_step(cfg) / ranks.number)
+
+    def moment(tokens: int) -> Moment:
+        layers = LayerMemory(size, b, not ranks.accelerated)
+        chunk = scoring_chunk(layers, tokens) if logits else 0.0
+        held = terms(weights=float(b * size.parameters), activations=tokens * layers.passing(), logits=chunk)
+        return Moment("scoring", (*held, process(ranks.accelerated)))
+
+    tokens = max(min(max_tokens, step), 1)
+    return Account(
+        name,
+        about=f"{model.model_path}: {counted(size.parameters)} parameters, passes over {tokens} tokens",
+        moments=(moment(tokens),),
+    )

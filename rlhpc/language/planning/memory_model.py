@@ -1,0 +1,581 @@
+"""Memory model of training and serving: activations of a decoder layer, in bytes per token, that the forward pass saves
+for the backward pass, and what the backward pass adds.
+
+The terms are those that PyTorch's autograd saves of transformers' modules, one by one:
+
+    norm            its input in float32, the normalized input, its output                  12 H, or in bfloat16 8 H
+    attention       queries, keys and values after rotation, the output, its log-sums       b (2 q + 2 kv) + 4 heads
+    normalized q k  the float32 input and the normalized one                                8 (q + kv), in bfloat16 6
+    gated MLP       gate, its SiLU, up, and their product                                   4 b I
+    mixture         the same of each token's experts, and their inputs and outputs          k b (4 W + 2 H)
+                    (also if ranks share experts: sent tokens are freed on arrival, and as many arrive as leave on average)
+
+with H the width, I the inner width of an MLP and W of an expert, k experts per token, q and kv the widths of queries
+and keys, b bytes per number. If only adapters are trained, the terms of frozen weights are dropped: for a norm the
+normalized input, for queries and keys likewise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Set
+from dataclasses import dataclass
+
+from rlhpc.config.parallel import MeshSizes
+from rlhpc.language.planning.model_size import ModelSize
+from rlhpc.runs.memory.account import GIB, MIB, MemoryTerm, Moment, gib, terms
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Layers of a model as they compute.
+
+    Attributes:
+        size: Sizes of the model.
+        itemsize: Bytes of a number: 4, or 2 in half precision.
+        on_host: Whether on a CPU, where the samples of a packed sequence are joined after attention.
+        adapted: Names of linear layers with adapters, if only those are trained; None if all weights are trained.
+        tensor: Ranks that share each matrix.
+        eager: Tokens of the longest sample, if attention computes its weights for each pair of tokens; 0 if it does not.
+    """
+
+    size: ModelSize
+    itemsize: int
+    on_host: bool = False
+    adapted: Set[str] | None = None
+    tensor: int = 1
+    eager: int = 0
+
+    @property
+    def _q(self) -> float:
+        return self.size.heads * self.size.head_dim / self.tensor
+
+    @property
+    def _kv(self) -> float:
+        return max(self.size.kv_heads / self.tensor, 1) * self.size.head_dim
+
+    @property
+    def _float(self) -> bool:
+        return self.itemsize == 4
+
+    def norm(self) -> float:
+        """Returns the bytes of a norm over the width."""
+        hidden = self.size.hidden
+        if self.adapted is None:
+            return (12.0 if self._float else 8.0) * hidden
+        return (8.0 if self._float else 6.0) * hidden
+
+    def attention(self) -> float:
+        """Returns the bytes of attention, without the norm before it."""
+        size, b = self.size, self.itemsize
+        nbytes = b * (2 * self._q + 2 * self._kv) + 4.0 * size.heads / self.tensor
+        if self.on_host and not self.eager:
+            nbytes += b * self._q
+        if size.qk_norm:
+            frozen = self.adapted is not None
+            nbytes += (4.0 if frozen else 8.0 if self._float else 6.0) * (self._q + self._kv)
+        if self.eager:
+            nbytes += (4.0 + b) * size.heads / self.tensor * self.eager
+        return nbytes
+
+    def feed_forward(self) -> float:
+        """Returns the bytes of the MLP, or of the experts of a token."""
+        size, b, hidden = self.size, self.itemsize, self.size.hidden
+        if size.experts:
+            each = b * (4.0 * size.expert_width + 2.0 * hidden) + 40.0
+            return size.per_token * each + 4.0 * size.experts
+        inner = size.intermediate / self.tensor
+        saved_tensors = 4.0 if self.adapted is None or "down_proj" in self.adapted else 3.0
+        return saved_tensors * b * inner
+
+    def layer(self) -> float:
+        """Returns all bytes that a layer saves."""
+        return 2 * self.norm() + self.attention() + self.feed_forward()
+
+    def edge(self) -> float:
+        """Returns the bytes between layers: the input of a layer."""
+        return float(self.itemsize * self.size.hidden)
+
+    def once(self) -> float:
+        """Returns the bytes that the model saves once: sines and cosines of the rotation."""
+        return 2.0 * self.itemsize * self.size.head_dim
+
+    def returning(self) -> float:
+        """Returns the bytes that the backward pass of a layer adds: gradients of its widest part."""
+        size, b = self.size, self.itemsize
+        if size.experts:
+            return b * (size.per_token * (2.0 * size.expert_width + 2.0 * size.hidden) + 2.0 * size.hidden)
+        # When the gradient of the product of gate and up has been propagated to both, and the product is freed.
+        return b * (2.0 * size.intermediate / self.tensor + size.hidden)
+
+    def passing(self) -> float:
+        """Returns the peak bytes of a layer if no activations are saved."""
+        size, b = self.size, self.itemsize
+        inner = (
+            size.per_token * (3.0 * size.expert_width + 2.0 * size.hidden)
+            if size.experts
+            else 3.0 * size.intermediate / self.tensor
+        )
+        return max(b * (2.0 * size.hidden + inner), 16.0 * size.hidden)
+
+
+#: Elements of a chunk, and limits of its rows on a CPU (`rlhpc.language.models.logprobs.chunks`).
+CHUNK, QUARTER, ROWS = 1 << 24, 4, 128
+
+
+def chunk_rows(vocabulary: int, tokens: int, *, on_host: bool) -> int:
+    """Returns the number of tokens whose logits are computed at once."""
+    rows = max(1, CHUNK // vocabulary)
+    if on_host:
+        rows = min(rows, max(ROWS, rows // QUARTER))
+    return min(rows, tokens)
+
+
+def loss_chunk(layers: LayerMemory, tokens: int) -> float:
+    """Returns the bytes of a chunk of logits: three times in float32 (logits, log-probs, probabilities), and once in
+    half precision if the model computes in it.
+    """
+    size = layers.size
+    if size.whole_logits:  # each rank of a tensor group computes all logits, and their gradient is as large
+        rows = chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
+        return (2.0 * layers.itemsize * tokens + 12.0 * rows) * size.vocabulary
+    rows = chunk_rows(size.vocabulary // layers.tensor, tokens, on_host=layers.on_host)
+    return (12.0 if layers.itemsize == 4 else 14.0) * rows * size.vocabulary / layers.tensor
+
+
+def scoring_chunk(layers: LayerMemory, tokens: int) -> float:
+    """Returns the bytes of a chunk of logits without training."""
+    size = layers.size
+    rows = chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
+    all_logits = layers.itemsize * tokens * size.vocabulary / layers.tensor if size.whole_logits else 0.0
+    return all_logits + (8.0 if layers.itemsize == 4 else 10.0) * rows * size.vocabulary / layers.tensor
+
+
+def head_gradient(layers: LayerMemory) -> float:
+    """Returns the bytes of the head's gradient, summed in float32, and one chunk's gradient in half precision."""
+    return (4.0 if layers.itemsize == 4 else 6.0) * layers.size.embedding / layers.tensor
+
+
+#: Work space of libraries; on an accelerator, its context and the buffers of collectives.
+ON_HOST, ON_ACCELERATOR = 24 * MIB, 1.5 * GIB
+
+
+def process(accelerated: bool) -> MemoryTerm:
+    """Returns the fixed memory of a process on its device."""
+    return (
+        MemoryTerm("context and collectives", ON_ACCELERATOR)
+        if accelerated
+        else MemoryTerm("libraries' work space", ON_HOST)
+    )
+
+
+#: Memory of vLLM except weights and cache: the largest batch's activations and its graphs.
+_GRAPHS = 2.5 * (1 << 30)
+#: Columns of the cache of engine `hf`: half more than required when it grew, in blocks (`engines.kv.KeyValues`).
+_GROWTH, _BLOCK, _MORE = 1.5, 32, 64
+#: Bytes of a bucket of an update, and number of buckets in flight (`weights.publish`, `weights.window`).
+PART, PARTS = 256 * MIB, 3
+#: Default sequences of an engine, on an accelerator (vLLM) and elsewhere; maximum bytes of its cache on a CPU.
+VLLM_SEQUENCES, SEQUENCES, CPU_CACHE = 256, 64, 4 << 30
+GENERATION, UPDATE = "generation", "weight update"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Model in an engine.
+
+    Attributes:
+        size: Sizes of the model.
+        engine: `hf`, `vllm`, or another engine's name.
+        itemsize: Bytes of a weight.
+        accelerated: Whether on an accelerator.
+        room: Bytes of the accelerator, if known.
+        tensor: Ranks of an engine.
+        expert: Whether complete experts are divided among the ranks.
+        utilization: Fraction of an accelerator that vLLM takes.
+        at_once: Configured number of concurrent sequences; None for the engine's default.
+        work: Maximum sequences of a step per rank.
+        prompt, response: Maximum tokens of each.
+        longest: Maximum tokens of a sequence of the engine; None for the model's context.
+        copies: Engines of a rank, each with its own weights: those of several policies (`agent.policies`) with `hf`.
+        section: Name of the section in messages.
+    """
+
+    size: ModelSize
+    engine: str
+    itemsize: int
+    accelerated: bool
+    room: float | None
+    prompt: int
+    response: int
+    work: int
+    tensor: int = 1
+    expert: bool = False
+    utilization: float = 0.6
+    at_once: int | None = None
+    longest: int | None = None
+    copies: int = 1
+    section: str = "rollout"
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence of the run."""
+        return min(self.prompt + self.response, self.context)
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence that the engine takes."""
+        return self.longest or self.size.context or self.prompt + self.response
+
+    @property
+    def weights(self) -> float:
+        """Bytes of the weights on a rank."""
+        return self.copies * self.itemsize * self.size.parameters / self.tensor
+
+    def sequence(self, tokens: float) -> float:
+        """Returns the bytes of a sequence's keys and values on a rank."""
+        return self.size.key_value_bytes(self.itemsize, tokens, self.tensor, compact=self.engine == "vllm")
+
+    def longest_in(self, nbytes: float) -> int:
+        """Returns the number of tokens of the longest sequence whose keys and values a cache holds."""
+        low, high = 0, 1 << 40
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.sequence(middle) <= nbytes else (low, middle - 1)
+        return low
+
+    @property
+    def sequences(self) -> int:
+        """Sequences at a time."""
+        default = VLLM_SEQUENCES if self.engine == "vllm" and self.accelerated else SEQUENCES
+        return max(1, min(self.at_once or default, self.work))
+
+    def moments(self) -> tuple[Moment, ...]:
+        """Returns the memory terms of each moment on the rank's device."""
+        held = (*terms(weights=self.weights), *self._cache(), *self._passing(), process(self.accelerated))
+        layer = self.itemsize * sum(self.size.layer_parameters) / self.tensor
+        arriving = max(layer if self.engine == "vllm" else 0.0, self.itemsize * float(self.size.largest))
+        return Moment(GENERATION, held), Moment(UPDATE, (*held, *terms(arriving_weights=arriving)))
+
+    def _passing(self) -> tuple[MemoryTerm, ...]:
+        layers = LayerMemory(self.size, self.itemsize, not self.accelerated, tensor=self.tensor)
+        if self.engine == "vllm" and self.accelerated:
+            return (MemoryTerm("activations and graphs", _GRAPHS),)
+        prefill = min(self.sequences, 8) * self.prompt * layers.passing()
+        logits = 3.0 * 4.0 * min(self.sequences, self.work) * self.size.vocabulary
+        return terms(activations=prefill, logits=logits)
+
+    def _cache(self) -> tuple[MemoryTerm, ...]:
+        if self.engine == "vllm":
+            return (MemoryTerm("KV cache", self.cache_bytes(), self.cache_words()),)
+        columns = -(-(self.length * _GROWTH + _MORE) // _BLOCK) * _BLOCK
+        rows = self.sequences
+        return terms(KV_cache=rows * self.sequence(columns), KV_cache_that_grows=rows * self.sequence(self.length))
+
+    def cache_bytes(self) -> float:
+        """Returns the bytes of vLLM's cache: the rest of its fraction of the accelerator, but at least a sequence of
+        full length.
+        """
+        minimum = self.sequence(self.context)
+        if not self.accelerated:
+            blocks = self.sequence(128 * (-(-self.context // 128) + 1))
+            return max(2 * blocks, min(CPU_CACHE, blocks * self.sequences))
+        if self.room is None:
+            return max(minimum, self.sequences * self.sequence(self.length))
+        return max(minimum, self.cache_budget())
+
+    def cache_budget(self) -> float:
+        """Returns the bytes that vLLM's fraction of the accelerator leaves for the cache."""
+        return self.utilization * (self.room or 0.0) - self.weights - _GRAPHS
+
+    def fitting(self) -> int:
+        """Returns the number of sequences of the run's maximum length that fit into the cache."""
+        return math.floor(self.cache_bytes() / self.sequence(self.length))
+
+    def cache_words(self) -> str:
+        """Formats the size of the cache in sequences."""
+        return f"{self.fitting()} sequences of {self.length} tokens"
+
+    def refusals(self) -> tuple[str, ...]:
+        """Returns the reasons why the engine cannot be created."""
+        if self.engine != "vllm" or not self.accelerated or self.room is None:
+            return ()
+        share, minimum = self.utilization * self.room, self.sequence(self.context)
+        if self.cache_budget() >= minimum:
+            return ()
+        term = "weights" if self.weights + _GRAPHS > share else "KV cache"
+        return (
+            f"{self.section}.gpu_memory_utilization ({self.utilization:g}) gives an engine {gib(share)} of an accelerator; "
+            f"it needs {gib(self.weights)} for weights, {gib(_GRAPHS)} for activations and graphs, {gib(minimum)} of KV cache "
+            f"for one sequence of {self.context} tokens; the term that does not fit: {term}",
+        )
+
+
+#: Maximum gathered elements of ZeRO-3, and elements of its gradient bucket (DeepSpeed's defaults).
+LIVE, BUCKET = 10**9, 5 * 10**8
+#: Bytes per token of an epoch's tensors: ids, positions, log-probs, advantages and others.
+_BATCH = 96.0
+LOSS, BACKWARD, REDUCTION, STEP = "loss", "backward pass", "gradients of the embeddings", "optimizer step"
+
+
+@dataclass(frozen=True)
+class Training:
+    """Training of a model.
+
+    Attributes:
+        size: Sizes of the model.
+        backend: `local`, `fsdp` or `deepspeed`.
+        sizes: Division over the ranks.
+        tokens: Tokens of a micro-batch.
+        itemsize: Bytes of a number in the computation.
+        accelerated: Whether on an accelerator.
+        lora: Rank of adapters; 0 to train all weights.
+        policies: Number of policies, each with its own adapters (`agent.policies`).
+        targets: `lora.target_modules`.
+        checkpointing: Whether activations are recomputed.
+        offload: Whether weights, gradients and optimizer are on the host between uses (`fsdp.cpu_offload`), or DeepSpeed's
+            offloaded states.
+        reshard: `fsdp.reshard_after_forward`.
+        stage: ZeRO stage.
+        reference: Whether the rank also has a frozen copy of the model.
+        other_models_bytes: Bytes of other frozen models on the rank, such as a teacher.
+        logits: Whether the loss uses logits; otherwise one number per token.
+        head: Whether the model has the LM head.
+        edges_apart: Whether FSDP gathers embeddings and head separately, if they are two matrices.
+        eager: See `LayerMemory.eager`.
+    """
+
+    size: ModelSize
+    backend: str
+    sizes: MeshSizes
+    tokens: int
+    itemsize: int
+    accelerated: bool
+    lora: int = 0
+    targets: object = "all-linear"
+    checkpointing: bool = False
+    offload: bool = False
+    reshard: bool = True
+    stage: int = 2
+    reference: bool = False
+    other_models_bytes: float = 0.0
+    policies: int = 1
+    logits: bool = True
+    head: bool = True
+    edges_apart: bool = False
+    eager: int = 0
+
+    # -- elements ---------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the group."""
+        return self.sizes.ranks
+
+    @property
+    def mixed(self) -> bool:
+        """True if it computes in another precision than that of the trained weights."""
+        return self.itemsize != 4
+
+    def adapters(self) -> int:
+        """Returns the number of elements of all adapters."""
+        return (
+            self.policies * sum(self.lora * (out + inputs) for out, inputs in self.size.adapted(self.targets).values())
+            if self.lora
+            else 0
+        )
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return self.adapters() if self.lora else self.size.parameters - self._headless
+
+    @property
+    def _headless(self) -> int:
+        """Parameters that the causal model has and this one has not."""
+        return 0 if self.head or self.size.tied else self.size.embedding
+
+    @property
+    def frozen(self) -> int:
+        """Parameters that are not, without the reference's."""
+        return self.size.parameters - self._headless if self.lora else 0
+
+    def part(self) -> float:
+        """Returns the fraction of the model that a rank holds between uses. Experts are divided in another order, over
+        as many ranks.
+        """
+        s = self.sizes
+        return {"local": 1.0, "fsdp": 1.0 / (s.shard * s.context * s.tensor), "deepspeed": 1.0 / self.ranks}[
+            self.backend
+        ]
+
+    def layers(self) -> LayerMemory:
+        """Returns the layers for the activation terms."""
+        adapted = {name.rpartition(".")[2] for name in self.size.adapted(self.targets)} if self.lora else None
+        return LayerMemory(self.size, self.itemsize, not self.accelerated, adapted, self.sizes.tensor, self.eager)
+
+    # -- activations ------------------------------------------------------------------------------------------------
+
+    @property
+    def own_tokens(self) -> int:
+        """Number of tokens of a micro-batch on a rank."""
+        return math.ceil(self.tokens / self.sizes.context)
+
+    def saved_activations(self) -> float:
+        """Returns the bytes that the forward pass saves of all layers."""
+        layers = self.layers()
+        each = layers.edge() if self.checkpointing else layers.layer()
+        return self.own_tokens * (self.size.layers * each + layers.once() + _BATCH)
+
+    def recomputed(self) -> float:
+        """Returns the bytes that the backward pass through one layer adds."""
+        layers = self.layers()
+        # The saved input of a layer is already counted; in half precision its norm creates another one in float32.
+        saved = 0.0 if self.mixed else layers.edge()
+        again = layers.layer() - saved if self.checkpointing else 0.0
+        return self.own_tokens * (again + layers.returning())
+
+    def at_loss(self) -> tuple[MemoryTerm, ...]:
+        """Returns the terms of the loss, in addition to the saved activations."""
+        layers, tokens = self.layers(), self.own_tokens
+        hidden = tokens * (layers.norm() + 2 * layers.edge())
+        if not self.logits:
+            return terms(last_hidden_states=hidden)
+        gradient = 0.0 if self.lora else head_gradient(layers)
+        return terms(last_hidden_states=hidden, loss_chunk=loss_chunk(layers, tokens), gradient_of_the_head=gradient)
+
+    def _model(self, **divided: float) -> tuple[MemoryTerm, ...]:
+        """Returns the terms of weights, optimizer and frozen models for the rank's parts (in elements)."""
+        trained, frozen = divided["trained"], divided["frozen"]
+        reference = self.size.parameters * (divided["frozen_part"]) if self.reference and not self.lora else 0.0
+        return terms(
+            weights=4.0 * trained,
+            frozen_weights=self.itemsize * frozen,
+            optimizer=8.0 * trained,
+            reference=self.itemsize * reference,
+            other_models=self.other_models_bytes,
+        )
+
+    # -- by backend -------------------------------------------------------------------------------------------------
+
+    def moments(self) -> tuple[Moment, ...]:
+        """Returns the memory terms of each moment on the rank's device."""
+        terms_by_moment = {"local": self._local, "fsdp": self._fsdp, "deepspeed": self._deepspeed}[self.backend]()
+        return tuple(Moment(name, (*held, process(self.accelerated))) for name, held in terms_by_moment.items())
+
+    def _local(self) -> dict[str, tuple[MemoryTerm, ...]]:
+        trained = float(self.trained)
+        base = self._model(trained=trained, frozen=float(self.frozen), frozen_part=1.0)
+        base = (*base, *terms(gradients=4.0 * trained, weights_to_compute_with=self.itemsize * trained * self.mixed))
+        saved = terms(activations=self.saved_activations())
+        # One weight's gradient at a time, before it is accumulated.
+        one = self.itemsize * self._widest()
+        temporary = 0.0 if self.accelerated else 4.0 * trained
+        return {
+            LOSS: (*base, *saved, *self.at_loss()),
+            BACKWARD: (*base, *saved, *terms(backward_pass_of_a_layer=self.recomputed(), gradient_of_a_weight=one)),
+            STEP: (*base, *terms(optimizer_temporaries=temporary)),
+        }
+
+    def _widest(self) -> float:
+        return (
+            0.0
+            if self.lora
+            else float(self.size.largest if self.size.experts else self.size.hidden * self.size.intermediate)
+        )
+
+    def _fsdp(self) -> dict[str, tuple[MemoryTerm, ...]]:
+        size, s, b = self.size, self.sizes, self.itemsize
+        local_trained = self.trained * self.part()
+        model = self._model(trained=local_trained, frozen=self.frozen * self.part(), frozen_part=self.part())
+        gradients = terms(gradients=4.0 * local_trained)
+        if self.offload and self.accelerated:
+            model, gradients = terms(other_models=self.other_models_bytes), ()
+        experts, dense = size.layer_parameters
+        layer, root = experts / s.expert + dense / s.tensor, (size.root_parameters - self._headless) / s.tensor
+        has_gradients = 0.0 if self.lora else 1.0  # whether gathered weights have gradients
+        gathered = layer * (2.0 if self.reshard else size.layers)
+        saved = terms(activations=self.saved_activations())
+        at_loss = (*model, *gradients, *saved, *self.at_loss())
+        gradient_elements = layer * has_gradients
+        if self.checkpointing and not self.accelerated and self.recomputed() > (b + 4.0) * gradient_elements:
+            # A layer is recomputed before its gradients exist; on a CPU, after the next layer's gradients are summed.
+            gradient_elements = 0.0
+        in_layers = terms(
+            backward_pass_of_a_layer=self.recomputed(),
+            gathered_layers=b * gathered,
+            gradients_of_a_layer=b * gradient_elements,
+            gradients_being_summed=4.0 * gradient_elements,
+        )
+        of_edges = terms(
+            gradients_of_embeddings=b * root * has_gradients, gradients_being_summed=4.0 * root * has_gradients
+        )
+        one = terms(gathered_layers=b * (layer if self.reshard else gathered))
+        if self.edges_apart and not size.tied:  # each is gathered for its use, and its gradient is summed immediately
+            edge = size.embedding / s.tensor
+            of_edges = terms(
+                gradients_of_embeddings=b * edge * has_gradients, gradients_being_summed=4.0 * edge * has_gradients
+            )
+            hidden = terms(last_hidden_states=2.0 * self.own_tokens * self.layers().edge())
+            return {
+                LOSS: (*at_loss, *one, *terms(gathered_embeddings=b * edge * self.head)),
+                REDUCTION: (*model, *gradients, *saved, *hidden, *of_edges),
+                BACKWARD: (*model, *gradients, *saved, *in_layers),
+                STEP: (*model, *gradients),
+            }
+        # Embeddings and head belong to the root module, which stays gathered and whose gradients are summed at the end.
+        roots, head = terms(gathered_embeddings=b * root), b * size.embedding / s.tensor * has_gradients * self.logits
+        return {
+            LOSS: (*at_loss, *roots, *one),
+            BACKWARD: (*model, *gradients, *saved, *roots, *in_layers, *terms(gradient_of_the_head=head)),
+            REDUCTION: (*model, *gradients, *of_edges),
+            STEP: (*model, *gradients),
+        }
+
+    def _deepspeed(self) -> dict[str, tuple[MemoryTerm, ...]]:
+        size, b, ranks = self.size, self.itemsize, self.ranks
+        trained, third = float(self.trained), self.stage == 3
+        fraction = 1.0 / ranks if third else 1.0
+        masters, moments, gradients = 4.0 * trained / ranks, 8.0 * trained / ranks, 4.0 * trained / ranks
+        if self.offload and self.accelerated:
+            masters = moments = gradients = 0.0
+        base = terms(
+            weights_to_compute_with=b * trained * fraction * (not (third and self.offload and self.accelerated)),
+            frozen_weights=b * self.frozen * fraction,
+            weights=masters,
+            optimizer=moments,
+            reference=b * size.parameters * fraction * (self.reference and not self.lora),
+            other_models=self.other_models_bytes,
+        )
+        # Gradients of a micro-batch before reduction: with stage 1 all, otherwise a bucket and its contents.
+        bucket = 4.0 * min(trained, BUCKET)
+        pending = terms(
+            gradients=gradients,
+            gradients_being_summed=bucket + b * (trained if self.stage == 1 else min(trained, BUCKET) * self.mixed),
+        )
+        gathered = terms(gathered_layers=b * min(float(size.parameters), LIVE) * third)
+        saved = terms(activations=self.saved_activations())
+        return {
+            LOSS: (*base, *gathered, *saved, *self.at_loss(), *terms(gradients=gradients)),
+            BACKWARD: (*base, *gathered, *saved, *pending, *terms(backward_pass_of_a_layer=self.recomputed())),
+            STEP: (*base, *terms(gradients=gradients, optimizer_temporaries=4.0 * trained / ranks)),
+        }
+
+    # -- on the host ------------------------------------------------------------------------------------------------
+
+    def host_copy(self) -> float:
+        """Returns the bytes of weights and optimizer that a rank copies to save them, or holds while its accelerator is
+        offloaded.
+        """
+        return 12.0 * self.trained * self.part()
+
+    def offloaded(self) -> float:
+        """Returns the bytes on the host between uses."""
+        if not (self.offload and self.accelerated):
+            return 0.0
+        return 16.0 * self.trained * self.part()
+
+    def with_tokens(self, tokens: int) -> Training:
+        """Returns the same training with other micro-batches."""
+        return dataclasses.replace(self, tokens=tokens)

@@ -1,0 +1,140 @@
+"""Tables of docs/explanation/memory.md: memory of models from 7 B to 235 B on one, four and sixteen nodes.
+
+    python -m rlhpc.language.planning.memory_tables configs/reasoning/large.yaml
+
+prints them for the settings of a configuration, with these models and nodes in place of the configured ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+
+from rlhpc.config.parallel import MeshSizes
+from rlhpc.config.typed import typed
+from rlhpc.language.config.run import GrpoConfig, responses_per_step
+from rlhpc.language.planning.memory_accounts import counted, divisions, held, training_of
+from rlhpc.language.planning.memory_model import Serving, Training
+from rlhpc.language.planning.model_size import size_of
+from rlhpc.runs.configuration import load_config
+from rlhpc.runs.memory.account import GIB, SPARE, GroupRanks
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.exit_codes import report_errors
+
+MODELS = (
+    "Qwen/Qwen2.5-7B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B", "meta-llama/Llama-3.1-70B", "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3-235B-A22B",
+)  # fmt: skip
+NODES, PER_NODE, ROOM = (1, 4, 16), 8, 80.0 * GIB
+_USABLE = (1.0 - SPARE) * ROOM
+#: Engine sizes to try.
+_ENGINES = (1, 2, 4, 8)
+
+
+def tables(config: str) -> str:
+    """Returns the Markdown of all tables.
+
+    Args:
+        config: Configuration of task type `reasoning`.
+    """
+    cfg = typed(GrpoConfig, load_config(config, training=False))
+    return "\n\n".join((_training(cfg), _serving(cfg)))
+
+
+def _training(cfg: GrpoConfig) -> str:
+    base = training_of(cfg, "actor", cfg.actor, GroupRanks(PER_NODE, accelerated=True, room=ROOM))
+    rows = [
+        "| model | cards | divided by | most, GiB | when | largest term, GiB | micro-batch up to |",
+        "|" + "---|" * 7,
+    ]
+    for model in MODELS:
+        size = size_of(model)
+        for nodes in NODES:
+            cards = nodes * PER_NODE
+            fitting = _fitting(dataclasses.replace(base, size=size, sizes=MeshSizes(shard=cards), edges_apart=True))
+            name = f"{model.rpartition('/')[2]} ({counted(size.parameters)})"
+            rows.append(f"| {name} | {nodes} × {PER_NODE} | {' | '.join(_cells(fitting))} |")
+    return "\n".join(rows)
+
+
+def _fitting(plain: Training) -> tuple[Training, bool]:
+    """Returns the training, or the nearest division that fits; and whether it fits."""
+    candidates = [(far, sized) for far, sized in divisions(plain) if held(sized) <= _USABLE]
+    if candidates:
+        return min(candidates, key=lambda one: (one[0], held(one[1])))[1], True
+    return min((sized for _, sized in divisions(plain)), key=held), False
+
+
+def _cells(fitting: tuple[Training, bool]) -> Iterator[str]:
+    training, fits = fitting
+    peak = max(training.moments(), key=lambda moment: moment.nbytes)
+    yield divided(training.sizes)
+    yield f"{peak.nbytes / GIB:.1f}" + ("" if fits else " (**does not fit**)")
+    yield peak.name
+    yield f"{peak.largest.name} {peak.largest.nbytes / GIB:.1f}"
+    yield f"{_largest(training)} tokens" if fits else "—"
+
+
+def _largest(training: Training) -> int:
+    from rlhpc.language.planning.memory_accounts import largest_tokens
+
+    return largest_tokens(training, _USABLE)
+
+
+def divided(sizes: MeshSizes) -> str:
+    """Formats the sizes of a division: `shard 8, tensor 2`."""
+    named = dataclasses.asdict(sizes)
+    return ", ".join(f"{key} {value}" for key, value in named.items() if value > 1) or "shard 1"
+
+
+def _serving(cfg: GrpoConfig) -> str:
+    rows = [
+        "| model | ranks of an engine | weights, GiB | KV cache, GiB | sequences of full length |",
+        "|" + "---|" * 5,
+    ]
+    prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens
+    for model in MODELS:
+        size = size_of(model)
+        for tensor in _ENGINES:
+            engine = Serving(
+                size,
+                "vllm",
+                2,
+                True,
+                ROOM,
+                prompt,
+                response,
+                responses_per_step(cfg),
+                tensor=tensor,
+                utilization=cfg.rollout.gpu_memory_utilization,
+                at_once=cfg.rollout.max_batch_size,
+                longest=cfg.rollout.max_model_len,
+            )
+            cells = (
+                ["—", "does not fit"]
+                if engine.refusals()
+                else [f"{engine.cache_bytes() / GIB:.1f}", f"{engine.fitting()}"]
+            )
+            if size.kv_heads % tensor == 0 or tensor == size.kv_heads * 2:
+                rows.append(
+                    f"| {model.rpartition('/')[2]} | {tensor} | {engine.weights / GIB:.1f} | {' | '.join(cells)} |"
+                )
+    return "\n".join(rows)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs `python -m rlhpc.language.planning.memory_tables CONFIG`."""
+    arguments = list(sys.argv[1:] if words is None else words)
+
+    def command() -> int:
+        if len(arguments) != 1:
+            raise ConfigError("give one configuration, such as configs/reasoning/large.yaml")
+        print(tables(arguments[0]))
+        return 0
+
+    return report_errors(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,413 @@
+"""Sizes of language models: shapes of all parameters, and the sizes that determine activations.
+
+For the families in `FAMILIES` shapes follow from the configuration; models of other families are built on the meta
+device, which takes a few seconds and no memory. A test checks that both give the same result.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.language.models.builtin import PREFIX
+from rlhpc.language.models.tiny import SPECIAL, VOCABULARY
+from rlhpc.runs.model_names import cached_config
+from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.files import expand_home
+from rlhpc.training.targets import is_all_linear, is_target
+
+_QWEN2 = {"model_type": "qwen2", "vocab_size": 152064, "max_position_embeddings": 32768}
+_QWEN2_SMALL = {**_QWEN2, "vocab_size": 151936, "tie_word_embeddings": True}
+_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128}
+_QWEN3_MOE = {**_QWEN3, "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}
+_LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072}
+
+
+def _sizes(base: Mapping[str, Any], hidden: int, inner: int, layers: int, heads: int, kv: int, **more: Any) -> Any:
+    return {
+        **base,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        **more,
+    }
+
+
+_TIED = {"tie_word_embeddings": True}
+#: Configurations by the hub's name in lower case, without suffixes of tuning.
+HUB_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "qwen/qwen2.5-0.5b": _sizes(_QWEN2_SMALL, 896, 4864, 24, 14, 2),
+    "qwen/qwen2.5-1.5b": _sizes(_QWEN2_SMALL, 1536, 8960, 28, 12, 2),
+    "qwen/qwen2.5-3b": _sizes(_QWEN2_SMALL, 2048, 11008, 36, 16, 2),
+    "qwen/qwen2.5-7b": _sizes(_QWEN2, 3584, 18944, 28, 28, 4),
+    "qwen/qwen2.5-14b": _sizes(_QWEN2, 5120, 13824, 48, 40, 8),
+    "qwen/qwen2.5-32b": _sizes(_QWEN2, 5120, 27648, 64, 40, 8),
+    "qwen/qwen2.5-72b": _sizes(_QWEN2, 8192, 29568, 80, 64, 8),
+    "qwen/qwen3-0.6b": _sizes(_QWEN3, 1024, 3072, 28, 16, 8, **_TIED),
+    "qwen/qwen3-1.7b": _sizes(_QWEN3, 2048, 6144, 28, 16, 8, **_TIED),
+    "qwen/qwen3-4b": _sizes(_QWEN3, 2560, 9728, 36, 32, 8, **_TIED),
+    "qwen/qwen3-8b": _sizes(_QWEN3, 4096, 12288, 36, 32, 8),
+    "qwen/qwen3-14b": _sizes(_QWEN3, 5120, 17408, 40, 40, 8),
+    "qwen/qwen3-32b": _sizes(_QWEN3, 5120, 25600, 64, 64, 8),
+    "qwen/qwen3-30b-a3b": _sizes(_QWEN3_MOE, 2048, 6144, 48, 32, 4, moe_intermediate_size=768),
+    "qwen/qwen3-235b-a22b": _sizes(_QWEN3_MOE, 4096, 12288, 94, 64, 4, moe_intermediate_size=1536),
+    "meta-llama/llama-3.1-8b": _sizes(_LLAMA3, 4096, 14336, 32, 32, 8),
+    "meta-llama/llama-3.1-70b": _sizes(_LLAMA3, 8192, 28672, 80, 64, 8),
+    "meta-llama/llama-3.3-70b": _sizes(_LLAMA3, 8192, 28672, 80, 64, 8),
+    "huggingfacetb/smollm2-135m": _sizes(
+        {"model_type": "llama", "vocab_size": 49152, "max_position_embeddings": 8192, **_TIED}, 576, 1536, 30, 9, 3
+    ),
+}
+#: Suffixes of tuning, which do not change the sizes.
+_TUNED = ("-instruct", "-base", "-chat", "-2507", "-thinking", "-math")
+
+
+def hub_config(name: str) -> Mapping[str, Any] | None:
+    """Returns the configuration of a hub model, tuned or not; None if it is not in `HUB_CONFIGS`."""
+    name = name.lower()
+    while name not in HUB_CONFIGS:
+        ending = next((part for part in _TUNED if name.endswith(part)), None)
+        if ending is None:
+            return None
+        name = name.removesuffix(ending)
+    return HUB_CONFIGS[name]
+
+
+#: Families whose shapes follow from the configuration: decoder layers of attention and a gated MLP or a mixture of experts.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+_MIXTURES = ("qwen3_moe", "mixtral")
+#: Configuration keys of models that scale or bound the logits.
+_BEYOND_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+#: Configuration keys about keys and values, which may be left to defaults.
+_CACHE_KEYS = (
+    "layer_types", "sliding_window", "attention_chunk_size", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
+    "v_head_dim",
+)  # fmt: skip
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+#: Names of the linear layers that get adapters with `all-linear`.
+LINEAR = _ATTENTION | {"gate_proj", "up_proj", "down_proj"}
+
+
+class NotKnown(RlhpcError):
+    """Unknown model; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Sizes of a causal language model. Counts are of elements.
+
+    Attributes:
+        family: Its `model_type`.
+        shapes: Shapes of all parameters, by name; tied ones once.
+        windows: Attention window of each layer with a KV cache, in tokens.
+        latent: Latent attention (MLA): cached numbers per token and layer, from which heads are computed again.
+        latent_heads: Numbers of a head that are cached otherwise.
+        linear: Names of the layers that `all-linear` gives adapters (`training.lora.linear_layers`).
+        hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary: Sizes with their usual names.
+        experts, per_token, expert_width: Mixture of experts: experts of a layer, experts per token, and their inner width.
+        qk_norm: Whether queries and keys are normalized.
+        context: Maximum length of prompt and response together.
+        whole_logits: Whether the model transforms the result of its head, so that all logits are computed at once.
+    """
+
+    family: str
+    shapes: Mapping[str, tuple[int, ...]]
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    experts: int = 0
+    per_token: int = 0
+    expert_width: int = 0
+    qk_norm: bool = False
+    context: int | None = None
+    whole_logits: bool = False
+    linear: frozenset[str] = frozenset()
+    windows: tuple[float, ...] = ()
+    latent: int = 0
+    latent_heads: int = 0
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        """Number of all parameters."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @functools.cached_property
+    def expert_parameters(self) -> int:
+        """Number of parameters of experts."""
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if ".experts." in name)
+
+    @functools.cached_property
+    def layer_parameters(self) -> tuple[int, int]:
+        """Numbers of parameters of the largest decoder layer: those of its experts, and all others."""
+        counts: dict[str, list[int]] = {}
+        for name, shape in self.shapes.items():
+            if place := _LAYER.search(name):
+                counts.setdefault(place[1], [0, 0])[".experts." not in name] += math.prod(shape)
+        experts, dense = max(counts.values(), key=sum, default=[0, 0])
+        return experts, dense
+
+    @functools.cached_property
+    def root_parameters(self) -> int:
+        """Number of parameters outside of decoder layers: embeddings, head and the last norm."""
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if not _LAYER.search(name))
+
+    @property
+    def embedding(self) -> int:
+        """Elements of the embedding, and of the head's matrix."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def tied(self) -> bool:
+        """True if the head and the embedding share their weights."""
+        return self.root_parameters < 2 * self.embedding
+
+    @functools.cached_property
+    def largest(self) -> int:
+        """Elements of the largest parameter."""
+        return max(map(math.prod, self.shapes.values()), default=0)
+
+    def adapted(self, targets: Any) -> dict[str, tuple[int, int]]:
+        """Returns the linear layers that get an adapter: name → outputs, inputs.
+
+        Args:
+            targets: `actor.lora.target_modules`.
+        """
+        every = is_all_linear(targets)
+        shapes_of_adapted: dict[str, tuple[int, int]] = {}
+        for name, shape in self.shapes.items():
+            module = name.removesuffix(".weight")
+            if module != name and len(shape) == 2 and (module in self.linear if every else is_target(module, targets)):
+                shapes_of_adapted[module] = (shape[0], shape[1])
+        return shapes_of_adapted
+
+    def key_value_bytes(self, itemsize: int, tokens: float, tensor: int = 1, *, compact: bool = False) -> float:
+        """Returns the bytes of a sequence's keys and values on a rank, of all layers.
+
+        Args:
+            itemsize: Bytes of a number.
+            tokens: Length of the sequence.
+            tensor: Ranks that share the heads.
+            compact: The engine keeps no tokens beyond a layer's window, and of latent attention the latent vectors alone.
+        """
+        each = 2.0 * max(self.kv_heads / tensor, 1) * self.head_dim
+        if self.latent:
+            each = float(self.latent) if compact else self.latent_heads * max(self.heads / tensor, 1)
+        cached = sum(min(tokens, window) if compact else tokens for window in self.windows)
+        return itemsize * each * cached
+
+
+def size_of(
+    path: str | None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    build: bool = True,
+    config: Mapping[str, Any] | None = None,
+) -> ModelSize:
+    """Returns the sizes of the model that `model_path` names.
+
+    Args:
+        path: A folder, a hub name, or a built-in model.
+        kwargs: Arguments of a built-in model.
+        config: Contents of its config.json, if known.
+        build: Whether a family that is not in `FAMILIES` may be built on the meta device.
+
+    Raises:
+        NotKnown: The sizes are not available on this machine.
+    """
+    config = config_of(path, kwargs) if config is None else config
+    text = {**config, **(config.get("text_config") or {})}
+    if text.get("model_type") in FAMILIES:
+        shapes = dict(_shapes(text))
+        # For mixtures, peft treats all linear layers except attention as experts.
+        last_parts = _ATTENTION if _experts(text) else LINEAR
+        layers = (name.removesuffix(".weight") for name in shapes)
+        return _sized(text, shapes, frozenset(name for name in layers if name.rpartition(".")[2] in last_parts))
+    if not build:
+        raise NotKnown(f"{path}: models of type {text.get('model_type')} are looked at by rlhpc plan alone")
+    defaults, shapes, linear = _built(path, config)
+    return _sized({**text, **defaults}, shapes, linear)
+
+
+def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """Returns the contents of a model's config.json.
+
+    Raises:
+        NotKnown: The file is not on this machine, and the model is not in `HUB_CONFIGS`.
+    """
+    if not path:
+        raise NotKnown("no model is named")
+    if path == f"{PREFIX}tiny":
+        try:
+            return _tiny(**{str(key): value for key, value in (kwargs or {}).items()})
+        except TypeError as error:  # the message names the accepted arguments
+            raise NotKnown(f"{path} with {dict(kwargs or {})}: {error}") from None
+    if path.startswith(PREFIX):
+        path = {"builtin:smollm2": "HuggingFaceTB/SmolLM2-135M"}.get(path.lower(), path)
+    file = expand_home(path) / "config.json"
+    for config_file in (file, cached_config(path)):
+        if config_file is not None and config_file.is_file():
+            try:
+                return dict(json.loads(config_file.read_text()))
+            except (OSError, ValueError) as error:
+                raise NotKnown(f"{config_file} cannot be read ({error})") from error
+    if (by_name := hub_config(path)) is not None:
+        return by_name
+    raise NotKnown(
+        f"{path}: no folder, nothing of it in the hub's cache here, and none of the models known by name; give a folder with "
+        "its config.json (weights are not needed to plan)"
+    )
+
+
+def _tiny(
+    vocabulary: str = VOCABULARY, hidden: int = 128, layers: int = 4, heads: int = 4, context: int = 64, seed: int = 0
+) -> dict[str, Any]:
+    """Returns the configuration that `make_tiny_model` writes."""
+    del seed
+    return {
+        "model_type": "llama",
+        "vocab_size": len(dict.fromkeys(vocabulary)) + len(SPECIAL),
+        "hidden_size": hidden,
+        "intermediate_size": -(-hidden * 8 // 3 // 8) * 8,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": context,
+    }
+
+
+def _sized(c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], linear: frozenset[str]) -> ModelSize:
+    heads = int(c.get("num_attention_heads") or c.get("n_head") or 1)
+    hidden = int(c.get("hidden_size") or c.get("n_embd") or 0)
+    experts = _experts(c)
+    inner = int(c.get("intermediate_size") or c.get("n_inner") or 4 * hidden)
+    context = c.get("max_position_embeddings") or c.get("n_positions")
+    latent = int(c.get("kv_lora_rank") or 0)
+    return ModelSize(
+        family=str(c.get("model_type")),
+        shapes=shapes,
+        linear=linear,
+        windows=tuple(_windows(c)),
+        latent=latent + int(c.get("qk_rope_head_dim") or 0) if latent else 0,
+        latent_heads=sum(int(c.get(f"{part}_head_dim") or 0) for part in ("qk_nope", "qk_rope", "v")) if latent else 0,
+        hidden=hidden,
+        layers=int(c.get("num_hidden_layers") or c.get("n_layer") or 0),
+        heads=heads,
+        kv_heads=int(c.get("num_key_value_heads") or heads),
+        head_dim=int(c.get("head_dim") or hidden // heads),
+        intermediate=inner,
+        vocabulary=int(c["vocab_size"]),
+        experts=experts,
+        per_token=int(c.get("num_experts_per_tok") or 0) if experts else 0,
+        expert_width=_expert_width({"intermediate_size": inner, **c}) if experts else 0,
+        qk_norm=any(name.endswith("q_norm.weight") for name in shapes),
+        context=None if context is None else int(context),
+        whole_logits=any(c.get(key) not in (None, 1, 1.0) for key in _BEYOND_HEAD),
+    )
+
+
+def _windows(c: Mapping[str, Any]) -> Iterator[float]:
+    """Yields the attention window of each layer with a KV cache, in tokens."""
+    layers = int(c.get("num_hidden_layers") or c.get("n_layer") or 0)
+    window = float(c.get("sliding_window") or math.inf)
+    kinds = c.get("layer_types")
+    if not kinds:  # of such families all layers are alike, but the first ones of Qwen
+        first = layers if c.get("use_sliding_window") is False else int(c.get("max_window_layers") or 0)
+        kinds = ["sliding_attention" if number >= first else "full_attention" for number in range(layers)]
+    for kind in kinds:
+        if kind == "chunked_attention":
+            yield float(c.get("attention_chunk_size") or math.inf)
+        elif "attention" in kind and "linear" not in kind:
+            yield window if kind == "sliding_attention" else math.inf
+
+
+def _shapes(c: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the parameters of a family in `FAMILIES`, by their names in transformers, in its order."""
+    family, hidden, heads = c["model_type"], int(c["hidden_size"]), int(c["num_attention_heads"])
+    width = int(c.get("head_dim") or hidden // heads)
+    q, kv = heads * width, int(c.get("num_key_value_heads") or heads) * width
+    biased = family == "qwen2" or bool(c.get("attention_bias"))
+    yield "model.embed_tokens.weight", (int(c["vocab_size"]), hidden)
+    for number in range(int(c["num_hidden_layers"])):
+        at = f"model.layers.{number}"
+        for name, shape in (("q", (q, hidden)), ("k", (kv, hidden)), ("v", (kv, hidden)), ("o", (hidden, q))):
+            yield f"{at}.self_attn.{name}_proj.weight", shape
+            if biased and (name != "o" or family != "qwen2"):
+                yield f"{at}.self_attn.{name}_proj.bias", shape[:1]
+        if family in ("qwen3", "qwen3_moe"):
+            yield f"{at}.self_attn.q_norm.weight", (width,)
+            yield f"{at}.self_attn.k_norm.weight", (width,)
+        yield from _feed_forward(c, number, f"{at}.mlp")
+        yield f"{at}.input_layernorm.weight", (hidden,)
+        yield f"{at}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    if not c.get("tie_word_embeddings"):
+        yield "lm_head.weight", (int(c["vocab_size"]), hidden)
+
+
+def _experts(c: Mapping[str, Any]) -> int:
+    """Returns the experts of a layer; 0 for families without experts, whatever else the configuration contains."""
+    if c.get("model_type") in FAMILIES and c["model_type"] not in _MIXTURES:
+        return 0
+    return int(c.get("num_experts") or c.get("num_local_experts") or c.get("n_routed_experts") or 0)
+
+
+def _expert_width(c: Mapping[str, Any]) -> int:
+    """Returns the inner width of an expert."""
+    expert_width = None if c.get("model_type") == "mixtral" else c.get("moe_intermediate_size")
+    return int(expert_width or c["intermediate_size"])
+
+
+def _feed_forward(c: Mapping[str, Any], number: int, at: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, experts = int(c["hidden_size"]), _experts(c)
+    step = int(c.get("decoder_sparse_step") or 1)
+    dense = not experts or number in (c.get("mlp_only_layers") or ()) or (number + 1) % step != 0
+    if dense:
+        inner = int(c["intermediate_size"])
+        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            yield f"{at}.{name}_proj.weight", shape
+            if c.get("mlp_bias"):
+                yield f"{at}.{name}_proj.bias", shape[:1]
+        return
+    inner = _expert_width(c)
+    yield f"{at}.gate.weight", (experts, hidden)
+    yield f"{at}.experts.gate_up_proj", (experts, 2 * inner, hidden)
+    yield f"{at}.experts.down_proj", (experts, hidden, inner)
+
+
+def _built(
+    path: str | None, config: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], frozenset[str]]:
+    """Returns facts of a model of another family, built on the meta device: its configuration's defaults about keys and
+    values; its parameters; and its `ModelSize.linear`.
+    """
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from rlhpc.training.lora import linear_layers
+    except ImportError as error:
+        raise NotKnown(f"{path}: models of this type are built to be looked at, which needs {error.name}") from error
+    try:
+        known_keys = {key: value for key, value in config.items() if key != "model_type"}
+        model_config = AutoConfig.for_model(str(config["model_type"]), **known_keys)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config)
+    except (KeyError, ValueError, ImportError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise NotKnown(f"{path}: this transformers cannot build it: {reason}") from error
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    inner = model_config.get_text_config()
+    facts = {key: value for key in _CACHE_KEYS if (value := getattr(inner, key, None)) is not None}
+    return facts, shapes, frozenset(linear_layers(model))

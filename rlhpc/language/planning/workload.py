@@ -1,0 +1,93 @@
+"""Workloads of language models' runs for `rlhpc tune`: the phases of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rlhpc.config.typed import select
+from rlhpc.language.config.run import (
+    GrpoConfig,
+    LanguageConfig,
+    RewardRunConfig,
+    TrainedLanguageConfig,
+    minibatch_size,
+    responses_per_step,
+)
+from rlhpc.language.scoring.groups import AGENT, group_roles
+from rlhpc.runs.tuning.shapes import placed
+from rlhpc.runs.tuning.workload import Knob, Phase, Workload
+from rlhpc.runtime.cluster import Cluster
+
+STALENESS, OFFLOAD = "algorithm.max_staleness", "actor.offload_in_rollout"
+MICRO, BATCH = "actor.max_tokens_per_micro_batch", "rollout.max_batch_size"
+TENSOR = "rollout.parallel.tensor"
+#: Default number of concurrent sequences of an engine.
+_AT_A_TIME = 64
+
+
+def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
+    """Returns the workload of a step of RL on verifiable tasks."""
+    prompts, responses, batch = cfg.data.prompts_per_step, responses_per_step(cfg), minibatch_size(cfg, cfg.actor)
+    scoring_phases = tuple(
+        Phase(name, name, f"time/{name}_s", streams=True) for name in group_roles(cfg) if name != AGENT
+    )
+    micro = cfg.actor.max_tokens_per_micro_batch
+    knobs = [
+        Knob(STALENESS, tuple(range(ahead + 1))),
+        Knob(MICRO, (micro, *(micro // n for n in (2, 4) if micro >= 8 * n))),
+    ]
+    if cfg.rollout.rollout_backend.lower() == "hf":  # it has one rank, and its number of concurrent sequences is a key
+        knobs.append(Knob(BATCH, _values(cfg, BATCH, (responses, responses // 2))))
+    else:
+        ranks = len(placed(cfg)["rollout"].processes)
+        knobs.append(Knob(TENSOR, _values(cfg, TENSOR, (n for n in (2, 4, 8) if ranks % n == 0))))
+    if Cluster.planned(cfg.cluster).num_accelerators and not ahead:
+        knobs.append(Knob(OFFLOAD, _values(cfg, OFFLOAD, (False, True))))
+    return Workload(
+        phases=(
+            Phase("generate", "rollout", "time/generate_s"),
+            *scoring_phases,
+            Phase("score", "actor", "time/score_s", streams=True),
+            Phase("train", "actor", "time/train_s"),
+            Phase("take weights", "rollout", "time/rollout_sync_s"),
+        ),
+        samples=responses,
+        unit="responses",
+        knobs=tuple(knobs),
+        staleness=STALENESS,
+        measured_with=(f"{STALENESS}=0",),
+        smaller=_smaller(prompts, batch),
+        divides={**{phase.group: prompts for phase in scoring_phases}, "actor": prompts},
+        pieces=responses / (cfg.rollout.max_batch_size or _AT_A_TIME),
+    )
+
+
+def supervised_workload(cfg: LanguageConfig | RewardRunConfig, ahead: int) -> Workload:
+    """Returns the workload of an optimizer step on rows."""
+    del ahead
+    rows, micro = cfg.data.prompts_per_step, _micro(cfg)
+    return Workload(
+        phases=(Phase("train", "actor", "time/step_s"),),
+        samples=rows,
+        unit="rows",
+        knobs=(Knob(MICRO, (micro, *(micro // n for n in (2, 4) if micro >= 8 * n))),),
+        smaller={n: (f"data.prompts_per_step={rows // n}",) for n in (2, 4) if rows % n == 0},
+        divides={"actor": rows},
+    )
+
+
+def _micro(cfg: TrainedLanguageConfig) -> int:
+    return cfg.actor.max_tokens_per_micro_batch
+
+
+def _smaller(prompts: int, batch: int) -> dict[int, tuple[str, ...]]:
+    return {
+        n: (f"data.prompts_per_step={prompts // n}", f"actor.global_batch_size={batch // n}")
+        for n in (2, 4)
+        if prompts % n == 0 and batch % n == 0
+    }
+
+
+def _values(cfg: GrpoConfig, key: str, candidates: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys([select(cfg, key), *candidates]))

@@ -1,0 +1,1 @@
+"""Report pages of language runs: metrics of evaluations, samples and curves."""

@@ -1,0 +1,290 @@
+"""Evaluation metrics of language models: accuracy, pass@k and majority vote, each with a 95 % interval.
+
+Everything is computed from rows, one per sample, as in `<suite>.samples.jsonl`:
+
+    {"id", "sample", "level", "right", "vote", "reward", "terms", "tokens", "finished", "failed", …}
+
+Samples of one problem are not independent. So every quantity is first computed per problem, and its interval is over
+problems: Wilson's if all of them are 0 or 1, otherwise a bootstrap that resamples problems.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rlhpc.metrics.statistics import interval, share_interval
+from rlhpc.runtime.text import in_parentheses
+
+Row = Mapping[str, Any]
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Returns the probability that k of a problem's n samples, drawn without replacement, include a right one.
+
+    1 − C(n − right, k) / C(n, k): the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), in exact integers.
+    """
+    if not 0 <= right <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {n} samples, {right} of them right, is not defined")
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def ks(samples: int) -> list[int]:
+    """Returns the values of k that a suite reports: 1, 2, 4, … and the number of samples."""
+    return sorted({2**i for i in range(samples.bit_length()) if 2**i <= samples} | {samples})
+
+
+def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
+    """Returns the share of right samples among those with the most frequent answer of a problem; the mean over tied
+    answers.
+
+    Args:
+        votes: Normalized answers; "" is no answer and does not vote.
+        right: Whether each sample is right.
+    """
+    counts = Counter(vote for vote in votes if vote)
+    if not counts:
+        return 0.0
+    max_count = max(counts.values())
+    won = [answer for answer, count in counts.items() if count == max_count]
+    shares = [sum(r for v, r in zip(votes, right, strict=True) if v == answer) / max_count for answer in won]
+    return sum(shares) / len(shares)
+
+
+def by_problem(rows: Iterable[Row]) -> list[list[Row]]:
+    """Groups rows by problem; problems and their samples are in order."""
+    groups: dict[Any, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row["id"], row["sample"])):
+        groups.setdefault(row["id"], []).append(row)
+    return list(groups.values())
+
+
+def summarize(rows: Iterable[Row]) -> dict[str, Any]:
+    """Returns the summary of an evaluation's answers for its JSON file.
+
+    Returns:
+        n (problems), samples (of each), accuracy, pass_at_k, majority (null if no sample has a `vote`), reward_mean,
+        reward_terms, response_tokens, truncated, failed, levels; `<name>_ci95` for each mean.
+
+    Raises:
+        ValueError: There are no rows, or problems have different numbers of samples.
+    """
+    problems = by_problem(rows)
+    counts = {len(problem) for problem in problems}
+    if len(counts) != 1:
+        raise ValueError(f"problems have {sorted(counts) or 'no'} samples; each must have equally many, at least one")
+    tokens = np.asarray([row["tokens"] for problem in problems for row in problem])
+    terms = problems[0][0]["terms"]
+    return {
+        **_scores(problems),
+        "reward_terms": {name: _overall(problems, partial(_term, name)) for name in terms},
+        "response_tokens": {
+            "mean": float(tokens.mean()),
+            "median": float(np.median(tokens)),
+            "p95": float(np.quantile(tokens, 0.95)),
+            "max": int(tokens.max()),
+        },
+        **_mean("truncated", [_share(problem, lambda row: not row["finished"]) for problem in problems]),
+        "failed": sum(bool(row["failed"]) for problem in problems for row in problem),
+        "levels": _levels(problems),
+    }
+
+
+def _scores(problems: Sequence[Sequence[Row]]) -> dict[str, Any]:
+    samples = len(problems[0])
+    right = [sum(bool(row["right"]) for row in problem) for problem in problems]
+    passed = {k: [pass_at_k(samples, count, k) for count in right] for k in ks(samples)}
+    voted = any(row["vote"] for problem in problems for row in problem)
+    votes = [majority([r["vote"] for r in problem], [bool(r["right"]) for r in problem]) for problem in problems]
+    return {
+        "n": len(problems),
+        "samples": samples,
+        **_mean("accuracy", [count / samples for count in right]),
+        "pass_at_k": {str(k): sum(values) / len(values) for k, values in passed.items()},
+        "pass_at_k_ci95": {str(k): list(interval(values)) for k, values in passed.items()},
+        **(_mean("majority", votes) if voted else {"majority": None, "majority_ci95": None}),
+        **_mean("reward_mean", [_share(problem, lambda row: row["reward"]) for problem in problems]),
+    }
+
+
+def _levels(problems: Sequence[Sequence[Row]]) -> dict[str, Any]:
+    """Returns the scores of each level, for suites with levels; numbers in order, then words."""
+    groups: dict[str, list[Sequence[Row]]] = {}
+    for problem in problems:
+        groups.setdefault(str(problem[0]["level"]), []).append(problem)
+    if set(groups) == {""}:
+        return {}
+    return {level: _scores(groups[level]) for level in sorted(groups, key=level_order)}
+
+
+def level_order(level: str) -> tuple[list[tuple[int, str]], str]:
+    """Sorts "level 2" before "level 10"."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", level) if part], level
+
+
+def _mean(name: str, values: Sequence[float]) -> dict[str, Any]:
+    return {name: sum(values) / len(values), f"{name}_ci95": list(interval(values))}
+
+
+def _term(name: str, row: Row) -> float:
+    return float(row["terms"][name])
+
+
+def _share(problem: Sequence[Row], value: Callable[[Row], float]) -> float:
+    return sum(float(value(row)) for row in problem) / len(problem)
+
+
+def _overall(problems: Sequence[Sequence[Row]], value: Callable[[Row], float]) -> float:
+    return sum(_share(problem, value) for problem in problems) / len(problems)
+
+
+#: A row of an evaluation: `rewards` of its responses, `target` (margin or label), `level`, and the text of its `prompt`.
+PreferenceRow = dict[str, Any]
+#: Number of bins of the probabilities from 1/2 to 1 for calibration.
+BINS = 10
+
+
+def summarize_preferences(rows: Sequence[PreferenceRow], form: str) -> dict[str, Any]:
+    """Returns the summary of preference rows.
+
+    Args:
+        rows: Each has `rewards`, `target`, `level` and `prompt`.
+        form: "pairs" or "labels".
+
+    Returns:
+        n, unit, accuracy and accuracy_ci95, reward_mean, levels; for pairs margin, calibration_error and calibration; for
+        labels r2, spearman and mse.
+    """
+    return pairs_summary(rows) if form == "pairs" else labels_summary(rows)
+
+
+def pairs_summary(rows: Sequence[PreferenceRow]) -> dict[str, Any]:
+    """Returns the summary of pairs; see `summarize_preferences`. Equal rewards count as a mistake, because they do not
+    decide the pair.
+    """
+    rewards = np.asarray([row["rewards"] for row in rows], np.float64)
+    margins = rewards[:, 0] - rewards[:, 1]
+    right = margins > 0
+    error, parts = calibration(margins)
+    prompts = [row.get("prompt", place) for place, row in enumerate(rows)]  # pairs of one prompt often share a response
+    levels: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        levels.setdefault(str(row["level"]), []).append(place)
+    return {
+        "n": len(rows),
+        "unit": "pairs",
+        "accuracy": float(right.mean()),
+        "accuracy_ci95": list(share_interval(right, prompts)),
+        "margin": float(margins.mean()),
+        "reward_mean": float(rewards.mean()),
+        "calibration_error": error,
+        "calibration": parts,
+        "levels": {
+            level: {
+                "n": len(places),
+                "accuracy": float(right[places].mean()),
+                "accuracy_ci95": list(share_interval(right[places], [prompts[place] for place in places])),
+            }
+            for level, places in sorted(levels.items())
+        }
+        if len(levels) > 1
+        else {},
+    }
+
+
+def calibration(margins: np.ndarray) -> tuple[float, list[dict[str, float]]]:
+    """Returns the expected calibration error of σ(r_chosen − r_rejected) (Guo et al. 2017).
+
+    By the rewards, the likelier response of each pair has a probability p ≥ 1/2. Among pairs of about the same p it
+    should be the preferred one in a share p of them.
+
+    Args:
+        margins: `[P]`: r_chosen − r_rejected.
+
+    Returns:
+        Mean over all pairs of |share − p|, by tenths of the range from 1/2 to 1; and for each tenth with pairs n, said
+        (mean p) and was (share).
+    """
+    probabilities = 1 / (1 + np.exp(-np.abs(margins)))
+    was = np.where(margins == 0, 0.5, margins > 0)  # a tie makes both equally likely
+    place = np.minimum(((probabilities - 0.5) * 2 * BINS).astype(int), BINS - 1)
+    parts = []
+    for part in range(BINS):
+        members = place == part
+        if members.any():
+            parts.append(
+                {
+                    "n": int(members.sum()),
+                    "said": float(probabilities[members].mean()),
+                    "was": float(was[members].mean()),
+                }
+            )
+    error = sum(part["n"] * abs(part["said"] - part["was"]) for part in parts) / len(margins)
+    return float(error), parts
+
+
+def labels_summary(rows: Sequence[PreferenceRow]) -> dict[str, Any]:
+    """Returns the summary of labelled rows; see `summarize_preferences`. r2 and spearman are None if all labels, or all
+    rewards, are equal.
+    """
+    rewards = np.asarray([row["rewards"][0] for row in rows], np.float64)
+    labels = np.asarray([row["target"] for row in rows], np.float64)
+    shares = _agreement(rewards, labels)
+    spread = float(((labels - labels.mean()) ** 2).sum())
+    return {
+        "n": len(rows),
+        "unit": "responses",
+        "accuracy": float(np.mean(shares)) if shares else 0.5,
+        "accuracy_ci95": list(share_interval(shares, influence=2.0)) if shares else [0.0, 1.0],  # of pairs of rows
+        "reward_mean": float(rewards.mean()),
+        "mse": float(((rewards - labels) ** 2).mean()),
+        "r2": None if spread == 0 else 1 - float(((rewards - labels) ** 2).sum()) / spread,
+        "spearman": spearman(rewards, labels),
+        "levels": {},
+    }
+
+
+def _agreement(rewards: np.ndarray, labels: np.ndarray) -> list[float]:
+    """Returns, for each response, the share of responses with another label that the rewards order correctly; ties are
+    wrong.
+    """
+    shares = []
+    for reward, label in zip(rewards, labels, strict=True):
+        other = labels != label
+        if other.any():
+            concordant = np.sign(reward - rewards[other]) == np.sign(label - labels[other])
+            shares.append(float(concordant.mean()))
+    return shares
+
+
+def spearman(first: np.ndarray, second: np.ndarray) -> float | None:
+    """Returns the rank correlation, with mean ranks of ties; None if either does not vary."""
+    ranks = [_ranks(values) for values in (first, second)]
+    if any(np.ptp(each) == 0 for each in ranks):
+        return None
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = counts.cumsum()
+    ranks: np.ndarray = ((ends - counts + ends - 1) / 2)[place]
+    return ranks
+
+
+def describe(result: dict[str, Any]) -> str:
+    """Formats an evaluation as a line."""
+    between = in_parentheses(result["accuracy_ci95"], ".1%", "95 % interval ")
+    line = f"accuracy {result['accuracy']:.1%}{between} on {result['n']} {result['unit']}"
+    if result["unit"] == "pairs":
+        line += f", margin {result['margin']:.3g}, calibration error {result['calibration_error']:.1%}"
+    else:
+        correlations = {"R²": result["r2"], "Spearman": result["spearman"]}
+        line += "".join(f", {name} {value:.3f}" for name, value in correlations.items() if value is not None)
+    return f"{line}; suite {result['suite']}, step {result['global_step']}"

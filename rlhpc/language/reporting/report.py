@@ -1,0 +1,315 @@
+"""Report of a language model's run: curves, evaluations and key figures."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhpc.jobs.paths import RunPaths, model_name
+from rlhpc.language.reporting.eval_metrics import level_order
+from rlhpc.language.reporting.sample_pages import write_episodes_page, write_samples_page
+from rlhpc.metrics.charts import CHART, TALL, Line, Size, is_constant, line_chart, number, stacked_bars
+from rlhpc.metrics.curves import Metric, evaluation_chart, hollow_points, metric_charts
+from rlhpc.metrics.logger import series
+from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
+from rlhpc.metrics.phase_times import STAGES, Rows, binned, phase_columns
+from rlhpc.metrics.provenance import (
+    evaluations_by_suite,
+    judged_results,
+    judging_suite,
+    largest_pass_at,
+    metric_title,
+    of_suite,
+    typed_results,
+    with_pass_at,
+)
+from rlhpc.runs.task_type import Parts
+from rlhpc.runtime.files import read_yaml
+from rlhpc.runtime.text import in_parentheses, interval_text
+
+Evaluation = Mapping[str, Any]
+
+#: Metrics that are drawn first, if the task type has them; and the others.
+_FIRST = [
+    Metric("reward", "train/reward", "Reward", "mean reward"),
+    Metric("accuracy", "train/accuracy", "Accuracy on training prompts", "share of right samples"),
+    Metric("loss", "train/loss", "Loss", "cross entropy (nats per token)"),
+    Metric("preference_loss", "train/loss", "Loss", "mean over pairs or responses"),
+    Metric("pair_accuracy", "train/accuracy", "Pairs decided rightly", "share of pairs"),
+]
+_DIAGNOSTICS = [
+    Metric("response_length", "train/response_tokens", "Response length", "tokens, mean"),
+    Metric("truncated", "train/truncated", "Cut off at the length limit", "share of responses"),
+    Metric("kl", "train/ref_kl", "Distance from the reference", "KL (nats per token)"),
+    Metric("entropy", "train/entropy", "Entropy", "nats per token"),
+    Metric("approx_kl", "train/approx_kl", "Policy change per update", "approximate KL (nats)"),
+    Metric("clip_fraction", "train/clip_fraction", "Clipped ratios", "share of tokens"),
+    Metric("mismatch", "train/mismatch_kl", "Trainer against rollout engine", "KL (nats per token)"),
+    Metric("staleness", "rollout/staleness", "Staleness", "policy versions, mean"),
+    Metric("varied_groups", "train/varied_groups", "Groups that teach", "share with different rewards"),
+    Metric("reward_std", "train/reward_std", "Spread of the reward", "standard deviation"),
+    Metric("policy_loss", "train/policy_loss", "Policy loss", "loss"),
+    Metric(
+        "explained_variance", "critic/explained_variance", "What the critic explains", "share of the returns' variance"
+    ),
+    Metric("critic_loss", "critic/loss", "Critic's loss", "loss"),
+    Metric("teacher", "train/teacher_divergence", "Distance from the teacher", "divergence (nats per token)"),
+    Metric("grad_norm", "train/grad_norm", "Gradient norm", "L2 norm before clipping"),
+    Metric("lr", "train/lr", "Learning rate", "learning rate"),
+]
+_COUNTERS = {"rollout/samples", "train/tokens_total"}
+_RATES = {"rollout": "time/tokens_per_s", "training": "time/train_tokens_per_s"}
+
+
+def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
+    """Draws reward and accuracy (for demonstrations: loss), then all other logged metrics: known ones with their
+    titles, then unknown ones.
+
+    Args:
+        rows: Metrics of the run.
+        always: Curves that are drawn even without logged values.
+    """
+    titled = [*(metric for metric in _FIRST if metric.file in always), *_DIAGNOSTICS]
+    names = {key for row in rows for key in row}
+    drawn = {metric.name for metric in titled} | _COUNTERS
+    unknown = [
+        Metric(name.replace("/", "_"), name, name, "")
+        for name in sorted({name for name in names if name.startswith(("train/", "rollout/"))} - drawn)
+        if not is_constant(series(rows, name)[1])
+    ]
+    charts = metric_charts(rows, [*titled, *unknown], always)
+    held_out = series(rows, "eval/loss")
+    for metric in titled:
+        if metric.name == "train/loss" and metric.file in charts and held_out[0]:
+            lines = [Line("training", *series(rows, metric.name), smooth=True)]
+            lines.append(Line("held out", *held_out, color=1, markers=True))
+            charts[metric.file] = line_chart(metric.title, "global step", metric.y_label, lines)
+    if len(terms := sorted(name for name in names if name.startswith("reward/"))) > 1:
+        lines = [Line(name[7:], *series(rows, name), color=i, smooth=True) for i, name in enumerate(terms)]
+        charts["reward_terms"] = line_chart("Terms of the reward", "global step", "mean", lines)
+    return charts
+
+
+def time_curves(rows: Rows) -> dict[str, str]:
+    """Draws tokens per second, the work of the stages (which overlaps), and the stacked phases of a step."""
+    lines = [
+        Line(label, *series(rows, name), color=color, smooth=True)
+        for color, (label, name) in enumerate(_RATES.items(), start=4)
+        if series(rows, name)[0]
+    ]
+    charts = {"throughput": line_chart("Throughput", "global step", "tokens / s", lines)}
+    stages = [(name, f"time/{name}_s") for name in (*STAGES, "step") if series(rows, f"time/{name}_s")[0]]
+    if len(stages) > 1:
+        lines = [
+            Line(label.replace("_", " "), *series(rows, name), color=color, smooth=True)
+            for color, (label, name) in enumerate(stages)
+        ]
+        charts["stages"] = line_chart("Work of the stages", "global step", "seconds", lines)
+    phases = stacked_bars("Time per phase", "global step", "seconds per step", *binned(rows, phase_columns(rows)))
+    return charts | {"time_per_phase": phases}
+
+
+def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
+    """Returns every readable eval/global_step_<N>/<suite>.json with an accuracy, by suite and step.
+
+    Each has `suite`, `global_step`, `n`, `accuracy`, `low` and `high` (95 %).
+    """
+    results = [result for result in typed_results(paths, "accuracy") if "n" in result]
+    for result in results:
+        result["low"], result["high"] = result.get("accuracy_ci95") or (result["accuracy"],) * 2
+    return results
+
+
+def by_suite(evaluations: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
+    """Groups evaluations by suite."""
+    suites: dict[str, list[Evaluation]] = {}
+    for result in evaluations:
+        suites.setdefault(str(result["suite"]), []).append(result)
+    return suites
+
+
+def evaluation_curve(paths: RunPaths, rows: Rows, evaluations: Sequence[Evaluation], size: Size = CHART) -> str:
+    """Draws the accuracy of all evaluations, during training and of checkpoints, with 95 % intervals, one line per
+    suite.
+    """
+    suites = evaluations_by_suite(paths, rows, evaluations, "accuracy")
+    return evaluation_chart("Accuracy in evaluations", "accuracy, 95 % interval", suites, "accuracy", size)
+
+
+def pass_at_k_curve(evaluations: Sequence[Evaluation]) -> str | None:
+    """Draws pass@k over k of each suite's first and last checkpoint; None if no suite has several samples."""
+    lines: list[Line] = []
+    for suite, results in by_suite(evaluations).items():
+        several = [result for result in results if len(result.get("pass_at_k") or {}) > 1]
+        for result in several[:1] + several[1:][-1:]:
+            ends = result.get("pass_at_k_ci95") or {}
+            points = sorted(
+                (int(k), float(value), *ends.get(k, (value, value))) for k, value in result["pass_at_k"].items()
+            )
+            x, y, low, high = (list(column) for column in zip(*points, strict=True))
+            name = f"{suite}, step {result['global_step']}"
+            lines.append(Line(name, x, y, low, high, color=len(lines), markers=True))
+    return line_chart("pass@k", "k", "pass@k, 95 % interval", lines, TALL) if lines else None
+
+
+def all_curves(paths: RunPaths, rows: Rows, always: Container[str]) -> dict[str, str]:
+    """Returns all charts of the run by file name."""
+    evaluations = read_evaluations(paths)
+    evaluation = evaluation_curve(paths, rows, evaluations)
+    charts = {**learning_curves(rows, always), "evaluation": evaluation, **time_curves(rows)}
+    passed = pass_at_k_curve(evaluations)
+    return charts | ({"pass_at_k": passed} if passed else {})
+
+
+def parts(
+    paths: RunPaths, rows: Rows, *, always: Container[str], trained: tuple[str, str], rate: str, linked: bool
+) -> Parts:
+    """Returns the parts of the page, see `Kind.parts`; also writes samples.html and episodes.html if evaluations have
+    samples.
+
+    Args:
+        paths: Paths of the run.
+        rows: Metrics of the run.
+        always: Curves that are drawn even without logged values.
+        trained: Metric of the progress of training, and its title.
+        rate: Metric of the tokens per second.
+        linked: Whether the page may link to other files of the run.
+    """
+    evaluations = read_evaluations(paths)
+    samples = write_samples_page(paths) if linked else None
+    episodes = write_episodes_page(paths) if linked else None
+    suite = judging_suite(paths, evaluations)
+    judging = of_suite(evaluations, suite)
+    evaluated = {int(result["global_step"]): f"{result['accuracy']:.1%}" for result in judging}
+    return Parts(
+        subject=data_name(paths),
+        cards=key_figures(rows, judged_results(paths, rows, evaluations, suite, "accuracy"), trained, rate),
+        curves=list(learning_curves(rows, always).values()),
+        evaluation=evaluation_section(
+            paths, rows, evaluations, samples.name if samples else None, episodes.name if episodes else None
+        ),
+        times=list(time_curves(rows).values())[::-1],
+        evaluated=evaluated,
+        trained=trained,
+    )
+
+
+def data_name(paths: RunPaths) -> str:
+    """Returns model and data of the run, for its subtitle."""
+    try:
+        cfg = read_yaml(paths.config.read_bytes())
+        train, model = cfg["data"]["train"], str(cfg["actor"]["model"]["model_path"] or "")
+        task = (train.get("kwargs") or {}).get("task") or train.get("path") or train["source"]
+        return f"{model_name(Path(model))} on {Path(str(task)).name}" if model else str(task)
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
+        return ""
+
+
+def key_figures(rows: Rows, evaluations: Sequence[Evaluation], trained: tuple[str, str], rate: str) -> str:
+    """Renders the cards at the top of the page, with the evaluations of one suite."""
+    best = max(evaluations, key=lambda result: result["accuracy"], default=None)
+    last = evaluations[-1] if evaluations else None
+
+    def of(name: str) -> float | None:
+        return next(iter(series(rows, name)[1][-1:]), None)
+
+    def evaluated(title: str, result: Evaluation | None) -> str:
+        if result is None:
+            return card(title, "–", "not evaluated yet")
+        return card(title, f"{result['accuracy']:.1%}", f"accuracy, {result['suite']}, step {result['global_step']}")
+
+    name, label = trained
+    value, wall = of(name), of("time/wall_s")
+    rates = series(rows, rate)[1]
+    return (
+        '<div class="cards">'
+        + evaluated("Best evaluation", best)
+        + evaluated("Last evaluation", last)
+        + card(label.capitalize(), "–" if value is None else f"{value:.3f}", "at the last step")
+        + card("Training steps", str(rows[-1]["step"]) if rows else "–", "")
+        + card("Wall time", "–" if wall is None else duration(wall), "training")
+        + card("Tokens / s", number(sum(rates) / len(rates)) if rates else "–", "mean over the run")
+        + "</div>"
+    )
+
+
+def evaluation_section(
+    paths: RunPaths,
+    rows: Rows,
+    evaluations: Sequence[Evaluation],
+    samples_page: str | None,
+    episodes_page: str | None = None,
+) -> str:
+    """Renders chart and table of the evaluations, accuracy by level, and links to the pages of samples and episodes."""
+    html = figures(
+        [passed] if (passed := pass_at_k_curve(evaluations)) else [],
+        lambda size: evaluation_curve(paths, rows, evaluations, size),
+    )
+    html += hollow_points(evaluations_by_suite(paths, rows, evaluations, "accuracy"))
+    if not evaluations:
+        return html or missing(
+            "No evaluation yet: <code>rlhpc eval</code> on a checkpoint, or the workflow's eval rule."
+        )
+    if samples_page:
+        html += f'<p><a href="{escape(samples_page)}">What the model wrote, checkpoint beside checkpoint</a></p>'
+    if episodes_page:
+        html += f'<p><a href="{escape(episodes_page)}">What its episodes left, turn by turn</a></p>'
+    html += f'<div class="scroll">{_table(evaluations)}</div>'
+    for suite, results in by_suite(evaluations).items():
+        if any(result.get("levels") for result in results):
+            html += f'<h3>{escape(suite)}: accuracy by level</h3><div class="scroll">{_levels(results)}</div>'
+    return html
+
+
+def _table(evaluations: Sequence[Evaluation]) -> str:
+    best = {suite: max(result["accuracy"] for result in results) for suite, results in by_suite(evaluations).items()}
+    named = [with_pass_at(result) for result in evaluations]
+    passed = largest_pass_at(name for result in named for name in result)
+    rows: list[list[Cell]] = []
+    for result in named:
+        sampled = [_percent(result.get(passed)), _percent(result.get("majority"))] if passed else []
+        rows.append(
+            [
+                str(result["suite"]),
+                result["global_step"],
+                result["n"],
+                _percent(result["accuracy"]) + (" ★" if result["accuracy"] == best[str(result["suite"])] else ""),
+                interval_text((result["low"], result["high"]), ".1%") or "–",
+                *sampled,
+                _digits(result.get("reward_mean"), 3),
+                _digits((result.get("response_tokens") or {}).get("mean"), 1),
+                _percent(result.get("truncated")),
+                str(result.get("backend", "–")),
+            ]
+        )
+    more = [metric_title(passed), "majority"] if passed else []
+    head = ["suite", "step", "n", "accuracy", "95 % interval", *more, "reward", "tokens", "cut off", "backend"]
+    return table(head, rows, text_columns={0, len(head) - 1})
+
+
+def _levels(evaluations: Sequence[Evaluation]) -> str:
+    """Renders a table with one row per level and one column per checkpoint."""
+    levels = sorted({level for result in evaluations for level in result.get("levels") or {}}, key=level_order)
+    sizes = evaluations[-1].get("levels") or {}
+    body: list[list[Cell]] = []
+    for level in levels:
+        cells: list[Cell] = []
+        for result in evaluations:
+            scores = (result.get("levels") or {}).get(level) or {}
+            cells.append(
+                _percent(scores.get("accuracy")) + in_parentheses(scores.get("accuracy_ci95"), ".1%", to=" … ")
+            )
+        body.append([level or "–", sizes.get(level, {}).get("n", "–"), *cells])
+    return table(["level", "n", *(f"step {result['global_step']}" for result in evaluations)], body, text_columns={0})
+
+
+def _percent(value: Any) -> str:
+    return f"{value:.1%}" if isinstance(value, (int, float)) else "–"
+
+
+def _digits(value: Any, digits: int) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else "–"

@@ -1,0 +1,587 @@
+"""Sample pages: report/samples.html with the model's responses side by side for each checkpoint, and
+report/episodes.html. Each is a self-contained file.
+
+Text of a model is untrusted: it is escaped, its control characters are made visible, and its direction marks end with
+it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rlhpc.jobs.paths import PAGE, RunPaths
+from rlhpc.language.reporting.eval_metrics import level_order
+from rlhpc.metrics.page import Cell, missing, page, section, table, write_page
+from rlhpc.metrics.provenance import largest_pass_at, metric_title, typed_result, with_pass_at
+from rlhpc.metrics.statistics import share_interval, wilson
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import is_count, is_number, open_file, read_file, read_json
+from rlhpc.runtime.text import interval_text
+
+PROBLEMS = 24
+"""Problems of a suite that are shown in full."""
+CHECKPOINTS = 6
+"""Checkpoints that stand side by side."""
+_MAP_COLUMNS = 240
+_FOLD_CHARACTERS, _MAX_SAMPLE_CHARACTERS, _MAX_MORE_SAMPLES = 600, 8000, 7
+
+_CSS = """
+.note{color:var(--muted);margin:0 0 14px}.map{overflow-x:auto}.map svg{display:block;min-width:520px}
+.map text{font:11.5px system-ui,sans-serif;fill:var(--muted)}
+.problem{border:1px solid var(--line);border-radius:10px;margin:16px 0;overflow:hidden}
+.problem>header{background:var(--soft);padding:10px 16px;border-bottom:1px solid var(--line)}
+.problem>header b{margin-right:14px}.problem>header span{color:var(--muted);font-size:13px;margin-right:14px}
+.answers{display:grid;grid-auto-flow:column;grid-auto-columns:minmax(235px,1fr);overflow-x:auto}
+.answer{padding:10px 14px;border-left:1px solid var(--line);min-width:0}.answer:first-child{border-left:0}
+.answer h4{margin:0 0 2px;font-size:13px}.answer p{margin:0 0 6px;color:var(--muted);font-size:12.5px}
+.said{white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate;background:none;border:0;border-radius:0;
+padding:0;margin:6px 0 0;overflow:visible}
+.ok,.no{font-weight:650}.ok{color:var(--c2)}.no{color:var(--c3)}
+.filter{display:flex;flex-wrap:wrap;gap:10px 16px;align-items:end;margin:0 0 6px;border:0;padding:0}
+.filter[hidden],.problem[hidden]{display:none}
+.filter label{display:grid;gap:3px;color:var(--muted);min-width:0}
+.filter,.filter *{font-size:13px}.filter output{padding:6px 0}
+.filter input,.filter select,.filter button{font:inherit;color:inherit;background:var(--soft);
+border:1px solid var(--line);border-radius:6px;padding:5px 8px;
+height:32px;box-sizing:border-box;min-width:0;max-width:100%}
+.filter input[type=number]{width:7em}.filter input[type=search]{width:15em}
+.answer details p{margin-top:12px}.answer summary{color:var(--muted);font-size:12.5px;margin-top:6px}
+"""
+
+#: Shows the problems with a sample that matches the form's fields; the form is visible only if scripts run.
+FILTER = """
+for (const form of document.querySelectorAll("form.filter")) {
+  const problems = [...form.parentElement.querySelectorAll("article.problem")];
+  const apply = () => {
+    const {answers, least, most, text} = form.elements;
+    const word = text.value.trim().toLowerCase();
+    const limit = (field, open) => field.value === "" ? open : Number(field.value);
+    const low = limit(least, -Infinity), high = limit(most, Infinity), unlimited = least.value === "" && most.value === "";
+    const rewarded = ({reward}) => unlimited || reward !== undefined && low <= Number(reward) && Number(reward) <= high;
+    let count = 0;
+    for (const problem of problems) {
+      const asked = problem.querySelector("header .said").textContent.toLowerCase().includes(word);
+      const fits = [...problem.querySelectorAll(".sample")].some(sample =>
+        (!["right", "wrong"].includes(answers.value) || sample.dataset.answer === answers.value)
+        && rewarded(sample.dataset) && (asked || sample.textContent.toLowerCase().includes(word)));
+      const kept = fits && (answers.value !== "changed" || problem.dataset.changed !== undefined);
+      problem.hidden = !kept;
+      count += kept;
+    }
+    form.querySelector("output").textContent = `${count} of ${problems.length} problems`;
+  };
+  form.addEventListener("input", apply);
+  form.addEventListener("submit", event => event.preventDefault());
+  form.addEventListener("reset", () => setTimeout(apply));
+  form.hidden = false;
+  apply();
+}
+"""
+
+Row = dict[str, Any]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+#: Checks of required and of optional fields of a row.
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "id": lambda value: isinstance(value, str) or is_count(value),
+    "sample": is_count,
+    **dict.fromkeys(("prompt", "response"), lambda value: isinstance(value, str)),
+    "right": lambda value: isinstance(value, bool),
+}
+_OPTIONAL: dict[str, Callable[[Any], bool]] = {
+    "level": lambda value: isinstance(value, str) or is_number(value),
+    "answer": lambda value: all(isinstance(part, str) or is_number(part) for part in _as_list(value)),
+    "tokens": is_count,
+    "reward": is_number,
+    "terms": lambda value: isinstance(value, dict),
+}
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A suite's samples at one checkpoint. `share` of right samples by problem; `selected_rows`: the rows of the
+    selected problems.
+    """
+
+    step: int
+    result: Mapping[str, Any]
+    path: Path
+    share: dict[Any, float] = field(default_factory=dict)
+    level: dict[Any, str] = field(default_factory=dict)
+    selected_rows: dict[Any, list[Row]] = field(default_factory=dict)
+
+
+def samples_path(result: Path) -> Path:
+    """Returns the path of the samples of an evaluation's JSON file: `<suite>.samples.jsonl` in the same folder."""
+    return result.with_name(f"{result.stem}.samples.jsonl")
+
+
+def read_samples(path: Path) -> Iterator[Row]:
+    """Yields the rows of a samples file; leaves out damaged or foreign lines, and fields of a wrong type.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with io.TextIOWrapper(open_file(path), encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = read_json(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and all(name in row and fits(row[name]) for name, fits in _FIELDS.items()):
+                yield {name: value for name, value in row.items() if name not in _OPTIONAL or _OPTIONAL[name](value)}
+
+
+def samples_page(paths: RunPaths) -> Path:
+    """Returns the path of a run's page of samples."""
+    return paths.report.with_name("samples.html")
+
+
+def write_samples_page(paths: RunPaths) -> Path | None:
+    """Writes the page of a run's generations; None where no evaluation has left samples.
+
+    Raises:
+        RlhpcError: The page cannot be written.
+    """
+    suites = {suite: _columns(results) for suite, results in results_with_samples(paths).items()}
+    suites = {suite: columns for suite, columns in suites.items() if columns}
+    if not suites:
+        return None
+    target = samples_page(paths)
+    html = page(
+        title=f"{paths.root.name}: what the model wrote",
+        subtitle="the same problems, checkpoint beside checkpoint",
+        body=[
+            _ways(list(suites)),
+            *(
+                f'<div id="suite-{i}">{section(f"Suite {suite}", _suite(columns))}</div>'
+                for i, (suite, columns) in enumerate(suites.items())
+            ),
+            f"<script>{FILTER}</script>",
+        ],
+        css=_CSS,
+    )
+    return write_page(html, target)
+
+
+def _ways(suites: Sequence[str]) -> str:
+    links = [f'<a href="{PAGE}">The run</a>']
+    if len(suites) > 1:
+        links += [f'<a href="#suite-{i}">{escape(suite)}</a>' for i, suite in enumerate(suites)]
+    return f"<nav>{' · '.join(links)}</nav>"
+
+
+def results_with_samples(paths: RunPaths) -> dict[str, list[tuple[int, Path, Mapping[str, Any]]]]:
+    """Returns (step, JSON file, content) by suite, with ascending steps, of evaluations with a samples file."""
+    by_suite: dict[str, list[tuple[int, Path, Mapping[str, Any]]]] = {}
+    for path in paths.eval_results():
+        try:
+            result, _ = typed_result(read_json(read_file(path)))
+            step, suite = result["global_step"], result["suite"]
+        except (OSError, ValueError, KeyError, AttributeError):
+            continue
+        if samples_path(path).is_file():
+            by_suite.setdefault(suite, []).append((step, path, result))
+    return {suite: sorted(by_suite[suite], key=lambda entry: entry[:2]) for suite in sorted(by_suite)}
+
+
+def spread(count: int, limit: int) -> list[int]:
+    """Returns at most `limit` of `range(count)`, evenly spaced, including first and last."""
+    if count <= limit:
+        return list(range(count))
+    if limit == 1:
+        return [count - 1]
+    return [round(i * (count - 1) / (limit - 1)) for i in range(limit)]
+
+
+def _columns(results: Sequence[tuple[int, Path, Mapping[str, Any]]]) -> list[_Column]:
+    """Reads every file twice: first the scores, then the texts of the selected problems."""
+    columns = []
+    for step, path, result in results:
+        column = _Column(step, result, samples_path(path))
+        counts: dict[Any, list[bool]] = {}
+        for row in _rows(column.path):
+            counts.setdefault(row["id"], []).append(row["right"])
+            column.level[row["id"]] = str(row.get("level", ""))
+        column.share.update({key: sum(right) / len(right) for key, right in counts.items()})
+        if counts:
+            columns.append(column)
+    if not columns:
+        return []
+    ids = _ordered(columns)
+    chosen = {ids[i] for i in spread(len(ids), PROBLEMS)}
+    for i in spread(len(columns), CHECKPOINTS):
+        for row in _rows(columns[i].path):
+            if row["id"] in chosen:
+                columns[i].selected_rows.setdefault(row["id"], []).append(row)
+    return columns
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    try:
+        yield from read_samples(path)
+    except OSError:
+        return
+
+
+def _lines(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    except OSError:
+        return 0
+
+
+def _ordered(columns: Sequence[_Column]) -> list[Any]:
+    """Returns the problems of the last checkpoint, by level, then in their order, so that evenly spaced ones cover all
+    levels.
+    """
+    last = columns[-1]
+    return sorted(last.share, key=lambda key: (level_order(last.level[key]), isinstance(key, str), key))
+
+
+def _suite(columns: Sequence[_Column]) -> str:
+    ids = _ordered(columns)
+    chosen = [ids[i] for i in spread(len(ids), PROBLEMS)]
+    columns_with_rows = [column for column in columns if column.selected_rows]
+    parts = [_changes(columns)]
+    if len(ids) > 1:
+        parts += ["<h3>Every problem</h3>", _map(columns, ids)]
+    omitted = "" if len(chosen) == len(ids) else f"{len(chosen)} of {len(ids)} problems, evenly spaced over the levels"
+    if len(columns_with_rows) < len(columns):
+        omitted += f"{'; ' if omitted else ''}{len(columns_with_rows)} of {len(columns)} checkpoints"
+    parts.append(f'<h3>Problems</h3><p class="note">{escape(omitted or "All of them")}.</p>')
+    for column in columns:
+        if count := _lines(column.path) - sum(1 for _ in _rows(column.path)):
+            note = f"{column.path.parent.name}/{column.path.name}: {count} lines are no samples, and are left out"
+            parts.append(f'<p class="note">{escape(note)}.</p>')
+    parts += [_filter_form(), *(_problem(key, columns_with_rows) for key in chosen)]
+    return "".join(parts)
+
+
+def _filter_form() -> str:
+    """Renders the fields that filter the problems of a suite; hidden if no scripts run."""
+    choices = {
+        "any": "any",
+        "right": "one is right",
+        "wrong": "one is wrong",
+        "changed": "differ between checkpoints",
+    }
+    options = "".join(f'<option value="{value}">{text}</option>' for value, text in choices.items())
+    rewards = "".join(
+        f'<label>{text}<input type="number" name="{name}" step="any"/></label>'
+        for name, text in (("least", "reward from"), ("most", "to"))
+    )
+    return (
+        f'<form class="filter" hidden><label>answers<select name="answers">{options}</select></label>{rewards}'
+        '<label>text in prompt or answer<input type="search" name="text"/></label>'
+        '<button type="reset">show all</button><output aria-live="polite"></output></form>'
+    )
+
+
+def _changes(columns: Sequence[_Column]) -> str:
+    """Renders accuracy by checkpoint, pass@k for several samples, and the numbers of problems won and lost against the
+    checkpoint before.
+    """
+    rows: list[list[Cell]] = []
+    results = [with_pass_at(column.result) for column in columns]
+    passed = largest_pass_at(name for result in results for name in result)
+    before: _Column | None = None
+    for column, result in zip(columns, results, strict=True):
+        both = [key for key in column.share if before is not None and key in before.share]
+        better = sum(column.share[key] > before.share[key] for key in both) if before else "–"
+        worse = sum(column.share[key] < before.share[key] for key in both) if before else "–"
+        accuracy = sum(column.share.values()) / len(column.share)
+        between = interval_text(column.result.get("accuracy_ci95"), ".1%") or "–"
+        share = result.get(passed or "")
+        several = [f"{share:.1%}" if isinstance(share, int | float) else "–"] if passed else []
+        rows.append([column.step, len(column.share), f"{accuracy:.1%}", between, *several, better, worse])
+        before = column
+    several = [metric_title(passed)] if passed else []
+    head = ["step", "problems", "accuracy", "95 % interval", *several, "better than before", "worse than before"]
+    return f'<div class="scroll">{table(head, rows)}</div>'
+
+
+def _map(columns: Sequence[_Column], ids: Sequence[Any]) -> str:
+    """Renders one row per checkpoint and one column per problem; the fuller the colour, the more samples are right."""
+    picked = [ids[i] for i in spread(len(ids), _MAP_COLUMNS)]
+    margin, height = 78, 17
+    width = max(4, min(22, 1080 // len(picked)))
+    parts, level = [], None
+    for j, key in enumerate(picked):
+        if (name := columns[-1].level[key]) != level:
+            level = name
+            parts.append(f'<text x="{margin + j * width}" y="12">{escape(name[:18])}</text>')
+    for i, column in enumerate(columns):
+        y = 20 + i * (height + 2)
+        parts.append(f'<text x="{margin - 8}" y="{y + 12}" text-anchor="end">step {column.step}</text>')
+        for j, key in enumerate(picked):
+            share = column.share.get(key)
+            fill = "var(--soft)" if not share else "var(--c2)"
+            opacity = 1.0 if not share else 0.2 + 0.8 * share
+            label = "not asked" if share is None else f"{share:.0%} right"
+            parts.append(
+                f'<rect x="{margin + j * width}" y="{y}" width="{width - 1}" height="{height}" '
+                f'style="fill:{fill};opacity:{opacity:.2f};stroke:var(--line);stroke-width:.6">'
+                f"<title>problem {escape(str(key))}, step {column.step}: {label}</title></rect>"
+            )
+    size = margin + width * len(picked) + 4, 24 + len(columns) * (height + 2)
+    note = f"{len(picked)} of {len(ids)} problems. " if len(picked) < len(ids) else ""
+    return (
+        f'<p class="note">{note}Each row is a checkpoint, each column a problem. Filled: right; paler: some of its samples '
+        "are right.</p>"
+        f'<div class="map"><svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" '
+        f'width="{size[0]}" height="{size[1]}" role="img" aria-label="right and wrong by problem">'
+        f"{''.join(parts)}</svg></div>"
+    )
+
+
+def _problem(key: Any, columns: Sequence[_Column]) -> str:
+    first = next((rows[0] for column in reversed(columns) if (rows := column.selected_rows.get(key))), None)
+    if first is None:
+        return ""
+    facts = [f"<b>Problem {escape(str(key))}</b>"]
+    if first.get("level"):
+        facts.append(f"<span>level {escape(str(first['level']))}</span>")
+    if first.get("answer"):
+        facts.append(f"<span>answer <code>{escape(str(first['answer'])[:200])}</code></span>")
+    cells = []
+    for column in columns:
+        rows = sorted(column.selected_rows.get(key, []), key=lambda row: row["sample"])
+        # A suite that was changed between two evaluations has another prompt under the same number.
+        same_prompt = bool(rows) and rows[0]["prompt"] == first["prompt"]
+        cells.append(_answer(column.step, rows) if same_prompt else _not_asked(column.step))
+    shares = {column.share[key] for column in columns if key in column.share}
+    changed = " data-changed" if len(shares) > 1 else ""
+    return (
+        f'<article class="problem"{changed}><header>{"".join(facts)}{_text(first["prompt"])}</header>'
+        f'<div class="answers">{"".join(cells)}</div></article>'
+    )
+
+
+def _not_asked(step: int) -> str:
+    return f'<div class="answer"><h4>step {step}</h4>{missing("Not asked at this checkpoint.")}</div>'
+
+
+def _answer(step: int, rows: Sequence[Row]) -> str:
+    right = sum(row["right"] for row in rows)
+    count = f" · {right} of {len(rows)} right" if len(rows) > 1 else ""
+    html = f"<h4>step {step}{count}</h4>{_sample(rows[0])}"
+    if more_samples := rows[1 : 1 + _MAX_MORE_SAMPLES]:
+        more = "".join(_sample(row) for row in more_samples)
+        html += f"<details><summary>{len(more_samples)} more of its {len(rows)} samples</summary>{more}</details>"
+    return f'<div class="answer">{html}</div>'
+
+
+def _sample(row: Row) -> str:
+    mark = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
+    facts = [f"{row['tokens']} tokens"] if "tokens" in row else []
+    if row.get("finished") is False:
+        facts.append("cut off")
+    if row.get("failed"):
+        facts.append("could not be judged")
+    terms = row.get("terms")
+    if terms is not None and "reward" in row:
+        values = ", ".join(f"{name} {value:.3g}" for name, value in terms.items() if is_number(value))
+        facts.append(f"reward {row['reward']:.3g}" + (f" ({values})" if len(terms) > 1 else ""))
+    reward = f' data-reward="{row["reward"]:.9g}"' if "reward" in row else ""
+    data = f'data-answer="{"right" if row["right"] else "wrong"}"{reward}'
+    return f'<div class="sample" {data}><p>{mark} · {escape(" · ".join(facts))}</p>{_text(row["response"])}</div>'
+
+
+def _text(text: str) -> str:
+    """Renders untrusted text; a long one is folded, a very long one cut."""
+    visible = text if len(text) <= _FOLD_CHARACTERS * 1.2 else text[:_FOLD_CHARACTERS]
+    html = f'<pre class="said" dir="auto">{escape(visible) or "<i>nothing</i>"}</pre>'
+    if folded := text[len(visible) : _MAX_SAMPLE_CHARACTERS]:
+        cut = (
+            f"\n[{len(text) - _MAX_SAMPLE_CHARACTERS} more characters are in the samples file]"
+            if len(text) > _MAX_SAMPLE_CHARACTERS
+            else ""
+        )
+        html += (
+            f"<details><summary>{len(text) - len(visible)} more characters</summary>"
+            f'<pre class="said" dir="auto">{escape(folded)}{cut}</pre></details>'
+        )
+    return html
+
+
+def compare(first: str | Path, second: str | Path) -> dict[str, Any]:
+    """Compares two evaluations of one suite, sample by sample: two engines with one model, or two models.
+
+    Args:
+        first, second: Their JSON files, with the samples in the same folders.
+
+    Returns:
+        n (common samples), same_text, same_right (shares), accuracy of both, difference (second − first, over problems)
+        with its paired 95 % interval, and `examples`: the first five with different texts.
+
+    Raises:
+        ConfigError: A file cannot be read, or the evaluations have no problem in common.
+    """
+    texts, first_rows, second_rows = [], _by_sample(first), _by_sample(second)
+    both = [key for key in first_rows if key in second_rows and first_rows[key]["prompt"] == second_rows[key]["prompt"]]
+    if not both:
+        raise ConfigError(f"{first} and {second} have no problem in common; compare evaluations of one suite")
+    problems: dict[Any, list[int]] = {}
+    for key in both:
+        one, other = first_rows[key], second_rows[key]
+        problems.setdefault(key[0], []).append(int(other["right"]) - int(one["right"]))
+        if one["response"] != other["response"]:
+            texts.append({"id": key[0], "sample": key[1], "first": one["response"], "second": other["response"]})
+    differences = [sum(problem_differences) / len(problem_differences) for problem_differences in problems.values()]
+    # From -1 to 1. If no problem differs, the interval is the bound of the share that might.
+    bound = wilson(0, len(differences))[1]
+    shares = share_interval([(difference + 1) / 2 for difference in differences])
+    between = [2 * end - 1 for end in shares] if any(differences) else [-bound, bound]
+    return {
+        "n": len(both),
+        "same_text": 1 - len(texts) / len(both),
+        "same_right": sum(first_rows[key]["right"] == second_rows[key]["right"] for key in both) / len(both),
+        "accuracy": [sum(rows[key]["right"] for key in both) / len(both) for rows in (first_rows, second_rows)],
+        "difference": sum(differences) / len(differences),
+        "difference_ci95": list(between),
+        "examples": texts[:5],
+    }
+
+
+def _by_sample(result: str | Path) -> dict[tuple[Any, int], dict[str, Any]]:
+    path = samples_path(Path(result))
+    try:
+        return {(row["id"], row["sample"]): row for row in read_samples(path)}
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror}; an evaluation writes it beside its JSON"
+        ) from error
+
+
+EPISODES = 24
+"""Episodes of a suite that are shown."""
+_MAX_CHARACTERS = 4000
+_EPISODE_CSS = """
+.note{color:var(--muted);margin:0 0 14px}
+.episode{border:1px solid var(--line);border-radius:10px;margin:16px 0;overflow:hidden}
+.episode>header{background:var(--soft);padding:10px 16px;border-bottom:1px solid var(--line)}
+.episode>header b{margin-right:14px}.episode>header span{color:var(--muted);font-size:13px;margin-right:14px}
+.branches{display:grid;grid-auto-flow:column;grid-auto-columns:minmax(320px,1fr);overflow-x:auto}
+.branch{padding:10px 14px;border-left:1px solid var(--line);min-width:0}.branch:first-child{border-left:0}
+.branch h4{margin:0 0 6px;font-size:13px}
+.part{white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate;font-size:13px;margin:6px 0;padding:6px 10px;
+border-radius:8px;font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
+.read{background:var(--soft);color:var(--muted)}.drawn{border:1px solid var(--line)}
+.drawn b,.read b{display:block;font:600 11.5px system-ui,sans-serif;color:var(--muted)}
+.drawn i{font-style:normal;border-radius:3px}
+.ok,.no{font-weight:650}.ok{color:var(--c2)}.no{color:var(--c3)}
+"""
+EpisodeRow = dict[str, Any]
+
+
+def episodes_page(paths: RunPaths) -> Path:
+    """Returns the path of a run's page of episodes."""
+    return paths.report.with_name("episodes.html")
+
+
+def write_episodes_page(paths: RunPaths) -> Path | None:
+    """Writes the page of a run's episodes, from each suite's last evaluation; returns None if no episode has several
+    turns.
+
+    Raises:
+        RlhpcError: The page cannot be written.
+    """
+    sections = []
+    for suite, results in results_with_samples(paths).items():
+        step, path, _ = results[-1]
+        rows = _episode_rows(samples_path(path))
+        if rows:
+            selected = [rows[at] for at in spread(len(rows), EPISODES)]
+            note = f'<p class="note">{len(selected)} of {len(rows)} episodes, evenly spaced, at step {step}.</p>'
+            sections.append(section(f"Suite {suite}", note + "".join(map(_episode, selected))))
+    if not sections:
+        return None
+    target = episodes_page(paths)
+    ways = f'<nav><a href="{PAGE}">The run</a></nav>'
+    html = page(
+        title=f"{paths.root.name}: episodes",
+        subtitle="what was read, what was drawn, what it was worth",
+        body=[ways, *sections],
+        css=_EPISODE_CSS,
+    )
+    return write_page(html, target)
+
+
+def _episode_rows(path: Path) -> list[EpisodeRow]:
+    try:
+        return [row for row in read_samples(path) if _is_episode(row.get("episode"))]
+    except OSError:
+        return []
+
+
+def _is_episode(samples: Any) -> bool:
+    """Returns whether these are samples in the format of `transcript`, since the file may come from elsewhere."""
+    return (
+        isinstance(samples, list)
+        and bool(samples)
+        and all(
+            isinstance(sample, dict) and isinstance(sample.get("parts"), list) and all(map(_is_part, sample["parts"]))
+            for sample in samples
+        )
+    )
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, dict) or not is_count(part.get("turn")) or not is_number(part.get("reward") or 0):
+        return False
+    if "drawn" not in part:
+        return isinstance(part.get("read"), str)
+    return isinstance(part["drawn"], list) and all(map(_is_token, part["drawn"]))
+
+
+def _is_token(token: Any) -> bool:
+    return isinstance(token, list) and len(token) == 2 and isinstance(token[0], str) and is_number(token[1])
+
+
+def _episode(row: EpisodeRow) -> str:
+    mark = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
+    samples: Sequence[Any] = row["episode"]
+    turns = {(str(s.get("role")), p["turn"]) for s in samples for p in s["parts"] if "drawn" in p}
+    facts = [f"{len(turns)} turns", f"{len(samples)} branches" if len(samples) > 1 else "one branch"]
+    if "reward" in row:
+        facts.append(f"reward {row['reward']:.3g}")
+    if row.get("answer"):
+        facts.append(f"answer {str(row['answer'])[:200]}")
+    fact_spans = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
+    branches = "".join(_branch(number, sample, len(samples)) for number, sample in enumerate(samples, 1))
+    head = f"<header><b>Problem {escape(str(row['id']))}</b>{mark} {fact_spans}</header>"
+    return f'<article class="episode">{head}<div class="branches">{branches}</div></article>'
+
+
+def _branch(number: int, sample: Any, of: int) -> str:
+    role = escape(str(sample.get("role") or ""))
+    title = " · ".join(filter(None, [role, f"branch {number} of {of}" if of > 1 else ""]))
+    return f'<div class="branch"><h4>{title}</h4>{"".join(map(_part, sample["parts"]))}</div>'
+
+
+def _part(part: Any) -> str:
+    if "drawn" not in part:
+        text = part["read"] if len(part["read"]) <= _MAX_CHARACTERS else part["read"][:_MAX_CHARACTERS] + "…"
+        return f'<div class="part read" dir="auto"><b>read</b>{escape(text)}</div>'
+    reward = f", reward {part['reward']:.3g}" if part.get("reward") else ""
+    tokens = "".join(_token(text, logprob) for text, logprob in part["drawn"][:_MAX_CHARACTERS])
+    return f'<div class="part drawn" dir="auto"><b>turn {part["turn"] + 1}{reward}</b>{tokens}</div>'
+
+
+def _token(text: str, logprob: float) -> str:
+    """Renders a token; the less likely, the fuller its colour."""
+    share = round(100 * (1 - math.exp(min(0.0, logprob))))
+    shade = f' style="background:color-mix(in srgb,var(--c3) {share}%,transparent)"' if share > 2 else ""
+    return f'<i title="log-prob {logprob:.3f}"{shade}>{escape(text)}</i>'

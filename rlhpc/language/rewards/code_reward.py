@@ -1,0 +1,211 @@
+"""Code reward: runs a program against its problem's tests in a sandbox."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from rlhpc.language.rewards.base import Sample
+from rlhpc.language.rewards.expected_values import holds
+from rlhpc.language.rewards.problem_formats import COLUMNS, tests_of
+from rlhpc.language.rewards.problem_tests import program_names, read_tests
+from rlhpc.language.sandbox.python import Sandbox
+from rlhpc.runtime.errors import ConfigError
+
+_FENCE = re.compile(
+    r"(?P<quote>(?:> ?)*)(?P<indent>[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*)(?P<fence>`{3,}(?=[^`]*$)|~{3,})[ \t]*(?P<info>.*)"
+)
+_MAX_PROBLEMS = 256
+
+
+class CodeReward:
+    """Reward of the last Python block of a response, which runs against the problem's tests in a sandbox.
+
+    The tests are in `meta["tests"]`, or in the column of a published set (`problem_formats.COLUMNS`). A test is one of:
+
+    - statements with `assert`, a function `check(candidate)`, pytest functions, unittest classes, doctests. Assertions on
+      calls are evaluated outside: only the values of the calls leave the sandbox, and comparisons, `not`, `and`,
+      `abs(a - b) < c`, `math.isclose`, `isinstance`, `all` and the like are applied to them here, as builtin values. Expected
+      values never enter the sandbox, nor do names that the tests bind to values, unless they are arguments of the
+      program. Loops over values known in advance are unrolled. So an object that claims to equal everything, a redefined
+      `abs`, or a program that ends early and prints success gains nothing. Tests that cannot be split (other loops, `try`,
+      helpers of the setup that compare) run inside, in the program's process, in a separate run; a malicious program can
+      deceive those.
+    - `{"input": text, "output": text}`: the program runs with the input on stdin, and its output is compared outside,
+      up to white space at line ends.
+    - `{"call": expression, "output": value}`: as the first.
+
+    `meta["setup"]` has statements to run before the tests, `meta["entry_point"]` the name that a `check(candidate)`
+    function among the tests is called with. A problem whose tests test nothing is an error (`check_problem`); so is one whose
+    tests an empty program passes.
+
+    Args:
+        partial: The reward is the fraction of the tests that pass, rather than 1 for all of them and 0 otherwise.
+        whole: A response without a block is run as a program unchanged.
+        timeout_s: Wall time of all tests of a sample; must be below `reward.timeout_s`.
+        sandbox: Arguments of the `Sandbox`.
+    """
+
+    memory_mb = 8192
+
+    def __init__(
+        self,
+        partial: bool = False,
+        whole: bool = False,
+        timeout_s: float = 6.0,
+        sandbox: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._partial = partial
+        self._run_unfenced = whole
+        self._timeout_s = timeout_s
+        try:
+            self._sandbox = Sandbox(**{"wall_s": timeout_s, **(sandbox or {})})
+        except TypeError as error:
+            raise ConfigError(f"reward.terms: sandbox of 'code': {error}") from None
+        self._problems: dict[str, _Problem] = {}
+
+    @staticmethod
+    def check_problem(meta: Mapping[str, Any]) -> None:
+        """Rejects a problem whose tests cannot be read, or test nothing. No program is run.
+
+        Raises:
+            ValueError: Has the reason.
+        """
+        _Problem(meta)
+
+    def __call__(self, sample: Sample) -> float:
+        problem = self._problem(sample.meta)
+        program = last_block(sample.response)
+        if program is None:
+            if not self._run_unfenced:
+                return 0.0
+            program = sample.response
+        passed = self._passed(problem, program, self._timeout_s, all_of_them=self._partial)
+        if not any(passed):
+            return 0.0
+        tested = self._tested(problem)
+        if not self._partial:
+            return float(all(passed))
+        # A test that an empty program passes, too, such as that an argument is unchanged, counts only if it fails.
+        counted = [result for result, depends in zip(passed, tested, strict=True) if depends or not result]
+        return sum(counted) / len(counted)
+
+    def _problem(self, meta: Mapping[str, Any]) -> _Problem:
+        """Returns the problem, which is parsed once for all its samples."""
+        columns = (*COLUMNS, "setup", "test_setup_code", "test_imports", "entry_point", "metadata")
+        key = repr([meta.get(name) for name in columns])
+        if key not in self._problems:
+            if len(self._problems) >= _MAX_PROBLEMS:
+                self._problems.clear()
+            self._problems[key] = _Problem(meta)
+        return self._problems[key]
+
+    def _passed(self, problem: _Problem, program: str, timeout_s: float, *, all_of_them: bool) -> list[bool]:
+        """Runs a program against all tests; without `all_of_them` those after a failure count as failed, unrun."""
+        deadline, passed, plan = time.monotonic() + timeout_s, list[bool](), problem.plan
+        if plan.claims:
+            checks = self._sandbox.check(program, plan.steps, plan.setup, timeout_s).checks
+            answers = [checks.get(number, {}) for number in range(len(plan.steps))]
+            passed += [holds(claim, answers) for claim in plan.claims]
+        remaining = deadline - time.monotonic()
+        if plan.verdicts and remaining > 0 and (all_of_them or all(passed)):
+            checks = self._sandbox.check(program, plan.scripts, plan.setup, remaining).checks
+            passed += [checks.get(number, {}).get("passed") is True for number in plan.verdicts]
+        else:
+            passed += [False] * len(plan.verdicts)
+        for test in problem.streams:
+            remaining = deadline - time.monotonic()
+            enough = all_of_them or all(passed)
+            passed.append(enough and remaining > 0 and self._prints(program, test, remaining))
+        return passed
+
+    def _tested(self, problem: _Problem) -> list[bool]:
+        """Returns the tests that an empty program fails; it runs before the first reward of a problem.
+
+        Raises:
+            ValueError: All tests pass without a program, or with functions that return None.
+        """
+        if problem.refusal is None:
+            passed = self._passed(problem, "", self._timeout_s, all_of_them=True)
+            problem.tested = [not result for result in passed]
+            stub = "".join(f"def {name}(*args, **kwargs): return None\n" for name in program_names(problem.plan))
+            if all(passed):
+                problem.refusal = "its tests test nothing: an empty program passes"
+            elif all(self._passed(problem, stub, self._timeout_s, all_of_them=False)):
+                problem.refusal = "its tests test nothing: a program whose functions return None passes"
+            else:
+                problem.refusal = ""
+        if problem.refusal:
+            raise ValueError(problem.refusal)
+        return problem.tested
+
+    def _prints(self, program: str, test: Mapping[str, Any], timeout_s: float) -> bool:
+        result = self._sandbox.run(program, str(test.get("input", "")), timeout_s)
+        return result.status == "ok" and _lines(result.stdout) == _lines(str(test["output"]))
+
+
+class _Problem:
+    """Parsed tests of a problem.
+
+    Attributes:
+        streams: Tests of the program's output.
+        plan: The other tests.
+        tested: Whether an empty program fails each test.
+        refusal: Reason why the tests are rejected, "" if they are valid, None before an empty program has run.
+    """
+
+    def __init__(self, meta: Mapping[str, Any]) -> None:
+        tests = tests_of(meta)
+        self.streams = [test for test in tests if _prints_only(test)]
+        self.plan = read_tests([test for test in tests if not _prints_only(test)], meta)
+        self.tested: list[bool] = []
+        self.refusal: str | None = None
+
+
+def _prints_only(test: str | Mapping[str, Any]) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(test, Mapping) and "call" not in test
+
+
+def last_block(response: str) -> str | None:
+    """Returns the last closed block that is marked as Python, or else the last without a mark.
+
+    Fences are those of CommonMark: three or more backticks or tildes, closed by at least as many of the same; in list items
+    and quotes the indentation of the fence is removed from its lines.
+    """
+    blocks: list[tuple[str, str]] = []
+    opened: re.Match[str] | None = None
+    code: list[str] = []
+    for line in response.splitlines():
+        if opened is None:
+            opened, code = _FENCE.fullmatch(line), []
+            continue
+        text = line[len(opened["quote"]) :] if line.startswith(opened["quote"]) else line
+        fence = text.strip()
+        if fence and set(fence) == {opened["fence"][0]} and len(fence) >= len(opened["fence"]):
+            blocks.append((_mark(opened["info"]), "\n".join([*code, ""])))
+            opened = None
+        else:
+            code.append(_unindented(text, len(opened["indent"].expandtabs(4))))
+    for marks in (("python", "py", "python3"), ("",)):
+        codes = [block for mark, block in blocks if mark in marks]
+        if codes:
+            return codes[-1]
+    return None
+
+
+def _mark(info: str) -> str:
+    """Returns the language of a fence: `python` of `python title=x`, `{.python .numberLines}` and `python3.11`."""
+    words = re.findall(r"[a-z]+3?", info.lower())
+    return words[0] if words else ""
+
+
+def _unindented(line: str, width: int) -> str:
+    """Removes up to `width` columns of white space from the start of a line."""
+    expanded = line.expandtabs(4) if line[:width].strip(" ") != line[:width].strip() else line
+    return expanded[min(width, len(expanded) - len(expanded.lstrip())) :]
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -1,0 +1,689 @@
+"""Static analysis of a program's tests: which expressions run with the program in the sandbox, and which outside.
+
+Of `assert abs(root(2.0) - 1.41) < 1e-6` only `root(2.0)` is computed in the sandbox. Its value is returned, and the
+subtraction, `abs` and the comparison are computed here, on builtin values. So a program that redefines `abs` or `bool`, or
+returns an object with overloaded operators, gains nothing, and 1.41 does not occur in its process. Names that the tests bind
+to values are known here, too; in the sandbox they are bound only if they are passed to the program.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhpc.language.rewards import expected_values as outside
+from rlhpc.language.rewards import problem_formats
+from rlhpc.language.rewards.expected_values import Answer, Term
+from rlhpc.language.rewards.python_expressions import (
+    MOST_ROUNDS,
+    Renamed,
+    Unclear,
+    asserts,
+    assigned,
+    bound_names,
+    containers,
+    expression,
+    items,
+    literal,
+    returns,
+    written_out,
+)
+
+_PLAIN_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Import, ast.ImportFrom, ast.FunctionDef,
+                     ast.ClassDef, ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Delete, ast.Pass)  # fmt: skip
+_BINDING = (ast.FunctionDef, ast.ClassDef, ast.Global, ast.Nonlocal)
+_FRAMEWORKS = ("pytest", "unittest", "doctest")
+_CONSTANT = (bool, int, float, complex, str, bytes, type(None))
+
+
+@dataclass
+class TestPlan:
+    """Plan of a problem's tests: steps to run with a program, and claims about their results.
+
+    Attributes:
+        steps: For the first run, in order: `value` (an expression whose value is returned), `raises` (statements whose
+            exception is returned) and `do` (statements).
+        scripts: For a second run: `do` as before, and `script`, statements that test the program in the sandbox. They contain
+            the expected values, so they run in a different process from the steps.
+        claims: For each assertion, a function that evaluates it from the answers to `steps`.
+        verdicts: Indices into `scripts` that have to pass.
+        setup: Statements to run before the steps.
+        values: Values of names that the tests have bound so far, if they are known here.
+        strict: Whether the program has to define a builtin function's name for the tests of that function to count.
+    """
+
+    steps: list[dict[str, str]] = field(default_factory=list)
+    scripts: list[dict[str, str]] = field(default_factory=list)
+    claims: list[Term] = field(default_factory=list)
+    verdicts: list[int] = field(default_factory=list)
+    setup: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    meanings: dict[str, str] = field(default_factory=dict)
+    definitions: dict[str, ast.stmt] = field(default_factory=dict)
+    prepared: list[int] = field(default_factory=list)
+    strict: list[bool] = field(default_factory=lambda: [False])
+
+    def copy(self) -> TestPlan:
+        """Returns a plan that can be extended and discarded."""
+        return TestPlan(
+            list(self.steps), list(self.scripts), list(self.claims), list(self.verdicts), self.setup, dict(self.values),
+            dict(self.meanings), dict(self.definitions), list(self.prepared), self.strict,
+        )  # fmt: skip
+
+
+def meanings_of(body: Sequence[ast.stmt]) -> dict[str, str]:
+    """Returns the meanings of names that the tests' statements bind: `math.isclose` for an import of it, else ""."""
+    meanings: dict[str, str] = {}
+    for statement in body:
+        if isinstance(statement, ast.ImportFrom):
+            meanings |= {name.asname or name.name: f"{statement.module}.{name.name}" for name in statement.names}
+        elif isinstance(statement, ast.Import):
+            meanings |= {name.asname: name.name for name in statement.names if name.asname}
+            roots = (name.name.partition(".")[0] for name in statement.names if not name.asname)
+            meanings |= {root: root for root in roots}
+        elif isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            meanings[statement.name] = ""
+        else:
+            stored = (n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            meanings |= dict.fromkeys(stored, "")
+    return meanings
+
+
+def add_step(plan: TestPlan, kind: str, source: str) -> int:
+    plan.steps.append({"kind": kind, "source": source})
+    if kind == "do":
+        plan.scripts.append({"kind": kind, "source": source})
+    return len(plan.steps) - 1
+
+
+def has_check(body: Sequence[ast.stmt]) -> bool:
+    return any(isinstance(s, ast.FunctionDef) and s.name == "check" for s in body)
+
+
+def calls(body: Sequence[ast.stmt], name: str) -> bool:
+    nodes = (n for s in body if not isinstance(s, ast.FunctionDef) for n in ast.walk(s))
+    return any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == name for n in nodes)
+
+
+class Reader:
+    """Parser of one test, which adds to `plan`.
+
+    Attributes:
+        judged: Assertions that depend on the program.
+        possible: Assertions that depend on it if it defines the name of a builtin function.
+    """
+
+    def __init__(self, plan: TestPlan, entry: str, functions: Mapping[str, ast.FunctionDef]) -> None:
+        self.plan, self.entry, self.names, self.values = plan, entry, plan.meanings, plan.values
+        self.judged = self.possible = 0
+        self._functions = dict(functions)
+        self._leaves, self._all_inside, self._rounds, self._trial = 0, False, 0, False
+        self._bound: dict[str, list[Any]] = {}
+        self._done: list[int] = []
+
+    def read(self, body: list[ast.stmt]) -> TestPlan:
+        """Parses the statements of a test.
+
+        Raises:
+            Unclear: They cannot be split.
+        """
+        claims = len(self.plan.claims)
+        plain, functions, classes = problem_formats.test_functions(body)
+        called = self.entry and has_check(plain) and not calls(plain, "check")
+        for statement in plain:
+            self._statement(statement)
+        if called:
+            check = self._functions["check"]
+            self._inline(check, [ast.parse(self.entry, mode="eval").body])
+        for function in [*functions, *(f for class_ in classes for f in problem_formats.unittest_functions(class_))]:
+            before = self.judged + self.possible
+            self._inline(function, [])
+            if self.judged + self.possible == before:
+                raise ValueError(f"the test {function.name} asserts nothing of the program")
+        done = [*self.plan.prepared, *self._done]
+        if not self.judged and not self.possible:  # its preparation must be valid for the tests after it
+            self.plan.prepared = done
+        if done:  # no statement of the test may raise
+            self.plan.claims[claims:] = [outside.after(done, claim) for claim in self.plan.claims[claims:]]
+        return self.plan
+
+    def _do(self, statement: ast.stmt) -> None:
+        """Adds a statement to the steps, after its prerequisites."""
+        stored = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+        simple = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr))
+        source = ast.unparse(self._inserted(statement, simple))
+        for name in stored:
+            self.values.pop(name, None)
+        self.names.update(meanings_of([statement]))
+        self._done.append(add_step(self.plan, "do", source))
+
+    def _inserted(self, node: Any, simple: bool = True) -> Any:
+        """Replaces known expressions by their values, and binds names in the sandbox that the program may change or keep."""
+        node = (
+            ast.parse(ast.unparse(node), mode="eval").body
+            if isinstance(node, ast.expr)
+            else ast.parse(ast.unparse(node)).body[0]
+        )
+        local = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+        local |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+        if any(isinstance(n, ast.Name) and n.id in _FRAMEWORKS and n.id not in self.values for n in ast.walk(node)):
+            raise Unclear
+        inserter = _Inserted(self, local, simple)
+        node = inserter.visit(node)
+        for name in sorted(inserter.needed):
+            self._bind_inside(name)
+        self._define({n.id for n in ast.walk(node) if isinstance(n, ast.Name)})
+        return node
+
+    def _bind_inside(self, name: str) -> None:
+        """Binds a name in the sandbox, since the program gets its value and may change it."""
+        if name not in self.values:
+            return
+        value = self.values.pop(name)
+        source = ast.unparse(written_out(value))
+        shared = containers(value)
+        self.names[name] = ""
+        self._done.append(add_step(self.plan, "do", f"{name} = {source}"))
+        for alias, other in list(self.values.items()):
+            if other is value and shared:
+                del self.values[alias]
+                self.names[alias] = ""
+                self._done.append(add_step(self.plan, "do", f"{alias} = {name}"))
+            elif shared & containers(other):
+                raise Unclear
+
+    def _define(self, names: set[str]) -> None:
+        """Defines functions and classes of the tests in the sandbox if they are used there."""
+        for name in sorted(names & self.plan.definitions.keys()):
+            definition = self.plan.definitions.pop(name)
+            self._do(definition)
+
+    def bind(self, statement: ast.Assign) -> bool:
+        """Binds names to a value that is known here; returns False if it is not known."""
+        try:
+            value = self.constant_value(statement.value)
+            if isinstance(value, (zip, enumerate)):
+                value = list(value)
+            pairs = [pair for target in statement.targets for pair in bound_names(target, value)]
+        except Unclear:
+            return False
+        for name, part in pairs:
+            self.values[name], self.names[name] = part, ""
+        return True
+
+    def _inline(self, function: ast.FunctionDef, arguments: Sequence[ast.expr]) -> None:
+        """Parses a function's body in place of its call, with renamed local variables."""
+        parameters = function.args
+        if len(parameters.args) != len(arguments) or parameters.vararg or parameters.kwarg or parameters.kwonlyargs:
+            raise Unclear
+        inner = [node for statement in function.body for node in ast.walk(statement)]
+        if function.decorator_list or any(isinstance(node, _BINDING) for node in inner):
+            raise Unclear
+        stored = {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        if stored & {n.arg for n in inner if isinstance(n, ast.arg)}:
+            raise Unclear
+        names: dict[str, ast.expr] = {name: ast.Name(f"_{function.name}_{name}", ast.Load()) for name in stored}
+        names |= {a.arg: value for a, value in zip(parameters.args, arguments, strict=True)}
+        for statement in function.body:
+            copied = ast.parse(ast.unparse(statement)).body[0]
+            self._statement(ast.fix_missing_locations(Renamed(names).visit(copied)))
+
+    def _statement(self, statement: ast.stmt) -> None:
+        inner = list(ast.walk(statement))
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            return
+        if isinstance(statement, ast.Assert):
+            self._assert(statement.test)
+        elif isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            if isinstance(statement, ast.FunctionDef):
+                self._functions[statement.name] = statement
+            self.plan.definitions[statement.name], self.names[statement.name] = statement, ""
+            self.values.pop(statement.name, None)
+        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+            self.names.update(meanings_of([statement]))
+            module = statement.module if isinstance(statement, ast.ImportFrom) else statement.names[0].name
+            if module not in _FRAMEWORKS:
+                self._do(statement)
+        elif isinstance(statement, ast.With) and self._expects_exception(statement):
+            self._raises(statement)
+        elif isinstance(statement, ast.If) and any(isinstance(node, ast.Assert) for node in inner):
+            for chosen in statement.body if self.constant_value(statement.test) else statement.orelse:
+                self._statement(chosen)
+        elif isinstance(statement, ast.For) and any(isinstance(node, (ast.Assert, ast.With)) for node in inner):
+            self._loop(statement, inner)
+        elif isinstance(statement, ast.Expr) and self._asserting_call(statement.value):
+            pass
+        elif any(isinstance(node, ast.Assert) for node in inner):
+            raise Unclear
+        elif not (isinstance(statement, ast.Assign) and self.bind(statement)):
+            if (
+                not isinstance(statement, _PLAIN_STATEMENTS)
+                or returns(statement)
+                or asserts([statement], self._functions)
+            ):
+                raise Unclear
+            self._do(statement)
+
+    def _asserting_call(self, call: ast.expr) -> bool:
+        """Parses a call of a test's function that asserts something; returns False for other expressions.
+
+        Raises:
+            Unclear: Only the function itself can decide.
+        """
+        if not isinstance(call, ast.Call) or not asserts([ast.Expr(call)], self._functions):
+            return False
+        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        simple = (ast.Name, ast.Constant, ast.Attribute)
+        if name not in self.plan.definitions or call.keywords or not all(isinstance(a, simple) for a in call.args):
+            raise Unclear
+        self._inline(self._functions[name], call.args)
+        return True
+
+    def _expects_exception(self, statement: ast.With) -> bool:
+        call = statement.items[0].context_expr
+        return len(statement.items) == 1 and isinstance(call, ast.Call) and self._meaning(call.func) == "pytest.raises"
+
+    def _raises(self, statement: ast.With) -> None:
+        """Parses `with pytest.raises(...)`: the exception is returned, and its classes are compared here."""
+        call = statement.items[0].context_expr
+        assert isinstance(call, ast.Call)
+        matched = [k.value.value for k in call.keywords if k.arg == "match" and isinstance(k.value, ast.Constant)]
+        if statement.items[0].optional_vars is not None or len(matched) != len(call.keywords) or len(call.args) != 1:
+            raise Unclear
+        if any(isinstance(node, (ast.Assert, ast.With)) for s in statement.body for node in ast.walk(s)):
+            raise Unclear
+        classes = call.args[0].elts if isinstance(call.args[0], ast.Tuple) else [call.args[0]]
+        names = [ast.unparse(node).rpartition(".")[2] for node in classes]
+        source = "\n".join(ast.unparse(self._inserted(inner, False)) for inner in statement.body)
+        number = add_step(self.plan, "raises", source)
+        pattern = str(matched[0]) if matched else None
+        self.plan.claims.append(lambda answers: outside.raised(answers, number, names, pattern))
+        self.judged += 1
+
+    def _loop(self, loop: ast.For, inner: list[ast.AST]) -> None:
+        """Unrolls a loop over values that are known here."""
+        if loop.orelse or any(isinstance(node, (ast.Break, ast.Continue, *_BINDING)) for node in inner):
+            raise Unclear
+        for value in items(loop.iter, self.constant_value):
+            self._rounds += 1
+            if self._rounds > MOST_ROUNDS:
+                raise Unclear
+            for name, part in bound_names(loop.target, copy.deepcopy(value)):
+                self.values[name], self.names[name] = part, ""
+            for statement in loop.body:
+                self._statement(statement)
+
+    def _is_known(self, node: ast.expr) -> bool:
+        """Returns whether an expression is independent of the program."""
+        before, rounds, self._trial = self._trial, self._rounds, True
+        try:
+            self._term(node)
+        except Unclear:
+            return False
+        finally:
+            self._trial, self._rounds = before, rounds
+        return True
+
+    def constant_value(self, node: ast.expr) -> Any:
+        """Returns the value of an expression that is independent of the program."""
+        if self._bound or not self._is_known(node):
+            raise Unclear
+        try:
+            return self._term(node)([])
+        except Exception:
+            raise Unclear from None
+
+    def _assert(self, node: ast.expr) -> None:
+        steps, self._leaves = len(self.plan.steps), 0
+        term = self._term(node)
+        if self._leaves:
+            self.plan.claims.append(term)
+            self.judged += 1
+            return
+        del self.plan.steps[steps:]
+        stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+        stored |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+        loaded = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        functions = sorted(loaded - stored - self.names.keys() - self.values.keys())
+        if not functions:  # nothing depends on the program
+            if not outside.holds(term, []):
+                self.plan.claims.append(term)
+            return
+        # The program may define a function with the name of a builtin one, or import a name of a module.
+        number = add_step(self.plan, "value", f"any(name in globals() for name in {functions!r})")
+        self._all_inside = True
+        try:
+            judged = self._term(node)
+        finally:
+            self._all_inside = False
+        strict = self.plan.strict
+        self.plan.claims.append(
+            lambda answers: (
+                judged(answers) if outside.value_of(answers, number) is True else not strict[0] and term(answers)
+            )
+        )
+        self.possible += 1
+
+    def _term(self, node: ast.expr) -> Term:
+        """Returns a function that computes an expression, outside the sandbox as far as its parts are known here."""
+        is_literal, value = literal(node)
+        if is_literal:
+            return lambda answers: value
+        if self._is_leaf(node):
+            return self._leaf(node)
+        match node:
+            case ast.BoolOp():
+                parts = [self._term(part) for part in node.values]
+                return outside.either(parts, stops=isinstance(node.op, ast.Or))
+            case ast.UnaryOp():
+                sign, operand = outside.SIGNS[type(node.op)], self._term(node.operand)
+                return lambda answers: sign(operand(answers))
+            case ast.Compare():
+                return outside.compared(
+                    [self._term(n) for n in (node.left, *node.comparators)], [type(op) for op in node.ops]
+                )
+            case ast.BinOp():
+                kind, first, second = type(node.op), self._term(node.left), self._term(node.right)
+                return lambda answers: outside.computed(kind, first(answers), second(answers))
+            case ast.List() | ast.Tuple() | ast.Set():
+                container_type = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
+                items = [self._term(element) for element in node.elts]
+                return lambda answers: container_type([item(answers) for item in items])
+            case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
+                return self._comprehension(node)
+            case ast.Dict():
+                pairs = [
+                    (self._term(key), self._term(value))
+                    for key, value in zip(node.keys, node.values, strict=True)
+                    if key
+                ]
+                return lambda answers: {key(answers): value(answers) for key, value in pairs}
+            case ast.Subscript():
+                container, place = self._term(node.value), self._index(node.slice)
+                return lambda answers: container(answers)[place(answers)]
+            case ast.NamedExpr():
+                is_literal = self.constant_value(node.value)
+                if not self._trial:
+                    self.values[node.target.id], self.names[node.target.id] = is_literal, ""
+                return lambda answers: is_literal
+            case ast.Call() if self._is_method(node):
+                assert isinstance(node.func, ast.Attribute)
+                name, receiver = node.func.attr, self._term(node.func.value)
+                parts = [self._term(argument) for argument in node.args]
+                return lambda answers: outside.method(receiver(answers), name, [part(answers) for part in parts])
+            case ast.JoinedStr():
+                texts = [self._text(part) for part in node.values]
+                return lambda answers: "".join(text(answers) for text in texts)
+            case ast.Call():
+                function = self._function_of(node)
+                assert function is not None
+                arguments = [self._term(argument) for argument in node.args]
+                keywords = {
+                    str(k.arg): self._key(k.value) if k.arg == "key" else self._term(k.value) for k in node.keywords
+                }
+                return lambda answers: outside.called(
+                    function, [a(answers) for a in arguments], {n: k(answers) for n, k in keywords.items()}
+                )
+        assert isinstance(node, (ast.Name, ast.Attribute))
+        if isinstance(node, ast.Name) and node.id in self._bound:
+            cell = self._bound[node.id]
+            return lambda answers: cell[0]
+        if isinstance(node, ast.Name) and node.id in self.values:
+            bound = self.values[node.id]
+            return lambda answers: bound
+        constant = outside.CONSTANTS[self._meaning(node)]
+        return lambda answers: constant
+
+    def _leaf(self, node: ast.expr) -> Term:
+        if any(isinstance(n, ast.Name) and n.id in self._bound for n in ast.walk(node)):
+            raise Unclear  # it needs values that are known only outside
+        if self._trial:
+            raise Unclear
+        self._leaves += 1
+        source = ast.unparse(self._inserted(node))
+        for name in [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]:
+            self.values.pop(name, None)
+        number = add_step(self.plan, "value", source)
+        return lambda answers: outside.value_of(answers, number)
+
+    def _text(self, node: ast.expr) -> Term:
+        """Returns a function that computes a part of an f-string."""
+        if not isinstance(node, ast.FormattedValue):
+            return self._term(node)
+        convert = {-1: None, 115: str, 114: repr, 97: ascii}[node.conversion]
+        form = self._term(node.format_spec) if node.format_spec else (lambda answers: "")
+        value = self._term(node.value)
+        return lambda answers: format(convert(value(answers)) if convert else value(answers), form(answers))
+
+    def _index(self, node: ast.expr) -> Term:
+        if not isinstance(node, ast.Slice):
+            return self._term(node)
+        parts = [self._term(part) if part else (lambda answers: None) for part in (node.lower, node.upper, node.step)]
+        return lambda answers: slice(*[part(answers) for part in parts])
+
+    def _key(self, node: ast.expr) -> Term:
+        """Returns a function that computes a sorting key."""
+        if not isinstance(node, ast.Lambda):
+            function = outside.FUNCTIONS[self._meaning(node)][0]
+            return lambda answers: function
+        if len(node.args.args) != 1 or node.args.defaults or node.args.vararg or node.args.kwarg:
+            raise Unclear
+        cell, bound = [None], dict(self._bound)
+        self._bound[node.args.args[0].arg] = cell
+        try:
+            body = self._term(node.body)
+        finally:
+            self._bound = bound
+
+        def key(answers: Sequence[Answer]) -> Any:
+            def value(item: Any) -> Any:
+                cell[0] = item
+                return body(answers)
+
+            return value
+
+        return key
+
+    def _is_key(self, node: ast.expr) -> bool:
+        before, self._trial = self._trial, True
+        try:
+            self._key(node)
+        except (Unclear, LookupError):
+            return False
+        finally:
+            self._trial = before
+        return True
+
+    def _is_method(self, node: ast.Call) -> bool:
+        """Returns whether a call is of a non-mutating method of a test's value."""
+        if not isinstance(node.func, ast.Attribute) or node.keywords or self._all_inside:
+            return False
+        try:
+            receiver = self.constant_value(node.func.value)
+        except Unclear:
+            return False
+        names = outside.KNOWN_METHODS.get(type(receiver), ())
+        return node.func.attr in names and all(self._is_known(argument) for argument in node.args)
+
+    def _is_leaf(self, node: ast.expr) -> bool:
+        """Returns whether a complete expression is computed in the sandbox."""
+        if literal(node)[0]:
+            return False
+        match node:
+            case ast.BoolOp() | ast.Compare() | ast.GeneratorExp() | ast.ListComp() | ast.SetComp():
+                return False
+            case ast.UnaryOp():
+                return type(node.op) not in outside.SIGNS
+            case ast.BinOp():
+                return type(node.op) not in outside.ARITHMETIC
+            case ast.List() | ast.Tuple() | ast.Set():
+                return any(isinstance(element, ast.Starred) for element in node.elts)
+            case ast.Dict():
+                return None in node.keys
+            case ast.Subscript():
+                inner = [node.slice] if not isinstance(node.slice, ast.Slice) else [
+                    part for part in (node.slice.lower, node.slice.upper, node.slice.step) if part]  # fmt: skip
+                return not all(self._is_known(part) for part in (node.value, *inner))
+            case ast.JoinedStr():
+                parts = [n.value for n in ast.walk(node) if isinstance(n, ast.FormattedValue)]
+                return bool(self._bound) or not all(self._is_known(part) for part in parts)
+            case ast.NamedExpr():
+                return bool(self._bound) or not self._is_known(node.value)
+            case ast.Call() if self._is_method(node):
+                return False
+            case ast.Call():
+                if self._function_of(node) is None:
+                    return True
+                further = (*node.args[1:], *(keyword.value for keyword in node.keywords))
+                converts = self._meaning(node.func) in outside.CONVERSIONS and node.args and self._is_leaf(node.args[0])
+                return bool(converts) and all(
+                    isinstance(part, (ast.Constant, ast.Lambda, ast.Name)) for part in further
+                )
+            case ast.Name() if node.id in self._bound or node.id in self.values:
+                return False
+            case ast.Name() | ast.Attribute():
+                return self._meaning(node) not in outside.CONSTANTS
+        return True
+
+    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Term:
+        collection: Callable[[list[Any]], Any] = set if isinstance(node, ast.SetComp) else list
+        bound, before = dict(self._bound), (self.plan.copy(), list(self._done))
+        try:
+            if any(generator.is_async for generator in node.generators):
+                raise Unclear
+            rounds = self._rounds_of(node.generators, node.elt)
+        except Unclear:
+            if isinstance(node, ast.GeneratorExp) or bound:
+                raise
+            self._return_to(*before)
+            return self._leaf(node)  # a list can be returned as it is
+        finally:
+            self._bound = bound
+        return lambda answers: collection(list(rounds(answers)))
+
+    def _return_to(self, plan: TestPlan, done: list[int]) -> None:
+        """Restores the plan from before a trial."""
+        self.plan, self._done = plan, done
+        self.names, self.values = plan.meanings, plan.values
+
+    def _rounds_of(self, generators: Sequence[ast.comprehension], element: ast.expr) -> Term:
+        if not generators:
+            term = self._term(element)
+            return lambda answers: [term(answers)]
+        first, remaining = generators[0], generators[1:]
+        try:  # each round is unrolled, so that it may call the program
+            values = items(first.iter, self.constant_value)
+        except Unclear:
+            values = None
+        if values is not None and not self._bound:
+            parts = []
+            for value in values:
+                self._rounds += 1
+                if self._rounds > MOST_ROUNDS:
+                    raise Unclear
+                put = Renamed(assigned(first.target, value))
+                conditions = [self._term(put.visit(expression(test))) for test in first.ifs]
+                inner = [ast.comprehension(g.target, put.visit(expression(g.iter)),
+                         [put.visit(expression(test)) for test in g.ifs], 0) for g in remaining]  # fmt: skip
+                parts.append((conditions, self._rounds_of(inner, put.visit(expression(element)))))
+            return lambda answers: [
+                element_value
+                for conditions, part in parts
+                if all(condition(answers) for condition in conditions)
+                for element_value in part(answers)
+            ]
+        iterated = self._term(first.iter)
+        cells: dict[str, list[Any]] = {name: [None] for name in assigned(first.target, None)}
+        self._bound |= cells
+        conditions = [self._term(test) for test in first.ifs]
+        body = self._rounds_of(remaining, element)
+
+        def run(answers: Sequence[Answer]) -> Any:
+            for value in iterated(answers):
+                parts = [value] if isinstance(first.target, ast.Name) else list(value)
+                for cell, part in zip(cells.values(), parts, strict=True):
+                    cell[0] = part
+                if all(condition(answers) for condition in conditions):
+                    yield from body(answers)
+
+        return run
+
+    def _function_of(self, node: ast.Call) -> Callable[..., Any] | None:
+        name = self._meaning(node.func)
+        function, keywords = outside.FUNCTIONS.get(name, (None, ()))
+        if name in outside.KNOWN_FUNCTIONS and not self._bound:
+            parts = [*node.args, *(keyword.value for keyword in node.keywords)]
+            if all(self._is_known(part) for part in parts):
+                function, keywords = outside.KNOWN_FUNCTIONS[name]
+        if any(keyword.arg is None for keyword in node.keywords):
+            return None
+        if any(keyword.arg == "key" and not self._is_key(keyword.value) for keyword in node.keywords):
+            return None
+        if any(isinstance(argument, ast.Starred) for argument in node.args):
+            return None
+        if outside.ANY not in keywords and any(keyword.arg not in keywords for keyword in node.keywords):
+            return None
+        if function is isinstance:  # only the program can test for its classes
+            kinds = node.args[1:2]
+            kinds = kinds[0].elts if kinds and isinstance(kinds[0], ast.Tuple) else kinds
+            if not kinds or not all(self._meaning(kind) in outside.TYPES for kind in kinds):
+                return None
+        return function
+
+    def _meaning(self, node: ast.expr) -> str:
+        """Returns the qualified name of an expression, "" if the program or the setup defines it."""
+        if self._all_inside:
+            return ""
+        if isinstance(node, ast.Name):
+            return "" if node.id == self.entry else self.names.get(node.id, node.id)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            return f"{self.names.get(node.value.id, node.value.id)}.{node.attr}"
+        return ""
+
+
+class _Inserted(ast.NodeTransformer):
+    """Transformer that inserts the tests' values into an expression for the sandbox, and only those that it needs.
+
+    Attributes:
+        needed: Names that must be bound in the sandbox, since the program gets the object itself.
+    """
+
+    def __init__(self, reader: Reader, local: set[str], simple: bool) -> None:
+        self._reader, self._local, self._simple = reader, local, simple
+        self.needed: set[str] = set()
+
+    def _is_value(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id in self._reader.values
+
+    def visit(self, node: ast.AST) -> Any:
+        """Replaces an expression whose parts are all known, unless it is a name."""
+        if not isinstance(node, ast.expr) or not any(self._is_value(n) for n in ast.walk(node)):
+            return node if isinstance(node, ast.expr) else self.generic_visit(node)
+        if isinstance(node, ast.Name):
+            return self._name(node)
+        names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        loads = isinstance(getattr(node, "ctx", None) or ast.Load(), ast.Load)
+        if self._simple and loads and not names & self._local and not isinstance(node, ast.Starred):
+            try:
+                return written_out(self._reader.constant_value(node))
+            except Unclear:
+                pass
+        return self.generic_visit(node)
+
+    def _name(self, node: ast.Name) -> ast.expr:
+        value = self._reader.values[node.id]
+        if (
+            self._simple
+            and node.id not in self._local
+            and isinstance(value, _CONSTANT)
+            and isinstance(node.ctx, ast.Load)
+        ):
+            try:
+                return written_out(value)
+            except Unclear:
+                pass
+        self.needed.add(node.id)
+        return node

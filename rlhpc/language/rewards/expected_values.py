@@ -1,0 +1,314 @@
+"""Evaluation of assertions outside the sandbox: arithmetic, comparisons and builtin functions on builtin values.
+
+The program under test chose the operands, so everything is bounded.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import copy
+import datetime
+import json
+import math
+import operator
+import re
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+_DEEPEST = 64
+_LARGEST_EXPONENT = 10_000
+_MOST_ALIKE = 32
+"""Maximum number of set members with the same hash. A program adds more to slow the comparison down."""
+
+
+def decode(value: Any, depth: int = 0) -> Any:
+    """Decodes a value from the harness's encoding.
+
+    Raises:
+        ValueError: It is not the harness's output. A program can write in its place.
+    """
+    if depth > _DEEPEST:
+        raise ValueError("nested too deep")
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if not isinstance(value, dict) or len(value) != 1:
+        raise ValueError(f"no value: a {type(value).__name__}")
+    ((kind, inner),) = value.items()
+    try:
+        return _decoded(kind, inner, depth + 1)
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ValueError(f"no value of kind {kind!r}: {error}") from None
+
+
+def _decoded(kind: str, inner: Any, depth: int) -> Any:
+    match kind:
+        case "i":
+            return int(inner, 16)
+        case "f":
+            return float.fromhex(inner)
+        case "c":
+            return complex(float.fromhex(inner[0]), float.fromhex(inner[1]))
+        case "b":
+            return bytes.fromhex(inner)
+        case "l":
+            return [decode(item, depth) for item in inner]
+        case "g":
+            return iter([decode(item, depth) for item in inner])
+        case "t":
+            return tuple(decode(item, depth) for item in inner)
+        case "s":
+            return set(_spread([decode(item, depth) for item in inner]))
+        case "d":
+            pairs = [(decode(key, depth), decode(item, depth)) for key, item in inner]
+            _spread([key for key, _ in pairs])
+            return dict(pairs)
+        case "q":
+            return Fraction(int(inner[0], 16), int(inner[1], 16))
+        case "n":
+            number = Decimal(inner)
+            if number.is_finite() and abs(number.adjusted()) > _LARGEST_EXPONENT:
+                raise ValueError(f"an exponent of {number.adjusted()}")  # rounding it would make all its digits
+            return number
+        case "m" if inner[0] == "timedelta":
+            days, seconds, microseconds = (int(part) for part in inner[1])
+            return datetime.timedelta(days, seconds, microseconds)
+        case "m":
+            moments: dict[str, Any] = {
+                kind.__name__: kind.fromisoformat for kind in (datetime.date, datetime.datetime, datetime.time)
+            }
+            return moments[inner[0]](str(inner[1]))
+    raise ValueError(f"no value of kind {kind!r}")
+
+
+def _spread(members: list[Hashable]) -> Iterable[Hashable]:
+    """Raises for members that would take quadratic time in a hash table."""
+    hash_counts = collections.Counter(map(hash, members))
+    if len(members) > _MOST_ALIKE and max(hash_counts.values()) > _MOST_ALIKE:
+        raise ValueError("a set of members that share their hash")
+    return members
+
+
+_MOST_BITS, _MOST_ITEMS = 1 << 22, 1 << 20
+Answer = Mapping[str, Any]
+Term = Callable[[Sequence[Answer]], Any]
+"""Function that computes a value from the sandbox's answers to the steps."""
+
+
+def _range(*numbers: int) -> range:
+    rounds = range(*numbers)
+    if len(rounds) > _MOST_ITEMS:
+        raise ValueError("too large")
+    return rounds
+
+
+COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}  # fmt: skip
+ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+}  # fmt: skip
+SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.Not: operator.not_,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+
+class Approximation:
+    """Number, or container of numbers, that equals values near it, like `pytest.approx`."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None) -> None:
+        self.expected = expected
+        self.relative = rel
+        self.absolute = abs
+
+    def __eq__(self, other: object) -> bool:
+        return self._near(self.expected, other)
+
+    def _near(self, expected: Any, value: Any) -> bool:
+        if isinstance(expected, dict):
+            return (
+                isinstance(value, dict)
+                and value.keys() == expected.keys()
+                and all(self._near(item, value[key]) for key, item in expected.items())
+            )
+        if isinstance(expected, (list, tuple)):
+            return (
+                isinstance(value, (list, tuple))
+                and len(value) == len(expected)
+                and all(self._near(*pair) for pair in zip(expected, value, strict=True))
+            )
+        if isinstance(expected, bool) or not isinstance(expected, (int, float, complex, Decimal, Fraction)):
+            return bool(expected == value)
+        if isinstance(value, bool) or not isinstance(value, (int, float, complex, Decimal, Fraction)):
+            return False
+        if expected == value:
+            return True
+        absolute = 1e-12 if self.absolute is None else self.absolute
+        if self.relative is None and self.absolute is not None:
+            tolerance = absolute
+        else:
+            relative = 1e-6 if self.relative is None else self.relative
+            tolerance = max(absolute, relative * abs(complex(expected)))
+        difference = abs(complex(expected) - complex(value))
+        return math.isfinite(tolerance) and difference <= tolerance
+
+
+TYPES = {
+    kind.__name__: kind
+    for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+}  # fmt: skip
+FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    **{f.__name__: (f, ()) for f in (abs, all, any, bool, len, float, int, str, list, tuple, set, frozenset, dict, type)},
+    **{f.__name__: (f, ("key",)) for f in (max, min)},
+    **{f.__name__: (f, ()) for f in (sum, isinstance, enumerate, zip)},
+    "round": (round, ("ndigits",)), "sorted": (sorted, ("reverse", "key")), "repr": (repr, ()),
+    "pytest.approx": (Approximation, ("rel", "abs")),
+    "math.isclose": (math.isclose, ("rel_tol", "abs_tol")), "math.fabs": (math.fabs, ()), "math.sqrt": (math.sqrt, ()),
+    "math.isnan": (math.isnan, ()), "math.isinf": (math.isinf, ()), "collections.Counter": (collections.Counter, ()),
+    "range": (_range, ()),
+}  # fmt: skip
+"""Functions that are computed outside, with the supported keywords."""
+
+
+def _factorial(number: int) -> int:
+    if number > 5000:
+        raise ValueError("too large")
+    return math.factorial(number)
+
+
+_MOMENTS = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta)
+ANY = "*"
+"""Wildcard for keywords of any name."""
+KNOWN_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    **{f.__name__: (f, ()) for f in (bytes, complex, chr, ord, bin, hex, oct, divmod)},
+    **{f"math.{f.__name__}": (f, ()) for f in (math.ceil, math.floor, math.gcd, math.hypot, math.radians, math.degrees)},
+    **{f"math.{f.__name__}": (f, ()) for f in (math.sin, math.cos, math.tan, math.exp, math.log, math.log2, math.log10)},
+    **{f"statistics.{f.__name__}": (f, ()) for f in (statistics.mean, statistics.median, statistics.mode)},
+    **{f"datetime.{f.__name__}": (f, ("days", "seconds", "minutes", "hours", "weeks")) for f in _MOMENTS[3:]},
+    **{f"datetime.{f.__name__}": (f, ("year", "month", "day", "hour", "minute", "second")) for f in _MOMENTS[:3]},
+    "reversed": (lambda items: list(reversed(items)), ()), "math.factorial": (_factorial, ()),
+    "decimal.Decimal": (Decimal, ()), "fractions.Fraction": (Fraction, ()), "json.loads": (json.loads, ()),
+    "dict": (dict, (ANY,)),
+    "collections.OrderedDict": (dict, (ANY,)), "copy.deepcopy": (copy.deepcopy, ()), "copy.copy": (copy.copy, ()),
+}  # fmt: skip
+"""Functions that are computed outside if all their arguments come from the tests; the program chooses none of them."""
+KNOWN_METHODS: dict[type, tuple[str, ...]] = {
+    dict: ("items", "keys", "values", "get", "copy"), list: ("copy", "index", "count"), tuple: ("index", "count"),
+    str: ("upper", "lower", "strip", "split", "splitlines", "join", "replace", "title", "capitalize", "startswith", "endswith",
+          "encode"),
+    bytes: ("decode",), set: ("copy", "union", "intersection", "difference"),
+}  # fmt: skip
+"""Non-mutating methods of the tests' values, by type."""
+CONVERSIONS = {"list", "tuple", "set", "frozenset", "dict", "sorted", "len", "str", "int", "float", "sum", "round", "min",
+                "max", "collections.Counter"}  # fmt: skip
+"""Conversions of a program's value that may run in the sandbox: they must give exactly the expected value, so a manipulated
+conversion gains no more than returning that value.
+
+Values that cannot leave the sandbox, such as a deque, can thus be converted.
+"""
+CONSTANTS: dict[str, Any] = {**TYPES, "math.pi": math.pi, "math.e": math.e, "math.inf": math.inf, "math.nan": math.nan}
+
+
+def holds(claim: Term, answers: Sequence[Answer]) -> bool:
+    """Returns whether a claim is true; a claim that cannot be evaluated is not."""
+    try:
+        return bool(claim(answers))
+    except Exception:  # no answer, values that do not compare, too large
+        return False
+
+
+def value_of(answers: Sequence[Answer], number: int) -> Any:
+    return decode(answers[number]["value"])
+
+
+def raised(answers: Sequence[Answer], number: int, names: Sequence[str], pattern: str | None) -> bool:
+    """Returns whether statements ended with one of the exceptions. A name missing in the program is not its error."""
+    text, classes = value_of(answers, number)
+    if "NameError" in classes and "NameError" not in names:
+        return False
+    message = str(text).partition(": ")[2]
+    return any(name in classes for name in names) and (pattern is None or re.search(pattern, message) is not None)
+
+
+def method(receiver: Any, name: str, arguments: Sequence[Any]) -> Any:
+    """Calls a method of `KNOWN_METHODS`."""
+    result = getattr(receiver, name)(*arguments)
+    return list(result) if isinstance(receiver, dict) and name in ("items", "keys", "values") else result
+
+
+def as_json(value: Any) -> Any:
+    """Returns a value in the form of parsed JSON: tuples become lists, and keys texts."""
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): as_json(item) for key, item in value.items()}
+    return value
+
+
+def after(done: Sequence[int], claim: Term) -> Term:
+    return lambda answers: all("passed" in answers[number] for number in done) and claim(answers)
+
+
+def either(parts: Sequence[Term], *, stops: bool) -> Term:
+    """Returns `or` of terms if `stops` is true, else `and`."""
+
+    def value(answers: Sequence[Answer]) -> Any:
+        result = None
+        for part in parts:
+            result = part(answers)
+            if bool(result) == stops:
+                break
+        return result
+
+    return value
+
+
+def compared(terms: Sequence[Term], kinds: Sequence[type[ast.cmpop]]) -> Term:
+    def value(answers: Sequence[Answer]) -> bool:
+        previous = terms[0](answers)
+        for kind, term in zip(kinds, terms[1:], strict=True):
+            current = term(answers)
+            if not COMPARISONS[kind](previous, current):
+                return False
+            previous = current
+        return True
+
+    return value
+
+
+def computed(kind: type[ast.operator], first: Any, second: Any) -> Any:
+    """Computes arithmetic on numbers, and harmless operations on sequences; bounded, since a program chose the operands."""
+    numbers: Any = (int, float, complex, Fraction, Decimal)
+    if isinstance(first, numbers) and isinstance(second, numbers):
+        if kind is ast.Pow and isinstance(first, (int, Fraction)):
+            bits = max(int(part).bit_length() for part in (first.numerator, first.denominator))
+            if not float(abs(second)) * bits <= _MOST_BITS:
+                raise ValueError("too large")
+        return ARITHMETIC[kind](first, second)
+    if kind is ast.Add and type(first) is type(second) and isinstance(first, (str, bytes, list, tuple)):
+        return first + second
+    if kind is ast.Sub and isinstance(first, (set, frozenset)) and isinstance(second, (set, frozenset)):
+        return first - second
+    if kind is ast.Mult:
+        sequence, count = (second, first) if isinstance(first, int) else (first, second)
+        if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(count, int):
+            if len(sequence) * count > _MOST_ITEMS:
+                raise ValueError("too large")
+            return sequence * count
+    raise TypeError("no arithmetic of these")
+
+
+def called(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    if function is type and len(arguments) != 1:
+        raise TypeError("type() of one value")
+    return function(*arguments, **keywords)

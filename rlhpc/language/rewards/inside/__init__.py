@@ -1,1 +1,0 @@
-"""What runs inside the sandbox's process. Standard library only; nothing of rlhpc is imported here."""

@@ -1,0 +1,244 @@
+"""Math reward: compares an answer with the reference, as a number or as an expression."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from rlhpc.language.rewards.base import Sample
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plugins import required
+
+_NUMBER = re.compile(r"(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
+_TEX_BRACE = re.compile(
+    r"\\.|[{}]", re.DOTALL
+)  # a backslash escapes the next character, so "\\\\}" is the end of a row and a brace
+
+
+def squeeze(text: str) -> str:
+    """Returns the text without white space at its ends, and with one space for each run of white space."""
+    return " ".join(text.split())
+
+
+def boxed(text: str) -> str | None:
+    """Returns the content of the last `\\boxed{...}`; nested braces are counted."""
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return None
+    opened = text.find("{", start)
+    if opened < 0 or text[start:opened].strip() not in ("\\boxed", "\\fbox"):
+        words = text[start:].removeprefix("\\boxed").removeprefix("\\fbox").split()
+        return words[0].strip("$.,") if words else None  # \boxed 5
+    depth = 0
+    for token in _TEX_BRACE.finditer(text, opened):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth == 0:
+            return text[opened + 1 : token.start()].strip()
+    return None
+
+
+def hashed(text: str) -> str | None:
+    """Returns the text after the last `####` on its line."""
+    _, separator, suffix = text.rpartition("####")
+    answer = suffix.split("\n", 1)[0].strip() if separator else ""
+    return answer or None
+
+
+def tagged(text: str) -> str | None:
+    """Returns the content of the last `<answer>...</answer>`."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return text[start + len("<answer>") : end].strip() if 0 <= start < end else None
+
+
+def last_number(text: str) -> str | None:
+    """Returns the last number."""
+    numbers = _NUMBER.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def complete_text(text: str) -> str | None:
+    """Returns the complete response."""
+    return text.strip() or None
+
+
+WAYS: dict[str, Callable[[str], str | None]] = {
+    "boxed": boxed, "####": hashed, "tag": tagged, "last_number": last_number, "whole": complete_text,
+}  # fmt: skip
+
+
+def check_ways(ways: Sequence[str], option: str) -> tuple[str, ...]:
+    """Checks the names of extraction methods.
+
+    Raises:
+        ConfigError: A name is unknown.
+    """
+    unknown = [way for way in ways if way not in WAYS]
+    if unknown or isinstance(ways, str):
+        unknown_way = ways if isinstance(ways, str) else unknown[0]
+        raise ConfigError(f"reward.terms: {option} has {unknown_way!r}; allowed: a list of {', '.join(WAYS)}")
+    return tuple(ways)
+
+
+def extract(text: str, ways: Sequence[str]) -> str | None:
+    """Returns the result of the first extraction method that finds an answer."""
+    return next((answer for way in ways if (answer := WAYS[way](text)) is not None), None)
+
+
+MAX_CHARACTERS = 1000
+"""Maximum length of an answer that is parsed or read as a number."""
+
+_DOLLARS = re.compile(r"\$+([^$]*[^$\\])\$+")
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\\[,;:! ]\d{3})+(?!\d)")  # 1\,000
+_THIN_SPACE = re.compile(r"\\[,;:! ]")
+_EXPONENT = re.compile(
+    r"([-+]?(?:\d+\.?\d*|\.\d+))e([-+]?\d{1,3})"
+)  # e is Euler's number in math-verify, E a power of ten
+_MIXED = re.compile(r"([-+]?\d+)\s+(\d+)/(\d+)")  # 3 1/2
+_CURRENCY = re.compile(r"(.*[\d}])\s*\b(dollars?|euros?|yen|yuan)", re.IGNORECASE | re.DOTALL)
+
+_WORD = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\{\s*([A-Za-z]{2,})\s*\}|([A-Za-z]{2,})")
+_DECIMAL = re.compile(r"(\d+(?:,\d{3})+|\d*)(\.\d*)?(?:E([-+]?\d{1,3}))?")
+_PERCENT = re.compile(r"([-+]?[\d.,]+)\s*\\?%")
+_RATIO = re.compile(r"(\d+)/(\d+)")
+_FRACTION = re.compile(r"(\d*)\s*\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
+
+
+def to_latex(answer: str) -> str:
+    """Returns an answer in LaTeX for math-verify, without the `$` and the full stop around it."""
+    text = " ".join("".join(_ascii(character) for character in answer).split())  # a line end in a matrix is white space
+    if match := _DOLLARS.fullmatch(text):
+        text = match[1].strip()
+    text = text.removesuffix(".").strip()
+    text = _THOUSANDS.sub(lambda match: _THIN_SPACE.sub("", match[0]), text)
+    if match := _EXPONENT.fullmatch(text):
+        return f"{match[1]}E{match[2]}"
+    if (match := _MIXED.fullmatch(text)) and int(match[2]) < int(match[3]):
+        return rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}"
+    if match := _CURRENCY.fullmatch(text):
+        return rf"{match[1]}\text{{ {match[2]}}}"
+    return text
+
+
+def parse_word(latex: str) -> str | None:
+    """Returns a word, with or without `\\text{}` around it; None for other texts. math-verify reads some words as
+    expressions.
+
+    Args:
+        latex: From `to_latex`.
+    """
+    match = _WORD.fullmatch(latex)
+    return (match[1] or match[2]) if match else None
+
+
+def parse_number(latex: str) -> Fraction | None:
+    """Returns the value of a plain number: an integer, a decimal, a ratio, a fraction or a mixed number.
+
+    math-verify reads each of these as the same value. None for other texts, and for those that only math-verify can decide.
+
+    Args:
+        latex: From `to_latex`.
+    """
+    if len(latex) > MAX_CHARACTERS:
+        return None
+    text = latex.removeprefix("\\$").removeprefix("$").removesuffix("\\$").removesuffix("$").strip()
+    sign = -1 if text[:1] == "-" else 1
+    text = text[text[:1] in ("-", "+") :].strip()
+    if match := _FRACTION.fullmatch(text):
+        integer, above, below = int(match[1] or 0), int(match[2] or match[3]), int(match[4] or match[5])
+        if below == 0 or (integer and above >= below):
+            return None
+        return sign * (integer + Fraction(above, below))
+    if match := _RATIO.fullmatch(text):
+        return sign * Fraction(int(match[1]), int(match[2])) if int(match[2]) else None
+    if (match := _DECIMAL.fullmatch(text)) and (match[1] or (match[2] or "").strip(".")):
+        digits = (match[1].replace(",", "") or "0") + (match[2] or "").rstrip(".")
+        return sign * Fraction(f"{digits}E{match[3] or 0}")
+    return None
+
+
+def normalize_answer(answer: str) -> str:
+    """Returns the key by which a majority counts equal answers: 1,200.0 and $1200$; 1/2 and 0.5; Paris. and paris.
+
+    Answers with one key are equal to the reward `math`; equal answers may have several keys.
+    """
+    latex = to_latex(answer)
+    percent = _PERCENT.fullmatch(latex)
+    number = parse_number(percent[1] if percent else latex)
+    return " ".join(latex.split()).casefold() if number is None else str(number)
+
+
+def _ascii(character: str) -> str:
+    """Converts full-width forms, the digits of any script, and the minus sign to ASCII."""
+    if character < "\x80":
+        return character
+    if character.isdecimal():
+        return str(unicodedata.decimal(character))
+    if "\uff01" <= character <= "\uff5e":
+        return chr(ord(character) - 0xFEE0)
+    return {"\u2212": "-", "\u3000": " "}.get(character, character)
+
+
+class MathReward:
+    """Reward of 1 if the answer equals the reference, else 0: numbers by value, expressions by algebra (math-verify).
+
+    The answer is the last `\\boxed{...}`, else the text after the last `####`; a reference that is a worked
+    solution with one of these, as in GSM8K and MATH, is read the same way.
+
+    Args:
+        extract: Extraction methods, in this order: `boxed`, `####`, `tag` (`<answer>…</answer>`),
+            `last_number`, `whole`.
+        last_number: Takes the last number of a response if no other method finds an answer. Lenient: it rewards answers
+            that a reader has to guess.
+    """
+
+    needs_answer = True
+    preload = ("math_verify",)
+    memory_mb = 4096
+
+    def __init__(self, extract: Sequence[str] = ("boxed", "####"), last_number: bool = False) -> None:
+        required("math_verify", "reward 'math' needs math-verify")
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about deadlines, which the pool enforces
+        self._ways = check_ways(extract, "extract of 'math'") + (("last_number",) if last_number else ())
+
+    def __call__(self, sample: Sample) -> float:
+        reference = extract(sample.answer, ("boxed", "####", "whole"))
+        if reference is None:
+            raise ValueError("the problem has no answer to compare with")
+        answer = extract(sample.response, self._ways)
+        return float(answer is not None and equal(reference, answer))
+
+
+def equal(reference: str, answer: str) -> bool:
+    """Returns whether two answers are the same number, expression, set, interval, matrix or text, according to math-verify.
+
+    Identical texts, plain numbers of one value and identical words need no parser; every other pair is parsed.
+    """
+    if len(answer) > MAX_CHARACTERS:
+        return False
+    reference, answer = to_latex(reference), to_latex(answer)
+    if reference == answer:
+        return True
+    number = parse_number(reference)
+    if number is not None and number == parse_number(answer):
+        return True
+    word = parse_word(reference)
+    if word is not None and word == parse_word(answer):
+        return True
+    # The caller's deadline bounds the time; the library's alarms would need the main thread.
+    library = importlib.import_module("math_verify")
+    return bool(library.verify(_parsed(reference), _parsed(answer), timeout_seconds=None))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(answer: str) -> list[Any]:
+    library = importlib.import_module("math_verify")
+    kinds = [library.LatexExtractionConfig(), library.ExprExtractionConfig()]
+    parsed: list[Any] = library.parse(f"${answer}$", kinds, parsing_timeout=None)
+    return parsed

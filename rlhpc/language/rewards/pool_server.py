@@ -1,0 +1,199 @@
+"""Judge processes of the reward pool: one server, which imports the rewards' modules, and the judges that it forks.
+
+The server only imports and forks, so a judge that hung or died is replaced in milliseconds. Judges are killed with all
+their child processes, including daemons. When the pool's process ends, for whatever reason, the server reads end-of-file from
+its socket, and ends all processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import math
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+from rlhpc.language.rewards.base import MemoryBound, Preloading, Reward, Sample
+from rlhpc.language.rewards.registry import build_reward
+from rlhpc.runtime import pickle_stream
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, outlive_parent, readable
+
+Spec = list[tuple[str, Any, dict[str, Any]]]
+"""Name of each reward, its class or function, and its arguments."""
+
+
+def judge(rewards: dict[str, Reward], sample: Sample) -> tuple[dict[str, float], str]:
+    """Returns the value of each reward, and the errors of the others, "" if there are none."""
+    values, errors = {}, []
+    for name, reward in rewards.items():
+        try:
+            value = float(reward(sample))
+            if not math.isfinite(value):
+                raise ValueError(f"it gave {value}")
+            values[name] = value
+        except (Exception, SystemExit) as error:
+            errors.append(f"{name}: {type(error).__name__}: {error}")
+    return values, "; ".join(errors)
+
+
+def _work(spec: Spec, connection: socket.socket) -> None:
+    """Runs a judge: builds the rewards, then scores one sample after the other."""
+    limits = [factory.memory_mb if isinstance(factory, MemoryBound) else 0 for _, factory, _ in spec]
+    if all(limits):
+        limit = max(limits) << 20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+        rewards = {name: build_reward(name, factory, kwargs) for name, factory, kwargs in spec}
+    except BaseException as error:
+        reason = str(error) if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
+        pickle_stream.send(connection, {"failed": reason, "config": isinstance(error, ConfigError)})
+        return
+    pickle_stream.send(connection, {"ready": os.getpid()})
+    while (request := pickle_stream.receive(connection)) is not None:
+        ticket, sample = request
+        pickle_stream.send(connection, {"ticket": ticket, "verdict": judge(rewards, sample)})
+
+
+class JudgeServer:
+    """Server of `start` and `kill` requests of one pool over `control`."""
+
+    def __init__(self, control: socket.socket, spec: Spec, folder: Path) -> None:
+        self.control = control
+        self.spec = spec
+        self.folder = folder
+        self.judges: dict[int, int] = {}  # number by process
+
+    def serve(self) -> None:
+        """Runs until the pool is closed or gone."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        while True:
+            ready = readable([self.control.fileno(), reader.fileno()])
+            if reader.fileno() in ready:
+                with contextlib.suppress(BlockingIOError):
+                    reader.recv(4096)
+            if self.control.fileno() in ready:
+                request = pickle_stream.receive(self.control)
+                if request is None:
+                    break
+                if request["op"] == "start":
+                    self._start(request["judge"])
+                else:
+                    for pid in [pid for pid, number in self.judges.items() if number == request["judge"]]:
+                        _kill_tree(pid)
+            self._reap()
+        for pid in self.judges:
+            _kill_tree(pid)
+        _kill_tree(os.getpid(), itself=False)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self, number: int) -> None:
+        _, (fd,), _, _ = socket.recv_fds(self.control, 1, 1)
+        server, pid = os.getpid(), os.fork()
+        if pid:
+            os.close(fd)
+            self.judges[pid] = number
+            return
+        try:
+            os.setsid()
+            die_with_parent(server)
+            adopt_orphans()
+            signal.set_wakeup_fd(-1)
+            for received in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(received, signal.SIG_DFL)
+            self.control.close()
+            with contextlib.suppress(OSError):  # when memory runs out, a judge is killed before the trainer
+                Path("/proc/self/oom_score_adj").write_text("800")
+            folder = self.folder / str(number)
+            folder.mkdir()
+            tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+            random.seed()
+            _work(self.spec, socket.socket(fileno=fd))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                break
+            number = self.judges.pop(pid, None)
+            if number is not None:
+                shutil.rmtree(self.folder / str(number), ignore_errors=True)
+        for pid in _children(os.getpid()):
+            if pid not in self.judges:
+                _kill_tree(pid)  # left behind by a dead judge
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _kill_tree(pid: int, itself: bool = True) -> None:
+    """Kills a process and its descendants. It is suspended first, so that it starts no more of them."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        top = psutil.Process(pid)
+        if itself:
+            top.suspend()
+        while below := [p for p in top.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]:
+            for process in below:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            if not itself:
+                psutil.wait_procs(below, timeout=1)
+        if itself:
+            top.kill()
+
+
+def main() -> None:
+    """Runs the server. Its arguments are a descriptor, the pool's process, and the folder of the judges' files.
+
+    The specification of the rewards is the first message on the socket.
+    """
+    fd, pool, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    die_with_parent(pool)  # while a user's module is imported, the socket is not read
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    adopt_orphans()
+    control = socket.socket(fileno=fd)
+    try:
+        spec: Spec = pickle.loads(pickle_stream.receive(control) or b"")
+        import psutil  # noqa: F401
+
+        for _, factory, _ in spec:
+            for module in factory.preload if isinstance(factory, Preloading) else ():
+                with contextlib.suppress(ImportError):  # the judge reports it in an error message
+                    importlib.import_module(module)
+    except BaseException as error:
+        pickle_stream.send(control, {"failed": "".join(traceback.format_exception(error)), "config": False})
+        return
+    gc.collect()
+    gc.freeze()
+    outlive_parent()  # from here on end-of-file ends the server, also if the pool's thread ends before its process
+    pickle_stream.send(control, {"ready": os.getpid()})
+    JudgeServer(control, spec, Path(folder)).serve()

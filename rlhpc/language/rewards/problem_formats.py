@@ -1,0 +1,408 @@
+"""Published formats of a problem's tests, converted to plain assertions.
+
+Columns: HumanEval and BigCodeBench (`test`), MBPP (`test_list`), APPS, TACO and PRIME (`input_output`), LiveCodeBench
+(`public_test_cases`), KodCode (`test`), and `tests`, which holds any of them. Statements: pytest functions, unittest
+classes, `check(candidate)`, doctests, main guards.
+"""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhpc.language.rewards.python_expressions import Unclear
+
+COLUMNS = ("tests", "test", "test_list", "input_output", "public_test_cases")
+_SETUPS = ("setup", "test_setup_code", "test_imports")
+#: Modules from which published tests import the program.
+PROGRAM_MODULES = ("solution", "program")
+_COMPRESSED = re.compile(r"[A-Za-z0-9+/=\s]{120,}")
+_METHOD = "(Solution().{0} if 'Solution' in globals() else {0})({1})"
+
+Test = str | Mapping[str, Any]
+
+
+def tests_of(meta: Mapping[str, Any]) -> list[Test]:
+    """Returns the tests of a problem: statements, `{"call", "output"}` and `{"input", "output"}`.
+
+    Raises:
+        ValueError: The problem has no tests, or their format is not supported.
+    """
+    column = next((name for name in COLUMNS if meta.get(name)), None)
+    if column is None:
+        raise ValueError(f"the problem has no tests: its meta has none of {', '.join(map(repr, COLUMNS))}")
+    return list(_tests(meta[column], entry_of(meta)))
+
+
+def setup_of(meta: Mapping[str, Any]) -> str:
+    """Returns the statements that run before the tests."""
+    texts = [meta[name] for name in _SETUPS if meta.get(name)]
+    return "\n".join(text if isinstance(text, str) else "\n".join(map(str, text)) for text in texts)
+
+
+def entry_of(meta: Mapping[str, Any]) -> str:
+    """Returns the expression of the function that the tests call, "" if the problem does not name it."""
+    if meta.get("entry_point"):
+        return str(meta["entry_point"])
+    about = meta.get("metadata")
+    if isinstance(about, str):
+        try:
+            about = json.loads(about)
+        except (ValueError, RecursionError):
+            about = None
+    return str(about.get("func_name") or "") if isinstance(about, Mapping) else ""
+
+
+def _tests(value: Any, entry: str) -> Iterator[Test]:
+    if isinstance(value, str):
+        text = value.strip()
+        if text[:1] in ("{", "[") and (structure := _json(text)) is not None:
+            yield from _tests(structure, entry)
+        elif _COMPRESSED.fullmatch(text) and " " not in text:
+            raise ValueError("a test is compressed (private_test_cases of LiveCodeBench): decode it first")
+        else:
+            yield value
+    elif isinstance(value, Mapping):
+        yield from _pairs(value, entry)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _tests(item, entry)
+    else:
+        raise ValueError(
+            f"a test is a {type(value).__name__}; allowed: Python statements, or objects with input and output"
+        )
+
+
+def _json(text: str) -> Any:
+    try:
+        structure = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return structure if isinstance(structure, (dict, list)) else None
+
+
+def _pairs(test: Mapping[str, Any], entry: str) -> Iterator[Test]:
+    keys = set(test)
+    if {"call", "output"} <= keys:
+        yield test
+    elif {"inputs", "outputs"} <= keys:
+        inputs, outputs = test["inputs"], test["outputs"]
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
+            raise ValueError("a test has inputs and outputs that are no lists of one length")
+        if name := test.get("fn_name"):
+            # APPS wraps each result in a list of one.
+            wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
+            for arguments, output in zip(inputs, outputs, strict=True):
+                yield _call(str(name), arguments, output[0] if wrapped else output)
+        else:
+            for stdin, stdout in zip(inputs, outputs, strict=True):
+                yield {"input": _lines(stdin), "output": _lines(stdout)}
+    elif {"input", "output"} <= keys:
+        kind = str(test.get("testtype") or test.get("type") or "stdin")
+        if kind in ("stdin", "stdin_stdout"):
+            yield {"input": _lines(test["input"]), "output": _lines(test["output"])}
+        elif kind == "functional":
+            if not entry:
+                raise ValueError("a test calls a function that the problem does not name: set entry_point")
+            try:
+                arguments = [json.loads(line) for line in str(test["input"]).splitlines() if line.strip()]
+                yield _call(entry, arguments, json.loads(str(test["output"])))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"a functional test has input or output that is no JSON: {error}") from None
+        else:
+            raise ValueError(f"a test has testtype {kind!r}; allowed: stdin, functional")
+    else:
+        raise ValueError(
+            f"a test is an object with the keys {', '.join(sorted(map(str, keys))) or 'none'}; allowed: call and output; "
+            "input and output; inputs and outputs, with fn_name or without"
+        )
+
+
+def _call(name: str, arguments: Any, output: Any) -> Test:
+    if not isinstance(arguments, list):
+        raise ValueError(f"a test calls {name} with a {type(arguments).__name__}, not with a list of arguments")
+    source = ", ".join(map(repr, arguments))
+    return {"call": _METHOD.format(name, source) if name.isidentifier() else f"{name}({source})", "output": output}
+
+
+def _lines(value: Any) -> str:
+    """Returns the text of stdin or stdout; some sets have a list of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def parse_test(test: str) -> list[ast.stmt]:
+    """Returns the statements of a test, with its doctests as assertions and its main guards expanded.
+
+    Raises:
+        ValueError: The test is not valid Python, or has an unsupported doctest.
+    """
+    if test.lstrip().startswith(">>>"):
+        return _doctest(test)
+    try:
+        body = ast.parse(test).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"a test of the problem is no Python: {error}") from None
+    return list(_opened(body))
+
+
+def _opened(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        if isinstance(statement, ast.If) and _is_main_guard(statement.test):
+            yield from _opened(statement.body)
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            if isinstance(statement.value.value, str) and ">>>" in statement.value.value:
+                yield from _doctest(statement.value.value)
+        elif isinstance(statement, ast.ImportFrom) and statement.module in PROGRAM_MODULES and not statement.level:
+            for name in statement.names:
+                if name.asname:
+                    yield ast.parse(f"{name.asname} = {name.name}").body[0]
+        elif not _runs_tests(statement):
+            yield statement
+
+
+def _is_main_guard(test: ast.expr) -> bool:
+    return (
+        isinstance(test, ast.Compare)
+        and len(test.ops) == 1
+        and isinstance(test.ops[0], ast.Eq)
+        and {ast.unparse(test.left), ast.unparse(test.comparators[0])} == {"__name__", "'__main__'"}
+    )
+
+
+def _runs_tests(statement: ast.stmt) -> bool:
+    """Returns whether a statement calls a test runner: the functions and classes that it would find are called anyway."""
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return False
+    name = ast.unparse(statement.value.func)
+    return name in ("unittest.main", "pytest.main", "doctest.testmod")
+
+
+def _doctest(text: str) -> list[ast.stmt]:
+    try:
+        examples = doctest.DocTestParser().get_examples(text)
+    except ValueError as error:
+        raise ValueError(f"a doctest of the problem cannot be read: {error}") from None
+    body: list[ast.stmt] = []
+    for example in examples:
+        if example.options:
+            raise ValueError("a doctest of the problem has options, which are not read: write it as an assertion")
+        try:
+            code = ast.parse(example.source).body
+        except SyntaxError as error:
+            raise ValueError(f"a doctest of the problem is no Python: {error}") from None
+        source, result = example.source.strip(), example.want.strip()
+        if example.exc_msg is not None:
+            kind = example.exc_msg.split(":", 1)[0].strip().rpartition(".")[2]
+            indented = "\n".join(f"    {line}" for line in source.splitlines())
+            body += ast.parse(f"with pytest.raises({kind}):\n{indented}").body
+        elif not result:
+            body += code
+        elif len(code) != 1 or not isinstance(code[0], ast.Expr):
+            raise ValueError("a doctest of the problem prints from a statement: write it as an assertion")
+        else:
+            value, converter = code[0].value, "repr"
+            if isinstance(value, ast.Call) and ast.unparse(value.func) == "print":
+                if len(value.args) != 1 or value.keywords:
+                    raise ValueError("a doctest of the problem prints several values: write it as an assertion")
+                value, converter = value.args[0], "str"
+            body += ast.parse(f"assert {converter}({ast.unparse(value)}) == {result!r}").body
+    return body
+
+
+def test_functions(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], list[ast.FunctionDef], list[ast.ClassDef]]:
+    """Splits statements into plain ones, functions that pytest would call, and unittest classes.
+
+    Raises:
+        ValueError: A test function takes fixtures, or has an unsupported decorator.
+    """
+    plain: list[ast.stmt] = []
+    functions: list[ast.FunctionDef] = []
+    classes: list[ast.ClassDef] = []
+    for statement in body:
+        if isinstance(statement, ast.AsyncFunctionDef) and statement.name.startswith("test"):
+            raise ValueError(f"the test {statement.name} is asynchronous, which is not read here")
+        if isinstance(statement, ast.FunctionDef) and statement.name.startswith("test"):
+            functions.append(_parametrized(statement))
+        elif isinstance(statement, ast.ClassDef) and any(
+            ast.unparse(base).rpartition(".")[2] in ("TestCase", "IsolatedAsyncioTestCase") for base in statement.bases
+        ):
+            if not any(isinstance(s, ast.FunctionDef) and s.name.startswith("test") for s in statement.body):
+                raise ValueError(f"the class {statement.name} has no method test…, so it tests nothing")
+            classes.append(statement)
+        elif isinstance(statement, ast.ClassDef) and statement.name.startswith("Test") and not statement.bases:
+            functions += _methods(statement)
+        else:
+            plain.append(statement)
+    return plain, functions, classes
+
+
+def _parametrized(function: ast.FunctionDef) -> ast.FunctionDef:
+    """Returns the function without parameters: pytest's parametrize becomes loops around its body."""
+    body, names = list(function.body), {argument.arg for argument in function.args.args}
+    for decorator in reversed(function.decorator_list):
+        if not (
+            isinstance(decorator, ast.Call)
+            and ast.unparse(decorator.func).endswith("mark.parametrize")
+            and len(decorator.args) == 2
+        ):
+            raise ValueError(
+                f"the test {function.name} has the decorator {ast.unparse(decorator)}, which is not read here"
+            )
+        try:
+            written = ast.literal_eval(decorator.args[0])
+        except ValueError:
+            raise ValueError(f"the test {function.name} has parameters whose names are computed") from None
+        columns = [part.strip() for part in written.split(",")] if isinstance(written, str) else list(written)
+        target = columns[0] if len(columns) == 1 else f"({', '.join(columns)})"
+        loop = ast.parse(f"for {target} in {ast.unparse(decorator.args[1])}: pass").body[0]
+        assert isinstance(loop, ast.For)
+        loop.body = body
+        body, names = [loop], names - set(columns)
+    names -= {argument.arg for argument in function.args.args[len(function.args.args) - len(function.args.defaults) :]}
+    if names or function.args.vararg or function.args.kwonlyargs:
+        raise ValueError(
+            f"the test {function.name} takes {', '.join(sorted(names)) or 'arguments'}, which a fixture would give: "
+            "write the values into it"
+        )
+    defaults = zip(
+        function.args.args[len(function.args.args) - len(function.args.defaults) :], function.args.defaults, strict=True
+    )
+    body = [*(ast.parse(f"{a.arg} = {ast.unparse(d)}").body[0] for a, d in defaults), *body]
+    plain = ast.parse(f"def {function.name}(): pass").body[0]
+    assert isinstance(plain, ast.FunctionDef)
+    plain.body = body
+    return plain
+
+
+def _methods(class_: ast.ClassDef) -> list[ast.FunctionDef]:
+    """Returns the tests of a class without a base, which pytest collects, as functions."""
+    functions = []
+    for method in class_.body:
+        if not isinstance(method, ast.FunctionDef) or not method.name.startswith("test"):
+            if isinstance(method, ast.Expr):
+                continue
+            raise ValueError(f"the class {class_.name} holds more than tests, which is not read here")
+        if not method.args.args or any(isinstance(n, ast.Name) and n.id == "self" for n in ast.walk(method)):
+            raise ValueError(f"the test {class_.name}.{method.name} uses an object, which is not read here")
+        method.args.args = method.args.args[1:]
+        function = _parametrized(method)
+        function.name = f"{method.name}_{class_.name}"
+        functions.append(function)
+    if not functions:
+        raise ValueError(f"the class {class_.name} has no method test…, so it tests nothing")
+    return functions
+
+
+_COMPARED = {
+    "assertEqual": "==", "assertEquals": "==", "assertNotEqual": "!=", "assertIs": "is", "assertIsNot": "is not",
+    "assertIn": "in", "assertNotIn": "not in", "assertGreater": ">", "assertGreaterEqual": ">=", "assertLess": "<",
+    "assertLessEqual": "<=", "assertListEqual": "==", "assertDictEqual": "==", "assertTupleEqual": "==",
+    "assertSetEqual": "==", "assertSequenceEqual": "==", "assertMultiLineEqual": "==",
+}  # fmt: skip
+_OF_ONE = {
+    "assertTrue": "assert {}", "assertFalse": "assert not {}", "assertIsNone": "assert {} is None",
+    "assertIsNotNone": "assert {} is not None",
+}  # fmt: skip
+
+
+def unittest_functions(class_: ast.ClassDef) -> list[ast.FunctionDef]:
+    """Returns the tests of a unittest class as functions with plain assertions.
+
+    Raises:
+        Unclear: The class has more than `setUp` and assertions on values.
+    """
+    methods = {s.name: s for s in class_.body if isinstance(s, ast.FunctionDef)}
+    other_statements = [s for s in class_.body if not isinstance(s, ast.FunctionDef) and not isinstance(s, ast.Expr)]
+    if other_statements or any(m.decorator_list or len(m.args.args) != 1 for m in methods.values()):
+        raise Unclear
+    if any(name != "setUp" and not name.startswith("test") for name in methods):
+        raise Unclear
+    functions = []
+    for name, method in methods.items():
+        if name == "setUp":
+            continue
+        function = ast.parse(f"def {name}_{class_.name}(): pass").body[0]
+        assert isinstance(function, ast.FunctionDef)
+        before = methods["setUp"].body if "setUp" in methods else []
+        body = [_Unittest().visit(ast.parse(ast.unparse(s)).body[0]) for s in (*before, *method.body)]
+        if any(isinstance(n, ast.Name) and n.id == "self" for s in body for n in ast.walk(s)):
+            raise Unclear
+        function.body = body
+        functions.append(ast.fix_missing_locations(function))
+    return functions
+
+
+class _Unittest(ast.NodeTransformer):
+    """Transformer of unittest assertions into statements, and of attributes of `self` into names."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if isinstance(node.value, ast.Name) and node.value.id == "self" and not node.attr.startswith("assert"):
+            return ast.Name(f"_self_{node.attr}", node.ctx)
+        self.generic_visit(node)
+        return node
+
+    def visit_With(self, node: ast.With) -> Any:
+        call = node.items[0].context_expr
+        named = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+        if named == "self.subTest" and len(node.items) == 1:
+            return [self.visit(statement) for statement in node.body]
+        if named == "self.assertRaises" and isinstance(call, ast.Call):
+            call.func = ast.parse("pytest.raises", mode="eval").body
+        self.generic_visit(node)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        if ast.unparse(node.func).startswith("self."):
+            raise Unclear  # a method that is no assertion, or an assertion within an expression
+        self.generic_visit(node)
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        call = node.value
+        if not isinstance(call, ast.Call) or not ast.unparse(call.func).startswith("self.assert"):
+            self.generic_visit(node)
+            return node
+        call.args = [self.visit(argument) for argument in call.args]
+        for keyword in call.keywords:
+            keyword.value = self.visit(keyword.value)
+        name, arguments = ast.unparse(call.func).removeprefix("self."), [ast.unparse(a) for a in call.args]
+        keywords = {str(k.arg): ast.unparse(k.value) for k in call.keywords if k.arg != "msg"}
+        if name in _COMPARED and len(arguments) in (2, 3) and not keywords:
+            source = f"assert ({arguments[0]}) {_COMPARED[name]} ({arguments[1]})"
+        elif name in _OF_ONE and len(arguments) in (1, 2) and not keywords:
+            source = _OF_ONE[name].format(f"({arguments[0]})")
+        elif name in ("assertIsInstance", "assertNotIsInstance") and len(arguments) in (2, 3) and not keywords:
+            negated = "not " * (name == "assertNotIsInstance")
+            source = f"assert {negated}isinstance({arguments[0]}, {arguments[1]})"
+        elif name in ("assertAlmostEqual", "assertAlmostEquals") and len(arguments) in (2, 3):
+            if "delta" in keywords:
+                source = f"assert abs(({arguments[0]}) - ({arguments[1]})) <= {keywords['delta']}"
+            else:
+                places = arguments[2] if len(arguments) == 3 else keywords.get("places", "7")
+                source = f"assert round(abs(({arguments[0]}) - ({arguments[1]})), {places}) == 0"
+        elif name == "assertRaises" and len(arguments) >= 2 and not keywords:
+            source = f"with pytest.raises({arguments[0]}):\n    {arguments[1]}({', '.join(arguments[2:])})"
+        else:
+            raise Unclear
+        return ast.parse(source).body[0]
+
+
+def require_modules(body: Sequence[ast.stmt]) -> None:
+    """Rejects tests that import modules that are not installed, with which every program would fail.
+
+    Raises:
+        ValueError: Names the module.
+    """
+    for statement in body:
+        names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
+        if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            names = [statement.module]
+        for name in names:
+            root = name.partition(".")[0]
+            if root not in PROGRAM_MODULES and importlib.util.find_spec(root) is None:
+                raise ValueError(f"its tests import {root}, which is not installed here")

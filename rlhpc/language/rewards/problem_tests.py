@@ -1,0 +1,170 @@
+"""Test plans of problems: all tests of a problem, split into steps to run with a program and claims about their results."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhpc.language.rewards import expected_values as outside
+from rlhpc.language.rewards import problem_formats
+from rlhpc.language.rewards.code_tests import Reader, TestPlan, add_step, calls, has_check, meanings_of
+from rlhpc.language.rewards.expected_values import Term
+from rlhpc.language.rewards.python_expressions import Unclear, always_true, asserts, written_out
+
+_PREPARATION = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Pass)
+
+
+def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]) -> TestPlan:
+    """Splits all tests of a problem.
+
+    Args:
+        tests: Statements, or `{"call": expression, "output": value}`.
+        meta: `entry_point` and `setup` are read, and the columns of published sets for them.
+
+    Raises:
+        ValueError: A test is not valid Python, has an unsupported format, or tests nothing.
+    """
+    entry, setup = problem_formats.entry_of(meta), problem_formats.parse_test(problem_formats.setup_of(meta))
+    problem_formats.require_modules(setup)
+    plan = _read_setup(setup, entry)
+    defined = {s.name: s for s in setup if isinstance(s, ast.FunctionDef)}
+    if entry in vars(builtins):  # otherwise a program without it would pass
+        plan.prepared.append(add_step(plan, "do", f"globals()[{entry!r}]"))
+    judged = possible = 0
+    for number, test in enumerate(tests, 1):
+        if isinstance(test, Mapping):
+            claim = _equal(add_step(plan, "value", str(test["call"])), test["output"])
+            plan.claims.append(outside.after(plan.prepared, claim) if plan.prepared else claim)
+            judged += 1
+            continue
+        body = problem_formats.parse_test(test)
+        problem_formats.require_modules(body)
+        _refuse_constant(body, number)
+        reader = Reader(plan.copy(), entry, defined)
+        try:  # A test that cannot be split runs completely in the sandbox: never a part of it.
+            plan, judges = reader.read(body), reader.judged
+            possible += reader.possible
+        except (Unclear, RecursionError):
+            judges = _script(plan, body, entry, defined)
+        if not judges and not reader.possible and not (body and all(map(_prepares, body))):
+            raise ValueError(f"test {number} tests nothing: {_why(body)}")
+        defined |= {s.name: s for s in body if isinstance(s, ast.FunctionDef)}
+        judged += judges
+    plan.strict[0] = not judged
+    if tests and not judged and not possible:
+        written = next(
+            (body for test in tests if isinstance(test, str) and (body := problem_formats.parse_test(test))), []
+        )
+        raise ValueError(f"its tests test nothing: {_why(written)}")
+    return plan
+
+
+def _read_setup(setup: Sequence[ast.stmt], entry: str) -> TestPlan:
+    """Returns a plan in which values of the setup are known here, except those that the setup's definitions use."""
+    plan = TestPlan()
+    used = {n.id for s in setup if not isinstance(s, ast.Assign) for n in ast.walk(s) if isinstance(n, ast.Name)}
+    lines = []
+    reader = Reader(plan, entry, {})
+    for statement in setup:
+        plan.meanings.update(meanings_of([statement]))
+        stored = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        if not isinstance(statement, ast.Assign) or stored & used or not reader.bind(statement):
+            lines.append(ast.unparse(statement))
+            used |= {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)}
+            for name in used & plan.values.keys():  # needed by later statements of the setup
+                lines.insert(len(lines) - 1, f"{name} = {ast.unparse(written_out(plan.values.pop(name)))}")
+    plan.setup = "\n".join(lines)
+    return plan
+
+
+def _refuse_constant(body: Sequence[ast.stmt], number: int) -> None:
+    for node in (n for statement in body for n in ast.walk(statement)):
+        if isinstance(node, ast.Assert) and always_true(node.test):
+            raise ValueError(
+                f"test {number} has an assertion that is always true, {ast.unparse(node)[:60]}: write assert CONDITION"
+            )
+
+
+def _why(body: Sequence[ast.stmt]) -> str:
+    if not body:
+        return "it has no statement"
+    if any(isinstance(s, ast.FunctionDef) and s.name == "check" for s in body):
+        return "nothing calls its function check; name the program's function in entry_point"
+    if any(isinstance(s, ast.Expr) and not isinstance(s.value, ast.Call) for s in body):
+        return "it compares without assert; write assert CONDITION"
+    return "it has no assertion that is reached; write assert CONDITION"
+
+
+def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mapping[str, ast.FunctionDef]) -> int:
+    """Adds a test that runs completely in the sandbox; returns whether it asserts anything."""
+    plain, functions, classes = problem_formats.test_functions(body)
+    source: list[ast.stmt] = [*plain, *functions, *classes]
+    lines = [f"{function.name}()" for function in functions]
+    if has_check(plain) and entry and not calls(plain, "check"):
+        lines.append(f"check({entry})")
+    if classes:
+        names = ", ".join(class_.name for class_ in classes)
+        lines.append(
+            f"import unittest as _unittest\nfor _case in ({names},):\n    _result = _unittest.TestResult()\n"
+            "    _unittest.defaultTestLoader.loadTestsFromTestCase(_case).run(_result)\n"
+            "    assert _result.testsRun and _result.wasSuccessful() and not _result.skipped"
+        )
+    code = "\n".join([*(ast.unparse(ast.fix_missing_locations(s)) for s in source), *lines])
+    tree = ast.parse(code)
+    functions_by_name = dict(defined) | {s.name: s for s in tree.body if isinstance(s, ast.FunctionDef)}
+    if not (asserts(tree.body, functions_by_name) or classes):
+        return 0
+    mentioned = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    before = [
+        f"{name} = {ast.unparse(written_out(value))}"
+        for name, value in plan.values.items()
+        if name in mentioned and _has_notation(value)
+    ]
+    before += [f"globals()[{entry!r}]"] if entry in vars(builtins) else []
+    before += [ast.unparse(plan.definitions[name]) for name in plan.definitions if name in mentioned]
+    plan.verdicts.append(len(plan.scripts))
+    plan.scripts.append({"kind": "script", "source": "\n".join([*before, code])})
+    return 1
+
+
+def _prepares(statement: ast.stmt) -> bool:
+    """Returns whether a statement may prepare the tests after it."""
+    is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+    return is_call or isinstance(statement, _PREPARATION)
+
+
+def _has_notation(value: Any) -> bool:
+    try:
+        written_out(value)
+    except Unclear:
+        return False
+    return True
+
+
+def _equal(number: int, output: Any) -> Term:
+    return lambda answers: outside.as_json(outside.value_of(answers, number)) == outside.as_json(output)
+
+
+def program_names(plan: TestPlan) -> list[str]:
+    """Returns the names in the plan that only a program can define."""
+    sources = [step["source"] for step in (*plan.steps, *plan.scripts)] + [plan.setup]
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    loaded = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    stored = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    defined = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    defined |= {
+        a.asname or a.name.partition(".")[0]
+        for n in nodes
+        if isinstance(n, (ast.Import, ast.ImportFrom))
+        for a in n.names
+    }
+    defined |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    imported = {
+        a.name
+        for n in nodes
+        if isinstance(n, ast.ImportFrom) and n.module in problem_formats.PROGRAM_MODULES
+        for a in n.names
+    }
+    return sorted((loaded - stored - defined - vars(builtins).keys()) | imported)

@@ -1,0 +1,127 @@
+"""Transformations of Python expressions: literals, renaming, and unparsing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+MOST_ROUNDS = 1000
+"""Maximum number of rounds of an unrolled loop; longer ones run in the sandbox."""
+
+
+class Unclear(Exception):
+    """Error of a test, or a part of one, that cannot be decided outside the sandbox."""
+
+
+class Renamed(ast.NodeTransformer):
+    """Transformer that replaces names by expressions."""
+
+    def __init__(self, names: Mapping[str, ast.expr]) -> None:
+        self._names = names
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        replacement = self._names.get(node.id)
+        if replacement is None:
+            return node
+        if not isinstance(node.ctx, ast.Load) and not isinstance(replacement, ast.Name):
+            raise Unclear  # a loop variable is assigned to
+        return ast.Name(replacement.id, node.ctx) if isinstance(replacement, ast.Name) else replacement
+
+
+def literal(node: ast.expr) -> tuple[bool, Any]:
+    try:
+        return True, ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False, None
+
+
+def always_true(test: ast.expr) -> bool:
+    """Returns whether an assertion holds whatever the program does, such as that of a pair of condition and message."""
+    if isinstance(test, (ast.Tuple, ast.List, ast.Set)):
+        return bool(test.elts) and not all(isinstance(element, ast.Starred) for element in test.elts)
+    return isinstance(test, (ast.GeneratorExp, ast.Lambda))
+
+
+def returns(statement: ast.stmt) -> bool:
+    """Returns whether a statement has a `return` or the like that belongs to the function around it."""
+    inside = {id(n) for f in ast.walk(statement) if isinstance(f, (ast.FunctionDef, ast.Lambda)) for n in ast.walk(f)}
+    kinds = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith, ast.Global, ast.Nonlocal)
+    return any(isinstance(node, kinds) and id(node) not in inside for node in ast.walk(statement))
+
+
+def items(node: ast.expr, evaluate: Callable[[ast.expr], Any]) -> list[Any]:
+    value = evaluate(node)
+    if not isinstance(value, (list, tuple, str, range, enumerate, zip)) or (
+        isinstance(value, range) and len(value) > MOST_ROUNDS
+    ):
+        raise Unclear
+    return list(value)
+
+
+def assigned(target: ast.expr, value: Any) -> dict[str, ast.expr]:
+    """Returns the value, as an expression, of each name in a loop's target."""
+    names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+    if not all(isinstance(name, ast.Name) for name in names):
+        raise Unclear
+    try:
+        parts = [value] if isinstance(target, ast.Name) else [None] * len(names) if value is None else list(value)
+    except TypeError:
+        raise Unclear from None
+    if len(parts) != len(names):
+        raise Unclear
+    return {name.id: written_out(part) for name, part in zip(names, parts, strict=True) if isinstance(name, ast.Name)}
+
+
+def expression(node: ast.expr) -> ast.expr:
+    return ast.parse(ast.unparse(node), mode="eval").body
+
+
+def written_out(value: Any) -> ast.expr:
+    try:
+        written = ast.parse(repr(value), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise Unclear from None
+    if not literal(written)[0]:
+        raise Unclear  # inf, or a value without a literal
+    return written
+
+
+def asserts(body: Sequence[ast.stmt], functions: Mapping[str, ast.FunctionDef]) -> bool:
+    """Returns whether statements assert anything when they run, including functions that they call."""
+    pending, entered = list[ast.AST](body), set[str]()
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            continue
+        if isinstance(node, (ast.Assert, ast.Raise)):
+            return True
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if name.startswith("assert") or name in ("raises", "fail"):
+                return True
+        if isinstance(node, ast.Name) and node.id in functions and node.id not in entered:
+            entered.add(node.id)
+            pending += functions[node.id].body
+        pending += ast.iter_child_nodes(node)
+    return False
+
+
+def bound_names(target: ast.expr, value: Any) -> list[tuple[str, Any]]:
+    """Returns the names in the target of an assignment with their values."""
+    if isinstance(target, ast.Name):
+        return [(target.id, value)]
+    if not isinstance(target, (ast.Tuple, ast.List)) or not isinstance(value, (list, tuple, str)):
+        raise Unclear
+    if len(target.elts) != len(value):
+        raise Unclear
+    return [pair for inner, part in zip(target.elts, value, strict=True) for pair in bound_names(inner, part)]
+
+
+def containers(value: Any) -> set[int]:
+    """Returns the identities of all mutable parts of a value."""
+    if isinstance(value, (list, set)):
+        return {id(value)}.union(*(containers(item) for item in value))
+    if isinstance(value, dict):
+        return {id(value)}.union(*(containers(item) for item in value.values()))
+    return set().union(*(containers(item) for item in value)) if isinstance(value, tuple) else set()

@@ -1,0 +1,314 @@
+"""Engine groups: the ranks of a rollout group that form one engine, and the receiver of the actor's weights.
+
+Neighbouring ranks form an engine (`rollout.parallel`). The leader takes prompts, has the answers scored and decides. The other
+ranks repeat the calls of its engine (`engines.multi_rank`). A call to the group reaches all ranks: the leader runs it, and the
+followers repeat its engine calls until it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.engines.base import (
+    HasContext,
+    ReadsInChunks,
+    RolloutBackend,
+    ScoresTexts,
+    TakesShards,
+    TellsWeights,
+    taking_parts,
+)
+from rlhpc.language.engines.common import engine_dtype
+from rlhpc.language.engines.multi_rank import Commands, FollowerEngine, Leader
+from rlhpc.language.engines.registry import awaiting_weights, make_engine
+from rlhpc.language.hugging_face import load_model_config
+from rlhpc.language.models.loading import window_of
+from rlhpc.language.multi_policy import policies_of
+from rlhpc.language.training.prompt_dispatch import VERSIONS, PromptMap
+from rlhpc.language.training.weight_sync import Probe, ProbeSequence, check_probe, draw, long_text, sync_of
+from rlhpc.runs.device import own_device
+from rlhpc.runtime.comm import p2p
+from rlhpc.runtime.context import current
+from rlhpc.runtime.errors import CallAborted, DeadlineExceeded, RlhpcError
+from rlhpc.runtime.worker import Worker
+from rlhpc.weights import make_sync, sends_shards
+from rlhpc.weights.reshard import SendsShards
+from rlhpc.weights.verification import Proof
+
+Result = TypeVar("Result")
+#: Topic of the leader's commands to the followers (`p2p.post`).
+_COMMAND_TOPIC = "engine"
+#: Seconds for which a follower of an aborted call still waits for the command that the leader had begun to send.
+_BEGUN_S = 5.0
+#: Seconds within which the driver notices that a rank of the engine has ended, and ends the other ranks.
+_NOTICED_S, _ENDED_S = 10.0, 60.0
+
+
+def ranks_of_engine(cfg: GrpoConfig) -> int:
+    """Returns the number of neighbouring ranks of an engine; the configuration already holds the placement's number."""
+    return cfg.rollout.parallel.tensor or 1
+
+
+def first_of_engine(rank: int, cfg: GrpoConfig) -> int:
+    """Returns the leader of a rank's engine."""
+    return rank - rank % ranks_of_engine(cfg)
+
+
+class RunLink:
+    """Link between the ranks of one engine, through their inboxes (`multi_rank.EngineLink`).
+
+    Args:
+        worker: This rank.
+        size: Ranks of the engine.
+    """
+
+    def __init__(self, worker: Worker, size: int) -> None:
+        self._worker = worker
+        self._group = worker.group_name
+        self.size = size
+        first = worker.rank - worker.rank % size
+        self.ranks = range(first, first + size)
+        self.rank = worker.rank - first
+        self._first = f"{self._group}-{first}"
+        context = current()
+        records = [context.member(self._group, rank) for rank in self.ranks]
+        self.ident = f"{context.host}-{self._first}-{records[0]['incarnation']}"
+        self.call = 0
+
+    def form(self) -> None:
+        """Forms the process group of the engine's ranks (`EngineLink.form`)."""
+        self._worker.init_process_group(self.ranks)
+
+    def tell(self, command: Commands) -> None:
+        """Sends a command to the followers (`EngineLink.tell`)."""
+        for rank in self.ranks[1:]:
+            if not p2p.post((self.call, command), _COMMAND_TOPIC, self._group, rank):
+                raise RlhpcError(f"{self._group}-{rank} has ended, and it is one engine with {self._first}")
+
+    def hear(self) -> Commands:
+        """Returns the leader's next command (`EngineLink.hear`)."""
+        aborted: float | None = None
+        while True:
+            try:
+                call, command = p2p.await_post(_COMMAND_TOPIC, current().wait_deadline, self._first)
+            except CallAborted:
+                # The leader may already compute, and wait for this rank where it receives no command.
+                aborted = aborted or time.monotonic()
+                if time.monotonic() - aborted > _BEGUN_S:
+                    raise
+                time.sleep(0.01)
+                continue
+            if call == self.call:  # else the command belongs to an aborted call
+                result: Commands = command
+                return result
+
+    def mourn(self, error: BaseException) -> None:
+        """Waits for the driver to end this process, if another rank of the engine has ended (`EngineLink.mourn`)."""
+        if isinstance(error, CallAborted):
+            return
+        context, until = current(), time.monotonic() + _NOTICED_S
+        peers = [rank for rank in self.ranks if rank != self._worker.rank]
+        with contextlib.suppress(RlhpcError):
+            while time.monotonic() < until:
+                if any(context.has_left(self._group, rank) for rank in peers):
+                    self._worker.log.info("a rank of this engine has ended, and so must this one")
+                    time.sleep(_ENDED_S)  # the driver ends this process
+                time.sleep(0.05)
+
+
+class EngineRank:
+    """Part of a rank in its engine: leader or follower.
+
+    Args:
+        engine: This rank's engine.
+        link: Link to the other ranks; None for an engine of one rank.
+        take_weights: Receives the next weights; a follower calls it when the leader says so.
+
+    Attributes:
+        engine: The engine that generation calls.
+        follows: Whether this rank is a follower.
+    """
+
+    def __init__(self, engine: Any, link: RunLink | None, take_weights: Callable[[], object]) -> None:
+        self._link = link
+        self.follows = link is not None and link.rank > 0
+        self._leader = Leader(engine, link) if link is not None and not self.follows else None
+        self._follower = FollowerEngine(engine, link, take_weights) if link is not None and self.follows else None
+        self.engine: RolloutBackend = self._leader or engine
+
+    def begin_weights(self) -> None:
+        """Tells the followers to receive the weights that this rank is about to receive."""
+        if self._leader is not None:
+            self._leader.begin_weights()
+
+    def follow(self) -> None:
+        """Repeats the leader's engine calls until its call ends. A rank that is told to leave waits for that end,
+        because the leader may have prompts to return to the queue."""
+        assert self._follower is not None
+        Worker.before_leaving(lambda: None)
+        self._follower.follow()
+        Worker.before_leaving(None)
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Runs a call that all ranks of the engine get."""
+        if self._link is not None:
+            self._link.call += 1
+        try:
+            yield
+        except CallAborted:
+            if self._leader is not None:
+                with contextlib.suppress(RlhpcError):
+                    self._leader.end()
+            raise
+        if self._leader is not None:
+            self._leader.end()
+
+
+class _HasPart(Protocol):
+    part: EngineRank
+
+
+def leader_only(method: Callable[..., Result]) -> Callable[..., Result]:
+    """Makes a method one that the leader of an engine runs; the followers repeat its engine calls and return {}."""
+
+    @functools.wraps(method)
+    def call(self: _HasPart, *args: Any, **kwargs: Any) -> Any:
+        with self.part.call():
+            if not self.part.follows:
+                return method(self, *args, **kwargs)
+            self.part.follow()
+            return {}
+
+    return call
+
+
+#: Pause in seconds while the announcement of new weights has not reached this rank.
+_IDLE_S = 0.002
+
+
+class EngineWeights:
+    """Engine of this rank, with the receiver that keeps its weights up to date.
+
+    Args:
+        worker: The rank.
+        cfg: The run's configuration.
+        prompts: Map with the names of the groups.
+
+    Attributes:
+        part: Leader's or follower's part of this rank.
+        version: Version of the weights; -1 before the first ones.
+    """
+
+    def __init__(self, worker: Worker, cfg: GrpoConfig, prompts: PromptMap) -> None:
+        self._worker = worker
+        self._cfg = cfg
+        self._sender = f"{prompts.actor_name}-0"
+        size = ranks_of_engine(cfg)
+        self.version = -1
+        link = RunLink(worker, size) if size > 1 else None
+        path, device = str(cfg.actor.model.model_path), own_device(worker)
+        self._engine = make_engine(
+            awaiting_weights(cfg), model_path=path, device=device, seed=cfg.runner.seed, link=link
+        )
+        name = sync_of(cfg)
+        by_shards = sends_shards(name)
+        self._in_parts = None if by_shards else taking_parts(self._engine)
+        self._sync = make_sync(
+            name, worker, (prompts.actor_name, 0),
+            [(prompts.rollout_name, list(range(prompts.rollout_ranks)))], cfg.rollout.weight_delta,
+            whole=self._in_parts is None,
+        )  # fmt: skip
+        if by_shards:
+            assert isinstance(self._sync, SendsShards)
+            self._sync.want(self._engine.wants() if isinstance(self._engine, TakesShards) else None)
+        self.part = EngineRank(self._engine, link, self._follow)
+
+    def forget(self) -> None:
+        """Expects complete weights next: the last update may have been lost on its way."""
+        self._sync.forget()
+
+    def computes(self) -> dict[str, str]:
+        """Returns the engine's `dtype` and the type of its `device`."""
+        device = own_device(self._worker)
+        return {"dtype": engine_dtype(self._cfg, device), "device": device.type}
+
+    def draw(self, vocabulary: int, phase: int) -> list[ProbeSequence]:
+        """Draws samples for short prompts, and for one that exceeds a layer's window and a chunk of the prefill, if
+        prompts of the run may be so long (`weight_sync.draw`)."""
+        cfg, engine = self._cfg, self._engine
+        prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens
+        context = engine.context if isinstance(engine, HasContext) else 0
+        chunk = engine.chunk if isinstance(engine, ReadsInChunks) else 0
+        config = load_model_config(str(cfg.actor.model.model_path), cfg.actor.model.trust_remote_code)
+        length = long_text(prompt + response, window_of(config), chunk, context)
+        return draw(self.part.engine, vocabulary, prompt, response, length, phase, len(policies_of(cfg).names))
+
+    def take(self) -> bool:
+        """Receives a version of the weights if one has been announced; returns whether it did."""
+        try:
+            probe: Probe | None = self._worker.notice(VERSIONS)
+        except queue.Empty:
+            return False
+        self.part.begin_weights()
+        self._take(probe)
+        return True
+
+    def await_version(self, version: int, take: Callable[[], bool] | None = None) -> None:
+        """Receives weights until they have a version, or a newer one.
+
+        Args:
+            version: Version of the actor's weights.
+            take: Receives a version if one has been announced; by default `take`.
+
+        Raises:
+            DeadlineExceeded: They did not arrive within `runner.step_timeout_s`.
+        """
+        deadline = time.monotonic() + self._cfg.runner.step_timeout_s
+        while self.version < version:
+            if time.monotonic() > deadline:
+                rank = f"{self._worker.group_name}-{self._worker.rank}"
+                raise DeadlineExceeded(f"the weights of step {version} did not reach {rank}")
+            if not (take or self.take)():
+                time.sleep(_IDLE_S)
+
+    def _follow(self) -> None:
+        """Receives the version that the leader of the engine receives now."""
+        deadline = time.monotonic() + self._cfg.runner.step_timeout_s
+        while True:
+            try:
+                probe: Probe | None = self._worker.notice(VERSIONS)
+                break
+            except queue.Empty:
+                if time.monotonic() > deadline:
+                    rank_name = f"{self._worker.group_name}-{self._worker.rank}"
+                    first = first_of_engine(self._worker.rank, self._cfg)
+                    raise DeadlineExceeded(f"{rank_name} was not told of weights that rank {first} takes in") from None
+                time.sleep(_IDLE_S)
+        self._take(probe)
+
+    def _take(self, probe: Probe | None) -> None:
+        engine, rollout = self._engine, self._cfg.rollout
+        update = self._sync.receive()
+        held = engine.held if isinstance(engine, TellsWeights) else None
+        proof = Proof(update, self._sender, look=not update.proven)
+        if update.proven and isinstance(engine, TakesShards):
+            engine.update_shards(update.version, proof.complete_tensors())
+        elif self._in_parts is None:
+            engine.update_weights(update.version, proof.complete_tensors())
+        else:
+            self._in_parts.update_weights(update.version, proof.tensors(), complete=update.complete)
+        proof.check(held)
+        if probe is not None and isinstance(engine, ScoresTexts):
+            computes = self.computes()
+            dtypes = {probe.dtype, computes["dtype"]}
+            check_probe(
+                engine, probe, update.version, rollout.probe_tolerance, dtypes, self._sender, computes["device"]
+            )
+        self.version = update.version

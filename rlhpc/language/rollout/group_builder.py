@@ -1,0 +1,324 @@
+"""Group building: the scored answers of a prompt become a group to train on, or the prompt is replaced."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rlhpc.algorithms.advantages import overlong_penalty, varied_groups
+from rlhpc.algorithms.nonfinite import nonfinite, skips
+from rlhpc.language.agents.episodes import OF_ROLES, Episode, tokens_of
+from rlhpc.language.algorithms.base import LanguageAlgorithm
+from rlhpc.language.config.rewards import RewardConfig
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.rewards.pool import Scored
+from rlhpc.language.rollout.pending_group import PendingGroup
+from rlhpc.language.rollout.sample_group import FINISHED, SampleGroup, columns_of, group_of
+
+#: Term of `reward.terms` that depends on the length alone.
+LENGTH = "length"
+
+
+def group_metrics(
+    step: int,
+    episodes: Sequence[Episode],
+    scores: Sequence[Scored],
+    rewards: np.ndarray,
+    refills: int,
+    differ: bool,
+) -> dict[str, float]:
+    """Returns the sums over a group's episodes from which the step's metrics are computed; names with `max_` are
+    maxima.
+
+    Args:
+        step: Step of the prompt.
+        episodes: Episodes of the group.
+        scores: Score of each episode.
+        rewards: `[G]` float32.
+        refills: Number of prompts that this one has replaced.
+        differ: Whether the task rewards of the compared episodes differ.
+    """
+    lengths = [tokens_of(episode) for episode in episodes]
+    versions = [
+        np.concatenate([np.asarray(s.versions)[np.asarray(s.loss_mask, bool)] for s in episode.samples])
+        for episode in episodes
+    ]
+    oldest = [int(token_versions.min()) for token_versions in versions if len(token_versions)]
+    finished = sum(episode.finish_reason in FINISHED for episode in episodes)
+    behind = [step - 1 - version for version in oldest]
+    first = next(iter(scores[0].terms), "")
+    metrics = {
+        "samples": float(len(episodes)),
+        "groups": 1.0,
+        "reward": float(rewards.sum()),
+        "reward_squared": float((rewards**2).sum()),
+        "accuracy": float(sum(score.terms.get(first, 0.0) >= 1.0 for score in scores)),
+        "length": float(sum(lengths)),
+        "truncated": float(len(episodes) - finished),
+        "varied": float(differ),
+        "failed": float(sum(score.failed for score in scores)),
+        "stale": float(sum(behind)),
+        "refills": float(refills),
+        "max_length": float(max(lengths)),
+        "max_stale": float(max(behind, default=0)),
+    }
+    for name in scores[0].terms:
+        metrics[f"term/{name}"] = float(sum(score.terms.get(name, 0.0) for score in scores))
+    outcomes = [episode.outcome for episode in episodes if episode.outcome is not None]
+    for name in sorted({name for outcome in outcomes for name in outcome.metrics}):
+        metrics[f"agent/{name}"] = sum(outcome.metrics.get(name, 0.0) for outcome in outcomes)
+    return metrics
+
+
+def not_finite(rewards: np.ndarray, episodes: Sequence[Episode], scores: Sequence[Scored]) -> str:
+    """Returns a description of the first non-finite number of a group, or "". Log-probs count where the model wrote
+    the token."""
+    for member, (reward, episode, score) in enumerate(zip(rewards.tolist(), episodes, scores, strict=True)):
+        if not math.isfinite(reward):
+            terms = ", ".join(f"{name} {value}" for name, value in score.terms.items())
+            return f"the reward of response {member} is {reward} ({terms})"
+        for sample in episode.samples:
+            if not np.isfinite(np.asarray(sample.logprobs, np.float32)[np.asarray(sample.loss_mask, bool)]).all():
+                return f"a log-probability of response {member} is not finite"
+    return ""
+
+
+def overlong(episodes: Sequence[Episode], limit: int, buffer: int) -> np.ndarray:
+    """Returns the penalties `[E]` for answers whose length comes close to the limit.
+
+    Args:
+        episodes: The answers.
+        limit: Maximum number of tokens of an answer.
+        buffer: `algorithm.overlong_buffer`.
+    """
+    if not buffer:
+        return np.zeros(len(episodes), np.float32)
+    lengths = torch.tensor([len(episode.token_ids) for episode in episodes])
+    punishment: np.ndarray = overlong_penalty(lengths=lengths, max_length=limit, buffer=buffer).numpy()
+    return punishment
+
+
+def task_rewards(scores: Sequence[Scored], reward: RewardConfig) -> np.ndarray:
+    """Returns the rewards by which groups are filtered: the sum of `reward.terms` without the length penalties (the
+    term `length` and `algorithm.overlong_buffer`). DAPO (Yu et al. 2025) filters by accuracy: wrong answers of
+    different lengths are equally wrong.
+
+    Args:
+        scores: Scores of the compared answers.
+        reward: Section `reward`.
+
+    Returns:
+        `[E]`.
+    """
+    terms = [term for term in reward.terms if term.name.lower() != LENGTH]
+    if not terms or len(terms) == len(reward.terms):
+        return np.asarray([score.total for score in scores])
+    # The sum is computed anew: a difference of sums would be rounded.
+    weights = {term.name: term.weight for term in terms}
+    return np.asarray(
+        [
+            score.total
+            if score.failed
+            else sum(weight * score.terms.get(name, 0.0) for name, weight in weights.items())
+            for score in scores
+        ]
+    )
+
+
+def varied(rewards: np.ndarray) -> bool:
+    """Returns whether a group's rewards differ; equal rewards carry no information about its answers."""
+    scores = torch.from_numpy(rewards)
+    return len(rewards) > 0 and bool(varied_groups(scores, torch.zeros(len(rewards)))[0])
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """Answers of a prompt with their scores and rewards.
+
+    Attributes:
+        episodes: The compared episodes, by member of the group.
+        scores: Score of each episode.
+        rewards: `[E]` float32.
+        trains: Whether each episode is trained on. The other ones count in no statistic of the group and in no loss.
+        varied: Whether the task rewards of the trained episodes differ.
+        why: Reason why no episode is trained on, from `REASONS`; "" if some are.
+    """
+
+    episodes: dict[int, Episode]
+    scores: list[Scored]
+    rewards: np.ndarray
+    trains: list[bool]
+    varied: bool
+    why: str
+
+
+class GroupBuilder:
+    """Builder of groups from scored answers.
+
+    Args:
+        cfg: The configuration.
+        algorithm: The algorithm, whose rollout columns become columns of a group.
+        choices: Router choices a token (`SaysExperts`); 0 without routing replay.
+        where: Name of the rollout rank, for messages.
+    """
+
+    def __init__(self, cfg: GrpoConfig, algorithm: LanguageAlgorithm, choices: int, where: str) -> None:
+        self._cfg = cfg
+        self._algorithm = algorithm
+        self._choices = choices
+        self._where = where
+        self._size = cfg.algorithm.group_size
+        self._agent_weight = sum(term.weight for term in cfg.reward.terms if term.name.lower() == "agent")
+
+    def lacks(self, slot: PendingGroup) -> bool:
+        """Returns whether too few episodes of a prompt can be compared under the policy of its step."""
+        return len(trained_members(slot, self._oldest(slot))) < min(2, self._size)
+
+    def judged(self, slot: PendingGroup, *, may_refill: bool) -> ScoredGroup | None:
+        """Returns the group's scores and rewards, or None if the prompt is to be replaced.
+
+        Args:
+            slot: Prompt whose answers are complete and scored.
+            may_refill: Whether another prompt may replace this one.
+
+        Raises:
+            RlhpcError: A number is not finite, and the configuration stops the run then.
+        """
+        indices, lacking = trained_members(slot, self._oldest(slot)), self.lacks(slot)
+        if lacking:
+            if may_refill:
+                return None
+            indices = [0]
+        episodes, scores = [slot.episodes[m] for m in indices], [slot.scores[m] for m in indices]
+        rewards = np.asarray([score.total for score in scores], np.float32)
+        rewards += overlong(episodes, self._cfg.rollout.max_new_tokens, self._cfg.algorithm.overlong_buffer)
+        if fault := not_finite(rewards, episodes, scores):
+            if not skips(self._cfg):
+                prompt_text = f"prompt {slot.position} ({slot.prompt.question!r:.80})"
+                raise nonfinite(f"step {slot.step}, {prompt_text}, {self._where}: {fault}")
+            rewards = np.zeros_like(rewards)
+        why = "nonfinite" if fault else "alone" if lacking else ""
+        drops_truncated = self._cfg.algorithm.overlong_filter
+        trains = [not why and not (drops_truncated and is_cut(episode)) for episode in episodes]
+        differ = varied(task_rewards([s for s, used in zip(scores, trains, strict=True) if used], self._cfg.reward))
+        if self._cfg.algorithm.filter_groups and not lacking and not differ and may_refill:
+            return None
+        return ScoredGroup(dict(zip(indices, episodes, strict=True)), scores, rewards, trains, differ, why)
+
+    def group(self, slot: PendingGroup, judged: ScoredGroup) -> tuple[SampleGroup, dict[str, float]]:
+        """Returns the group for the actor, and its sums for the step's metrics."""
+        drop_tokens(slot, self._oldest(slot), cut=self._cfg.algorithm.overlong_filter, why=judged.why)
+        episodes = list(judged.episodes.values())
+        columns = [
+            columns_of(self._algorithm, sample, score)
+            for episode, score in zip(episodes, judged.scores, strict=True)
+            for sample in episode.samples
+        ]
+        group = group_of(
+            slot.step, slot.position, judged.episodes, judged.rewards, columns, trains=judged.trains, size=self._size,
+            choices=self._choices, agent_weight=self._agent_weight,
+        )  # fmt: skip
+        metrics = {"refills": float(slot.num_refills)}
+        if judged.why == "nonfinite":
+            metrics["nonfinite"] = float(self._size)
+        elif not judged.why:
+            metrics = group_metrics(slot.step, episodes, judged.scores, judged.rewards, slot.num_refills, judged.varied)
+        return group, metrics | dropped_token_metrics(slot)
+
+    def _oldest(self, slot: PendingGroup) -> int:
+        """Returns the oldest version of the weights whose tokens may be trained on."""
+        return slot.step - 1 - self._cfg.algorithm.max_staleness
+
+
+#: Reasons why sampled tokens are not trained on. `lost`: the client had hung up. `failed`: the agent of the episode failed.
+#: `role`: a role that is not trained wrote them (`agent.untrained_roles`). `cut`: the answer was truncated
+#: (`algorithm.overlong_filter`). `old`: their weights are older than `algorithm.max_staleness` allows. `refilled`: another
+#: prompt replaced the group's. `alone`: the group has no other episode to compare with. `nonfinite`: the group has a
+#: non-finite number.
+REASONS = ("lost", "failed", "role", "cut", "old", "refilled", "alone", "nonfinite")
+PREFIX = "untrained/"
+
+
+def count_trainable_tokens(episodes: Iterable[Episode]) -> int:
+    """Returns the number of tokens of some episodes that the model sampled and that may be trained on."""
+    return sum(sum(sample.loss_mask) for episode in episodes for sample in episode.samples)
+
+
+def trained_members(slot: PendingGroup, oldest: int) -> list[int]:
+    """Returns the members of a group that are compared. An episode whose agent failed carries no information about
+    the policy, and one sampled only by weights before version `oldest` carries none about the current policy: neither
+    counts as a reward of 0 or in a baseline."""
+    return [m for m, episode in sorted(slot.episodes.items()) if not episode.failed and not _too_old(episode, oldest)]
+
+
+def _too_old(episode: Episode, oldest: int) -> bool:
+    versions = [v for s in episode.samples for v, trained in zip(s.versions, s.loss_mask, strict=True) if trained]
+    return bool(versions) and max(versions) < oldest
+
+
+def failure_of(slot: PendingGroup) -> str:
+    """Returns why the last of a group's episodes that failed did, or could not be judged; "" if none has."""
+    reasons = [
+        episode.outcome.error for _, episode in sorted(slot.episodes.items()) if episode.failed and episode.outcome
+    ]
+    reasons += [scored.reason for _, scored in sorted(slot.scores.items()) if scored.failed and scored.reason]
+    return reasons[-1] if reasons else ""
+
+
+def is_cut(episode: Episode) -> bool:
+    """Tells whether an episode's answer was truncated at a length limit."""
+    return episode.finish_reason not in FINISHED
+
+
+def count_dropped_on_refill(slot: PendingGroup) -> Counter[str]:
+    """Returns the number of tokens sampled for a prompt that is being replaced, by reason (`REASONS`)."""
+    return slot.untrained + Counter(refilled=count_trainable_tokens(slot.episodes.values()))
+
+
+def drop_tokens(slot: PendingGroup, oldest: int, *, cut: bool, why: str) -> None:
+    """Counts the tokens of a finished group that are not trained on, and masks those that are too old.
+
+    Args:
+        slot: Prompt of the group.
+        oldest: Oldest version of the weights whose tokens may be trained on.
+        cut: Whether truncated answers are left out.
+        why: Reason why the whole group is left out, from `REASONS`; "" if it is trained on.
+    """
+    counts = slot.untrained
+    for episode in slot.episodes.values():
+        counts["lost"] += int(episode.outcome.metrics.get("not_received", 0)) if episode.outcome else 0
+        if episode.failed or why:
+            counts["failed" if episode.failed else why] += count_trainable_tokens([episode])
+            continue
+        if episode.outcome and OF_ROLES in episode.outcome.metrics:
+            counts["role"] += int(episode.outcome.metrics[OF_ROLES])
+        counts["old"] += _mask_old(episode, oldest)
+        if episode.branches:  # a role without samples would be compared as one with reward 0
+            episode.branches = [s for s in episode.branches if any(s.loss_mask)] or episode.branches
+        if cut and is_cut(episode):
+            counts["cut"] += count_trainable_tokens([episode])
+
+
+def _mask_old(episode: Episode, oldest: int) -> int:
+    count = 0
+    for sample in episode.samples:
+        for at, (trained, version) in enumerate(zip(sample.loss_mask, sample.versions, strict=True)):
+            if trained and version < oldest:
+                sample.loss_mask[at] = False
+                count += 1
+    return count
+
+
+def dropped_token_metrics(slot: PendingGroup) -> dict[str, float]:
+    """Returns a group's further metrics: failed episodes, answers that another rank had started, and tokens that are
+    not trained on. Zeros are left out."""
+    failed = sum(episode.failed for episode in slot.episodes.values())
+    metrics = {"agent_failed": float(failed)} if failed else {}
+    if slot.drawn:
+        metrics |= {"continued": float(len(slot.drawn)), "continued_tokens": float(sum(slot.drawn.values()))}
+    return metrics | {PREFIX + name: float(count) for name, count in slot.untrained.items() if count}

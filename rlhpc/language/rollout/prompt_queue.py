@@ -1,0 +1,175 @@
+"""Prompt queue of a step: rollout ranks lease prompts in order; the driver tracks which groups were delivered.
+
+A prompt's tokens depend on seed, step, position and weights, not on the rank that samples them. So a step has the same
+result if ranks are slow, are lost or join later. The driver holds the queue. A rank acknowledges a prompt once the actor's
+process has the complete group; its unacknowledged prompts return to the queue when it ends. Where steps overlap, a rank that
+is told to leave requeues them with the partial answers (`PartialGroup`), and another rank resumes these.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from rlhpc.language.rollout.pending_group import PartialGroup
+from rlhpc.language.training.prompt_dispatch import DELIVERED, WORK
+from rlhpc.runtime.channel import Channel, LeasedItem, QueueEmpty
+from rlhpc.runtime.errors import DeadlineExceeded
+
+#: Seconds between two attempts of a rank to lease prompts that other ranks may have returned to an empty queue.
+_AGAIN_S = 0.25
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Message to the driver: an actor has the group of a prompt.
+
+    Attributes:
+        step, position: Step and position of the prompt.
+        rank: Rollout rank that sampled the answers.
+        facts: Sums over the group's episodes (`group_builder.group_metrics`).
+        failure: Reason why an episode failed or could not be scored; "" if none did.
+    """
+
+    step: int
+    position: int
+    rank: int
+    facts: dict[str, float]
+    failure: str = ""
+
+
+class PromptTracker:
+    """Driver's side of the prompt queue: enqueues the prompts of each step once, and counts the delivered groups.
+
+    Args:
+        prompts: Number of prompts of a step.
+    """
+
+    def __init__(self, prompts: int) -> None:
+        self._prompts = prompts
+        self._channels: tuple[Channel, Channel] | None = None
+        self._enqueued_step = 0
+        self._delivered: dict[int, dict[int, Delivery]] = {}
+        self.failure = ""  # the latest failure of all steps
+
+    def open(self, step: int) -> None:
+        """Starts after a step: no prompt of a later step is enqueued or delivered."""
+        self._channels = Channel.create(WORK), Channel.create(DELIVERED)
+        self._enqueued_step = step
+        self._delivered = {}
+
+    def give(self, last: int) -> None:
+        """Enqueues the prompts of all steps up to `last` that were not enqueued before."""
+        for step in range(self._enqueued_step + 1, last + 1):
+            for position in range(self._prompts):
+                self._ends[0].put(position, key=str(step))
+        self._enqueued_step = max(self._enqueued_step, last)
+
+    @property
+    def _ends(self) -> tuple[Channel, Channel]:
+        assert self._channels is not None
+        return self._channels
+
+    def wait_complete(self, step: int, wait_s: float) -> bool:
+        """Returns whether all groups of a step were delivered; waits up to `wait_s` seconds for the last ones."""
+        deadline = time.monotonic() + wait_s
+        while len(self._delivered.get(step, ())) < self._prompts:
+            remaining_s = deadline - time.monotonic()
+            try:
+                delivery: Delivery = (
+                    self._ends[1].get(timeout=remaining_s) if remaining_s > 0 else self._ends[1].get_nowait()
+                )
+            except (QueueEmpty, DeadlineExceeded):
+                return False
+            # A rank that was lost just after a delivery may have returned its prompt to the queue.
+            self._delivered.setdefault(delivery.step, {}).setdefault(delivery.position, delivery)
+        return True
+
+    def returned(self, step: int) -> bool:
+        """Returns whether the queue has prompts of a step."""
+        return not self._ends[0].empty(key=str(step))
+
+    def missing(self, step: int) -> list[int]:
+        """Returns the positions of a step whose groups were not delivered."""
+        return sorted({*range(self._prompts)} - self._delivered.get(step, {}).keys())
+
+    def close(self, step: int) -> dict[str, float]:
+        """Returns the sums over a step's groups, all of which were delivered, in the order of the prompts."""
+        delivered = self._delivered.pop(step)
+        self.failure = next(
+            (one.failure for _, one in sorted(delivered.items(), reverse=True) if one.failure), self.failure
+        )
+        return summed({position: delivery.facts for position, delivery in delivered.items()})
+
+
+class PromptLeases:
+    """Rollout rank's side of the prompt queue: its leases, and whether it may lease more.
+
+    Args:
+        prompts: Number of prompts of a step.
+        rank: Rank of this process.
+        work, delivered: The driver's channels.
+    """
+
+    def __init__(self, prompts: int, rank: int, work: Channel, delivered: Channel) -> None:
+        self._prompts = prompts
+        self._rank = rank
+        self._work = work
+        self._delivered = delivered
+        self._held: dict[tuple[int, int], LeasedItem] = {}
+        self._looked: dict[int, float] = {}
+        self.ranks = 1
+
+    def begin(self, step: int, ranks: int) -> None:
+        """Starts a step of `ranks` engines."""
+        self.ranks = ranks
+        self._looked = {queue_step: at for queue_step, at in self._looked.items() if queue_step > step}
+
+    def held(self, step: int) -> int:
+        """Returns the number of a step's prompts that this rank has leased and not delivered."""
+        return sum(lease_step == step for lease_step, _ in self._held)
+
+    def exhausted(self, step: int) -> bool:
+        """Returns whether the queue of a step was empty at the last attempt."""
+        return step in self._looked
+
+    def take(self, step: int) -> int | PartialGroup | None:
+        """Leases a prompt of a step, by its position, or the partial group of another rank; returns None if this rank
+        has its share or the queue is empty."""
+        if self.held(step) >= math.ceil(self._prompts / self.ranks):
+            return None
+        now = time.monotonic()
+        if now - self._looked.get(step, -math.inf) < _AGAIN_S:
+            return None
+        try:
+            lease = self._work.take_nowait(key=str(step))
+        except QueueEmpty:
+            self._looked[step] = now
+            return None
+        self._looked.pop(step, None)
+        item: int | PartialGroup = lease.item
+        self._held[step, item.position if isinstance(item, PartialGroup) else item] = lease
+        return item
+
+    def hand_back(self, step: int, partial: PartialGroup) -> None:
+        """Requeues a prompt with its partial answers. If this rank ends during the call, the prompt may return twice:
+        the driver counts it once, and so does the actor."""
+        self._work.entrust(partial, key=str(step))
+        self._work.done(self._held.pop((step, partial.position)))
+
+    def deliver(self, step: int, position: int, facts: dict[str, float], failure: str = "") -> None:
+        """Reports to the driver that an actor has the group of a prompt."""
+        self._delivered.put(Delivery(step, position, self._rank, facts, failure))
+        self._work.done(self._held.pop((step, position)))
+
+
+def summed(facts: dict[int, dict[str, float]]) -> dict[str, float]:
+    """Returns sums and maxima over positions, added in their order: the order of arrival must not change the last
+    digit."""
+    sums: dict[str, float] = {}
+    for _, metrics in sorted(facts.items()):
+        for name, value in metrics.items():
+            previous = sums.get(name, 0.0)
+            sums[name] = max(previous, value) if name.startswith("max_") else previous + value
+    return sums

@@ -1,0 +1,122 @@
+"""Evaluation during training (`runner.val_check_interval`): each rollout rank answers its share of the suites'
+problems.
+
+A rank answers with its engine and judges while no training sample is in flight, and each problem has separate seeds. So the
+metrics equal those of `rlhpc eval` for any number of ranks, and the evaluation does not change the training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlhpc.language.agents.registry import Generation
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.evaluation.evaluate import answers_to, identify, problems_of, suites_of
+from rlhpc.language.reporting.eval_metrics import summarize
+from rlhpc.language.scoring.reward_aggregator import Judges
+from rlhpc.runtime.errors import DeadlineExceeded
+
+Row = dict[str, Any]
+#: Keys of a row that are not sent to the driver.
+_TEXTS = ("prompt", "response", "answer")
+
+
+class Validation:
+    """Evaluation suites of `workflow.eval_suites`.
+
+    Args:
+        cfg: The run's configuration.
+        tokenizer: Tokenizer of the model.
+    """
+
+    def __init__(self, cfg: GrpoConfig, tokenizer: Any) -> None:
+        self.cfg = cfg
+        self.tokenizer = tokenizer
+        self.suites = suites_of(cfg)
+        self.problems = {name: problems_of(cfg, section, tokenizer)[0] for name, section in self.suites.items()}
+
+    def rows(
+        self, generation: Generation, judges: Judges, share: tuple[int, int], deadline: float
+    ) -> dict[str, list[Row]]:
+        """Answers this rank's share of the problems.
+
+        Args:
+            generation, judges: The rank's generation and judges, with nothing in flight.
+            share: Index of the share, and number of shares.
+            deadline: Time on the clock of `time.monotonic`.
+
+        Returns:
+            Suite → its rows, each with its `place` among all rows of the suite.
+        """
+        rows_by_suite, (number, of) = {}, share
+        for name, section in self.suites.items():
+            rows = answers_to(
+                self.problems[name][number::of],
+                self.cfg,
+                section,
+                name,
+                generation,
+                judges,
+                self.tokenizer,
+                deadline=deadline,
+            )
+            rows_by_suite[name] = [
+                {key: value for key, value in row.items() if key not in _TEXTS}
+                | {"place": (at // section.samples) * of + number}
+                for at, row in enumerate(rows)
+            ]
+        return rows_by_suite
+
+
+def ask_until_complete(
+    firsts: Callable[[], list[int]], ask: Callable[[list[int]], Sequence[Mapping[str, Sequence[Row]]]], timeout: float
+) -> list[Mapping[str, Sequence[Row]]]:
+    """Returns every rank's rows; asks all ranks again if one was lost with its share.
+
+    Args:
+        firsts: Returns the ranks that answer now: the leaders of the engines.
+        ask: Calls these ranks; a rank without a share returns an empty mapping.
+        timeout: Seconds for all attempts.
+
+    Raises:
+        DeadlineExceeded: A share was missing in each attempt.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        ranks = firsts()
+        rows = [answer for answer in ask(ranks) if answer]
+        if len(rows) >= len(ranks):
+            return rows
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"evaluation: {len(rows)} of the {len(ranks)} rollout ranks ({', '.join(map(str, ranks))}) answered "
+                f"their share within runner.step_timeout_s ({timeout:g} s)"
+            )
+
+
+def validation_metrics(parts: Sequence[Mapping[str, Sequence[Row]]]) -> dict[str, float]:
+    """Returns the metrics from the ranks' rows: `eval/accuracy` and so on; of each further suite
+    `eval/<suite>/accuracy`."""
+    metrics: dict[str, float] = {}
+    for number, suite in enumerate(parts[0]):
+        rows = sorted((row for part in parts for row in part[suite]), key=lambda row: (row["place"], row["sample"]))
+        samples = 1 + max(row["sample"] for row in rows)
+        identify(rows, samples)
+        result = summarize(rows)
+        suite_metrics = {
+            "accuracy": result["accuracy"],
+            "reward": result["reward_mean"],
+            "response_tokens": result["response_tokens"]["mean"],
+            "truncated": result["truncated"],
+            "failed_rewards": result["failed"],
+            "problems": result["n"],
+        }
+        if samples > 1:
+            suite_metrics[f"pass_at_{samples}"] = result["pass_at_k"][str(samples)]
+            if result["majority"] is not None:
+                suite_metrics["majority"] = result["majority"]
+        prefix = f"eval/{suite}" if number else "eval"
+        metrics |= {f"{prefix}/{name}": float(value) for name, value in suite_metrics.items()}
+    return metrics

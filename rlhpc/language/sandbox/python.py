@@ -1,0 +1,573 @@
+"""Sandbox for untrusted Python without root: no network, no files except its own, no other processes, and limits on all
+resources.
+
+Programs are confined by namespaces (a separate root with the interpreter's folders read-only and an empty folder in
+memory, no network, no other processes), Landlock, seccomp and resource limits. Clusters differ in what they allow, so a
+sandbox tests itself when it is created: a program attempts forbidden actions, and those that succeed are not enforced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import logging
+import math
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.scratch import make_temporary_folder, temporary_folder
+
+log = logging.getLogger(__name__)
+MECHANISMS = ("namespaces", "landlock", "seccomp")
+_INSIDE = Path(__file__).parent
+_BOOT = "import sys; sys.path.append({!r}); import confine, harness; confine.main(harness, *map(int, sys.argv[1:]))"
+_SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
+_PACKAGES = ("site-packages", "dist-packages")
+_MB = 1 << 20
+_START_S = 30.0
+"""Most time of the trial run, and of a killed program to be gone."""
+_MOST_TOLD = 16 * _MB
+
+
+@dataclass
+class SandboxResult:
+    """Result of a program.
+
+    Attributes:
+        status: `ok`; `error` (it raised, or exited with another code than 0); `timeout`; `output` (it wrote too much);
+            `killed` (by a signal: limits of CPU time and file size, crashes).
+        stdout: Standard output, up to the limit.
+        stderr: Standard error, up to the limit; a traceback if it raised.
+        error: Exception that ended it, as one line.
+        checks: Number of a check → its result: `value`, `passed` or `error`. Checks that were not reached are missing.
+        seconds: Wall time, including the start.
+        cpu_s: CPU time of the program.
+        memory: Peak memory, in bytes.
+        have: Mechanisms that confined it.
+    """
+
+    status: str = "killed"
+    stdout: str = ""
+    stderr: str = ""
+    error: str = ""
+    checks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    memory: int = 0
+    have: dict[str, str] = field(default_factory=dict)
+
+
+class Sandbox:
+    """Runner of untrusted programs, each in a separate process. Thread-safe.
+
+    Args:
+        wall_s: Maximum wall time of a program.
+        cpu_s: Maximum CPU time; None for `wall_s`.
+        memory_mb: Maximum address space of a process.
+        file_mb: Maximum size of a file.
+        disk_mb: Maximum size of all its files, if its folder is in memory (with namespaces).
+        output_kb: Maximum output to stdout and stderr, each.
+        processes: Maximum number of processes, including the program. More than one needs namespaces.
+        open_files: Maximum number of open files of a process.
+        packages: Whether it may import installed packages.
+        read: Additional folders that it may read.
+        allow_unconfined: Whether to run programs although some limits cannot be enforced here.
+        mechanisms: Subset of `MECHANISMS` to use.
+
+    Raises:
+        ConfigError: This machine cannot confine programs, and `allow_unconfined` is false; the message names the missing
+            limits.
+    """
+
+    def __init__(
+        self,
+        *,
+        wall_s: float = 5.0,
+        cpu_s: float | None = None,
+        memory_mb: int = 512,
+        file_mb: int = 16,
+        disk_mb: int = 64,
+        output_kb: int = 256,
+        processes: int = 1,
+        open_files: int = 64,
+        packages: bool = True,
+        read: Sequence[str] = (),
+        allow_unconfined: bool = False,
+        mechanisms: Sequence[str] = MECHANISMS,
+    ) -> None:
+        unknown = sorted(set(mechanisms) - set(MECHANISMS))
+        if unknown:
+            raise ConfigError(f"sandbox: mechanisms has {unknown}; allowed: {', '.join(MECHANISMS)}")
+        bounds = {
+            "wall_s": wall_s,
+            "memory_mb": memory_mb,
+            "file_mb": file_mb,
+            "disk_mb": disk_mb,
+            "output_kb": output_kb,
+            "processes": processes,
+            "open_files": open_files,
+        }
+        for name, value in bounds.items():
+            if value <= 0:
+                raise ConfigError(f"sandbox: {name} is {value}; it must be above 0")
+        self.wall_s, self.output_bytes = wall_s, output_kb * 1024
+        filters = {
+            f"{mounted} {several}": build_seccomp_filter(os.uname().machine, fork=several, files_read_only=mounted)
+            for mounted in (False, True)
+            for several in (False, True)
+        }
+        self._job: dict[str, Any] = {
+            "cpu_s": math.ceil(cpu_s or wall_s),
+            "memory": memory_mb * _MB,
+            "file_size": file_mb * _MB,
+            "disk": disk_mb * _MB,
+            "processes": processes,
+            "open_files": open_files,
+            "need": [],
+            "mechanisms": list(mechanisms),
+            "read": readable(read),
+            "packages": [path for path in sys.path if packages and Path(path).name in _PACKAGES],
+            "filters": {name: code.hex() if code and "seccomp" in mechanisms else "" for name, code in filters.items()},
+        }
+        self._limits: dict[str, str] = {}
+        self._try_out()
+        missing = self.unenforced()
+        if missing:
+            message = f"this machine does not enforce: {', '.join(missing)}"
+            if not allow_unconfined:
+                raise ConfigError(
+                    f"sandbox: {message}. Untrusted programs are not run like this: allow user namespaces "
+                    "(sysctl user.max_user_namespaces) or use a kernel with Landlock (5.13), "
+                    "or accept the risk with allow_unconfined: true"
+                )
+            log.warning("sandbox: %s; programs run all the same (allow_unconfined)", message)
+
+    def limits(self) -> dict[str, str]:
+        """Returns limit → the mechanisms that enforce it, as tested here; "" for a limit that is not enforced."""
+        return dict(self._limits)
+
+    def unenforced(self) -> list[str]:
+        """Returns the names of the limits that are not enforced here. The limit of all files together is not counted:
+        without it a program can only fill a disk until it ends.
+        """
+        return [name for name, how in self._limits.items() if not how and name != "disk"]
+
+    def run(self, source: str, stdin: str = "", wall_s: float | None = None) -> SandboxResult:
+        """Runs a program, as `__main__`."""
+        return self._start({"source": source, "setup": "", "checks": [], "main": True}, stdin, wall_s)
+
+    def check(
+        self, source: str, checks: Sequence[dict[str, str]], setup: str = "", wall_s: float | None = None
+    ) -> SandboxResult:
+        """Runs a program as a module, then each check in its namespace.
+
+        Args:
+            source: The program.
+            checks: `{"kind": "value", "source": expression}`: its value comes back, encoded, to be compared out here.
+                `{"kind": "do" or "script", "source": statements}`: whether they ran without an exception.
+                `{"kind": "raises", "source": statements}`: the exception that they ended with, and its classes, as a value.
+            setup: Statements to run between the two.
+            wall_s: Most wall time, instead of the sandbox's own.
+        """
+        return self._start({"source": source, "setup": setup, "checks": list(checks), "main": False}, "", wall_s)
+
+    def _start(self, job: dict[str, Any], stdin: str, wall_s: float | None) -> SandboxResult:
+        started = time.monotonic()
+        folder = str(make_temporary_folder("box"))
+        nonce = secrets.token_hex(16)
+        job_fd = os.memfd_create("job")
+        with open(job_fd, "wb", closefd=False) as file:
+            file.write(json.dumps({**self._job, **job, "nonce": nonce, "folder": folder}).encode())
+        os.lseek(job_fd, 0, os.SEEK_SET)
+        stdin_fd = os.memfd_create("stdin") if stdin else os.open(os.devnull, os.O_RDONLY)
+        if stdin:
+            with open(stdin_fd, "wb", closefd=False) as file:
+                file.write(stdin.encode())
+            os.lseek(stdin_fd, 0, os.SEEK_SET)
+        (result, result_in), (status, status_in) = os.pipe(), os.pipe()
+        fds = (job_fd, result_in, status_in)
+        try:
+            # The keeper asks to be killed with the thread that started it: this thread, which waits for the keeper below.
+            keeper = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _BOOT.format(str(_INSIDE)), *map(str, fds), str(os.getpid())],
+                stdin=stdin_fd,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=fds,
+                cwd="/",
+                env=environment(),
+                start_new_session=True,
+            )
+        except BaseException:
+            for fd in (result, status):
+                os.close(fd)
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            for fd in (*fds, stdin_fd):
+                os.close(fd)
+        assert keeper.stdout and keeper.stderr
+        reading = {
+            "stdout": keeper.stdout.fileno(),
+            "stderr": keeper.stderr.fileno(),
+            "result": result,
+            "status": status,
+        }
+        try:
+            outcome, texts = self._collect(keeper, reading, started + (wall_s or self.wall_s))
+        finally:
+            _end(keeper)
+            keeper.stdout.close()
+            keeper.stderr.close()
+            os.close(result)
+            os.close(status)
+            shutil.rmtree(folder, ignore_errors=True)
+        return _result(outcome, texts, nonce, time.monotonic() - started)
+
+    def _collect(
+        self, keeper: subprocess.Popen[bytes], reading: dict[str, int], deadline: float
+    ) -> tuple[str, dict[str, bytes]]:
+        """Reads until all pipes are closed, when the program has ended; kills it when it exceeds a limit."""
+        texts = dict.fromkeys(reading, b"")
+        outcome, killed_at = "", 0.0
+        with selectors.DefaultSelector() as selector:
+            for name, fd in reading.items():
+                selector.register(fd, selectors.EVENT_READ, name)
+            while selector.get_map():
+                now = time.monotonic()
+                if not outcome and now >= deadline:
+                    outcome = "timeout"
+                if outcome and not killed_at:
+                    killed_at = now
+                    _kill(keeper)
+                if killed_at and now > killed_at + _START_S:
+                    raise RlhpcError(f"sandbox: process {keeper.pid} cannot be killed; is its file system stuck?")
+                for key, _ in selector.select(1.0 if killed_at else max(0.0, deadline - now)):
+                    part = os.read(key.fd, 1 << 16)
+                    if not part:
+                        selector.unregister(key.fd)
+                    limit = self.output_bytes if key.data in ("stdout", "stderr") else _MOST_TOLD
+                    text = texts[key.data] + part
+                    texts[key.data] = text[:limit]
+                    if len(text) > limit and not outcome:
+                        outcome = "output"
+        return outcome, texts
+
+    def _try_out(self) -> None:
+        """Lets a program attempt forbidden actions, and notes what stopped it."""
+        with (
+            temporary_folder("try") as place,
+            socket.create_server(("127.0.0.1", 0)) as server,
+            ipc_objects() as reached,
+        ):
+            folder, secret = str(place), place / "secret"
+            secret.write_text("secret")
+            secret.chmod(0o600)
+            targets = {
+                "port": server.getsockname()[1],
+                "pid": os.getpid(),
+                "secret": str(secret),
+                "folder": folder,
+                "memory": self._job["memory"],
+                "processes": self._job["processes"],
+                "ipc": reached,
+            }
+            source = (_INSIDE / "self_test.py").read_text()
+            checks = [{"kind": "value", "source": f"attempts({targets!r})"}]
+            result = self._start({"source": source, "setup": "", "checks": checks, "main": False}, "", _START_S)
+        if "value" not in result.checks.get(0, {}):
+            raise RlhpcError(f"sandbox: the trial run failed: {result.status} {result.error or result.stderr}")
+        have = result.have
+        self._job["need"] = sorted(name for name in have if name not in ("user", "mount_error"))
+        for name, through in result.checks[0]["value"]["d"]:
+            ways = [_WAYS[key].format(have.get(key)) for key in _STOPS[name] if key in have]
+            self._limits[name] = "" if through else ", ".join(ways) or _ELSE.get(name, "permissions")
+        if not {"pid", "seccomp"} & set(have):  # child processes would outlive the program
+            self._limits["processes"] = ""
+        self._limits["disk"] = "size of its folder in memory" if "mount" in have else ""
+
+
+_WAYS = {
+    "net": "network namespace", "ipc": "IPC namespace", "pid": "process namespace",
+    "mount": "own root, read-only", "seccomp": "seccomp",
+    "landlock": "Landlock {}",
+}  # fmt: skip
+_ELSE = dict.fromkeys(("processes", "memory", "cpu", "file size", "open files"), "resource limit")
+_STOPS = {
+    "network": ("net", "seccomp"), "signals": ("pid", "seccomp"), "environments": ("pid", "mount", "landlock"),
+    "reading": ("mount", "landlock"), "writing": ("mount", "landlock"), "processes": ("pid", "seccomp"),
+    "ipc": ("ipc", "seccomp"), "memory": (), "cpu": (), "file size": (), "open files": (),
+}  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """Returns the environment of a program: no variables of this process, except the folders of the interpreter's
+    libraries.
+    """
+    libraries = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **threads, **libraries}
+
+
+def readable(further: Sequence[str]) -> list[str]:
+    """Returns the folders that a Python program reads: the system's libraries, the interpreter and its packages."""
+    libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    folders = [*_SYSTEM, sys.base_prefix, sys.prefix, sys.exec_prefix, *libraries, *further]
+    paths = (str(Path(path).absolute()) for path in folders if path)
+    return [path for path in dict.fromkeys(paths) if os.path.lexists(path) and path != "/"]
+
+
+def _kill(keeper: subprocess.Popen[bytes]) -> None:
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(keeper.pid, signal.SIGKILL)
+
+
+def _end(keeper: subprocess.Popen[bytes]) -> None:
+    if keeper.poll() is None:
+        _kill(keeper)
+        keeper.wait()
+
+
+def _records(text: bytes, nonce: str) -> list[tuple[str, Any]]:
+    """Returns the harness's records, in order. From the second on, a program that knows the nonce may have written
+    them.
+
+    Raises:
+        ValueError: The text does not have the harness's format.
+    """
+    records = []
+    for line in text.split(b"\n")[:-1]:
+        begin, _, record = line.decode(errors="replace").partition(" ")
+        if begin != nonce:
+            continue  # without the nonce
+        kind, _, fields = record.partition(" ")
+        number, _, payload = fields.partition(" ") if kind in ("value", "passed", "error") else ("", "", fields)
+        try:
+            records.append((f"{kind} {int(number)}" if number else kind, json.loads(payload)))
+        except RecursionError:
+            raise ValueError("nested too deep") from None
+    return records
+
+
+def _result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -> SandboxResult:
+    """Builds the result of a program. The first record shows that it was confined; all later ones are the program's
+    responsibility, so malformed or forged records make it a failed program, never an error of the sandbox.
+    """
+    stdout, stderr = (texts[name].decode(errors="replace") for name in ("stdout", "stderr"))
+    first, mark, remainder = texts["result"].partition(b"\n")
+    began = dict(_records(first + mark, nonce))
+    if "have" not in began and (began or not outcome):
+        why = began.get("failed") or stderr.strip() or "no word from it"
+        raise RlhpcError(f"sandbox: the program could not be confined, and was not run: {why}")
+    checks: dict[int, dict[str, Any]] = {}
+    processed, error = set(), ""
+    try:
+        for label, payload in _records(remainder, nonce):
+            kind, _, number = label.partition(" ")
+            if kind not in ("end", "value", "passed", "error") or (kind == "end") == bool(number):
+                raise ValueError(f"an unknown record {label[:40]!r}")
+            if label in processed:
+                continue  # a process that the program forked has written the same record
+            processed.add(label)
+            if kind == "end":
+                error = str(payload)
+            else:
+                checks.setdefault(int(number), {})[kind] = True if kind == "passed" else payload
+    except ValueError as fault:
+        checks, error = {}, f"it wrote to the channel of its judge: {fault}"
+        outcome = outcome or "error"
+    end = json.loads(texts["status"]) if texts["status"] else {"code": -signal.SIGKILL}
+    status = outcome or ("ok" if end["code"] == 0 else "killed" if end["code"] < 0 else "error")
+    return SandboxResult(
+        status,
+        stdout,
+        stderr,
+        error,
+        checks,
+        seconds,
+        end.get("cpu_s", 0.0),
+        end.get("memory", 0),
+        began.get("have", {}),
+    )
+
+
+_PRIVATE, _REMOVE, _CREATE = 0, 0, 0o100 | 0o2
+
+
+@contextlib.contextmanager
+def ipc_objects() -> Iterator[dict[str, Any]]:
+    """Creates a shared-memory segment, a queue with one message, and a named queue; yields their identifiers.
+
+    An object that this kernel does not support has the identifier -1.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.shmat.restype = ctypes.c_void_p
+    segment = libc.shmget(_PRIVATE, ctypes.c_size_t(4096), 0o600)
+    place = libc.shmat(segment, None, 0) if segment >= 0 else None
+    if segment >= 0:
+        libc.shmctl(segment, _REMOVE, None)  # removed when this process ends, however that happens
+    queue = libc.msgget(_PRIVATE, 0o600)
+    name = f"/rlhpc-try-{secrets.token_hex(8)}"
+    named = libc.mq_open(name.encode(), _CREATE, 0o600, None) if hasattr(libc, "mq_open") else -1
+    try:
+        if queue >= 0:
+            libc.msgsnd(queue, ctypes.c_char_p(bytes([1, *bytes(15)])), ctypes.c_size_t(8), 0)
+        yield {"segment": segment, "queue": queue, "name": name}
+    finally:
+        if place is not None:
+            libc.shmdt(ctypes.c_void_p(place))
+        if queue >= 0:
+            libc.msgctl(queue, _REMOVE, None)
+        if named >= 0:
+            libc.mq_close(named)
+            libc.mq_unlink(name.encode())
+
+
+#: Placeholder in the filter for the process id of the program, which only the program's process knows.
+PID_MARK = 0x51D0C0DE
+
+_MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+_NUMBERS = """
+ptrace 101 117 · process_vm_readv 310 270 · process_vm_writev 311 271 · process_madvise 440 440
+process_mrelease 448 448 · kcmp 312 272 · pidfd_open 434 434 · pidfd_getfd 438 438 · pidfd_send_signal 424 424
+unshare 272 97 · setns 308 268 · mount 165 40 · umount2 166 39 · pivot_root 155 41 · chroot 161 51
+move_mount 429 429 · open_tree 428 428 · fsopen 430 430 · fsconfig 431 431 · fsmount 432 432 · fspick 433 433
+mount_setattr 442 442 · open_tree_attr 467 467 · bpf 321 280 · perf_event_open 298 241 · userfaultfd 323 282
+io_uring_setup 425 425 · io_uring_enter 426 426 · io_uring_register 427 427 · keyctl 250 219 · add_key 248 217
+request_key 249 218 · personality 135 92 · modify_ldt 154 - · shmget 29 194 · shmat 30 196 · semget 64 190
+msgget 68 186 · mq_open 240 180 · memfd_create 319 279 · memfd_secret 447 447 · name_to_handle_at 303 264
+open_by_handle_at 304 265 · fanotify_init 300 262 · setpriority 141 140 · ioprio_set 251 30 · migrate_pages 256 238
+move_pages 279 239 · tkill 200 130 · chmod 90 - · fchmod 91 52 · fchmodat 268 53 · fchmodat2 452 452 · chown 92 -
+fchown 93 55 · lchown 94 - · fchownat 260 54 · utime 132 - · utimes 235 - · futimesat 261 - · utimensat 280 88
+setxattr 188 5 · lsetxattr 189 6 · fsetxattr 190 7 · setxattrat 463 463 · removexattr 197 14 · lremovexattr 198 15
+fremovexattr 199 16 · removexattrat 466 466 · truncate 76 45 · file_setattr 469 469 · openat2 437 437 · fork 57 -
+vfork 58 - · clone 56 220 · clone3 435 435 · kill 62 129 · tgkill 234 131 · rt_sigqueueinfo 129 138
+rt_tgsigqueueinfo 297 240 · prctl 157 167 · prlimit64 302 261 · sched_setaffinity 203 122 · sched_setparam 142 118
+sched_setscheduler 144 119 · sched_setattr 314 274 · ioctl 16 29 · fcntl 72 25 · socket 41 198 · open 2 - · openat 257 56
+shmctl 31 195 · semop 65 193 · semctl 66 191 · semtimedop 220 192 · msgsnd 69 189 · msgrcv 70 188 · msgctl 71 187
+mq_unlink 241 181 · sync 162 81 · syncfs 306 267 · flock 73 32
+"""
+_REACHING_OUT = """
+    ptrace process_vm_readv process_vm_writev process_madvise process_mrelease kcmp pidfd_open pidfd_getfd
+    pidfd_send_signal unshare setns mount umount2 pivot_root chroot move_mount open_tree fsopen fsconfig fsmount fspick
+    mount_setattr open_tree_attr bpf perf_event_open userfaultfd io_uring_setup io_uring_enter io_uring_register keyctl
+    add_key request_key personality modify_ldt shmget shmat shmctl semget semop semctl semtimedop msgget msgsnd msgrcv
+    msgctl mq_open mq_unlink memfd_create memfd_secret name_to_handle_at open_by_handle_at fanotify_init setpriority
+    ioprio_set migrate_pages move_pages socket sync syncfs flock
+"""
+_ATTRIBUTES = """
+    chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat setxattr lsetxattr
+    fsetxattr setxattrat removexattr lremovexattr fremovexattr removexattrat truncate file_setattr
+"""
+_CLONE_THREAD = 0x00010000
+_CLONE_NEW = 0x7E020080
+_TRUNCATE, _ACCESS = 0o1000, 0o3
+_TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: typing into somebody's terminal
+_SIGNAL_OWNER = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP: I/O signals to any process of the user
+_FCNTL_OWNER = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: the same
+
+_LD, _AND, _JEQ, _JGE, _JSET, _RET = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER_AT, _ARCH_AT, _ARGS_AT = 0, 4, 16
+
+
+def _instruction(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:
+    return struct.pack("HBBI", code, yes, no, k)
+
+
+def _refuse(error: int = errno.EPERM) -> bytes:
+    return _instruction(_RET, _ERRNO | error)
+
+
+def numbers(machine: str) -> dict[str, int]:
+    """Returns the system call numbers of a machine (`os.uname().machine`)."""
+    column = _MACHINES[machine][1]
+    rows = (entry.split() for line in _NUMBERS.strip().splitlines() for entry in line.split("·"))
+    return {name: int(row[column]) for name, *row in rows if row[column] != "-"}
+
+
+class _Program:
+    def __init__(self, machine: str) -> None:
+        self.calls = numbers(machine)
+        arch = _MACHINES[machine][0]
+        self.code = [
+            _instruction(_LD, _ARCH_AT),
+            _instruction(_JEQ, arch, 1, 0),
+            _instruction(_RET, _KILL),
+            _instruction(_LD, _NUMBER_AT),
+        ]
+        if machine == "x86_64":  # the x32 ABI has numbers of its own for the same calls
+            self.code += [_instruction(_JGE, 0x40000000, 0, 1), _refuse(errno.ENOSYS)]
+
+    def refuse(self, names: Iterable[str], error: int = errno.EPERM) -> None:
+        for name in names:
+            if name in self.calls:
+                self.code += [_instruction(_JEQ, self.calls[name], 0, 1), _refuse(error)]
+
+    def inspect(self, names: Iterable[str], argument: int, *body: bytes) -> None:
+        """Appends code for these calls: `body` checks the low half of an argument; reaching its end allows the call."""
+        for name in names:
+            if name in self.calls:
+                load = _instruction(_LD, _ARGS_AT + 8 * argument)
+                allow = _instruction(_RET, _ALLOW)
+                self.code += [_instruction(_JEQ, self.calls[name], 0, len(body) + 2), load, *body, allow]
+
+
+def _unless(value: int) -> tuple[bytes, bytes]:
+    return _instruction(_JEQ, value, 1, 0), _refuse()
+
+
+def _if_any(values: Iterable[int]) -> list[bytes]:
+    return [part for value in values for part in (_instruction(_JEQ, value, 0, 1), _refuse())]
+
+
+def build_seccomp_filter(machine: str, *, fork: bool, files_read_only: bool) -> bytes | None:
+    """Builds the seccomp filter; None for a machine whose system call numbers are unknown.
+
+    Args:
+        machine: `os.uname().machine`.
+        fork: Whether the program may start processes and signal them, which requires a process namespace.
+        files_read_only: Whether the files outside are mounted read-only, so that their attributes need no protection.
+    """
+    if machine not in _MACHINES:
+        return None
+    program = _Program(machine)
+    program.refuse(_REACHING_OUT.split())
+    program.refuse(["clone3"], errno.ENOSYS)  # its flags are behind a pointer; the C library then uses clone
+    new = [_instruction(_JSET, _CLONE_NEW, 0, 1), _refuse()]
+    if fork:
+        program.inspect(["clone"], 0, *new)
+    else:
+        program.refuse(["fork", "vfork", "tkill"])
+        program.inspect(["clone"], 0, *new, _instruction(_JSET, _CLONE_THREAD, 1, 0), _refuse())
+        program.inspect(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"], 0, *_unless(PID_MARK))
+    targeted_calls = ["prlimit64", "sched_setaffinity", "sched_setparam", "sched_setscheduler", "sched_setattr"]
+    program.inspect(targeted_calls, 0, *_unless(0))
+    program.inspect(["prctl"], 0, *_if_any([1]))  # PR_SET_PDEATHSIG ends the program with its keeper
+    program.inspect(["ioctl"], 1, *_if_any([*_TERMINAL_INPUT, *_SIGNAL_OWNER]))
+    program.inspect(["fcntl"], 1, *_if_any(_FCNTL_OWNER))
+    if not files_read_only:
+        program.refuse(_ATTRIBUTES.split())
+        program.refuse(["openat2"], errno.ENOSYS)
+        # A file opened for reading may be truncated by the same call, which Landlock allows before its third version.
+        empties = (_instruction(_AND, _TRUNCATE | _ACCESS), _instruction(_JEQ, _TRUNCATE, 0, 1), _refuse())
+        program.inspect(["open"], 1, *empties)
+        program.inspect(["openat"], 2, *empties)
+    program.code.append(_instruction(_RET, _ALLOW))
+    return b"".join(program.code)

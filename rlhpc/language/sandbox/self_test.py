@@ -1,0 +1,120 @@
+"""Self-test of the sandbox: actions that a confined program must not be able to perform. Each attempt reports its
+success.
+"""
+
+# This file makes raw system calls, and pathlib would slow down the start.
+# ruff: noqa: PTH123
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+
+def _network(targets: dict[str, Any]) -> None:
+    socket.create_connection(("127.0.0.1", targets["port"]), 2).close()
+
+
+def _signals(targets: dict[str, Any]) -> None:
+    os.kill(targets["pid"], 0)
+
+
+def _environments(targets: dict[str, Any]) -> None:
+    with open(f"/proc/{targets['pid']}/environ", "rb") as file:
+        file.read()
+
+
+def _reading(targets: dict[str, Any]) -> None:
+    with open(targets["secret"]) as file:
+        file.read()
+
+
+def _writing(targets: dict[str, Any]) -> None:
+    def create(path: str) -> None:
+        with open(path, "w"):
+            pass
+
+    tries: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+        (create, (targets["folder"] + "/new",)),
+        (os.chmod, (targets["folder"], 0o700)),
+        (os.truncate, (targets["secret"], 0)),
+        (os.utime, (targets["secret"],)),
+    ]
+    for attempt, arguments in tries:
+        try:
+            attempt(*arguments)
+            return
+        except OSError:
+            continue
+    raise PermissionError
+
+
+def _processes(targets: dict[str, Any]) -> None:
+    num_processes = 1 if targets["processes"] == 1 else targets["processes"] + 64
+    reader, writer = os.pipe()
+    try:
+        for _ in range(num_processes):
+            if os.fork() == 0:
+                os.close(writer)
+                os.read(reader, 1)
+                os._exit(0)
+    finally:
+        os.close(writer)
+
+
+def _memory(targets: dict[str, Any]) -> None:
+    bytearray(targets["memory"] + (64 << 20))
+
+
+def _ipc(targets: dict[str, Any]) -> None:
+    """Accesses IPC objects of the same user: a number or a name is enough."""
+    libc, room = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(512)
+    segment, queue, size = targets["ipc"]["segment"], targets["ipc"]["queue"], ctypes.c_size_t(8)
+    results = [
+        libc.shmctl(segment, 2, room),  # IPC_STAT
+        libc.msgctl(queue, 2, room),
+        libc.msgrcv(queue, room, size, ctypes.c_long(0), 0o4000),
+        libc.msgsnd(queue, struct.pack("lq", 1, 0), size, 0o4000),
+        libc.mq_unlink(targets["ipc"]["name"].encode()) if hasattr(libc, "mq_unlink") else -1,
+    ]
+    if max(results) < 0:
+        raise PermissionError
+
+
+def _unlimited(kind: int) -> Callable[[dict[str, Any]], None]:
+    def attempt(targets: dict[str, Any]) -> None:
+        if resource.getrlimit(kind)[1] != resource.RLIM_INFINITY:
+            raise PermissionError
+
+    return attempt
+
+
+ATTEMPTS = {
+    "network": _network,
+    "signals": _signals,
+    "environments": _environments,
+    "reading": _reading,
+    "writing": _writing,
+    "processes": _processes,
+    "ipc": _ipc,
+    "memory": _memory,
+    "cpu": _unlimited(resource.RLIMIT_CPU),
+    "file size": _unlimited(resource.RLIMIT_FSIZE),
+    "open files": _unlimited(resource.RLIMIT_NOFILE),
+}
+
+
+def attempts(targets: dict[str, Any]) -> dict[str, bool]:
+    """Returns the name of each limit → whether its attempt succeeded."""
+    through = {}
+    for name, attempt in ATTEMPTS.items():
+        try:
+            attempt(targets)
+            through[name] = True
+        except (OSError, MemoryError):
+            through[name] = False
+    return through

@@ -1,0 +1,251 @@
+"""Reward aggregation: weighted sum of the terms from the reward pool and from the scoring groups that rate answers."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import queue
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlhpc.language.config.run import LanguageConfig
+from rlhpc.language.rewards import RewardPool, Sample, make_reward
+from rlhpc.language.rewards.pool import Scored
+from rlhpc.language.scoring.groups import rating_names, scoring_groups, with_groups
+from rlhpc.language.scoring.registry import make_scorer
+from rlhpc.runtime.channel import Channel
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlhpc.language.scoring.registry import Rater
+
+Ratings = list[tuple[Any, float | None]]
+
+
+class Judges(Protocol):
+    """Interface of reward sources."""
+
+    def submit(self, sample_id: Hashable, sample: Sample, problem: Hashable, size: int) -> None:
+        """Queues an answer, one of `size` to a problem; `poll` returns its score with `sample_id`."""
+
+    def poll(self) -> list[tuple[Any, Scored]]:
+        """Returns the verdicts since the last call, in any order."""
+
+    def drain(self) -> None:
+        """Drops all pending answers."""
+
+    def close(self) -> None:
+        """Releases the reward's resources."""
+
+
+class Asker(abc.ABC):
+    """Requests for one term of the reward. The answers to a problem are rated together once all have arrived, in the
+    order of their ids, so that the ratings do not depend on the order of arrival, not even in the last digit.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Hashable, dict[Any, Sample]] = collections.defaultdict(dict)
+
+    def submit(self, sample_id: Any, sample: Sample, problem: Hashable, size: int) -> None:
+        """Requests the rating of an answer, once all `size` answers to its problem have arrived."""
+        samples = self._open[problem]
+        samples[sample_id] = sample
+        if len(samples) == size:
+            del self._open[problem]
+            self._ask(dict(sorted(samples.items())))
+
+    @abc.abstractmethod
+    def _ask(self, samples: dict[Any, Sample]) -> None:
+        """Requests the ratings of all answers to a problem."""
+
+    @abc.abstractmethod
+    def poll(self) -> Ratings:
+        """Returns the new ratings; None for an answer that could not be rated."""
+
+    def drain(self) -> None:
+        """Drops pending requests."""
+        self._open.clear()
+
+    def close(self) -> None:  # noqa: B027 (most start nothing)
+        """Ends what it started."""
+
+
+class AskingHere(Asker):
+    """Asker with the rater in this process."""
+
+    def __init__(self, rater: Rater) -> None:
+        super().__init__()
+        self.rater = rater
+        self._rated: Ratings = []
+
+    def _ask(self, samples: dict[Any, Sample]) -> None:
+        self._rated += zip(samples, self.rater.rate(list(samples.values())), strict=True)
+
+    def poll(self) -> Ratings:
+        """Implements `Asker.poll`."""
+        rated, self._rated = self._rated, []
+        return rated
+
+    def drain(self) -> None:
+        """Implements `Asker.drain`."""
+        super().drain()
+        self._rated.clear()
+
+    def close(self) -> None:
+        """Implements `Asker.close`."""
+        self.rater.close()
+
+
+class AskingGroup(Asker):
+    """Asker with a group of raters, whose ranks get the requests in rotation.
+
+    Args:
+        requests: Request channel of the group.
+        answers: Returns the next message with ratings; raises `queue.Empty`.
+        rank: Rank of this process.
+        ranks: Number of ranks of the group.
+    """
+
+    def __init__(self, requests: Channel, answers: Callable[[], Any], rank: int, ranks: int) -> None:
+        super().__init__()
+        self._requests, self._answers, self._rank, self._ranks = requests, answers, rank, ranks
+        self._count = self._round = 0
+
+    def _ask(self, samples: dict[Any, Sample]) -> None:
+        message = {
+            "rollout": self._rank,
+            "round": self._round,
+            "ids": list(samples),
+            "samples": list(samples.values()),
+        }
+        self._requests.entrust(message, key=str(self._count % self._ranks))
+        self._count += 1
+
+    def poll(self) -> Ratings:
+        """Implements `Asker.poll`."""
+        ratings: Ratings = []
+        while True:
+            try:
+                answer = self._answers()
+            except queue.Empty:
+                return ratings
+            if answer["round"] == self._round:
+                ratings += zip(answer["ids"], answer["values"], strict=True)
+
+    def drain(self) -> None:
+        """Implements `Asker.drain`: ratings of earlier requests are dropped when they arrive."""
+        super().drain()
+        self._round += 1
+
+
+def own_terms(cfg: LanguageConfig) -> list[Any]:
+    """Returns the terms of the reward that no group rates."""
+    rating = rating_names(cfg)
+    return [term for term in cfg.reward.terms if term.name not in rating]
+
+
+class Judging:
+    """Sum of all terms of the reward.
+
+    Args:
+        cfg: The configuration.
+        askers: Term → its asker. May be set later: see `connect`.
+    """
+
+    def __init__(self, cfg: LanguageConfig, askers: Mapping[str, Asker] | None = None) -> None:
+        self.failed = cfg.reward.failed
+        self._askers: Mapping[str, Asker] = askers or {}
+        self._group_terms = frozenset(rating_names(cfg))
+        self._terms = [(term.name, term.weight) for term in cfg.reward.terms]
+        terms = own_terms(cfg)
+        self._pool: RewardPool | None = make_reward(cfg.reward, terms) if terms or not self._group_terms else None
+        self._pool_scores: dict[Any, Scored] = {}
+        self._group_ratings: dict[Any, dict[str, float | None]] = collections.defaultdict(dict)
+
+    def connect(self, askers: Mapping[str, Asker]) -> None:
+        """Sets the askers, and drops pending requests."""
+        self.drain()
+        self._askers = askers
+
+    def submit(self, sample_id: Hashable, sample: Sample, problem: Hashable, size: int) -> None:
+        """Implements `Judges.submit`."""
+        if self._pool is None:
+            self._pool_scores[sample_id] = Scored(0.0)
+        else:
+            self._pool.submit(sample_id, sample)
+        for asker in self._askers.values():
+            asker.submit(sample_id, sample, problem, size)
+
+    def poll(self) -> list[tuple[Any, Scored]]:
+        """Implements `Judges.poll`."""
+        scores = [] if self._pool is None else self._pool.poll()
+        if not self._group_terms:
+            return scores
+        self._pool_scores.update(scores)
+        touched = [sample_id for sample_id, _ in scores]
+        for name, asker in self._askers.items():
+            for sample_id, value in asker.poll():
+                self._group_ratings[sample_id][name] = value
+                touched.append(sample_id)
+        return [(sample_id, self._sum(sample_id)) for sample_id in self._complete(touched)]
+
+    def _complete(self, touched: Iterable[Any]) -> list[Any]:
+        return [
+            one
+            for one in dict.fromkeys(touched)
+            if one in self._pool_scores and len(self._group_ratings[one]) == len(self._group_terms)
+        ]
+
+    def _sum(self, sample_id: Any) -> Scored:
+        score, ratings = self._pool_scores.pop(sample_id), self._group_ratings.pop(sample_id)
+        values = {**score.terms, **{name: self.failed if value is None else value for name, value in ratings.items()}}
+        missing = [name for name, value in ratings.items() if value is None]
+        # In the order of the configuration: the first term says whether an answer is right.
+        terms = {name: values[name] for name in [*dict.fromkeys(n for n, _ in self._terms)] if name in values} | values
+        if score.failed or missing:
+            reason = "; ".join(
+                [*([score.reason] if score.reason else []), *(f"{name} did not rate it" for name in missing)]
+            )
+            return Scored(self.failed, terms, True, reason)
+        return Scored(
+            score.total + sum(w * values[name] for name, w in self._terms if name in self._group_terms), terms
+        )
+
+    def waits_for(self) -> dict[str, int]:
+        """Returns group → number of answers without its rating, among those that the reward pool has scored."""
+        counts = collections.Counter[str]()
+        for one in self._pool_scores:
+            counts.update(name for name in self._group_terms if name not in self._group_ratings[one])
+        return dict(counts)
+
+    def drain(self) -> None:
+        """Implements `Judges.drain`."""
+        if self._pool is not None:
+            self._pool.drain()
+        for asker in self._askers.values():
+            asker.drain()
+        self._pool_scores.clear()
+        self._group_ratings.clear()
+
+    def close(self) -> None:
+        """Implements `Judges.close`."""
+        for asker in self._askers.values():
+            asker.close()
+        if self._pool is not None:
+            self._pool.close()
+
+
+def judging_here(cfg: LanguageConfig, device: torch.device) -> Judging:
+    """Builds the reward with all terms in this process, for evaluations: one model after the other rates what groups
+    rate in training.
+
+    Raises:
+        ConfigError: A reward or a model is not available.
+    """
+    names = rating_names(cfg)
+    if not names:
+        return Judging(cfg)
+    group_config = with_groups(cfg)
+    groups = scoring_groups(group_config)
+    return Judging(cfg, {name: AskingHere(make_scorer(group_config, device, groups[name])) for name in names})

@@ -1,0 +1,179 @@
+"""Reward models: Hugging Face sequence classifiers with one label, which read a conversation with its answer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.data import PromptTokenizer, load_tokenizer
+from rlhpc.language.models.loading import compute_dtype
+from rlhpc.language.models.micro_batching import micro_batches
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.value_head import is_classifier, last_values, load_scalar_model, token_values
+from rlhpc.language.rewards.base import Sample
+from rlhpc.language.scoring.registry import Rater, Scorer, ScoringGroup
+from rlhpc.runtime.errors import ConfigError
+
+
+class Classifier(Rater):
+    """Rater with a sequence classifier: the model's value at an answer's last token. It reads text with its own
+    tokenizer and chat template, which may differ from the policy's.
+    """
+
+    def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> None:
+        super().__init__(cfg, device, group)
+        key = require_classifier(group)
+        dtype = compute_dtype(group.model, device, group.model_section)
+        model = load_scalar_model(group.model, dtype=dtype, key=key)
+        self.model = model.eval().requires_grad_(False).to(device)
+        self.tokenizer = load_tokenizer(str(group.model.model_path), group.model.trust_remote_code)
+        pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+        self.pad, self.end = int(pad if pad is not None else end or 0), end
+        self.encoder = PromptTokenizer(
+            self.tokenizer, group.max_tokens, "drop", bool(getattr(self.tokenizer, "chat_template", None)), key=key
+        )
+
+    def rate(self, samples: Sequence[Sample]) -> list[float | None]:
+        """Implements `Rater.rate`: None for an answer that exceeds the tokens of a micro-batch."""
+        encoded = [self.encode(sample) for sample in samples]
+        indices = [number for number, ids in enumerate(encoded) if 0 < len(ids) <= self.group.max_tokens]
+        ratings: list[float | None] = [None] * len(samples)
+        if not indices:
+            return ratings
+        ids = [encoded[number] for number in indices]
+        batch = TokenBatch.of(ids, [[True] * len(one) for one in ids], pad_id=self.pad)
+        for places in micro_batches(batch.lengths, self.group.max_tokens):
+            part = batch.select(places).to(self.device)
+            with torch.no_grad():
+                values = last_values(token_values(self.model, part), part)
+            for place, value in zip(places.tolist(), values.tolist(), strict=True):
+                ratings[indices[place]] = value
+        return ratings
+
+    def encode(self, sample: Sample) -> list[int]:
+        """Returns the token ids of the conversation, the answer and, if the answer is finished, the end token."""
+        messages = sample.messages or ({"role": "user", "content": sample.prompt},)
+        bare = not self.encoder.chat_template or messages[0]["role"] == "raw"
+        prompt, text = self.encoder.encode_messages(messages, sample.tools), self.encoder.text(messages, sample.tools)
+        joined = self.tokenizer(text + sample.response, add_special_tokens=bare)["input_ids"]
+        if bare and joined and joined[-1] == self.end and len(joined) > 1:
+            joined = joined[:-1]
+        if joined[: len(prompt)] != prompt:  # some tokenizers put a space before any text
+            joined = [*prompt, *self.tokenizer(sample.response, add_special_tokens=False)["input_ids"]]
+        ends = sample.finished and self.end is not None and joined[-1:] != [self.end]
+        return [*joined, *([int(self.end)] if ends else [])]
+
+
+def require_classifier(group: ScoringGroup) -> str:
+    """Returns the configuration key of the group's model.
+
+    Raises:
+        ConfigError: The model has no classification head.
+    """
+    key = f"{group.model_section}.model_path"
+    if str(group.model.model_path).startswith("builtin:") or not is_classifier(group.model, key):
+        raise ConfigError(
+            f"{key}={group.model.model_path}: it is no sequence classifier, so its values would be those of a new head; "
+            "train one with runner.task_type=reward_model, and name what that run exports"
+        )
+    return key
+
+
+class ProcessRewards(Scorer):
+    """Process rewards: the model's value at the last token of each step, 0 at all other tokens. A term of
+    `reward.process_terms`.
+
+    The model reads the policy's tokens unchanged, so it must have the policy's vocabulary.
+
+    Args:
+        separator: Text that ends a step. The text after the last separator is a step, too, if it is not only white space.
+        sigmoid: Whether to apply a sigmoid to the values, as for a model that was trained to classify steps as right.
+        change: Whether a step's reward is the change of the value: its value minus that of the step before, for the first
+            step minus the value of the prompt. These sum up to the value of the answer, whatever the number of steps, so a
+            model that rates answers may be used without rewarding their number (potential-based shaping: Ng, Harada and
+            Russell 1999).
+    """
+
+    def __init__(
+        self,
+        cfg: GrpoConfig,
+        device: torch.device,
+        group: ScoringGroup,
+        separator: str = "\n",
+        sigmoid: bool = False,
+        change: bool = False,
+    ) -> None:
+        super().__init__(cfg, device, group)
+        if not separator:
+            raise ConfigError(f"groups[{group.name}].kwargs.separator is empty; a step ends with it")
+        self.separator, self.sigmoid, self.change = separator, sigmoid, change
+        key, dtype = require_classifier(group), compute_dtype(group.model, device, group.model_section)
+        model = load_scalar_model(group.model, dtype=dtype, key=key)
+        self.model = model.eval().requires_grad_(False).to(device)
+        self._tokenizer = load_tokenizer(str(group.model.model_path), group.model.trust_remote_code)
+        self._pad = self.model.config.pad_token_id
+        self._pieces: dict[int, str] = {}
+
+    def score(self, batch: TokenBatch) -> torch.Tensor:
+        """Implements `Scorer.score`."""
+        values = token_values(self.model, batch)
+        if self.sigmoid:
+            values = values.sigmoid()
+        rewards = torch.zeros_like(values)
+        ends, before = self.ends(batch)
+        if len(ends):
+            rewards[ends] = values[ends] - values[before] if self.change else values[ends]
+        return rewards
+
+    def ends(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the last token of each step, and the last token before the step's first, `[S]` each, as positions in
+        `[T]`.
+        """
+        ids, mask, cuts = batch.ids.tolist(), batch.mask.tolist(), batch.cu_seqlens.tolist()
+        ends, before = list[int](), list[int]()
+        for start, stop in itertools.pairwise(cuts):
+            for first, behind in _turns(mask, start, stop):
+                text, last = "", max(start, first - 1)
+                # As for answers, padding is ignored, even if the end token pads.
+                written = [place for place in range(first, behind) if ids[place] != self._pad]
+                for place in written:
+                    text += self._piece(ids[place])
+                    step_text, separator, remainder = text.rpartition(self.separator)
+                    at_end = place == written[-1]
+                    if not separator and not at_end:
+                        continue
+                    if (step_text + remainder if at_end else step_text).replace(self.separator, "").strip():
+                        ends.append(place)
+                        before.append(last)
+                        last = place
+                    text = remainder
+        return torch.tensor(ends, dtype=torch.long), torch.tensor(before, dtype=torch.long)
+
+    def _piece(self, token: int) -> str:
+        if token not in self._pieces:
+            self._pieces[token] = str(self._tokenizer.decode([token], skip_special_tokens=True))
+        return self._pieces[token]
+
+    def offload(self) -> None:
+        """Implements `Scorer.offload`."""
+        self.model.to("cpu")
+
+    def reload(self) -> None:
+        """Implements `Scorer.reload`."""
+        self.model.to(self.device)
+
+
+def _turns(mask: list[bool], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yields first and end (exclusive) of each run of tokens that the model wrote."""
+    first = None
+    for place in range(start, stop):
+        if mask[place] and first is None:
+            first = place
+        elif not mask[place] and first is not None:
+            yield first, place
+            first = None
+    if first is not None:
+        yield first, stop

@@ -1,0 +1,156 @@
+"""Size checks before the start: sequences in micro-batches, and a model's sizes on its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhpc.config.constraints import Fail
+from rlhpc.config.typed import select
+from rlhpc.language.config.models import LanguageModelConfig
+from rlhpc.language.config.run import GrpoConfig, TrainedLanguageConfig
+from rlhpc.language.engines.base import beyond_context
+from rlhpc.language.hugging_face import EXPERT_COUNTS
+from rlhpc.language.planning.model_size import NotKnown, config_of
+from rlhpc.language.scoring.groups import CRITIC, JUDGE, TEACHER, placed
+from rlhpc.runtime.errors import ConfigError
+
+#: Kinds of models whose plan of transformers shares out the heads of keys.
+_SPLIT_HEADS = frozenset(
+    {"gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe"}
+)
+#: Widths of a head that vLLM computes with on a CPU (`CPUAttentionBackend.get_supported_head_sizes`, vLLM 0.32).
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def check_micro_batches(cfg: GrpoConfig, fail: Fail) -> None:
+    """Refuses micro-batches that do not hold the longest sequence of a run of one turn.
+
+    Raises:
+        ConfigError: One does not.
+    """
+    if cfg.agent.kind != "inline" or cfg.rollout.agent is not None:
+        return
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    for name in ("actor", *((CRITIC,) if CRITIC in placed(cfg) else ())):
+        tokens = int(select(cfg, f"{name}.max_tokens_per_micro_batch"))
+        if tokens < longest:
+            raise fail(
+                f"{name}.max_tokens_per_micro_batch",
+                f"a sequence may have data.max_prompt_tokens ({cfg.data.max_prompt_tokens}) + rollout.max_new_tokens "
+                f"({cfg.rollout.max_new_tokens}) = {longest} tokens, which must fit into one: set it to at least that",
+            )
+
+
+def check_rows(cfg: TrainedLanguageConfig, fail: Fail) -> None:
+    """Refuses context parallelism where samples are not read as rows without padding.
+
+    Raises:
+        ConfigError: They are not.
+    """
+    for name in ("actor", CRITIC):
+        section = select(cfg, name)
+        if section is None or section.parallel.context <= 1:
+            continue
+        if not section.use_remove_padding:
+            raise fail(
+                f"{name}.use_remove_padding", f"{name}.parallel.context shares out rows without padding: set it true"
+            )
+        if section.model.attn_implementation != "sdpa":
+            raise fail(f"{name}.model.attn_implementation", f"{name}.parallel.context needs sdpa")
+
+
+def check_models(cfg: TrainedLanguageConfig, accelerators: Mapping[str, int]) -> None:
+    """Refuses sizes of models that trainers cannot divide, or vLLM cannot compute with. A model whose config.json is not on
+    this machine is not looked at.
+
+    Args:
+        cfg: The configuration.
+        accelerators: Accelerators of a process of each component.
+
+    Raises:
+        ConfigError: One does not fit.
+    """
+    for name in ("actor", CRITIC):
+        section = select(cfg, name)
+        if section is not None and section.parallel.tensor > 1 and (name == "actor" or CRITIC in placed(cfg)):
+            _check_tensor(
+                _numbers(section.model), section.parallel.tensor, f"{name}.parallel", heads_only=name == CRITIC
+            )
+    for name in ("actor", CRITIC):
+        section = select(cfg, name)
+        if section is not None and (name == "actor" or CRITIC in placed(cfg)):
+            _check_parts(section.model, _config(section.model), f"{name}.model")
+    rollout = select(cfg, "rollout")
+    for key, model in (
+        ("rollout", cfg.actor.model),
+        *((name, select(cfg, f"{name}.model")) for name in (TEACHER, JUDGE)),
+    ):
+        if key in accelerators:
+            _check_context(select(cfg, key), _numbers(model), key)
+    if select(cfg, "rollout.routing_replay"):
+        _require_experts(_config(cfg.actor.model), "rollout.routing_replay", "false")
+    if rollout is None or rollout.rollout_backend.lower() != "vllm" or accelerators.get("rollout", 1):
+        return
+    numbers = _numbers(cfg.actor.model)
+    width = numbers.get("head_dim") or numbers.get("hidden_size", 0) // max(numbers.get("num_attention_heads") or 1, 1)
+    if width and width not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"rollout.rollout_backend=vllm without an accelerator: the model's attention heads are {width} wide, and vLLM has "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))} on a CPU; set rollout.rollout_backend=hf, or take another model"
+        )
+
+
+def _check_context(section: Any, numbers: Mapping[str, Any], key: str) -> None:
+    """Refuses an engine's `max_model_len` beyond the model's context, for the engine that cannot compute beyond it."""
+    context, limit = numbers.get("max_position_embeddings"), select(section, "max_model_len")
+    if limit is not None and context and limit > context and section.rollout_backend.lower() == "hf":
+        raise ConfigError(beyond_context(f"{key}.max_model_len", limit, int(context)))
+
+
+def _check_tensor(numbers: Mapping[str, Any], tensor: int, key: str, *, heads_only: bool) -> None:
+    vocabulary = int(numbers.get("vocab_size") or 0)
+    if vocabulary % tensor and not heads_only:
+        raise ConfigError(f"{key}.tensor({tensor}) does not divide the vocabulary of {vocabulary} tokens")
+    if numbers.get("model_type") not in _SPLIT_HEADS:
+        return
+    heads = int(numbers.get("num_attention_heads") or 0)
+    for name, count in (
+        ("attention heads", heads),
+        ("heads of keys and values", int(numbers.get("num_key_value_heads") or heads)),
+    ):
+        if count % tensor:
+            raise ConfigError(f"{key}.tensor({tensor}) does not divide the model's {count} {name}")
+
+
+def _check_parts(model: LanguageModelConfig, config: Mapping[str, Any], key: str) -> None:
+    """Refuses what is about parts that the model has not: experts, and one that looks at pictures."""
+    if model.router_aux_loss_coef:
+        _require_experts(config, f"{key}.router_aux_loss_coef", "0")
+    if model.freeze_vision and _is_complete(config) and not config.get("vision_config"):
+        raise ConfigError(f"{key}.freeze_vision: the model in {key}.model_path does not look at pictures; set it false")
+
+
+def _require_experts(config: Mapping[str, Any], key: str, otherwise: str) -> None:
+    text = {**config, **(config.get("text_config") or {})}
+    if _is_complete(config) and not any(text.get(name) for name in EXPERT_COUNTS):
+        raise ConfigError(f"{key} is for a mixture of experts, which the model is not; set it {otherwise}")
+
+
+def _is_complete(config: Mapping[str, Any]) -> bool:
+    """Returns whether a configuration is a model's own, rather than the sizes of one that is known by name."""
+    return "architectures" in config or config.get("model_type") == "llama"
+
+
+def _config(model: Any) -> Mapping[str, Any]:
+    """Returns what config.json says; nothing where it is not on this machine."""
+    try:
+        return config_of(str(model.model_path or ""), model.kwargs)
+    except NotKnown:
+        return {}
+
+
+def _numbers(model: Any) -> Mapping[str, Any]:
+    """Returns what config.json says of the text model; nothing where it is not on this machine."""
+    config = _config(model)
+    return {**config, **(config.get("text_config") or {})}

@@ -1,0 +1,610 @@
+"""The kinds of run with language models: on verifiable tasks, on demonstrations, on preferences, and reward models."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlhpc.config.constraints import Fail, Range
+from rlhpc.config.typed import changed, plain, select, typed
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.language import checks, conditional_keys, size_checks
+from rlhpc.language.config.data import suite_named
+from rlhpc.language.config.run import (
+    CHOICES,
+    DPO_CHOICES,
+    FREE,
+    RANGES,
+    TRAINED_RANGES,
+    DpoConfig,
+    GrpoConfig,
+    LanguageConfig,
+    RewardRunConfig,
+    SftConfig,
+    TrainedLanguageConfig,
+)
+from rlhpc.language.data.held_out import check_holdout, holdout_section
+from rlhpc.language.scoring.groups import (
+    AGENT,
+    CRITIC,
+    group_models,
+    group_roles,
+    learning_groups,
+    placed,
+    scoring_groups,
+)
+from rlhpc.runs.checks import check_estimators
+from rlhpc.runs.config_changes import differing, saved_values
+from rlhpc.runs.preflight import Check, Need
+from rlhpc.runs.task_type import Exporting, Headline, Kind, Parts, PlayOptions, Preparation, Rows
+from rlhpc.runtime.errors import ConfigError, PlacementError
+
+#: The configuration of a run that trains a language model; and of one whose model answers.
+Trained = TypeVar("Trained", bound=TrainedLanguageConfig)
+Cfg = TypeVar("Cfg", bound=LanguageConfig)
+#: Seconds after which a silent rank of the group `agent` is done without.
+_AGENT_LOST_S = 30.0
+_PRELOAD = (
+    "rlhpc.language.workers.agent",
+    "rlhpc.language.workers.grpo_actor",
+    "rlhpc.language.workers.supervised_actors",
+    "rlhpc.language.workers.rollout",
+    "rlhpc.language.workers.supervised_actors",
+    "rlhpc.language.workers.supervised_actors",
+    "rlhpc.language.workers.critic",
+    "rlhpc.language.workers.evaluation",
+    "rlhpc.weights.broadcast",
+    "transformers",
+    "transformers.models.auto.modeling_auto",
+)
+#: The worker whose engines answer the suites of a supervised run.
+_EVALUATION = "rlhpc.language.workers.evaluation:EvaluationWorker"
+_EACH = {
+    "evaluation": "Evaluation per checkpoint", "throughput": "Tokens per second", "time_per_phase": "Time per phase",
+}  # fmt: skip
+_COMPARED = (("eval/accuracy", "Accuracy in evaluation", "share of right answers"),)
+_ANSWERS = (Headline("eval/accuracy", "accuracy", "share"), Headline("eval/pass_at_k", "pass@k", "share"))
+_SUPERVISED = (Headline("train/loss", "training loss"), Headline("train/tokens_total", "tokens", "count"))
+#: Metrics of a suite during training that have a better and a worse: of answers, of several to each problem; and of
+#: preferences by their form.
+ANSWERED = ("accuracy", "reward", "truncated")
+JUDGED = {
+    "pairs": ("accuracy", "loss", "margin", "calibration_error"),
+    "labels": ("accuracy", "loss", "mse", "r2", "spearman"),
+}
+#: Keys of a Hugging Face config that determine the shapes of the weights.
+_SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _of_suites(cfg: GrpoConfig | SftConfig | RewardRunConfig, of_suite: Callable[[str], Sequence[str]]) -> list[str]:
+    """Returns the metrics of the suites of `workflow.eval_suites`, by their names in a row."""
+    if cfg.runner.val_check_interval <= 0:
+        return []
+    return [
+        f"eval/{suite}/{metric}" if number else f"eval/{metric}"
+        for number, suite in enumerate(cfg.workflow.eval_suites)
+        for metric in of_suite(suite)
+    ]
+
+
+def _answer_metrics(cfg: GrpoConfig | SftConfig) -> list[str]:
+    """Returns the metrics of suites whose problems engines answer."""
+
+    def of_suite(name: str) -> tuple[str, ...]:
+        samples = suite_named(cfg.data.eval, name).samples
+        return (*ANSWERED, *((f"pass_at_{samples}", "majority") if samples > 1 else ()))
+
+    return _of_suites(cfg, of_suite) if cfg.data.eval else []
+
+
+@dataclass(frozen=True)
+class TrainedKind(Kind[Trained]):
+    """Task type that trains a language model.
+
+    Attributes:
+        trained: Metric that says how training goes, and its title.
+        rate: Metric of the tokens per second.
+    """
+
+    trained: tuple[str, str] = ("train/loss", "training loss")
+    rate: str = "time/train_tokens_per_s"
+    preload: tuple[str, ...] = _PRELOAD
+    ranges: Mapping[str, Range] = field(default_factory=lambda: TRAINED_RANGES)
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: CHOICES)
+    evaluation: tuple[str, ...] = ("data.eval",)
+    free: tuple[str, ...] = FREE
+    workload: str = "rlhpc.language.planning.workload:supervised_workload"
+    account: str = "rlhpc.language.planning.memory_accounts:accounts"
+
+    def read_data(self, cfg: Trained) -> None:
+        """Reads the training data, before a model is made for it.
+
+        Raises:
+            ConfigError: It cannot be read.
+        """
+        raise NotImplementedError
+
+    def read_suite(self, cfg: Trained, section: Any) -> None:
+        """Reads the data of a section of `data.eval`.
+
+        Raises:
+            ConfigError: It cannot be read.
+        """
+        raise NotImplementedError
+
+    def suites(self, cfg: Trained) -> Sequence[Any]:
+        """Returns section `data.eval`."""
+        raise NotImplementedError
+
+    def check_model(self, cfg: Trained, ranks: Mapping[str, int]) -> Any:
+        """Refuses a model that cannot be used, and training data that do not fit it.
+
+        Returns:
+            The tokenizer, of a model that answers.
+
+        Raises:
+            ConfigError: Names the key, or file and row.
+        """
+        raise NotImplementedError
+
+    def checks(self, cfg: Trained, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields the checks of suites, training data and model (`Kind.checks`)."""
+        return self._checks(cfg, ranks, [])
+
+    def _checks(self, cfg: Trained, ranks: Mapping[str, int], checked: list[Any]) -> Iterator[Check]:
+        """Yields the checks of `checks`, and puts the model's tokenizer into `checked`."""
+        from rlhpc.language.preflight import actor_resource, data_resource
+
+        for section in self.suites(cfg):  # evaluated after training, at the latest
+            resource = data_resource(cfg, section)
+            yield Check(f"data.eval[{section.name}]", functools.partial(self.read_suite, cfg, section), resource)
+        resource = actor_resource(cfg)
+        if resource.need is not Need.FILES:
+            yield Check("data.train", lambda: self.read_data(cfg), data_resource(cfg, select(cfg, "data.train")))
+        yield Check("actor.model and data.train", lambda: checked.append(self.check_model(cfg, ranks)), resource)
+
+    def prepare(self, cfg: Trained, *, resumes: bool) -> Trained:
+        """Returns the configuration with a built-in model's folder in place of its name.
+
+        Raises:
+            ConfigError: There is no such built-in model; or its training data cannot be read, which is looked at before a
+                model is made for it.
+        """
+        from rlhpc.language.models.builtin import PREFIX, resolve_model
+
+        if str(cfg.actor.model.model_path).startswith(PREFIX):
+            self.read_data(cfg)
+        return self.with_models(cfg, resolve_model)
+
+    @contextlib.contextmanager
+    def trial(self, cfg: Trained) -> Iterator[Trained]:
+        """Yields the configuration with built-in models that are removed afterwards (`Kind.trial`)."""
+        from rlhpc.language.models.builtin import trial_models
+
+        with trial_models() as resolve:
+            yield self.with_models(cfg, resolve)
+
+    def with_models(self, cfg: Trained, resolve: Callable[[Any], str]) -> Trained:
+        """Returns the configuration with the folders of its built-in models, which `resolve` gives."""
+        return changed(cfg, "actor.model.model_path", resolve(cfg.actor.model))
+
+    def differences(self, cfg: Trained, checkpoint: Path) -> list[str]:
+        """Returns the differences from the checkpoint: another backend, other adapters, or a model of other sizes."""
+        saved = saved_values(checkpoint / "backend.json")
+        keys = ["actor.training_backend", "actor.lora.rank"]
+        if cfg.actor.lora.rank:
+            keys.append("actor.lora.alpha")
+            saved = {**saved_values(checkpoint / "backend.json", ("about.lora.alpha",)), **saved}
+            saved.setdefault("actor.lora.alpha", saved.pop("about.lora.alpha", None))
+        differ = differing(cfg, saved, keys)
+        saved_sizes = saved_values(checkpoint / "model" / "config.json")
+        model_sizes = saved_values(Path(str(cfg.actor.model.model_path)) / "config.json")
+        sizes = [
+            f"{key} {saved_sizes[key]} there and {model_sizes[key]} here"
+            for key in _SIZES
+            if key in saved_sizes and key in model_sizes and saved_sizes[key] != model_sizes[key]
+        ]
+        return [*differ, *([f"actor.model.model_path names another model ({', '.join(sizes)})"] if sizes else [])]
+
+    def preparation(self, cfg: Trained) -> Preparation:
+        """Returns the run on demonstrations, and the evaluation of the initial model."""
+        workflow = cfg.workflow
+        sft = (workflow.sft, list(workflow.sft_overrides)) if workflow.sft else None
+        return Preparation(sft=sft, evaluates_start=workflow.eval_start)
+
+    def evaluate(
+        self, cfg: Trained, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
+    ) -> str:
+        """Evaluates a checkpoint on a suite (`Kind.evaluate`)."""
+        if episodes is not None:
+            raise ConfigError("--episodes is for runs with simulators; data.eval says how many rows a suite has (size)")
+        return self._evaluated(cfg, checkpoint, suite, output)
+
+    def evaluate_model(self, cfg: Trained, *, suite: str, output: Path | None) -> str:
+        """Evaluates an untrained model: a Hugging Face folder or name, or a built-in one."""
+        from rlhpc.language.models.builtin import resolve_model
+
+        suite_named(self.suites(cfg), suite)  # before a built-in model is made
+        return self._evaluated(cfg, resolve_model(cfg.actor.model), suite, output)
+
+    def _evaluated(self, cfg: Trained, model: str | Path, suite: str, output: Path | None) -> str:
+        """Returns the result of a suite as a line of text."""
+        raise NotImplementedError
+
+    def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
+        """Returns all charts of a run as SVG, by file name."""
+        from rlhpc.language.reporting.report import all_curves
+
+        return all_curves(paths, rows, self.curves)
+
+    def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
+        """Returns the parts of the report for language models."""
+        from rlhpc.language.reporting.report import parts
+
+        return parts(paths, rows, always=self.curves, trained=self.trained, rate=self.rate, linked=linked)
+
+    def export(self, checkpoint: Path, output: Path | None, wanted: Exporting) -> Path:
+        """Writes a Hugging Face folder."""
+        if wanted.released:
+            raise ConfigError(
+                f"--released is for policies of robots; {checkpoint} is a language model's, always written so"
+            )
+        from rlhpc.language.export import export_language_model
+
+        return export_language_model(
+            checkpoint, output, adapter_only=wanted.adapter_only, base=wanted.base, dtype=wanted.dtype, critic=wanted.critic,
+            licence=wanted.licence, trust_code=wanted.trust_code,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LanguageKind(TrainedKind[Cfg]):
+    """Task type whose model answers problems, at least in evaluation."""
+
+    ranges: Mapping[str, Range] = field(default_factory=lambda: RANGES)
+
+    def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
+        """Refuses wrong names, and keys that exclude each other."""
+        checks.check_common(cfg, fail, training=training)
+        if training:
+            size_checks.check_rows(cfg, fail)
+
+    def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+        """Refuses prompts that cannot be distributed evenly, and processes with several accelerators."""
+        checks.check_sizes(cfg, cfg.data.prompts_per_step, processes)
+        checks.check_accelerators(cfg, accelerators)
+        size_checks.check_models(cfg, accelerators)
+
+    def checks(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields also the checks of agents and rewards, if the model answers during training (`Kind.checks`)."""
+        from rlhpc.language.preflight import actor_resource, answer_checks
+
+        checked: list[Any] = []
+        yield from self._checks(cfg, ranks, checked)
+        if "rollout" in ranks:
+            yield from answer_checks(cfg, lambda: checked[0], actor_resource(cfg))
+
+    def check_model(self, cfg: Cfg, ranks: Mapping[str, int]) -> Any:
+        """Refuses a model that cannot be used, and prompts that do not fit it (`TrainedKind.check_model`)."""
+        from rlhpc.language.rollout.preflight import check_model
+
+        return check_model(cfg, ranks)
+
+    def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
+        """Talks with the model in the terminal."""
+        from rlhpc.language.evaluation.chat import chat
+
+        if options.episodes is not None:
+            raise ConfigError("--episodes is for runs with simulators; a language model is talked with")
+        chat(cfg, checkpoint, system=options.system, max_tokens=options.max_tokens, seed=options.seed)
+        return ""
+
+    def suites(self, cfg: Cfg) -> Sequence[Any]:
+        """Returns section `data.eval`."""
+        return cfg.data.eval
+
+    def read_data(self, cfg: Cfg) -> None:
+        """Reads the problems (`TrainedKind.read_data`)."""
+        from rlhpc.language.data.registry import make_dataset
+        from rlhpc.language.rewards.registry import check_problems
+
+        dataset = make_dataset(cfg.data.train, demonstrations="rollout" not in self.roles)
+        if "rollout" in self.roles:
+            check_problems([term.name for term in cfg.reward.terms], dataset, "data.train")
+
+    def read_suite(self, cfg: Cfg, section: Any) -> None:
+        """Reads the problems of a suite (`TrainedKind.read_suite`)."""
+        from rlhpc.language.data.registry import make_dataset
+        from rlhpc.language.rewards.registry import check_problems
+
+        key = f"data.eval[{section.name}]"
+        check_problems([term.name for term in cfg.reward.terms], make_dataset(section, "eval", key=key), key)
+
+    def _evaluated(self, cfg: Cfg, model: str | Path, suite: str, output: Path | None) -> str:
+        from rlhpc.language.evaluation.evaluate import describe, evaluate_language_model
+
+        return describe(evaluate_language_model(cfg, model, suite, output))
+
+
+@dataclass(frozen=True)
+class SftKind(LanguageKind[SftConfig]):
+    """Task type of supervised fine-tuning on demonstrations."""
+
+    evaluation: tuple[str, ...] = ("data.eval", "data.holdout.")
+    held_out_metrics: tuple[str, ...] = ("eval/loss",)
+
+    def check(self, cfg: SftConfig, fail: Fail, *, training: bool) -> None:
+        """Refuses also a held-out loss without held-out rows."""
+        super().check(cfg, fail, training=training)
+        if training:
+            check_holdout(cfg.runner.val_check_interval, cfg.data.train, cfg.data.holdout, fail)
+            checks.check_answering(cfg, _answer_metrics(cfg), fail)
+
+    def roles_of(self, cfg: SftConfig) -> Mapping[str, str]:
+        """Adds the engines that answer the suites, if they have a placement."""
+        return {**self.roles, **({"rollout": _EVALUATION} if "rollout" in placed(cfg) else {})}
+
+    def components(self, cfg: SftConfig) -> Sequence[str]:
+        """Returns all names that a component may have."""
+        return [*self.roles, "rollout"]
+
+    def check_placement(self, cfg: SftConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+        """Refuses also engines of several ranks."""
+        super().check_placement(cfg, processes, accelerators)
+        if accelerators.get("rollout", 0) > 1:
+            raise PlacementError(
+                f"cluster.component_placement.rollout gives each process {accelerators['rollout']} accelerators, and the "
+                "engines that answer the suites of a supervised run compute on one: give it a process an accelerator"
+            )
+
+    def evaluation_metrics(self, cfg: SftConfig) -> Sequence[str]:
+        """Returns the held-out loss, and the metrics of the suites that engines answer (`Kind.evaluation_metrics`)."""
+        if cfg.runner.val_check_interval <= 0:
+            return ()
+        return (*self.held_out_metrics, *(_answer_metrics(cfg) if "rollout" in placed(cfg) else ()))
+
+    def read_data(self, cfg: SftConfig) -> None:
+        """Reads also the held-out demonstrations (`TrainedKind.read_data`)."""
+        from rlhpc.language.data.registry import make_dataset
+
+        super().read_data(cfg)
+        if cfg.runner.val_check_interval > 0:
+            section, key = holdout_section(cfg.data.train, cfg.data.holdout)
+            make_dataset(section, "eval", demonstrations=True, key=key)
+
+
+@dataclass(frozen=True)
+class DpoKind(SftKind):
+    """Task type of DPO: the model learns from preferences, with the initial weights as reference."""
+
+    held_out_metrics: tuple[str, ...] = ("eval/loss", "eval/pair_accuracy", "eval/margin")
+
+    def check_model(self, cfg: SftConfig, ranks: Mapping[str, int]) -> Any:
+        """Refuses a model that cannot be used, and pairs that do not fit it (`TrainedKind.check_model`)."""
+        from rlhpc.language.rollout.preflight import check_dpo
+
+        del ranks
+        return check_dpo(typed(DpoConfig, cfg))
+
+    def read_data(self, cfg: SftConfig) -> None:
+        """Reads the pairs, and the held-out ones (`TrainedKind.read_data`)."""
+        from rlhpc.language.data.preferences import Preferences
+
+        data = typed(DpoConfig, cfg).data
+        Preferences(data.train, "pairs")
+        if cfg.runner.val_check_interval > 0:
+            section, key = holdout_section(data.train, data.holdout)
+            Preferences(section, "pairs", "eval", key=key)
+
+
+@dataclass(frozen=True)
+class RewardModelKind(TrainedKind[RewardRunConfig]):
+    """Task type of reward models, trained on preferences or labels."""
+
+    def check(self, cfg: RewardRunConfig, fail: Fail, *, training: bool) -> None:
+        """Refuses wrong names, and keys that exclude each other."""
+        checks.check_reward_model(cfg, fail, training=training)
+
+    def check_placement(
+        self, cfg: RewardRunConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]
+    ) -> None:
+        """Refuses rows that cannot be distributed evenly, and processes with several accelerators."""
+        checks.check_sizes(cfg, cfg.data.prompts_per_step, processes)
+        checks.check_accelerators(cfg, accelerators)
+
+    def check_model(self, cfg: RewardRunConfig, ranks: Mapping[str, int]) -> None:
+        """Refuses a model that cannot be used, and rows that do not fit it (`TrainedKind.check_model`)."""
+        from rlhpc.language.evaluation.reward_model import check_reward_model
+
+        del ranks
+        check_reward_model(cfg)
+
+    def suites(self, cfg: RewardRunConfig) -> Sequence[Any]:
+        """Returns section `data.eval`."""
+        return cfg.data.eval
+
+    def evaluation_metrics(self, cfg: RewardRunConfig) -> Sequence[str]:
+        """Returns the metrics of the suites (`Kind.evaluation_metrics`)."""
+        from rlhpc.algorithms.preference_losses import find_reward_loss
+
+        form = find_reward_loss(cfg.algorithm.loss_type, plain(cfg.algorithm.loss_kwargs))[1]
+        return _of_suites(cfg, lambda suite: JUDGED[form])
+
+    def read_data(self, cfg: RewardRunConfig) -> None:
+        """Reads the preferences (`TrainedKind.read_data`)."""
+        from rlhpc.language.evaluation.reward_model import training_rows
+
+        training_rows(cfg)
+
+    def read_suite(self, cfg: RewardRunConfig, section: Any) -> None:
+        """Reads the preferences of a suite (`TrainedKind.read_suite`)."""
+        from rlhpc.language.evaluation.reward_model import suite_rows
+
+        suite_rows(cfg, section)
+
+    def _evaluated(self, cfg: RewardRunConfig, model: str | Path, suite: str, output: Path | None) -> str:
+        from rlhpc.language.evaluation.reward_model import evaluate_reward_model
+        from rlhpc.language.reporting.eval_metrics import describe
+
+        return describe(evaluate_reward_model(cfg, model, suite, output))
+
+
+@dataclass(frozen=True)
+class GrpoKind(LanguageKind[GrpoConfig]):
+    """Task type of RL: the model answers prompts and learns from the rewards."""
+
+    def roles_of(self, cfg: GrpoConfig) -> Mapping[str, str]:
+        """Returns actor, rollout, and the groups of a configuration that have a placement or need one."""
+        return {**self.roles, **group_roles(cfg)}
+
+    def components(self, cfg: GrpoConfig) -> Sequence[str]:
+        """Returns all names that a component may have."""
+        return [*self.roles, AGENT, CRITIC, *scoring_groups(cfg)]
+
+    def expendable_of(self, cfg: GrpoConfig) -> frozenset[str]:
+        """Returns the engines and the scoring groups."""
+        return self.expendable | (frozenset(group_roles(cfg)) - {CRITIC})
+
+    def independent_of(self, cfg: GrpoConfig) -> frozenset[str]:
+        """Returns the scoring groups: their ranks are stateless and do not communicate with each other."""
+        return frozenset(group_roles(cfg)) - learning_groups(cfg)
+
+    def elastic_of(self, cfg: GrpoConfig) -> dict[str, int]:
+        """Returns the agents' group, and the engines unless they are offloaded in turn: other ranks take over the work of a
+        lost one."""
+        engines = {} if cfg.actor.offload_in_rollout else self.together_of(cfg)
+        return {**engines, **({AGENT: 1} if AGENT in placed(cfg) else {})}
+
+    def patience_of(self, cfg: GrpoConfig) -> dict[str, float]:
+        """Returns the agents' group: a step waits for their episodes, which other ranks restart at little cost."""
+        del cfg
+        return {AGENT: _AGENT_LOST_S}
+
+    def together_of(self, cfg: GrpoConfig) -> dict[str, int]:
+        """Returns the ranks of an engine."""
+        return {"rollout": cfg.rollout.parallel.tensor or 1}
+
+    def placed(self, cfg: GrpoConfig, replicas: Mapping[str, int]) -> GrpoConfig:
+        """Returns the configuration with the number of ranks of an engine."""
+        return changed(cfg, "rollout.parallel.tensor", replicas["rollout"])
+
+    def most_useful(self, cfg: GrpoConfig, started: Mapping[str, int]) -> dict[str, int]:
+        """Returns maximum useful ranks: an engine leases at least one prompt, and an agents' rank one episode."""
+        del started
+        prompts = cfg.data.prompts_per_step
+        agents = {AGENT: prompts * cfg.algorithm.group_size} if AGENT in placed(cfg) else {}
+        return {"rollout": prompts * self.together_of(cfg)["rollout"], **agents}
+
+    def evaluation_metrics(self, cfg: GrpoConfig) -> Sequence[str]:
+        """Returns the metrics of the suites (`Kind.evaluation_metrics`)."""
+        return _answer_metrics(cfg)
+
+    def differences(self, cfg: GrpoConfig, checkpoint: Path) -> list[str]:
+        """Returns also the lack of a critic in the checkpoint, if this run needs one."""
+        wants = CRITIC in group_roles(cfg) and not (checkpoint / CRITIC).is_dir()
+        return [*super().differences(cfg, checkpoint), *(["it has no critic"] if wants else [])]
+
+    def with_models(self, cfg: GrpoConfig, resolve: Callable[[Any], str]) -> GrpoConfig:
+        """Returns the configuration also with the folders of the groups' built-in models."""
+        from rlhpc.language.models.builtin import PREFIX
+
+        built_in_models = {
+            key: model for key, model in group_models(cfg).items() if str(model.model_path).startswith(PREFIX)
+        }
+        shared_keys = [
+            key
+            for key, model in built_in_models.items()
+            if model.model_path == cfg.actor.model.model_path and not model.kwargs
+        ]
+        prepared = super().with_models(cfg, resolve)
+        for key, model in built_in_models.items():
+            path = prepared.actor.model.model_path if key in shared_keys else resolve(model)
+            prepared = changed(prepared, f"{key}.model_path", path)
+        return prepared
+
+    def checks(self, cfg: GrpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields also the checks of the groups (`Kind.checks`)."""
+        from rlhpc.language.preflight import group_checks
+
+        yield from super().checks(cfg, ranks)
+        yield from group_checks(cfg, ranks)
+
+    def check(self, cfg: GrpoConfig, fail: Fail, *, training: bool) -> None:
+        """Refuses also wrong estimators, rewards and batches."""
+        check_estimators(cfg)
+        super().check(cfg, fail, training=training)
+        if training:
+            checks.check_reasoning(cfg, fail)
+            size_checks.check_micro_batches(cfg, fail)
+
+
+GRPO = GrpoKind(
+    "reasoning",
+    GrpoConfig,
+    {
+        "actor": "rlhpc.language.workers.grpo_actor:GrpoActor",
+        "rollout": "rlhpc.language.workers.rollout:LanguageRolloutWorker",
+    },
+    "rlhpc.language.runners.grpo:ReasoningRunner",
+    conditions=conditional_keys.REASONING,
+    curves={
+        "reward": "Reward",
+        "accuracy": "Accuracy on training prompts",
+        "evaluation": "Evaluation per checkpoint",
+        "response_length": "Response length",
+        "kl": "Distance from the reference",
+        "entropy": "Entropy",
+        "clip_fraction": "Clipped ratios",
+        "throughput": "Tokens per second",
+        "time_per_phase": "Time per phase",
+    },
+    compared=(*_COMPARED, ("train/reward", "Reward", "mean reward")),
+    headlines=(
+        *_ANSWERS,
+        Headline("train/reward", "training reward"),
+        Headline("train/response_tokens", "tokens per response"),
+    ),
+    expendable=frozenset({"rollout"}),
+    trained=("train/reward", "training reward"),
+    rate="time/tokens_per_s",
+    workload="rlhpc.language.planning.workload:rl_workload",
+)
+SFT = SftKind(
+    "sft",
+    SftConfig,
+    {"actor": "rlhpc.language.workers.supervised_actors:SftActor"},
+    "rlhpc.language.runners.supervised:SftRunner",
+    conditions=conditional_keys.SFT,
+    curves={"loss": "Loss", **_EACH},
+    compared=(*_COMPARED, ("train/loss", "Loss", "cross entropy (nats per token)")),
+    headlines=(*_ANSWERS, *_SUPERVISED),
+)
+DPO = DpoKind(
+    "dpo",
+    DpoConfig,
+    {"actor": "rlhpc.language.workers.supervised_actors:DpoActor"},
+    "rlhpc.language.runners.supervised:DpoRunner",
+    choices=DPO_CHOICES,
+    conditions=conditional_keys.DPO,
+    curves={"preference_loss": "Loss", "pair_accuracy": "Pairs decided rightly", **_EACH},
+    compared=(*_COMPARED, ("train/loss", "Loss", "mean over pairs")),
+    headlines=(*_ANSWERS, Headline("train/accuracy", "training pairs decided rightly", "share"), *_SUPERVISED),
+)
+REWARD_MODEL = RewardModelKind(
+    "reward_model",
+    RewardRunConfig,
+    {"actor": "rlhpc.language.workers.supervised_actors:RewardModelActor"},
+    "rlhpc.language.runners.supervised:RewardModelRunner",
+    conditions=conditional_keys.SUPERVISED,
+    curves={"preference_loss": "Loss", **_EACH},
+    compared=(*_COMPARED, ("train/loss", "Loss", "mean loss")),
+    headlines=(
+        Headline("eval/accuracy", "accuracy", "share"),
+        Headline("train/accuracy", "training accuracy", "share"),
+        *_SUPERVISED,
+    ),
+)

@@ -1,1 +1,0 @@
-"""Language models as networks: token batches, scores, adapters, Hugging Face folders."""

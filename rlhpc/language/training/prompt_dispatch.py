@@ -1,0 +1,114 @@
+"""Prompt map: the ranks that process each prompt of a step; names of channels and messages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhpc.language.scoring.groups import CRITIC
+from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.run import GrpoConfig
+
+#: Channels: finished groups with their columns, held by the actors; returns, held by the critics.
+GROUPS, RETURNS = "groups", "returns"
+#: Topic of the announcements of new weights to rollout ranks (`Worker.notify`).
+VERSIONS = "versions"
+#: Channels of the driver: the prompt queue, and the deliveries of groups to actors (`prompt_queue`).
+WORK, DELIVERED = "work", "delivered"
+#: Channel of the driver: episodes for ranks of the group `agent`. Topics of the messages to these, and from them
+#: (`Worker.notify`).
+EPISODES, TICKETS, AGENT_MESSAGES = "episodes", "tickets", "told by agents"
+
+
+def channel_to(group: str) -> str:
+    """Returns the name of the channel for a group that scores or rates."""
+    return f"to-{group}"
+
+
+def ratings_of(group: str) -> str:
+    """Returns the topic of a rater's messages to rollout ranks (`Worker.notify`)."""
+    return f"ratings of {group}"
+
+
+def training_phase(step: int) -> str:
+    """Returns the name of a step's phase, by which rollout ranks and raters refer to its answers."""
+    return f"step {step}"
+
+
+def evaluation_phase(step: int) -> str:
+    """Returns the name of the phase of an evaluation."""
+    return f"evaluation at step {step}"
+
+
+@dataclass(frozen=True)
+class PromptMap:
+    """Map of P prompts a step with G responses each to rollout ranks and actors. A pure function, the same on every rank.
+
+    Prompts of a step have positions 0 to P − 1. Rollout ranks lease them as they have capacity (`prompt_queue`); an actor
+    trains on consecutive positions.
+
+    Attributes:
+        prompts, group_size: P and G.
+        rollout_ranks, actor_ranks, rollout_name, actor_name: The two groups of every run. Ranks of a trainer with the same
+            samples count as one, and share its key: `MeshSizes.data_of`.
+        scoring: Number of ranks of each group that scores tokens, with the critic.
+        rating: Number of ranks of each group that rates answers.
+    """
+
+    prompts: int
+    group_size: int
+    rollout_ranks: int
+    actor_ranks: int
+    rollout_name: str = "rollout"
+    actor_name: str = "actor"
+    scoring: Mapping[str, int] = field(default_factory=dict)
+    rating: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, cfg: GrpoConfig, *, rollout: int, actor: int, **more: Any) -> PromptMap:
+        """Builds the map of a configuration.
+
+        Raises:
+            ConfigError: The prompts cannot be distributed evenly.
+        """
+        prompts, size = cfg.data.prompts_per_step, cfg.algorithm.group_size
+        if prompts % actor:
+            raise ConfigError(f"data.prompts_per_step({prompts}) % actor ranks with other samples({actor}) != 0")
+        return cls(prompts, size, rollout, actor, **more)
+
+    def of_actor(self, rank: int) -> range:
+        """Returns the positions that an actor trains on."""
+        share = self.prompts // self.actor_ranks
+        return range(rank * share, (rank + 1) * share)
+
+    def actor_of(self, position: int) -> int:
+        """Returns the actor that trains on a position."""
+        return position * self.actor_ranks // self.prompts
+
+    def share_of(self, group: str, rank: int) -> range:
+        """Returns the positions that a rank of a scoring group scores."""
+        return range(rank, self.prompts, self.scoring[group])
+
+    def scorer_of(self, group: str, position: int) -> int:
+        """Returns the rank of a scoring group that scores a position."""
+        return position % self.scoring[group]
+
+    def channels(self) -> dict[str, str]:
+        """Returns the channels with the groups that hold them."""
+        homes = {GROUPS: self.actor_name}
+        homes |= {channel_to(group): group for group in (*self.scoring, *self.rating)}
+        if CRITIC in self.scoring:
+            homes[RETURNS] = CRITIC
+        return homes
+
+
+def seed_of(*parts: int) -> int:
+    """Returns a seed of 63 bits that depends on all parts."""
+    digest = hashlib.blake2b(np.asarray(parts, np.int64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,393 @@
+"""Trainers of language models: token batches and scores on any training backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from rlhpc.language.models.context_parallel import RowShare
+from rlhpc.language.models.loading import export_adapter, export_model, model_files
+from rlhpc.language.models.logprobs import LogitReading, TokenScores, token_scores
+from rlhpc.language.models.moe_routing import balance, replayed_experts, routing_of
+from rlhpc.language.models.packing import packs, reads_rows, unpack, width
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.value_head import token_values
+from rlhpc.language.multi_policy import ONE, Policies, of_policy
+from rlhpc.language.training.blueprint import LanguageBlueprint, ScalarBlueprint
+from rlhpc.runtime.devices import torch_device
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import write_durably
+from rlhpc.training import lora
+from rlhpc.training.backend import Metrics, Named, TrainingRanks
+from rlhpc.training.registry import make_backend
+from rlhpc.training.safetensors_writer import Layout
+from rlhpc.training.shard_layout import names_and_shapes, pieces
+from rlhpc.weights.reshard import Shard
+
+if TYPE_CHECKING:
+    from rlhpc.language.config.run import LanguageActorConfig, TrainedLanguageConfig
+
+LossFunction = Callable[[TokenScores, TokenBatch], tuple[torch.Tensor, Metrics]]
+ValueLoss = Callable[[torch.Tensor, TokenBatch], tuple[torch.Tensor, Metrics]]
+
+
+class ModelTrainer:
+    """Training backend of `rlhpc.training` with a language model. All ranks call the same methods in the same order.
+
+    Args:
+        blueprint: Blueprint of the trained model.
+        section: Section `actor` of the configuration, or another of its form.
+        worker: The rank.
+
+    Attributes:
+        backend: Training backend with the model.
+        packed: Whether the model reads rows of several samples.
+        hidden: The model's width.
+        share: This rank's share of rows with context parallelism; None without.
+        replays: Whether routers choose the experts that a batch has.
+    """
+
+    replays = False
+
+    def __init__(self, blueprint: LanguageBlueprint, section: LanguageActorConfig, worker: TrainingRanks) -> None:
+        self.blueprint = blueprint
+        self.backend = make_backend(blueprint, section, worker)
+        self.actor = section
+        self.worker = worker
+        self.routing = routing_of(self.backend.module)
+        self._coef = section.model.router_aux_loss_coef
+        if self._coef and self.routing is None:
+            raise ConfigError(
+                f"{blueprint.key}.model.router_aux_loss_coef is {self._coef}, but the model has no routers that transformers "
+                "knows: set it to 0"
+            )
+        self.hidden = width(self.backend.module)
+        self.share = RowShare.of(self.backend.mesh)
+        reads = partial(reads_rows, dtype=blueprint.dtype, share=self.share)
+        self.packed = packs(self.backend.module) and self.backend.evaluate(reads, self.device)
+        if self.share is not None and not self.packed:
+            raise ConfigError(
+                f"{blueprint.key}.parallel.context({self.share.size}): the model says something else of a sample in a row "
+                "than of the sample alone; set it to 1"
+            )
+        if blueprint.packed and not self.packed:
+            blueprint.packed = False  # of a reference that is built later, too
+            for model in self.backend.models:
+                unpack(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the computation."""
+        return self.backend.device
+
+    @property
+    def parameters_trained(self) -> int:
+        """Number of trained parameters over all ranks."""
+        return self.backend.parameters_trained
+
+    def optimizer_step(self, lr: float) -> float:
+        """Clips to `actor.optim.clip_grad`, updates the weights, and returns the global norm before clipping. If the norm
+        is not finite, no rank updates."""
+        return float(self.backend.optimizer_step(lr))
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def named_weights(self, without: Container[str] = ()) -> Named:
+        """Yields all weights in full for a rollout engine, by their Hugging Face names, LoRA merged. With several policies
+        the shared weights come once, and the other weights of each policy by `of_policy`. All ranks iterate; each tensor
+        may be dropped before the next is requested. Names in `without` are left out."""
+        if not self.blueprint.policies:
+            yield from self.backend.named_weights(without)
+            return
+        frozen = self.frozen_names()
+        for policy in self.blueprint.policies:
+            lora.choose(self.backend.module, policy)
+            for name, tensor in self.backend.named_weights(without):
+                yield name if name in frozen else of_policy(policy, name), tensor
+            without = frozen
+
+    def adapters(self) -> dict[str, torch.Tensor]:
+        """Returns the adapters alone, by the names of peft's files, and by `of_policy` with several policies; all ranks
+        call it."""
+        sent = dict[str, torch.Tensor]()
+        for policy in self.blueprint.policies or ("",):
+            if policy:
+                lora.choose(self.backend.module, policy)
+            adapter_weights = lora.adapter_weights(self.backend.module, self.backend.full)
+            lora_weights = {name: tensor for name, tensor in adapter_weights.items() if ".lora_" in name}
+            sent |= (
+                {of_policy(policy, name): tensor for name, tensor in lora_weights.items()} if policy else lora_weights
+            )
+        return sent
+
+    def shards(self, dtype: torch.dtype | None) -> list[Shard]:
+        """Returns this rank's shards of the weights, adapters merged, for engines that receive shards; all ranks call it,
+        because adapters are gathered.
+
+        Args:
+            dtype: Dtype of the sent weights; None is that of the computation.
+        """
+        backend, sent, shards = self.backend, dtype or self.blueprint.dtype, list[Shard]()
+        for one, values in pieces(backend.module, backend.mesh, backend.full, is_included=self.blueprint.exported):
+            dtype_sent = sent if one.dtype.is_floating_point else one.dtype
+            shards.append(Shard(one.name, one.shape, dtype_sent, one.box, values, one.frozen))
+        return shards
+
+    def frozen_names(self) -> frozenset[str]:
+        """Returns the names of the weights that never change."""
+        return self.backend.frozen_names()
+
+    def held_tensors(self) -> Named:
+        """Yields this rank's tensors of the weights."""
+        return self.backend.held_tensors()
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Reloads offloaded tensors for the duration of the block (`TrainingBackend.awake`)."""
+        return self.backend.awake()
+
+    def save(self, folder: Path) -> None:
+        """Writes model and optimizer below `folder`, each rank its part, durably."""
+        self.backend.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Restores a checkpoint of this or another world size.
+
+        Raises:
+            CheckpointError: The checkpoint is of another model or backend.
+        """
+        self.backend.load(folder)
+
+    def export(self, folder: Path, *, adapter_only: bool = False) -> None:
+        """Writes a Hugging Face folder (safetensors, config, tokenizer), LoRA merged unless `adapter_only`; all ranks call.
+        Where weights are divided, each rank writes its part; otherwise rank 0 writes.
+
+        Raises:
+            ConfigError: `adapter_only` without LoRA.
+        """
+        folder, backend, model = Path(folder), self.backend, self.actor.model
+        if adapter_only and not self.blueprint.lora_rank:
+            raise ConfigError("only an adapter was asked for, but actor.lora.rank is 0: there is none")
+        with backend.awake():
+            if adapter_only:
+                weights = lora.adapter_weights(backend.module, backend.full)
+                if self.worker.rank == 0:
+                    export_adapter(folder, weights, backend.module, model)
+            elif backend.mesh is not None:
+                self._export_parts(folder)
+            elif self.worker.rank == 0:
+                named = ((name, tensor.cpu()) for name, tensor in self.named_weights())
+                export_model(folder, named, model, backend.dtype, self.blueprint.load)
+            else:
+                for _ in self.named_weights():  # takes part in the gather
+                    pass
+        self.worker.barrier()
+
+    def _export_parts(self, folder: Path) -> None:
+        backend, blueprint = self.backend, self.blueprint
+        tensors = names_and_shapes(backend.module, blueprint.exported)
+        layout = Layout(
+            {
+                name: (shape, backend.dtype if dtype.is_floating_point else dtype)
+                for name, (shape, dtype) in tensors.items()
+            }
+        )
+        if self.worker.rank == 0:
+            layout.begin(folder)
+            for name, data in model_files(backend.module, self.actor.model, backend.dtype).items():
+                write_durably(folder / name, data)
+        self.worker.barrier()
+        local_slices = (
+            (region.name, region.box, value) for region, value in backend.pieces(rows=True) if region.copy == 0
+        )
+        layout.write(folder, local_slices)
+        self.worker.barrier()
+        if self.worker.rank == 0:
+            layout.finish(folder)
+
+    def _forward_backward(
+        self,
+        micro_batches: Sequence[TokenBatch],
+        run: Callable[[nn.Module, TokenBatch], tuple[torch.Tensor, Metrics]],
+    ) -> list[Metrics]:
+        """Runs the backend's `forward_backward`, with the routers' load-balancing loss: a mean over all micro-batches, of
+        which each adds its share."""
+        if self.routing is None:
+            return self.backend.forward_backward(micro_batches, run)
+        routing, total = self.routing, torch.tensor(float(sum(batch.tokens for batch in micro_batches)))
+        if self.worker.world_size > 1:
+            total = self.worker.all_reduce(total)
+        tokens = max(1.0, float(total) / self.backend.sizes.block)
+
+        def watched(called: nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+            self._replay(batch)
+            with routing.watching() as routings:
+                value, measured = run(called, batch)
+            balance_loss, max_load = (
+                one * (batch.tokens / tokens) for one in balance(routings, batch.read_by(self.packed), self.share)
+            )
+            if self._coef:
+                value = value + self._coef * balance_loss
+            return value, {**measured, "router_loss": balance_loss.detach(), "router_load_max": max_load}
+
+        try:
+            return self.backend.forward_backward(micro_batches, watched)
+        finally:
+            routing.replay(None)
+
+    def _replay(self, batch: TokenBatch) -> None:
+        """Replays the batch's routing in the routers, until they get another one."""
+        if self.routing is not None and self.replays:
+            routing = replayed_experts(batch.read_by(self.packed), self.share)
+            self.routing.replay(None if routing is None else routing.to(self.backend.device))
+
+    def offload(self) -> None:
+        """Moves all tensors to the host, to free the accelerator for another group."""
+        self.backend.offload()
+
+    def reload(self) -> None:
+        """Restores the tensors that `offload` moved away."""
+        self.backend.reload()
+
+
+class TokenTrainer(ModelTrainer):
+    """Trainer of the causal model of section `actor`, with token scores.
+
+    Args:
+        cfg: The configuration.
+        worker: The rank.
+        reference: Whether `reference` will be called.
+        values: Whether the model also has a value head.
+        policies: Policies by role.
+        dropout: Whether the model is trained with dropout (`LanguageBlueprint`).
+    """
+
+    replays = True
+
+    def __init__(
+        self,
+        cfg: TrainedLanguageConfig,
+        worker: TrainingRanks,
+        *,
+        reference: bool = False,
+        values: bool = False,
+        policies: Policies = ONE,
+        dropout: bool = False,
+    ) -> None:
+        device, names = torch_device(worker.accelerators), policies.names
+        blueprint = LanguageBlueprint(cfg, device, reference=reference, values=values, policies=names, dropout=dropout)
+        super().__init__(blueprint, cfg.actor, worker)
+        self.policies = policies
+
+    def forward(self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
+        """Returns scores without gradients, in evaluation mode."""
+        try:
+            self._replay(batch)
+            return self.backend.evaluate(self._scores(temperature, entropy), batch.to(self.backend.device))
+        finally:
+            if self.routing is not None:
+                self.routing.replay(None)
+
+    def reference(self, batch: TokenBatch, *, temperature: float = 1.0) -> TokenScores:
+        """Returns scores of the reference policy: the weights from before training; with LoRA the model without its
+        adapters."""
+        if self.blueprint.lora_rank:
+            with lora.adapters_off(self.backend.module):
+                return self.backend.evaluate(self._scores(temperature), batch.to(self.backend.device))
+        return self.backend.evaluate_reference(self._scores(temperature), batch.to(self.backend.device))
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[TokenBatch],
+        loss: LossFunction,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        reading: LogitReading | None = None,
+    ) -> list[Metrics]:
+        """Accumulates gradients over the rank's micro-batches; returns their metrics, detached. All ranks pass equally
+        many, padded with batches whose mask is empty. See `TrainingBackend.forward_backward`."""
+        scores_of = self._scores(temperature, entropy, reading)
+
+        def run(called: nn.Module, host_batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+            batch = host_batch.to(self.backend.device)
+            scores = scores_of(called, batch)
+            value, measured = loss(scores, batch)
+            if not value.requires_grad:  # an empty batch: its backward pass still has to meet the other ranks'
+                value = value + 0.0 * scores.logprobs.sum()
+            return value, measured
+
+        return self._forward_backward(micro_batches, run)
+
+    def _choose(self, batch: TokenBatch) -> None:
+        """Selects the adapter of the policy of a batch, whose samples are of one policy; valid for the backward pass too,
+        until the next selection."""
+        if self.policies.names:
+            (policy,) = self.policies.of(batch.role).unique().tolist()
+            lora.choose(self.backend.module, self.policies.names[policy])
+
+    def _scores(
+        self, temperature: float, entropy: bool = False, reading: LogitReading | None = None
+    ) -> Callable[[nn.Module, TokenBatch], TokenScores]:
+        def scores(called: nn.Module, batch: TokenBatch) -> TokenScores:
+            self._choose(batch)
+            return token_scores(called, batch, temperature, entropy, reading, self.share)
+
+        return scores
+
+
+class ScalarTrainer(ModelTrainer):
+    """Trainer of a model with one number for each token: a reward model or a critic.
+
+    Args:
+        section: Section `actor` of the configuration, or another of its form.
+        worker: The rank.
+        seed: Seed of a new head, and of adapters.
+        key: Name of the section in messages.
+        before: Whether a token's value is the one of the state before it (`token_values`), as a critic needs.
+    """
+
+    def __init__(
+        self,
+        section: LanguageActorConfig,
+        worker: TrainingRanks,
+        *,
+        seed: int,
+        key: str = "actor",
+        before: bool = False,
+    ) -> None:
+        device = torch_device(worker.accelerators)
+        blueprint = ScalarBlueprint(
+            section, seed, device, key=key, dropout=not before
+        )  # a critic's values are compared
+        super().__init__(blueprint, section, worker)
+        self.before = before
+
+    def _values(self, called: nn.Module, batch: TokenBatch) -> torch.Tensor:
+        return token_values(called, batch, before=self.before, share=self.share)
+
+    def forward(self, batch: TokenBatch) -> torch.Tensor:
+        """Returns `[T]` values without gradients, in evaluation mode."""
+        return self.backend.evaluate(self._values, batch.to(self.backend.device))
+
+    def forward_backward(self, micro_batches: Sequence[TokenBatch], loss: ValueLoss) -> list[Metrics]:
+        """Accumulates gradients over the rank's micro-batches; returns their metrics, detached.
+
+        Args:
+            micro_batches: Micro-batches, equally many on all ranks, padded with `TokenBatch.nothing`.
+            loss: Maps `[T]` values and the micro-batch to the rank's share of the loss, and metrics.
+        """
+
+        def run(called: nn.Module, host_batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+            batch = host_batch.to(self.backend.device)
+            values = self._values(called, batch)
+            value, measured = loss(values, batch)
+            # An empty batch's backward pass still has to meet the other ranks'.
+            return value if value.requires_grad else value + 0.0 * values.sum(), measured
+
+        return self._forward_backward(micro_batches, run)

@@ -1,0 +1,480 @@
+"""Weight sync of language models: the actor's weights go to the rollout ranks and to the ranks of the reference; weight
+probes."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.engines.common import adapters_apart
+from rlhpc.language.scoring.groups import REFERENCE
+from rlhpc.language.training.prompt_dispatch import VERSIONS, PromptMap
+from rlhpc.runtime.worker import Worker
+from rlhpc.training.backend import Named
+from rlhpc.weights import WeightSync, make_sync, sends_shards
+from rlhpc.weights.reshard import SendsShards
+
+if TYPE_CHECKING:
+    from rlhpc.language.training.trainer import ModelTrainer
+import math
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhpc.language.engines.base import Request, SamplingParams, ScoresTexts
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.weights.verification import COST, WeightsDiffer
+
+if TYPE_CHECKING:
+    from rlhpc.language.engines.base import RolloutBackend
+    from rlhpc.language.training.trainer import TokenTrainer
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def perturbed_rounding(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Perturbs, within the block, the output of each leaf layer by up to half a unit in the last place of `dtype`, like
+    another kernel. The same random numbers are drawn each time; torch's global generators are not used.
+
+    Args:
+        module: Any module; its parameters may be sharded.
+        dtype: Coarsest dtype of the compared computations.
+    """
+    generator, eps = torch.Generator().manual_seed(0), torch.finfo(dtype).eps
+
+    def perturb(layer: nn.Module, inputs: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return None
+        noise = torch.rand(output.shape, generator=generator).sub_(0.5).mul_(eps).to(output.device)
+        return (output.float() * (1 + noise)).to(output.dtype)
+
+    with ExitStack() as hooks:
+        for layer in module.modules():
+            if next(layer.children(), None) is None:
+                hooks.callback(layer.register_forward_hook(perturb).remove)
+        yield
+
+
+#: Number of tokens of the probe text, and of each stretch over which differences are averaged.
+_LENGTH = 16
+#: Bounds of the mean difference of a token's log-prob by rounding alone: in single precision on a CPU; on an accelerator,
+#: where some kernels round factors to ten bits; and in half precision, if the trainer gives no `Probe.rounding`.
+_SINGLE, _ROUNDED, _HALF = 1e-3, 0.02, 0.25
+#: Allowed multiple of `Probe.rounding`: nearly twice the maximum of 930 correct updates of 28 models (`bench.rounding`).
+_TIMES = 6.0
+#: Number of perturbed passes, and number of probes from one such measurement to the next.
+_TEXTS, _EVERY = 4, 10
+#: Number of an engine's samples for short prompts, tokens of such a prompt, and maximum number of sampled tokens.
+_SHORT, _PROMPT, _DRAWN = 4, 8, 32
+#: Tokens of a long text without a window or chunked prefill, and number of tokens by which it exceeds those.
+_LONG, _BEYOND = 256, 64
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Log-probs of the probe text by the trainer.
+
+    Attributes:
+        token_ids: Tokens of the text.
+        logprobs: Log-probs of its tokens except the first, at temperature 1.
+        dtype: Dtype of the trainer's computation.
+        rounding: Mean change of a token's log-prob by perturbed rounding in half precision; 0 if unknown.
+        policy: Index of the policy; None in a run with one policy.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    dtype: str
+    rounding: float = 0.0
+    policy: int | None = None
+
+
+@dataclass(frozen=True)
+class ProbeSequence:
+    """A sequence that an engine drew, with its log-probs at temperature 1.
+
+    Attributes:
+        token_ids: Prompt and response.
+        drawn: Log-probs of the response's tokens when they were sampled.
+        scored: Log-probs of all tokens except the first, when the engine scores the full text; None if it cannot score.
+        policy: Index of the policy; None in a run with one policy.
+    """
+
+    token_ids: tuple[int, ...]
+    drawn: tuple[float, ...]
+    scored: tuple[float, ...] | None
+    policy: int | None = None
+
+
+def probe_text(vocabulary: int, max_tokens: int, seed: Sequence[int] | int = 0) -> list[int]:
+    """Returns the probe text: random tokens, the same ones in each call.
+
+    Args:
+        vocabulary: Exclusive upper bound of the token ids.
+        max_tokens: Number of tokens that fit into the engine's context.
+        seed: Seed of another text, whose length is `max_tokens`.
+    """
+    length = max_tokens if seed else max(2, min(_LENGTH, max_tokens))
+    text: list[int] = np.random.default_rng(seed).integers(0, vocabulary, length).tolist()
+    return text
+
+
+def is_probed(version: int, interval: int) -> bool:
+    """Returns whether a version is probed: the first one; with an interval, also the second one and the multiples of it."""
+    return version == 0 or (interval > 0 and (version == 1 or version % interval == 0))
+
+
+def long_text(longest: int, window: int, chunk: int, context: int = 0) -> int:
+    """Returns the length of the long text: more than a layer's window and a chunk of the prefill, if the run's sequences
+    may be so long.
+
+    Args:
+        longest: Tokens of the run's longest sequence.
+        window: Tokens of a layer's attention window; 0 without one.
+        chunk: Tokens of a chunk of the prefill; 0 without chunks.
+        context: Tokens of the engine's context, one more than it scores (`ScoresTexts.score`); 0 without a limit.
+    """
+    if context:
+        longest = min(longest, context - 1)
+    return min(longest, max(_LONG, *(tokens + _BEYOND for tokens in (window, chunk) if tokens), 0))
+
+
+def draw(
+    engine: RolloutBackend, vocabulary: int, prompt: int, response: int, length: int, phase: int, policies: int
+) -> list[ProbeSequence]:
+    """Calls an engine to sample for prompts of random tokens, short ones and a long one, and to score the samples.
+
+    Args:
+        engine: Engine with no request in flight.
+        vocabulary: Exclusive upper bound of the token ids.
+        prompt: Tokens of the run's longest prompt.
+        response: Tokens of its longest response.
+        length: Tokens of the long text (`long_text`).
+        phase: Number of the phase; each has other prompts, so that no cache of another phase is used.
+        policies: Number of policies; 0 in a run with one.
+    """
+    drawn = max(1, min(_DRAWN, response, length // 2))
+    lengths = [min(_PROMPT, prompt, length - drawn)] * _SHORT + [min(length - drawn, prompt)]
+    requests = [
+        Request(
+            number,
+            tuple(probe_text(vocabulary, tokens, (1, phase, policy, number))),
+            SamplingParams(max_new_tokens=drawn, policy=policy),
+            seed=number,
+        )
+        for policy in range(max(1, policies))
+        for number, tokens in enumerate(lengths, policy * len(lengths))
+    ]
+    draws = []
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        text, policy = (*request.prompt_ids, *completion.token_ids), request.sampling.policy if policies else None
+        scored = tuple(_scored(engine, text, policy)) if isinstance(engine, ScoresTexts) else None
+        draws.append(ProbeSequence(text, tuple(completion.logprobs), scored, policy))
+    return draws
+
+
+def _scored(engine: ScoresTexts, text: Sequence[int], policy: int | None) -> list[float]:
+    return engine.score(text, **({} if policy is None else {"policy": policy}))
+
+
+class Prober:
+    """Scoring of texts by a trainer.
+
+    Args:
+        trainer: Trainer that scores.
+        text: Tokens of the probe text.
+        pad: Padding token.
+        dtype: Coarsest dtype of trainer and engine.
+    """
+
+    def __init__(self, trainer: TokenTrainer, text: Sequence[int], pad: int, dtype: torch.dtype) -> None:
+        self._trainer = trainer
+        self._text = list(text)
+        self._pad = pad
+        self._dtype = dtype
+        self._rounding = 0.0
+        self._num_probes = 0
+
+    @COST.proving(time.process_time)
+    def ask(self, policy: int | None = None, role: int = 0) -> Probe:
+        """Returns the probe by the present weights; all ranks call it, awake. With several policies it is the given one, by
+        which the role speaks. In half precision it also measures the effect of rounding, at the first two probes and then
+        at every tenth."""
+        logprobs = self._logprobs(self._text, role)
+        if self._dtype != torch.float32 and (self._num_probes < 2 or self._num_probes % _EVERY == 0):
+            self._rounding = self._moved(self._text, logprobs, role)
+        self._num_probes += 1
+        return Probe(tuple(self._text), tuple(logprobs), self.dtype, self._rounding, policy)
+
+    @COST.proving(time.process_time)
+    def score(self, text: Sequence[int], role: int = 0, *, perturbed: bool = False) -> tuple[list[float], float]:
+        """Returns the log-probs of a text's tokens except the first by the present weights, and their change by rounding
+        (`Probe.rounding`) in half precision, or with perturbed weights, for which deep models amplify rounding; all ranks
+        call it, awake."""
+        logprobs = self._logprobs(text, role)
+        moved = self._moved(text, logprobs, role) if perturbed or self._dtype != torch.float32 else 0.0
+        return logprobs, moved
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype that the trainer computes in."""
+        return str(self._trainer.backend.dtype).removeprefix("torch.")
+
+    def _moved(self, text: Sequence[int], logprobs: Sequence[float], role: int) -> float:
+        with perturbed_rounding(self._trainer.backend.module, self._dtype):
+            moved = max(_gap(self._logprobs(text, role), logprobs) for _ in range(_TEXTS))
+        return moved if math.isfinite(moved) else 0.0
+
+    def _logprobs(self, text: Sequence[int], role: int) -> list[float]:
+        """Returns the log-probs of a text's tokens except the first."""
+        batch = TokenBatch.of([list(text)], [[True] * len(text)], pad_id=self._pad)
+        batch.role += role
+        logprobs: list[float] = self._trainer.forward(batch, temperature=1.0).logprobs.double().cpu().tolist()
+        return logprobs[1:]
+
+
+@COST.proving(time.process_time)
+def check_probe(
+    engine: ScoresTexts, probe: Probe, version: int, tolerance: float | None, dtypes: Collection[str], sender: str,
+    device: str = "cpu",
+) -> float:  # fmt: skip
+    """Compares an engine's log-probs of the probe text with the trainer's.
+
+    Args:
+        engine: Engine with the version's weights.
+        probe: The trainer's probe.
+        version: Version of the weights.
+        tolerance: `rollout.probe_tolerance`.
+        dtypes: Dtypes of engine and trainer.
+        sender: Name of the trainer's rank, for messages.
+        device: Device type of the engine.
+
+    Returns:
+        Mean difference of a token's log-prob.
+
+    Raises:
+        WeightsDiffer: The difference is larger than rounding explains.
+    """
+    gap = _gap(_scored(engine, probe.token_ids, probe.policy), probe.logprobs)
+    cap = bound(tolerance, probe.rounding, dtypes, device)
+    if not gap <= cap:
+        raise WeightsDiffer(
+            f"version {version} of the weights: on a fixed text the engine's log-probs differ from those of {sender} by "
+            f"{gap:.3g} a token on average, and rounding explains {cap:g} (rollout.probe_tolerance): what writes is not what "
+            "is trained; set rollout.weight_delta=off or rollout.rollout_backend=hf to see which of them is at fault"
+        )
+    return gap
+
+
+def bound(tolerance: float | None, rounding: float, dtypes: Collection[str], device: str) -> float:
+    """Returns the allowed mean difference of a token's log-prob.
+
+    Args:
+        tolerance: `rollout.probe_tolerance`.
+        rounding: See `Probe.rounding`.
+        dtypes: Dtypes of engine and trainer.
+        device: Device type of the engine.
+    """
+    if tolerance is not None:
+        return tolerance
+    single = _SINGLE if device == "cpu" else _ROUNDED
+    if rounding:
+        return max(single, _TIMES * rounding)
+    return single if {*dtypes} == {"float32"} else _HALF
+
+
+def compare_draws(
+    draws: Sequence[ProbeSequence],
+    scores: Sequence[tuple[Sequence[float], float]],
+    tolerance: float | None,
+    dtypes: Collection[str],
+    device: str,
+    where: str,
+) -> float:
+    """Compares the log-probs of an engine's samples with the trainer's.
+
+    Args:
+        draws: Samples of the engine.
+        scores: The trainer's log-probs of each text, and their change by rounding (`Prober.score`).
+        tolerance, dtypes, device: See `bound`.
+        where: Name of the engine and its weights, for messages.
+
+    Returns:
+        The largest mean difference of a token's log-prob over a stretch of 16.
+
+    Raises:
+        ConfigError: The difference is larger than rounding explains.
+    """
+    largest = 0.0
+    for sequence, (logprobs, rounding) in zip(draws, scores, strict=True):
+        limit = bound(tolerance, rounding, dtypes, device)
+        count = len(sequence.drawn)
+        parts: list[tuple[str, Any, Any]] = [("tokens that it drew", sequence.drawn, logprobs[len(logprobs) - count :])]
+        if sequence.scored is not None:
+            parts.append((f"a text of {len(sequence.token_ids)} tokens", sequence.scored, logprobs))
+        for contents, reported, expected in parts:
+            gap = _gap(reported, expected)
+            if not gap <= limit:
+                raise ConfigError(
+                    f"{where}: the log-probs of {contents} differ from the trainer's by {gap:.3g} a token on average, and "
+                    f"rounding explains {limit:g} (rollout.probe_tolerance): what writes would not be what is trained, so "
+                    "nothing was; take rollout.rollout_backend=hf, another version of the engine, or another model"
+                )
+            largest = max(largest, gap)
+    return largest
+
+
+def _gap(logprobs: Sequence[float], expected: Sequence[float]) -> float:
+    """Returns the mean absolute difference over the stretch of `_LENGTH` tokens, or a few more, with the largest mean."""
+    if len(logprobs) != len(expected):
+        return float("nan")
+    if not len(logprobs):
+        return 0.0
+    differences = np.abs(np.asarray(logprobs, np.float64) - np.asarray(expected, np.float64))
+    starts = np.arange(0, max(1, len(differences) - _LENGTH + 1), _LENGTH)
+    counts = np.diff([*starts, len(differences)])
+    return float((np.add.reduceat(differences, starts) / counts).max())
+
+
+#: Dtypes of an engine's weights, by `rollout.dtype`; by default that of the trainer.
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def sync_of(cfg: GrpoConfig) -> str:
+    """Returns the strategy of the weight sync: separate adapters and the weights of several policies are sent in full, not
+    as shards."""
+    name = cfg.rollout.weight_sync
+    return "auto" if (adapters_apart(cfg) or cfg.agent.policies) and sends_shards(name) else name
+
+
+def reference_sync_of(cfg: GrpoConfig) -> str:
+    """Returns the strategy for the reference's weights (`reference.update_interval`): that of `rollout.weight_sync`, but
+    they are sent in full."""
+    return "auto" if sends_shards(cfg.rollout.weight_sync) else cfg.rollout.weight_sync
+
+
+class ActorWeights:
+    """Sender of an actor's weights; all of its ranks call each method. With most strategies all ranks gather each tensor,
+    and the first sends it; with those that send shards, each rank sends its shards.
+
+    Args:
+        worker: This rank of the actor.
+        cfg: The run's configuration.
+        prompts: Map with the names of the groups.
+        backend: Trainer with the weights.
+    """
+
+    def __init__(self, worker: Worker, cfg: GrpoConfig, prompts: PromptMap, backend: ModelTrainer) -> None:
+        self._worker = worker
+        self._cfg = cfg
+        self._prompts = prompts
+        self._backend = backend
+        self._name, self._apart = sync_of(cfg), adapters_apart(cfg)
+        self._by_shards = sends_shards(self._name)
+        self._dtype = _DTYPES.get(cfg.rollout.dtype)
+        self._sync: WeightSync | None = None
+        self._before: WeightSync | None = None
+        self._reference: WeightSync | None = None
+        self._to: list[int] = []
+        self._sent: frozenset[str] = frozenset()
+        if worker.rank == 0 and cfg.reference.update_interval and REFERENCE in prompts.scoring:
+            ranks = [(REFERENCE, list(range(prompts.scoring[REFERENCE])))]
+            self._reference = make_sync(reference_sync_of(cfg), worker, (prompts.actor_name, 0), ranks, "off")
+
+    def send(self, version: int, ranks: Sequence[int], probe: Probe | None) -> None:
+        """Sends the weights to these rollout ranks; sends frozen weights only once."""
+        self._aim(list(ranks))
+        frozen = self._frozen_names()
+        self._announce(ranks, probe)
+        if self._by_shards:
+            self._send_shards(self._sync, version)
+            return
+        weights = self._weights(self._sent)
+        if self._sync is None:
+            for _ in weights:  # a sharded backend gathers each with all ranks
+                pass
+        else:
+            self._sync.send(version, _as(self._dtype, weights), frozen=frozen)
+        self._sent = frozen
+
+    def welcome(self, version: int, ranks: Sequence[int]) -> None:
+        """Sends all weights to rollout ranks that have just joined."""
+        self._announce(ranks, None)
+        to = [(self._prompts.rollout_name, list(ranks))]
+        if self._by_shards:
+            self._send_shards(self._make_sync(to, "off"), version)
+            return
+        weights = self._weights(())
+        if self._worker.rank:
+            for _ in weights:
+                pass
+            return
+        self._make_sync(to, "off").send(version, _as(self._dtype, weights))
+
+    def refresh_reference(self, version: int) -> None:
+        """Sends all weights to the reference's ranks."""
+        weights = self._backend.named_weights()
+        if self._reference is None:
+            for _ in weights:
+                pass
+        else:
+            self._reference.send(version, weights)
+
+    def forget(self) -> None:
+        """Sends frozen weights again with the next version."""
+        self._sent = frozenset()
+        for sync in (self._sync, self._before, self._reference):
+            if sync is not None:
+                sync.forget()
+
+    def _weights(self, without: Container[str]) -> Named:
+        """Returns the weights that engines receive."""
+        if not self._apart:
+            return self._backend.named_weights(without)
+        return iter(self._backend.adapters().items())
+
+    def _announce(self, ranks: Sequence[int], probe: Probe | None) -> None:
+        if self._worker.rank == 0:
+            for rank in ranks:
+                self._worker.notify(probe, self._prompts.rollout_name, rank, VERSIONS)
+
+    def _send_shards(self, sync: WeightSync | None, version: int) -> None:
+        assert isinstance(sync, SendsShards)
+        sync.send_shards(version, self._backend.shards(self._dtype))
+
+    def _make_sync(self, to: list[tuple[str, list[int]]], delta: str) -> WeightSync:
+        return make_sync(self._name, self._worker, (self._prompts.actor_name, 0), to, delta)
+
+    def _aim(self, ranks: list[int]) -> None:
+        """Makes a new sync for other receivers than before; all of them get complete weights."""
+        if ranks == self._to:
+            return
+        self._to = ranks
+        if self._worker.rank == 0 or self._by_shards:
+            if self._before is not None:
+                self._before.forget()
+            # A rank may still have to receive the base of the last version, so that sync is released with the next change.
+            self._before = self._sync
+            self._sync = self._make_sync([(self._prompts.rollout_name, ranks)], self._cfg.rollout.weight_delta)
+        self._sent = frozenset()
+
+    def _frozen_names(self) -> frozenset[str]:
+        off = self._cfg.rollout.weight_delta.lower() == "off"
+        return frozenset() if off or self._apart else self._backend.frozen_names()
+
+
+def _as(dtype: torch.dtype | None, weights: Named) -> Named:
+    """Converts the weights to an engine's dtype."""
+    if dtype is None:
+        return weights
+    return ((name, one.to(dtype) if one.is_floating_point() else one) for name, one in weights)

@@ -1,0 +1,1 @@
+"""Worker classes of language runs: actors, critic, rollout, agents and scoring groups."""

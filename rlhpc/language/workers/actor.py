@@ -1,0 +1,299 @@
+"""Actor of a language model: one data-parallel rank of a trainer, with the parts that all task types share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable, Iterator
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+
+from rlhpc.algorithms.nonfinite import Skips, listed, require_finite, skips
+from rlhpc.checkpoint.async_writer import SavingWorker
+from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from rlhpc.config.parallel import MeshSizes
+from rlhpc.language.algorithms.base import RETURNS, VALUES, Whole
+from rlhpc.language.config.run import TrainedLanguageConfig
+from rlhpc.language.config.training import LanguageActorConfig
+from rlhpc.language.data import load_tokenizer
+from rlhpc.language.models.micro_batching import Parts, balance_across_ranks, split_micro_batches
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.trainer import ModelTrainer
+from rlhpc.runs.device import seed_process
+
+STATE = "{part}-{rank}.pt"
+#: Number of training steps whose amount of held-out rows is evaluated at once.
+_HELD_OUT_STEPS = 8
+
+#: The configuration of a run that trains a language model.
+Cfg = TypeVar("Cfg", bound=TrainedLanguageConfig)
+Trainer = TypeVar("Trainer", bound=ModelTrainer)
+
+
+class LanguageActor(SavingWorker, Generic[Cfg]):
+    """Data-parallel rank of a trainer: owns a training backend, and trains it on samples of tokens.
+
+    Attributes:
+        part: Its section of the configuration, and the prefix of its files.
+    """
+
+    part: str = "actor"
+    backend: ModelTrainer
+
+    def __init__(self, cfg: Cfg) -> None:
+        super().__init__()
+        self.cfg: Cfg = cfg
+
+    @property
+    def section(self) -> LanguageActorConfig:
+        """Training section of the configuration."""
+        return self.cfg.actor
+
+    def _load_model(self, total_steps: int, make: Callable[[], Trainer]) -> Trainer:
+        """Loads tokenizer, model and optimizer.
+
+        Args:
+            total_steps: Number of steps of the run, for the learning rate.
+            make: Builds the trainer that holds the model.
+
+        Returns:
+            The trainer.
+        """
+        cfg, section = self.cfg, self.section
+        self.total = total_steps
+        self.seed = cfg.runner.seed
+        self.version = 0
+        self.sizes = MeshSizes.of(section.parallel, self.world_size, f"{self.part}.parallel")
+        # Tensor-parallel ranks drop the same elements of their shared activations.
+        seed_process(self.seed, self.part, self.rank // self.sizes.tensor)
+        self.tokenizer = load_tokenizer(section.model.model_path, section.model.trust_remote_code)
+        pad = self.tokenizer.pad_token_id
+        self.pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
+        trainer = make()
+        self.backend = trainer
+        self.skips = Skips(skips(cfg))
+        self.max_tokens = section.max_tokens_per_micro_batch
+        self.log.info("trains %s parameters of %s by %s", trainer.parameters_trained, section.model.model_path,
+                      section.training_backend)  # fmt: skip
+        return trainer
+
+    def trained_version(self) -> int:
+        """Returns the step whose update produced the weights."""
+        return self.version
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def _micro_batches(self, batch: TokenBatch, *, packed: bool | None = None) -> Parts:
+        """Returns the micro-batches with the indices of their samples; each rank has equally many, and some may be
+        empty.
+
+        Args:
+            batch: Samples of this rank.
+            packed: Whether to pack several samples into a row; by default if the trained model supports it.
+        """
+        packed = self.backend.packed if packed is None else packed
+        return split_micro_batches(
+            batch, self.max_tokens, packed=packed, hidden=self.backend.hidden, agreed=self._max_count
+        )
+
+    def _max_count(self, count: int) -> int:
+        """Returns the maximum of the ranks' counts."""
+        if self.world_size == 1:
+            return count
+        return int(self.all_reduce(torch.tensor(float(count)), "max").item())
+
+    def _evenly(self, batches: Parts, batch: TokenBatch) -> Parts:
+        """Returns the micro-batches of a batch, padded by empty ones up to the maximum number of any rank."""
+        none = torch.zeros(0, dtype=torch.long)
+        return batches + [(none, batch.nothing()) for _ in range(self._max_count(len(batches)) - len(batches))]
+
+    def _shared(self, batch: TokenBatch, each: int = 1) -> TokenBatch:
+        """Balances the samples over the data-parallel ranks, so that each has about equal work; returns those of this
+        rank.
+
+        Args:
+            batch: Samples of this rank now.
+            each: Number of neighbouring samples that stay on one rank.
+        """
+        if not self.section.enable_dp_load_balance or self.sizes.data == 1:
+            return batch
+        return balance_across_ranks(batch, self, self.sizes, each=each, hidden=self.backend.hidden)
+
+    @property
+    def data(self) -> int:
+        """Data-parallel index of this rank."""
+        return self.sizes.data_of(self.rank)
+
+    @property
+    def leads(self) -> bool:
+        """True on the first rank of a model-parallel block, whose ranks train on the same samples."""
+        return self.sizes.lane_of(self.rank) == 0
+
+    def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums a tensor in place over the data-parallel ranks; of a model-parallel block one rank counts."""
+        if self.world_size == 1:
+            return tensor
+        return self.all_reduce(tensor if self.leads else tensor.zero_())
+
+    def _count(self, batch: TokenBatch, length: float = 1.0) -> Whole:
+        """Counts the tokens and samples of a minibatch over all ranks; called before samples change ranks
+        (`Whole.of`)."""
+        return Whole.of(batch, length, self._summed)
+
+    def _held_out_places(self, rows: int, of_step: int) -> Iterator[range]:
+        """Yields this rank's indices of held-out rows, for some steps' amount at a time.
+
+        Args:
+            rows: Number of held-out rows.
+            of_step: Number of rows of a training step.
+        """
+        some = of_step * _HELD_OUT_STEPS
+        for first in range(0, rows, some):
+            yield range(first + self.data, min(first + some, rows), self.sizes.data)
+
+    def _optimize(
+        self,
+        minibatches: Iterable[tuple[str, TokenBatch]],
+        length: float,
+        take_step: Callable[[TokenBatch, Whole, str], dict[str, float]],
+        at_first: Container[str] = (),
+    ) -> tuple[dict[str, float], int]:
+        """Runs an optimizer step on each minibatch that has a trained token on any rank. The other minibatches get
+        none: without a gradient, Adam would move the weights by its momentum and by weight decay.
+
+        Args:
+            minibatches: Name of each minibatch for messages, and this rank's samples of it.
+            length: See `Whole.length`.
+            take_step: Trains on a minibatch and returns its metrics; `grad_norm` is not finite if the step was skipped.
+            at_first: Names of metrics that report the first step's value.
+
+        Returns:
+            Means over the optimizer steps, with `empty_minibatches` if there were any; and the number of steps.
+        """
+        sums, first, updates, empty = dict[str, float](), dict[str, float](), 0, 0
+        for where, batch in minibatches:
+            counts = self._count(batch, length)
+            if not counts.tokens:
+                empty += 1
+                continue
+            metrics = take_step(batch, counts, where)
+            if not math.isfinite(metrics["grad_norm"]):
+                continue
+            if not updates:
+                first = {name: value for name, value in metrics.items() if name in at_first}
+            sums = {name: sums.get(name, 0.0) + value for name, value in metrics.items()}
+            updates += 1
+        means = {"tokens": 0.0} | {name: value / updates for name, value in sums.items()} | first
+        return means | ({"empty_minibatches": float(empty)} if empty else {}) | self.skips.counted(), updates
+
+    def _step(
+        self, rate: float, metrics: dict[str, float], tokens: float, where: str, batch: TokenBatch
+    ) -> dict[str, float]:
+        """Runs the optimizer step; returns the metrics with those of the step.
+
+        Raises:
+            NonFinite: The gradient is not finite. All ranks raise it, because the norm is over all of them.
+        """
+        norm = self.backend.optimizer_step(rate)
+        if math.isfinite(norm):
+            self.skips.took()
+        else:
+            bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+            message = f"the gradient's norm is {norm}" + (f", and so are {listed(bad)}" if bad else "")
+            self.skips.left_out(lambda: f"{where}: {message}{_prompts(batch)} ({self.part}-{self.rank})")
+        return {**metrics, "grad_norm": norm, "tokens": tokens}
+
+    def _only_step(
+        self, step: int, parts: list[dict[str, torch.Tensor]], tokens: float, batch: TokenBatch
+    ) -> dict[str, float]:
+        """Runs the single optimizer step of a global step from the metrics of its micro-batches; returns all metrics."""
+        rate = self._learning_rate(step)
+        metrics = self._step(rate, self._reduced(parts), tokens, f"step {step}", batch)
+        self.version = step
+        return {**metrics, "lr": rate, **self.skips.counted()}
+
+    def _reduced(self, parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        """Returns the sums of the metrics over micro-batches and ranks."""
+        names = sorted(parts[0])
+        sums = torch.stack([sum((part[name].float().cpu() for part in parts), torch.zeros(())) for name in names])
+        sums = self._summed(sums)
+        return dict(zip(names, sums.tolist(), strict=True))
+
+    def _fit(self, batch: TokenBatch) -> dict[str, float]:
+        """Returns the mean return, and the fraction of the returns' variance that the values explained before this
+        step's training."""
+        returns, values = batch.columns[RETURNS][batch.mask].double(), batch.columns[VALUES][batch.mask].double()
+        residuals = returns - values
+        sums = torch.stack(
+            [
+                torch.tensor(float(len(residuals))).double(),
+                returns.sum(),
+                (returns**2).sum(),
+                residuals.sum(),
+                (residuals**2).sum(),
+            ]
+        )
+        sums = self._summed(sums)
+        n, total, squares, residual_sum, residual_squares = sums.tolist()
+        if not n:
+            return {}
+        variance = squares / n - (total / n) ** 2
+        residual_variance = residual_squares / n - (residual_sum / n) ** 2
+        metrics = {"return": total / n}
+        if variance > 1e-12:
+            metrics["explained_variance"] = 1.0 - residual_variance / variance
+        return metrics
+
+    def _learning_rate(self, step: int) -> float:
+        optim = self.section.optim
+        base, warmup = optim.lr, optim.lr_warmup_steps
+        if step <= warmup:
+            return base * step / (warmup + 1)
+        done = (step - 1 - warmup) / max(self.total - warmup, 1)
+        kind = "linear" if self.cfg.algorithm.anneal_lr else optim.lr_scheduler
+        factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[kind]
+        return base * factor
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Writes the backend's files, and this rank's random states.
+
+        Raises:
+            NonFinite: A weight is not finite.
+        """
+        path = Path(folder)
+        with self.backend.awake():
+            require_finite(self.backend.held_tensors(), f"step {self.version} ({self.part}-{self.rank})")
+            self.backend.save(path)
+        save_state(path / STATE.format(part=self.part, rank=self.rank), {"rng": rng_state(), "version": self.version})
+
+    def load(self, folder: str) -> None:
+        """Restores a checkpoint of this or another world size."""
+        path = Path(folder)
+        self.backend.load(path)
+        state_file = path / STATE.format(part=self.part, rank=self.rank)
+        state = load_state(state_file if state_file.is_file() else path / STATE.format(part=self.part, rank=0))
+        set_rng_state(state["rng"])
+        self.version = int(state["version"])
+
+    def offload(self) -> None:
+        """Moves all tensors to the host."""
+        self.backend.offload()
+
+    def reload(self) -> None:
+        """Restores the tensors that `offload` moved away."""
+        self.backend.reload()
+
+
+def _prompts(batch: TokenBatch) -> str:
+    """Returns the names of columns and prompts with non-finite values, for a message."""
+    names = set()
+    for name, values in batch.columns.items():
+        bad = (
+            batch.mask & ~values.isfinite() if values.dim() == 1 else batch.mask & ~values.flatten(1).isfinite().all(1)
+        )
+        lines = torch.repeat_interleave(batch.group, batch.lengths)[bad]
+        names |= {f"{name} of prompt {group}" for group in lines.unique().tolist()}
+    return f"; not finite: {listed(sorted(names))}" if names else ""

@@ -1,0 +1,312 @@
+"""Agent worker: a rank that runs agents for the episodes of all rollout ranks, and the links between both.
+
+It leases episodes from one queue, as many as it runs at a time. When it is lost, its unacknowledged episodes return to the
+queue, and another rank leases them.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.language.agents.agent_processes import AgentReply, Harnesses
+from rlhpc.language.agents.episodes import EpisodeRunner
+from rlhpc.language.agents.gateway.feedback import FEEDBACK
+from rlhpc.language.agents.registry import Generation, program_of
+from rlhpc.language.agents.services import Relays, Services
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.scoring.groups import AGENT, placed
+from rlhpc.language.training.prompt_dispatch import AGENT_MESSAGES, EPISODES, TICKETS, PromptMap
+from rlhpc.runtime.channel import LeasedItem, QueueEmpty
+from rlhpc.runtime.comm.background import in_background
+from rlhpc.runtime.context import current
+from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
+from rlhpc.runtime.ownership import make_private
+from rlhpc.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from rlhpc.language.agents.external import AgentRanks
+
+#: Pause in seconds without a message; and before the next attempt at an empty queue.
+_IDLE_S, _AGAIN_S = 0.004, 0.05
+#: Seconds between two checks that the rollout ranks of its episodes are alive.
+_LOOK_S = 2.0
+#: Table of the registry with the addresses of a node's services; and seconds by which their start may exceed their own limits.
+SERVICES, _STARTS_S = "services", 60.0
+
+
+def _tell(message: dict[str, Any], group: str, rank: int, about: str) -> None:
+    """Puts a message into a rank's inbox, in order, without waiting for a rank that may have ended."""
+    in_background(f"{about}-{group}-{rank}", partial(Worker.notify, message, group, rank, about))
+
+
+class RolloutPost:
+    """Link of a rollout rank to the ranks that run agents (`external.Post`).
+
+    Args:
+        worker: The rollout rank, after `connect`.
+        group: Name of the agents' group.
+    """
+
+    def __init__(self, worker: Worker, group: str) -> None:
+        self._worker = worker
+        self._group = group
+
+    def offer(self, item: tuple[int, str, int]) -> None:
+        """Puts an episode into the queue (`Post.offer`)."""
+        self._worker.connect_channel(EPISODES).put(item)
+
+    def tell(self, rank: int, message: dict[str, Any]) -> None:
+        """Sends a message to a rank that runs agents (`Post.tell`)."""
+        _tell(message, self._group, rank, TICKETS)
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Returns the messages that have arrived (`Post.receive`)."""
+        return _receive_messages(AGENT_MESSAGES)
+
+
+def connect_agent_ranks(worker: Worker, cfg: GrpoConfig) -> AgentRanks | None:
+    """Returns the link to the ranks that run agents; None if the rollout rank runs them itself."""
+    if AGENT not in placed(cfg):
+        return None
+    from rlhpc.language.agents.external import AgentRanks
+
+    return AgentRanks(RolloutPost(worker, AGENT), worker.rank)
+
+
+class FeedbackEndpoint:
+    """Registry entry, while open, of the address and key by which a rollout rank accepts delayed rewards.
+
+    Args:
+        worker: The rollout rank.
+        generation: Its generation. Without delayed rewards there is no entry.
+    """
+
+    def __init__(self, worker: Worker, generation: Generation) -> None:
+        self._registry = current().registry
+        self._name = f"{worker.group_name}-{worker.rank}"
+        if isinstance(generation, EpisodeRunner) or not generation.feedback_s:
+            return
+        make_private(self._registry.root / FEEDBACK)
+        self._registry.put(FEEDBACK, self._name, {**generation.scorer, "node": worker.node})
+
+    def close(self) -> None:
+        """Removes the entry, whose key is invalid from now on."""
+        self._registry.remove(FEEDBACK, self._name)
+
+
+def address_for_others(cfg: GrpoConfig) -> str:
+    """Returns the address of this host for processes of other hosts, if agents or delayed rewards come from there;
+    else ""."""
+    if AGENT not in placed(cfg) and not cfg.agent.feedback_timeout_s:
+        return ""
+    door: str = current().service.endpoint["tcp"]  # its listener for other hosts, if there are any
+    return door.removeprefix("tcp://").rpartition(":")[0]
+
+
+def _receive_messages(about: str) -> list[dict[str, Any]]:
+    messages = list[dict[str, Any]]()
+    try:
+        while True:
+            messages.append(Worker.notice(about))
+    except queue.Empty:
+        return messages
+
+
+@dataclass
+class _LeasedEpisode:
+    """Episode that this rank has leased.
+
+    Attributes:
+        lease: Lease of the queue item: the rollout rank, its identity, and the episode's number there.
+        incarnation: Incarnation of the rollout rank.
+    """
+
+    lease: LeasedItem
+    incarnation: str
+
+    @property
+    def rollout(self) -> int:
+        rank: int = self.lease.item[0]
+        return rank
+
+
+class AgentWorker(Worker):
+    """Rank that runs agents. It has no state in checkpoints."""
+
+    def __init__(self, cfg: GrpoConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self._harnesses: Harnesses | None = None
+        self._relays: Relays | None = None
+        self._services: Services | None = None
+        self._outcomes: queue.SimpleQueue[tuple[int, AgentReply]] = queue.SimpleQueue()
+        self._held: dict[int, _LeasedEpisode] = {}
+        self._ends = set[str]()
+        self._number = 0
+        self._empty_at = 0.0
+        self._looked_at = 0.0
+
+    def close(self) -> None:
+        """Ends all agents with all processes that they have started."""
+        if self._harnesses is not None:
+            self._harnesses.close()
+        for part in (self._relays, self._services):
+            if part is not None:
+                part.close()
+
+    def init_worker(self, prompts: PromptMap) -> None:
+        """Starts the processes that run the agents.
+
+        Raises:
+            ConfigError: They cannot be started on this node.
+        """
+        self.prompts = prompts
+        try:
+            program = program_of(self.cfg, self._addresses())
+            self._harnesses = Harnesses(program, lambda number, reply: self._outcomes.put((number, reply)))
+        except ConfigError as error:
+            raise ConfigError(f"on {self.node}: {error}") from None
+        agent = self.cfg.agent
+        self.log.info("runs %s, %d at a time", agent.target or agent.command, agent.episodes_per_rank)
+
+    def _addresses(self) -> dict[str, str]:
+        """Returns the addresses of the node's services; the first rank on a node starts them."""
+        sections, registry = self.cfg.agent.services, current().registry
+        if not sections:
+            return {}
+        if self.local_rank:
+            limit = sum(section.timeout_s for section in sections) + _STARTS_S
+            whom = f"the services of {self.node} (agent.services), which another rank starts"
+            record = registry.wait_for(SERVICES, self.node, limit, whom, current().check)
+            return dict(record["addresses"])
+        before = registry.get(SERVICES, self.node) or {"addresses": {}}
+        folder = Path(current().member(self.group_name, self.rank)["log_err"]).parent
+        self._services = Services(sections, folder, before["addresses"])
+        registry.put(SERVICES, self.node, {"addresses": self._services.addresses})
+        return self._services.addresses
+
+    def connect(self) -> None:
+        """Connects to the queue, once the driver has created it."""
+        self._episodes = self.connect_channel(EPISODES)
+
+    def begin(self) -> None:
+        """Ends all episodes in flight."""
+        self._all.abort()
+        self._held.clear()
+        self._ends.clear()
+        _receive_messages(TICKETS)
+
+    @property
+    def _all(self) -> Harnesses:
+        assert self._harnesses is not None
+        return self._harnesses
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def serve(self, phase: str) -> dict[str, float]:
+        """Runs episodes of any rollout rank until the driver ends the phase.
+
+        Returns:
+            Seconds with an episode in flight, and number of finished episodes.
+        """
+        start_time, busy, num_finished = time.monotonic(), 0.0, 0
+        deadline = start_time + self.cfg.runner.step_timeout_s
+        while phase not in self._ends:
+            start = time.monotonic()
+            if start > deadline:
+                raise DeadlineExceeded(
+                    f"{phase} was not over for {self.group_name}-{self.rank} within runner.step_timeout_s "
+                    f"({self.cfg.runner.step_timeout_s:g} s)"
+                )
+            had, delivered = bool(self._held), self._deliver()
+            num_finished += delivered
+            if not (self._listen() | self._take()) and not delivered:
+                time.sleep(_IDLE_S)
+            self._look()
+            if self._services is not None:
+                self._services.check()
+            busy += time.monotonic() - start if had else 0.0
+        self._ends.discard(phase)
+        return {"busy_s": busy, "episodes": float(num_finished)}
+
+    def _take(self) -> bool:
+        """Leases episodes while slots are free, and requests their tickets; returns whether it leased any."""
+        some = False
+        while len(self._held) < self.cfg.agent.episodes_per_rank and time.monotonic() > self._empty_at + _AGAIN_S:
+            try:
+                lease = self._episodes.take_nowait()
+            except QueueEmpty:
+                self._empty_at = time.monotonic()
+                break
+            rank, ident, number = lease.item
+            self._number += 1
+            self._held[self._number] = _LeasedEpisode(lease, self._incarnation(rank))
+            self._answer(rank, {"take": self._number, "ident": ident, "number": number})
+            some = True
+        return some
+
+    def _answer(self, rollout: int, message: dict[str, Any]) -> None:
+        _tell({"agent": self.rank, **message}, self.prompts.rollout_name, rollout, AGENT_MESSAGES)
+
+    def _listen(self) -> bool:
+        """Handles messages: tickets, episodes to end, and ends of phases; returns whether there were any."""
+        messages = _receive_messages(TICKETS)
+        for message in messages:
+            if "end" in message:
+                self._ends.add(message["end"])
+            elif "kill" in message:
+                self._drop(message["kill"])
+            elif message["of"] in self._held:
+                if message["ticket"] is None:
+                    self._drop(message["of"])
+                else:
+                    self._all.run(self._here(message["of"], message["ticket"]))
+        return bool(messages)
+
+    def _here(self, number: int, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Returns a ticket with this rank's number for the episode, and an address of the model that is valid on this
+        node."""
+        ticket = {**ticket, "id": number}
+        if ticket["host"] != current().host and ticket["far"]:
+            self._relays = self._relays or Relays()
+            ticket |= {"base_url": ticket["far"] + "/v1", "socket": self._relays.to(ticket["far"])}
+        return ticket
+
+    def _drop(self, number: int) -> None:
+        """Ends an episode that its rollout rank has given up."""
+        held = self._held.pop(number, None)
+        if held is not None:
+            self._all.kill(number)
+            self._episodes.done(held.lease)
+
+    def _deliver(self) -> int:
+        """Sends the outcomes to the rollout ranks; returns their number."""
+        count = 0
+        while not self._outcomes.empty():
+            number, outcome = self._outcomes.get()
+            held = self._held.pop(number, None)
+            if held is None:  # dropped before it ended
+                continue
+            _, ident, remote_number = held.lease.item
+            self._answer(held.rollout, {"of": number, "ident": ident, "number": remote_number, "outcome": outcome})
+            self._episodes.done(held.lease)
+            count += 1
+        return count
+
+    def _look(self) -> None:
+        """Ends the episodes of rollout ranks that have ended."""
+        if not self._held or time.monotonic() < self._looked_at + _LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        present = {rank: self._incarnation(rank) for rank in {held.rollout for held in self._held.values()}}
+        for number, held in list(self._held.items()):
+            if present[held.rollout] != held.incarnation or current().has_left(self.prompts.rollout_name, held.rollout):
+                self._drop(number)
+
+    def _incarnation(self, rollout: int) -> str:
+        return str(current().member(self.prompts.rollout_name, rollout)["incarnation"])

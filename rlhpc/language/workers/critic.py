@@ -1,0 +1,175 @@
+"""Critic worker: one data-parallel rank of the critic, which estimates the value of each token's state and learns it."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhpc.language.algorithms.base import RETURNS as RETURN_OF
+from rlhpc.language.algorithms.base import VALUES, Whole, length_limit
+from rlhpc.language.algorithms.policy_gradient import value_part
+from rlhpc.language.config.run import GrpoConfig, minibatch_size, responses_per_step
+from rlhpc.language.config.training import LanguageActorConfig
+from rlhpc.language.models.micro_batching import minibatches, values_of
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.rollout.group_receiver import BlockChannel
+from rlhpc.language.rollout.sample_group import SampleGroup
+from rlhpc.language.scoring.groups import CRITIC
+from rlhpc.language.training.prompt_dispatch import GROUPS, RETURNS, PromptMap, channel_to
+from rlhpc.language.training.trainer import ScalarTrainer
+from rlhpc.language.workers.actor import LanguageActor
+from rlhpc.language.workers.scoring import GroupInbox, send_column
+from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
+
+
+class CriticWorker(LanguageActor[GrpoConfig]):
+    """Rank of the critic: computes the values of a step's groups on arrival, and trains on the returns that the
+    actors send."""
+
+    part = CRITIC
+    backend: ScalarTrainer
+
+    @property
+    def section(self) -> LanguageActorConfig:
+        """Training section of the configuration."""
+        return self.cfg.critic
+
+    def init_worker(self, total_steps: int, prompts: PromptMap) -> dict[str, Any]:
+        """Loads model and optimizer.
+
+        Args:
+            total_steps: Number of steps of the run, for the learning rate.
+            prompts: Map of prompts to ranks.
+
+        Returns:
+            `critic_parameters`, the number of trained parameters.
+        """
+        self.prompts = prompts
+        self._valued: dict[int, dict[bytes, TokenBatch]] = {}
+        seed = self.cfg.runner.seed
+        trainer = self._load_model(
+            total_steps, lambda: ScalarTrainer(self.section, self, seed=seed, key=CRITIC, before=True)
+        )
+        return {"critic_parameters": trainer.parameters_trained}
+
+    def connect(self) -> None:
+        """Connects to the channels, once the driver has created them."""
+        channel = BlockChannel(self.connect_channel(channel_to(CRITIC)), self, self.sizes)
+        self._inbox = GroupInbox(channel, f"{CRITIC}-{self.rank}", self.prompts.rollout_name)
+        self._actors = self.connect_channel(GROUPS)
+        self._returns = BlockChannel(self.connect_channel(RETURNS), self, self.sizes)
+        self._valued.clear()
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def serve(self, step: int) -> dict[str, float]:
+        """Computes the values of its share of a step's groups on arrival, and stores these for `update`.
+
+        Returns:
+            Seconds of computation, and number of tokens.
+        """
+        valued, busy, tokens = dict[int, dict[bytes, TokenBatch]](), 0.0, 0
+        deadline = time.monotonic() + self.cfg.runner.step_timeout_s
+        share = self.prompts.share_of(CRITIC, self.data)
+        # Ranks of a sharded model compute in step: they wait for the complete share.
+        for groups in self._inbox.parts(step, share, deadline, in_one_part=self.world_size > 1):
+            start = time.perf_counter()
+            tokens += self._value(groups, valued)
+            busy += time.perf_counter() - start
+        self._valued = dict(sorted(valued.items()))
+        return {"busy_s": busy, "tokens": float(tokens)}
+
+    def _value(self, groups: list[SampleGroup], valued: dict[int, dict[bytes, TokenBatch]]) -> int:
+        """Sends the actors the values of some groups, and stores these.
+
+        Returns:
+            Number of tokens.
+        """
+        for group in groups:
+            group.batch.pad_id = self.pad
+        batch = TokenBatch.joined([group.batch for group in groups])
+        values = values_of(self.backend.forward, self._micro_batches(batch), batch, CRITIC)
+        batch.columns[VALUES] = values
+        for group, part in zip(groups, batch.split([len(group.batch) for group in groups]), strict=True):
+            valued.setdefault(group.position, {})[group.draw] = part
+        if self.leads:
+            send_column(self._actors, self.prompts, groups, CRITIC, values)
+        return batch.tokens
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def update(self, step: int) -> dict[str, float]:
+        """Trains on the groups that `serve` valued, once the actors have sent the returns.
+
+        Returns:
+            Metrics, the same on all ranks.
+
+        Raises:
+            NonFinite: A gradient is not finite.
+        """
+        batches = self._take_returns(step)
+        cfg, start = self.cfg, time.perf_counter()
+        step_batch = TokenBatch.joined(batches)
+        total, size = responses_per_step(cfg), minibatch_size(cfg, cfg.critic)
+        rate = self._learning_rate(step)
+        parts = minibatches(step_batch, total, size, cfg.critic.update_epochs, (self.seed, step))
+        metrics, _ = self._optimize(
+            ((f"step {step}, {where}", part) for where, part in parts),
+            length_limit(cfg),
+            partial(self._minibatch, rate),
+        )
+        self.version = step
+        return {**metrics, **self._fit(step_batch), "lr": rate, "update_s": time.perf_counter() - start}
+
+    def _take_returns(self, step: int) -> list[TokenBatch]:
+        """Returns the batches that the actors trained on, with the returns that they send, in the order of the
+        prompts."""
+        valued = self._valued
+        self._valued = {}
+        batches = dict[int, TokenBatch]()
+        deadline, missing = time.monotonic() + self.cfg.runner.step_timeout_s, set(valued)
+        if not missing:
+            raise RlhpcError(f"step {step}: the critic has valued no groups that it could be trained on")
+        while missing:
+            try:
+                message = self._returns.get(max(0.0, deadline - time.monotonic()))
+            except DeadlineExceeded:
+                raise DeadlineExceeded(
+                    f"step {step}: no returns came from {self.prompts.actor_name} for prompts {sorted(missing)[:8]} within "
+                    "runner.step_timeout_s"
+                ) from None
+            if message["step"] != step:
+                continue
+            batch = valued[message["position"]][message["draw"]]
+            batch = batch.select(torch.nonzero(torch.from_numpy(message["members"].copy())).flatten())
+            batch.columns[RETURN_OF] = torch.from_numpy(message["values"].copy())
+            batches[message["position"]] = batch
+            missing.discard(message["position"])
+        return [batches[position] for position in valued]
+
+    def _minibatch(self, rate: float, batch: TokenBatch, counts: Whole, where: str) -> dict[str, float]:
+        """Runs one optimizer step over the samples of all ranks."""
+        batch = self._shared(batch)
+
+        def loss(values: torch.Tensor, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            value, measured = value_part(values, part, self.cfg.algorithm, counts)
+            return value, {"loss": value.detach(), **measured}
+
+        parts = self.backend.forward_backward([part for _, part in self._micro_batches(batch)], loss)
+        return self._step(rate, self._reduced(parts), counts.tokens, where, batch)
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Writes model and optimizer below the folder `critic`."""
+        path = Path(folder) / CRITIC
+        path.mkdir(exist_ok=True)
+        super().save(str(path))
+
+    def load(self, folder: str) -> None:
+        """Restores a checkpoint of this or another world size."""
+        super().load(str(Path(folder) / CRITIC))

@@ -1,0 +1,430 @@
+"""GRPO actor: one data-parallel rank of the trainer of a run by RL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhpc.language.algorithms.base import (
+    ACTOR,
+    ADVANTAGES,
+    REFERENCE,
+    ROLLOUT,
+    VALUE_HEAD,
+    VALUES,
+    Whole,
+    length_limit,
+)
+from rlhpc.language.algorithms.base import RETURNS as RETURNS_OF
+from rlhpc.language.algorithms.base import VERSIONS as VERSION_OF
+from rlhpc.language.algorithms.registry import make_algorithm
+from rlhpc.language.config.run import GrpoConfig, minibatch_size, responses_per_step
+from rlhpc.language.engines.common import engine_dtype
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.micro_batching import Parts, minibatches, values_of
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.multi_policy import Policies, policies_of
+from rlhpc.language.rollout.group_receiver import Arrivals, BlockChannel
+from rlhpc.language.rollout.sample_group import PARTS, SampleGroup
+from rlhpc.language.scoring.groups import CRITIC
+from rlhpc.language.scoring.registry import Column, LogitReader, Scorer
+from rlhpc.language.training.prompt_dispatch import GROUPS, RETURNS, PromptMap
+from rlhpc.language.training.trainer import TokenTrainer
+from rlhpc.language.training.weight_sync import ActorWeights, Probe, Prober, is_probed, probe_text
+from rlhpc.language.workers.actor import LanguageActor
+from rlhpc.runs.device import own_device
+from rlhpc.runtime.channel import Channel
+from rlhpc.runtime.devices import device_name, empty_cache
+from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
+from rlhpc.weights.verification import COST
+
+#: Prefix of the metrics of one policy.
+POLICY = "policy/"
+#: Metrics of a policy that are no mean over its tokens.
+_COUNTS = ("tokens", "grad_norm")
+
+
+def by_policy(policies: Policies, batch: TokenBatch, cut: Callable[[TokenBatch], Parts]) -> Parts:
+    """Splits a batch into micro-batches of one policy each. All ranks have equally many of each policy: some may be
+    empty."""
+    of, micro_batches = policies.of(batch.role), Parts()
+    for policy in range(len(policies.names)):
+        indices = torch.nonzero(of == policy).flatten()
+        micro_batches += [(indices[samples], part) for samples, part in cut(batch.select(indices))]
+    return micro_batches
+
+
+def split_by_policy(
+    policies: Policies, batches: Sequence[TokenBatch], parts: Sequence[Mapping[str, torch.Tensor]]
+) -> list[dict[str, torch.Tensor]]:
+    """Returns the metrics of micro-batches of one policy each, for all policies and again for each; adds each
+    policy's number of tokens."""
+    metrics = []
+    for batch, part in zip(batches, parts, strict=True):
+        policy_name = policies.names[int(policies.of(batch.role)[0])]
+        measured = {**part, "tokens": batch.mask.sum()}
+        each = {
+            f"{POLICY}{name}/{metric}": value if name == policy_name else torch.zeros(())
+            for name in policies.names
+            for metric, value in measured.items()
+        }
+        metrics.append({**part, **each})
+    return metrics
+
+
+def per_token(policies: Policies, metrics: dict[str, float]) -> dict[str, float]:
+    """Converts a policy's metrics from means over all trained tokens to means over the policy's tokens."""
+    for name in policies.names:
+        prefix = f"{POLICY}{name}/"
+        scale = metrics["tokens"] / max(metrics[f"{prefix}tokens"], 1.0)
+        metrics |= {
+            key: value * scale
+            for key, value in metrics.items()
+            if key.startswith(prefix) and key.removeprefix(prefix) not in _COUNTS
+        }
+    return metrics
+
+
+class GrpoActor(LanguageActor[GrpoConfig]):
+    """Rank of a GRPO trainer: scores and trains on the groups of the rollout ranks, and sends them the weights."""
+
+    backend: TokenTrainer
+
+    def __init__(self, cfg: GrpoConfig) -> None:
+        super().__init__(cfg)
+        self._weights: ActorWeights | None = None
+        self._prober: Prober | None = None
+
+    def init_worker(self, total_steps: int, prompts: PromptMap) -> dict[str, Any]:
+        """Loads model and optimizer.
+
+        Args:
+            total_steps: Number of steps of the run, for the learning rate.
+            prompts: Map of prompts to ranks.
+
+        Returns:
+            `parameters`, the number of trained parameters, and the name of the `device`.
+        """
+        cfg, self.prompts = self.cfg, prompts
+        self.algorithm = make_algorithm(cfg)
+        makers = [column.by for column in self.algorithm.columns]
+        reference = REFERENCE in makers and REFERENCE not in prompts.scoring
+        values = cfg.actor.model.value_head
+        self.policies = policies_of(cfg)
+        make = partial(TokenTrainer, cfg, self, reference=reference, values=values, policies=self.policies)
+        trainer = self._load_model(total_steps, make)
+        self._scorers = {
+            column.name: column.by(cfg, self.backend.device)
+            for column in self.algorithm.columns
+            if not isinstance(column.by, str)
+        }
+        reader = self.algorithm.reader
+        self._reader = None if reader is None else reader(cfg, self.backend.device)
+        self._sent_here: dict[str, list[str]] = {}
+        for column in self.algorithm.columns:
+            if isinstance(column.by, str) and column.by in prompts.scoring:
+                self._sent_here.setdefault(column.by, []).append(column.name)
+        self._made_here = [c for c in self.algorithm.columns if c.by != ROLLOUT and c.by not in self._sent_here]
+        self._arrivals = Arrivals(frozenset(self._sent_here))
+        self._parts: list[TokenBatch] = []
+        self._members: dict[int, tuple[bytes, torch.Tensor]] = {}
+        self._received = -1
+        self._weights = ActorWeights(self, cfg, prompts, trainer)
+        self.temperature = cfg.rollout.temperature
+        COST.pop()
+        return {"parameters": trainer.parameters_trained, "device": device_name(trainer.device)}
+
+    def connect(self) -> None:
+        """Connects to the channels, once the driver has created them."""
+        self._groups = BlockChannel(self.connect_channel(GROUPS), self, self.sizes)
+        self._returns = self.connect_channel(RETURNS) if CRITIC in self._sent_here else None
+        self._arrivals.clear()
+
+    def load(self, folder: str) -> None:
+        """Restores a checkpoint of this or another world size; frozen weights are sent again."""
+        super().load(folder)
+        self.forget_sent()
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def sync_weights(self, version: int, ranks: Sequence[int], *, trial: bool = False, perturbed: bool = False) -> None:
+        """Sends the weights, as `version`, to these rollout ranks; sends frozen weights only once.
+
+        Args:
+            version: Version of the actor's weights.
+            ranks: Ranks of the rollout group.
+            trial: Whether to send them without a probe, as engines then sample and the trainer scores (`score_draws`).
+            perturbed: Whether to send each trained number changed (`TrainingBackend.perturbed`).
+        """
+        if version != self.version:  # the previous update failed
+            raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
+        with self._as_probed(perturbed):  # the last bucket is written when all weights have been gathered
+            self.weights.send(version, ranks, None if trial else self._probe(version))
+
+    def score_draws(self, texts: Sequence[tuple[Sequence[int], int | None]], perturbed: bool = False) -> dict[str, Any]:
+        """Scores the samples of the engines; all ranks call it.
+
+        Args:
+            texts: Token ids of each sample with the index of its policy; None in a run with one policy.
+            perturbed: Whether to score with each trained number changed.
+
+        Returns:
+            `dtype`: dtype of the trainer's computation; `scores`: result of `Prober.score` for each sample.
+        """
+        _, by_role = self.policies
+        with self._as_probed(perturbed):
+            prober = self._prober_of_run()
+            scores = [
+                prober.score(text, 0 if policy is None else by_role.index(policy), perturbed=perturbed)
+                for text, policy in texts
+            ]
+        return {"dtype": prober.dtype, "scores": scores}
+
+    def _as_probed(self, perturbed: bool) -> AbstractContextManager[None]:
+        return self.backend.backend.perturbed() if perturbed else self.backend.awake()
+
+    def welcome(self, version: int, ranks: Sequence[int]) -> None:
+        """Sends the present weights in full to rollout ranks that have just joined."""
+        if version != self.version:
+            raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
+        with self.backend.awake():
+            self.weights.welcome(version, ranks)
+
+    @property
+    def weights(self) -> ActorWeights:
+        """Sender of the weights."""
+        assert self._weights is not None
+        return self._weights
+
+    def _probe(self, version: int) -> Probe | None:
+        """Returns the log-probs of a fixed text if this version is to be probed; all ranks call it, awake."""
+        if not is_probed(version, self.cfg.rollout.probe_interval):
+            return None
+        prober = self._prober_of_run()
+        names, by_role = self.policies
+        policy = version % len(names) if names else None
+        return prober.ask() if policy is None else prober.ask(policy, by_role.index(policy))
+
+    def _prober_of_run(self) -> Prober:
+        if self._prober is None:
+            data, rollout = self.cfg.data, self.cfg.rollout
+            text = probe_text(len(self.tokenizer), data.max_prompt_tokens + rollout.max_new_tokens - 1)
+            dtypes = [self.backend.backend.dtype, getattr(torch, engine_dtype(self.cfg, own_device(self)))]
+            coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+            self._prober = Prober(self.backend, text, self.pad, coarsest)
+        return self._prober
+
+    def refresh_reference(self, version: int) -> None:
+        """Sends all weights to the ranks of the reference, which score with them from then on."""
+        with self.backend.awake():
+            self.weights.refresh_reference(version)
+
+    def forget_sent(self) -> None:
+        """Sends frozen weights again with the next version; all ranks call it."""
+        if self._weights is not None:
+            self._weights.forget()
+
+    # -- received groups ------------------------------------------------------------------------------------------
+
+    def receive(self, step: int) -> dict[str, float]:
+        """Receives its groups of a step, and scores them on arrival if columns are computed here.
+
+        Returns:
+            Seconds spent scoring, and seconds spent waiting.
+        """
+        positions = self.prompts.of_actor(self.data)
+        self._parts = []
+        self._received = -1
+        scored = 0.0
+        waited = 0.0
+        self._arrivals.begin(step)
+        self._members.clear()
+        deadline = time.monotonic() + self.cfg.runner.step_timeout_s
+        parts = np.array_split(np.asarray(positions), min(PARTS, len(positions)))
+        for part in parts:
+            while missing := self._arrivals.missing(step, part.tolist()):
+                start = time.perf_counter()
+                try:
+                    self._arrivals.take(self._groups.get(max(0.0, deadline - time.monotonic())))
+                except DeadlineExceeded:
+                    raise DeadlineExceeded(
+                        f"step {step}: {self._names(missing)} within runner.step_timeout_s "
+                        f"({self.cfg.runner.step_timeout_s:g} s)"
+                    ) from None
+                waited += time.perf_counter() - start
+            batch = TokenBatch.joined(
+                [self._unpack_group(*self._arrivals.pop_complete(step, p)) for p in part.tolist()]
+            )
+            if not self.cfg.actor.offload_in_rollout:
+                scored += self._score(batch)
+            self._parts.append(batch)
+        self._received = step
+        return {"score_s": scored, "wait_s": waited}
+
+    def _names(self, missing: Mapping[str, Sequence[int]]) -> str:
+        """Describes the missing messages and their senders."""
+        descriptions = []
+        for maker, positions in missing.items():
+            ranks = {self.prompts.scorer_of(maker, p) for p in positions} if maker else set[int]()
+            senders = ", ".join(f"{maker}-{rank}" for rank in sorted(ranks)) or self.prompts.rollout_name
+            contents = "the column of prompts" if maker else "prompts"
+            descriptions.append(f"{contents} {positions[:8]} did not come from {senders}")
+        return ", and ".join(descriptions)
+
+    def _unpack_group(self, group: SampleGroup, columns: Mapping[str, torch.Tensor]) -> TokenBatch:
+        """Returns a group's trained samples with their columns."""
+        batch, cfg = group.batch, self.cfg.algorithm
+        self._members[group.position] = group.draw, group.members
+        batch.columns |= {name: values for maker, values in columns.items() for name in self._sent_here[maker]}
+        batch.pad_id = self.pad
+        batch = group.trained()
+        drawn = batch.columns[VERSION_OF][batch.mask]
+        if len(drawn) and group.step - 1 - int(drawn.min()) > cfg.max_staleness:
+            raise RlhpcError(
+                f"step {group.step}, prompt {group.position}: a token was drawn by version {int(drawn.min())}, more than "
+                f"algorithm.max_staleness ({cfg.max_staleness}) behind {group.step - 1}"
+            )
+        return batch
+
+    def _score(self, batch: TokenBatch) -> float:
+        """Adds the columns that are computed here; all ranks call it equally often.
+
+        Returns:
+            Seconds that it took.
+        """
+        if not self._made_here:
+            return 0.0
+        start = time.perf_counter()
+        cuts, columns, model_scores = dict[bool, Parts](), dict[str, torch.Tensor](), dict[int, TokenScores]()
+        for column in self._made_here:
+            rows = self.backend.packed if isinstance(column.by, str) else self._scorers[column.name].packed
+            if rows not in cuts:
+                cuts[rows] = self._micro_batches(batch, packed=rows)
+            scorer_name = f"algorithm.name={self.cfg.algorithm.name}: the scorer of column {column.name}"
+            columns[column.name] = values_of(
+                partial(self._column, column, model_scores), cuts[rows], batch, scorer_name
+            )
+        batch.columns |= columns
+        return time.perf_counter() - start
+
+    def _column(self, column: Column, model_scores: dict[int, TokenScores], batch: TokenBatch) -> torch.Tensor:
+        """Returns a column of a micro-batch; `model_scores` caches the scores of the model's forward pass by micro-batch."""
+        if column.by in (ACTOR, VALUE_HEAD):
+            if id(batch) not in model_scores:
+                model_scores[id(batch)] = self.backend.forward(batch, temperature=self.temperature)
+            values = model_scores[id(batch)].logprobs if column.by == ACTOR else model_scores[id(batch)].values
+            assert values is not None
+            return values
+        if column.by == REFERENCE:
+            return self.backend.reference(batch, temperature=self.temperature).logprobs
+        return self._scorers[column.name].score(batch.to(self.backend.device))
+
+    def offload(self) -> None:
+        """Moves all tensors to the host."""
+        super().offload()
+        for scorer in self._offloadable_scorers():
+            scorer.offload()
+        empty_cache()
+
+    def reload(self) -> None:
+        """Restores the tensors that `offload` moved away."""
+        super().reload()
+        for scorer in self._offloadable_scorers():
+            scorer.reload()
+
+    def _offloadable_scorers(self) -> list[Scorer | LogitReader]:
+        return [*self._scorers.values(), *([self._reader] if self._reader else [])]
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def _micro_batches(self, batch: TokenBatch, *, packed: bool | None = None) -> Parts:
+        """Returns the micro-batches, each of one policy (see `LanguageActor._micro_batches`)."""
+        cut = partial(super()._micro_batches, packed=packed)
+        return by_policy(self.policies, batch, cut) if self.policies.names else cut(batch)
+
+    def update(self, step: int) -> dict[str, float]:
+        """Trains on the groups of `receive`.
+
+        Returns:
+            Metrics, the same on all ranks except for processor times.
+
+        Raises:
+            NonFinite: A gradient is not finite.
+        """
+        if self._received != step:
+            raise RlhpcError(f"step {step} cannot be trained: its groups did not come")
+        start = time.perf_counter()
+        batch = TokenBatch.joined(self._parts)
+        self._parts = []
+        scored = self._score(batch) if self.cfg.actor.offload_in_rollout else 0.0
+        reduce = self._summed if self.world_size > 1 else None
+        batch.columns[ADVANTAGES] = self.algorithm.advantages(batch, reduce)
+        if self._returns is not None:
+            self._send_returns(step, batch, self._returns)
+        total, size = responses_per_step(self.cfg), minibatch_size(self.cfg, self.cfg.actor)
+        rate = self._learning_rate(step)
+        parts = minibatches(batch, total, size, self._epochs(step), (self.seed, step))
+        metrics, updates = self._optimize(
+            ((f"step {step}, {where}", part) for where, part in parts),
+            length_limit(self.cfg),
+            partial(self._minibatch, rate),
+            self.algorithm.at_first,
+        )
+        self.version = step
+        if RETURNS_OF in batch.columns:
+            metrics |= self._fit(batch)
+        seconds = {"update_s": time.perf_counter() - start - scored, "late_score_s": scored}
+        return {**metrics, "lr": rate, "updates": float(updates), **seconds, **COST.pop()}
+
+    def _epochs(self, step: int) -> int:
+        """Returns the passes over a step's samples: 0 while only the critic is trained."""
+        if self._returns is not None and step <= self.cfg.critic.warmup_steps:
+            return 0
+        return self.cfg.algorithm.update_epochs
+
+    def _send_returns(self, step: int, batch: TokenBatch, channel: Channel) -> None:
+        """Sends the critics the returns, with the samples that they belong to."""
+        if RETURNS_OF not in batch.columns:
+            raise RlhpcError(
+                f"algorithm.name={self.cfg.algorithm.name} asks the critic for {VALUES}, but its advantages left no "
+                f"batch.columns[{RETURNS_OF!r}] for it to learn from"
+            )
+        returns = batch.columns.pop(RETURNS_OF)
+        for position, (draw, members) in self._members.items():
+            where = batch.tokens_of(torch.nonzero(batch.group == position).flatten())
+            message = {
+                "step": step,
+                "position": position,
+                "draw": draw,
+                "values": returns[where].numpy(),
+                "members": members.numpy(),
+            }
+            if self.leads:
+                channel.put(message, key=str(self.prompts.scorer_of(CRITIC, position)))
+
+    def _minibatch(self, rate: float, batch: TokenBatch, counts: Whole, where: str) -> dict[str, float]:
+        """Runs one optimizer step over the samples of all ranks; if the returned `grad_norm` is not finite, the step
+        was skipped."""
+        batch = self._shared(batch)
+
+        def loss(scores: TokenScores, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            return self.algorithm.loss(scores, part, counts)
+
+        packed = self.backend.packed and (self._reader is None or self._reader.packed)
+        batches, entropy = [part for _, part in self._micro_batches(batch, packed=packed)], self.algorithm.entropy
+        parts = self.backend.forward_backward(
+            batches, loss, temperature=self.temperature, entropy=entropy, reading=self._reader
+        )
+        if not self.policies.names:
+            return self._step(rate, self._reduced(parts), counts.tokens, where, batch)
+        metrics = self._step(
+            rate, self._reduced(split_by_policy(self.policies, batches, parts)), counts.tokens, where, batch
+        )
+        norms = {f"{POLICY}{name}/grad_norm": norm for name, norm in self.backend.backend.norms.items()}
+        return per_token(self.policies, {**metrics, **norms})

@@ -1,0 +1,417 @@
+"""Rollout worker of language models: generates groups, has them scored, and sends each to its actor when complete.
+
+One loop on the main thread does all work: between two steps of the engine it receives new weights if there are any, admits
+prompts, and collects scores from the judges, which are separate processes. So only the group of the slowest sequence waits
+for it.
+
+Staleness is bounded by admission: a prompt of step s starts once the weights are of version s − 1 − `max_staleness` or
+newer, and weights never get older. With 0 that is the synchronous loop.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlhpc.language.agents.episodes import Episode, sample_of, tokens_of
+from rlhpc.language.agents.registry import INLINE, make_generation
+from rlhpc.language.algorithms.registry import make_algorithm
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.data import PromptSampler
+from rlhpc.language.engines import Request, SamplingParams
+from rlhpc.language.engines.base import BoundedEngine
+from rlhpc.language.engines.common import choices_of
+from rlhpc.language.engines.registry import forkable
+from rlhpc.language.rewards.pool import Scored
+from rlhpc.language.rollout.engine_group import EngineWeights, first_of_engine, leader_only
+from rlhpc.language.rollout.group_builder import GroupBuilder, count_dropped_on_refill, failure_of
+from rlhpc.language.rollout.pending_group import DelayedRewards, PartialGroup, PendingGroup
+from rlhpc.language.rollout.preflight import check_inputs_digest, open_prompts
+from rlhpc.language.rollout.prompt_queue import PromptLeases
+from rlhpc.language.rollout.sample_group import FINISHED
+from rlhpc.language.rollout.validation import Row, Validation
+from rlhpc.language.scoring.reward_aggregator import AskingGroup, Judging
+from rlhpc.language.training.prompt_dispatch import DELIVERED, GROUPS, WORK, PromptMap, channel_to, ratings_of, seed_of
+from rlhpc.language.workers.agent import FeedbackEndpoint, address_for_others, connect_agent_ranks
+from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runtime.devices import device_name
+from rlhpc.runtime.errors import DeadlineExceeded
+from rlhpc.runtime.worker import Worker
+from rlhpc.weights.verification import COST
+
+#: Pause in seconds when neither engine nor judges had anything.
+_IDLE_S = 0.002
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+class LanguageRolloutWorker(Worker):
+    """Generation engine with its judges, or a follower of one (`engine_group`).
+
+    It has no state in checkpoints: its samples follow from seeds and weights.
+    """
+
+    def __init__(self, cfg: GrpoConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self._ended_with_it: list[_Closes] = []
+
+    @classmethod
+    def forks(cls, cfg: GrpoConfig) -> bool:
+        """Returns whether ranks of the engine may be forked."""
+        return forkable(cfg.rollout.rollout_backend)
+
+    def close(self) -> None:
+        """Ends the engine with all processes that it has started, and the judges."""
+        for part in self._ended_with_it:
+            part.close()
+
+    def init_worker(self, prompts: PromptMap, last_step: int, expected_digest: str = "") -> dict[str, Any]:
+        """Loads engine, tokenizer, dataset and judges.
+
+        Args:
+            prompts: Map of prompts to ranks.
+            last_step: Step after which no prompt is admitted.
+            expected_digest: Digest of model and data (`inputs_digest`) on the rank that read them first; "" on that rank.
+
+        Returns:
+            Facts of model and dataset.
+
+        Raises:
+            ConfigError: The digest differs on this rank.
+        """
+        cfg = self.cfg
+        self.prompts = prompts
+        self.last_step = last_step
+        self.seed = cfg.runner.seed
+        self.group_size = prompts.group_size
+        self.staleness = cfg.algorithm.max_staleness
+        self.refills = cfg.algorithm.max_refills
+        # Where steps do not overlap, a run is bitwise the same for any ranks: there, prompts are sampled again instead.
+        self.hands_back = self.staleness > 0 and cfg.rollout.agent is None and cfg.agent.kind == INLINE
+        first = first_of_engine(self.rank, cfg)
+        seed_process(self.seed, "rollout", first)  # one seed for all ranks of an engine
+        if self.rank > first:
+            self._build(prompts)
+            self.log.info("computes with %s-%d", self.group_name, first)
+            return {}
+        path = str(cfg.actor.model.model_path)
+        self.tokenizer, self.encoder, self.dataset = open_prompts(cfg)
+        digest = check_inputs_digest(cfg, self.tokenizer, self.dataset, expected_digest, self.node)
+        self.sampler = PromptSampler(len(self.dataset), prompts.prompts, self.seed)
+        self.sampling = SamplingParams(
+            max_new_tokens=cfg.rollout.max_new_tokens, temperature=cfg.rollout.temperature,
+            top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
+        )  # fmt: skip
+        self._build(prompts)
+        self._capacity = self.backend.capacity if isinstance(self.backend, BoundedEngine) else sys.maxsize
+        where = f"{self.group_name}-{self.rank}"
+        self.group_builder = GroupBuilder(cfg, make_algorithm(cfg), choices_of(cfg, self.backend), where)
+        address = address_for_others(cfg)
+        self.generation = make_generation(cfg, self.backend, self.tokenizer, connect_agent_ranks(self, cfg), address)
+        self._ended_with_it[:0] = [FeedbackEndpoint(self, self.generation), self.generation]
+        self.judges = Judging(cfg)
+        self._ended_with_it.append(self.judges)
+        self.every = cfg.runner.val_check_interval
+        if self.every > 0:
+            self.validation = Validation(cfg, self.tokenizer)
+        COST.pop()
+        self.log.info("answers with %s by %s on %s; %d problems", path, cfg.rollout.rollout_backend, own_device(self),
+                      len(self.dataset))  # fmt: skip
+        return {
+            "problems": len(self.dataset),
+            "looks": digest,
+            "device": device_name(own_device(self)),
+            "dropped": self.dataset.dropped,
+        }
+
+    def _build(self, prompts: PromptMap) -> None:
+        """Builds this rank's engine."""
+        self.receiver = EngineWeights(self, self.cfg, prompts)
+        self.part = self.receiver.part
+        self.backend = self.part.engine
+        self._ended_with_it = [self.backend]
+
+    def connect(self) -> None:
+        """Connects to the channels, once the driver has created them."""
+        if self.part.follows:
+            return
+        self._groups = self.connect_channel(GROUPS)
+        self._work, self._delivered = self.connect_channel(WORK), self.connect_channel(DELIVERED)
+        self._scoring = {name: self.connect_channel(channel_to(name)) for name in self.prompts.scoring}
+        self._raters = {
+            name: AskingGroup(
+                self.connect_channel(channel_to(name)), partial(self.notice, ratings_of(name)), self.rank, ranks
+            )
+            for name, ranks in self.prompts.rating.items()
+        }
+        self.judges.connect(self._raters)
+
+    @leader_only
+    def begin(self, step: int) -> None:
+        """Starts after `step`: drops all groups in flight and waits for weights first."""
+        self.generation.abort()
+        self.judges.drain()
+        self._clear(step)
+
+    def forget_sent(self) -> None:
+        """Expects complete weights next: the last update may have been lost on its way."""
+        self.receiver.forget()
+
+    @leader_only
+    def offload(self) -> None:
+        """Frees the accelerator for the actor."""
+        self.backend.offload()
+
+    @leader_only
+    def reload(self) -> None:
+        """Restores the state that `offload` moved away."""
+        self.backend.reload()
+
+    def _clear(self, step: int) -> None:
+        self.receiver.version = -1
+        self._until = step
+        self._slots: dict[tuple[int, int], PendingGroup] = {}
+        self._num_attempts, self._delayed = Counter[tuple[int, int]](), DelayedRewards(self.cfg.agent.feedback_ahead)
+        self.work = PromptLeases(self.prompts.prompts, self.rank, self._work, self._delivered)
+        self._of_request: dict[int, tuple[PendingGroup, int]] = {}
+        self._request = 0
+        self._synced = 0.0
+        self.before_leaving(None)
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    @leader_only
+    def generate(self, step: int, ranks: int) -> dict[str, float]:
+        """Leases prompts of `step` and answers them until the queue is empty; with `max_staleness`, prompts of later
+        steps too.
+
+        Args:
+            step: Step of the run.
+            ranks: Number of engines that take part.
+
+        Returns:
+            Seconds of the call, of the engine's work and of receiving weights, the number of tokens, and the values of
+            `Cost.pop`.
+        """
+        start_time, busy, tokens = time.perf_counter(), 0.0, 0
+        deadline = start_time + self.cfg.runner.step_timeout_s
+        self._until = self.last_step
+        if self.every > 0:  # no group is in flight when the weights of a step are evaluated
+            self._until = min(self.last_step, -(-step // self.every) * self.every)
+        self.work.begin(step, ranks)
+        while self.work.held(step) or not self.work.exhausted(step):
+            if time.perf_counter() > deadline:
+                raise DeadlineExceeded(
+                    f"step {step}: {self.work.held(step)} groups of {self.group_name}-{self.rank} were not whole "
+                    f"after runner.step_timeout_s ({self.cfg.runner.step_timeout_s:g} s){self._waits_for()}"
+                )
+            if self.told_to_leave:
+                self._hand_back()
+                break
+            self._take_weights()
+            self._admit(step)
+            worked = False
+            if self.generation.unfinished():
+                start = time.perf_counter()
+                finished_episodes = self.generation.step()
+                busy += time.perf_counter() - start
+                for episode in finished_episodes:
+                    tokens += self._judge(episode)
+                worked = True
+            for before, episode in self.generation.delayed_rewards():
+                self._on_delayed_reward(before, episode)
+            for request, scored in self.judges.poll():
+                self._on_score(request, scored)
+                worked = True
+            if not worked:
+                time.sleep(_IDLE_S)
+        stats = {"seconds": time.perf_counter() - start_time, "busy_s": busy, "sync_s": self._synced, "tokens": tokens}
+        stats |= COST.pop()
+        self._synced = 0.0
+        if not self._slots:
+            self.before_leaving(None)
+        return stats
+
+    @leader_only
+    def evaluate(self, step: int, ranks: Sequence[int]) -> dict[str, list[Row]]:
+        """Answers this rank's share of the evaluation's problems with the weights of `step`, which are being sent.
+
+        Args:
+            step: Step of the run.
+            ranks: Ranks that take part: the leaders of the engines.
+
+        Returns:
+            See `Validation.rows`.
+        """
+        self._await_weights(step)
+        deadline = time.monotonic() + self.cfg.runner.step_timeout_s
+        share = list(ranks).index(self.rank), len(ranks)
+        return self.validation.rows(self.generation, self.judges, share, deadline)
+
+    @leader_only
+    def draw(self, phase: int) -> dict[str, Any]:
+        """Draws samples for prompts of random tokens, which the trainer then scores (`weight_sync.draw`).
+
+        Args:
+            phase: Phase of the probe; each has other prompts.
+
+        Returns:
+            `draws`, with the engine's `dtype` and type of `device`.
+        """
+        return {"draws": self.receiver.draw(len(self.tokenizer), phase), **self.receiver.computes()}
+
+    @leader_only
+    def take_weights(self, version: int) -> None:
+        """Receives the weights of a version, or newer ones, while the actor sends them."""
+        self._await_weights(version)
+
+    def _await_weights(self, version: int) -> None:
+        self.receiver.await_version(version, self._take_weights)
+
+    def _waits_for(self) -> str:
+        waits = [f"{n} ratings of {name}" for name, n in self.judges.waits_for().items()]
+        if unpaid := self._delayed.waiting():
+            waits.append(f"{unpaid} rewards that come later (agent.feedback_timeout_s)")
+        return "; it waits for " + ", ".join(waits) if waits else ""
+
+    def _take_weights(self) -> bool:
+        """Receives a version of the weights if one has been announced; returns whether it did."""
+        start = time.perf_counter()
+        took = self.receiver.take()
+        if took:
+            self._synced += time.perf_counter() - start
+        return took
+
+    def _admit(self, first: int) -> None:
+        if self.receiver.version < 0:
+            return
+        for step in range(first, min(self.receiver.version + 1 + self.staleness, self._until) + 1):
+            while self.backend.unfinished() < self._capacity:
+                item = self.work.take(step)
+                if item is None:
+                    break
+                if isinstance(item, PartialGroup):
+                    self._resume_group(step, item)
+                else:
+                    self._admit_group((step, item))
+
+    def _admit_group(self, place: tuple[int, int], num_refills: int = 0, before: Counter[str] | None = None) -> None:
+        """Starts a group at a position, or gives the position to a group whose delayed rewards have arrived."""
+        before = before or Counter()
+        while (slot := self._delayed.next()) is not None:
+            slot.step, slot.position = place
+            if not self.group_builder.lacks(slot):
+                break
+            before = before + count_dropped_on_refill(slot)  # its tokens are too old now
+        else:
+            slot = self._slot(*place, self._num_attempts[place])
+        slot.untrained.update(before)
+        slot.num_refills = num_refills
+        if slot.scores:
+            self._slots[place] = slot
+            self._on_complete(slot)
+            return
+        self._num_attempts[place] += 1
+        self.generation.add(self._requests(slot), slot.prompt)
+
+    def _slot(self, step: int, position: int, attempt: int) -> PendingGroup:
+        index = self.sampler.at((step - 1) * self.prompts.prompts + position)
+        if attempt:
+            draw = np.random.default_rng(seed_of(self.seed, step, position, attempt, -1))
+            index = int(draw.integers(len(self.dataset)))
+        prompt = self.dataset[index]
+        ids, at = self.encoder.encode(prompt) or ((), ())
+        return PendingGroup(step, position, attempt, prompt, tuple(ids), images=self.encoder.prompt_images(prompt, at))
+
+    def _requests(self, slot: PendingGroup) -> list[Request]:
+        """Returns a request for each member of the group, which is in flight from now on."""
+        self._slots[slot.place] = slot
+        if self.hands_back:
+            self.before_leaving(self._hand_back)
+        requests = []
+        for member in range(self.group_size):
+            self._request += 1
+            self._of_request[self._request] = slot, member
+            seed = seed_of(self.seed, slot.step, slot.position, slot.attempt, member)
+            requests.append(Request(self._request, slot.prompt_ids, self.sampling, seed, slot.images))
+        return requests
+
+    def _resume_group(self, step: int, partial_group: PartialGroup) -> None:
+        """Resumes a group that another rank requeued. Finished answers are scored again: some raters compare complete
+        groups."""
+        slot = self._slot(step, partial_group.position, partial_group.attempt)
+        slot.num_refills, self._num_attempts[slot.place] = partial_group.attempt, partial_group.attempt + 1
+        for member, (request, answer) in enumerate(zip(self._requests(slot), partial_group.answers, strict=True)):
+            if answer.token_ids:
+                slot.drawn[member] = len(answer.token_ids)
+            self.generation.resume(request, answer, slot.prompt)
+
+    def _hand_back(self) -> None:
+        """Requeues all groups in flight with their partial answers, for other ranks to resume."""
+        stopped = {episode.id: episode for episode in self.generation.abort()}
+        ids = {(slot.place, member): number for number, (slot, member) in self._of_request.items()}
+        for place, slot in self._slots.items():
+            episodes = [slot.episodes.get(m) or stopped[ids[place, m]] for m in range(self.group_size)]
+            self.work.hand_back(slot.step, slot.to_partial(episodes))
+        self.log.info("leaves, and hands back %d prompts with what there is of the answers", len(self._slots))
+        self._slots.clear()
+        self.before_leaving(None)
+
+    def _judge(self, episode: Episode) -> int:
+        """Submits an answer for scoring; returns the number of its tokens that were sampled on this rank."""
+        slot, member = self._of_request[episode.id]
+        slot.episodes[member] = episode
+        if episode.later:
+            self._delayed.expects(slot, member)
+        else:
+            self._submit(slot, episode)
+        self._release_position(slot)
+        return tokens_of(episode) - slot.drawn.get(member, 0)
+
+    def _submit(self, slot: PendingGroup, episode: Episode) -> None:
+        sample = sample_of(slot.prompt, episode, self.tokenizer, finished=episode.finish_reason in FINISHED)
+        self.judges.submit(episode.id, sample, slot.first, self.group_size)
+
+    def _on_delayed_reward(self, before: Episode, episode: Episode) -> None:
+        """Submits an episode whose delayed reward has arrived."""
+        if (slot := self._delayed.on_reward(before, episode)) is not None:
+            self._submit(slot, episode)
+
+    def _release_position(self, slot: PendingGroup) -> None:
+        """Gives the group's position to another group, if it waits only for delayed rewards."""
+        if len(slot.episodes) == self.group_size and self._delayed.waits(slot) and self._delayed.steps_aside(slot):
+            self._admit_group(slot.place, slot.num_refills)
+
+    def _on_score(self, request: int, scored: Scored) -> None:
+        slot, member = self._of_request.pop(request)
+        slot.scores[member] = scored
+        if len(slot.scores) < self.group_size:
+            return
+        if not self._delayed.on_complete(slot):
+            self._on_complete(slot)
+            return
+        for waiting in list(self._slots.values()):
+            self._release_position(waiting)
+
+    def _on_complete(self, slot: PendingGroup) -> None:
+        """Sends a complete group, or samples another prompt in its place."""
+        judged = self.group_builder.judged(slot, may_refill=slot.num_refills < self.refills)
+        if judged is None:
+            self._admit_group(slot.place, slot.num_refills + 1, count_dropped_on_refill(slot))
+            return
+        del self._slots[slot.place], self._num_attempts[slot.place]
+        group, facts = self.group_builder.group(slot, judged)
+        # A durable put survives the loss of this process.
+        self._groups.entrust(group.pack(), key=str(self.prompts.actor_of(slot.position)))
+        for name, channel in self._scoring.items():
+            channel.entrust(group.bare(), key=str(self.prompts.scorer_of(name, slot.position)))
+        self.work.deliver(slot.step, slot.position, facts, failure_of(slot))

@@ -1,0 +1,325 @@
+"""Scoring workers: ranks that compute a column of values for the actor's tokens, or rate answers for the reward.
+
+They process groups and answers on arrival and have no state; a lost rank restarts alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhpc.checkpoint.async_writer import SavingWorker
+from rlhpc.checkpoint.state import load_tensors, save_tensors
+from rlhpc.config.parallel import MeshSizes
+from rlhpc.jobs.paths import MODEL
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.engines.registry import forkable
+from rlhpc.language.models.micro_batching import split_micro_batches, values_of
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.rollout.group_receiver import BlockChannel
+from rlhpc.language.rollout.sample_group import PARTS, SampleGroup, column_message
+from rlhpc.language.scoring.checks import judges, section_of
+from rlhpc.language.scoring.groups import REFERENCE, scoring_groups
+from rlhpc.language.scoring.logprobs import LogProbs
+from rlhpc.language.scoring.registry import make_scorer
+from rlhpc.language.training.prompt_dispatch import GROUPS, PromptMap, channel_to, ratings_of
+from rlhpc.language.training.weight_sync import reference_sync_of
+from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runtime.channel import Channel, QueueEmpty
+from rlhpc.runtime.devices import empty_cache
+from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
+from rlhpc.runtime.worker import Worker
+from rlhpc.weights import make_sync
+from rlhpc.weights.delta import Elements
+from rlhpc.weights.verification import Proof
+
+
+class GroupInbox:
+    """Inbox of a rank for the groups of a step, until the driver ends the step.
+
+    A prompt may have two groups, if it was sampled again because its rank was lost while sending the first one
+    (`SampleGroup.draw`). The actor may have either of them, so both are scored.
+
+    Args:
+        channel: Channel of the groups.
+        rank_name: Name of the rank, for messages.
+        makers: Name of the worker group that sends them.
+    """
+
+    def __init__(self, channel: BlockChannel, rank_name: str, makers: str) -> None:
+        self._channel = channel
+        self._rank_name = rank_name
+        self._makers = makers
+        self._later: list[SampleGroup] = []
+        self._ended_step = -1
+
+    def parts(
+        self, step: int, share: Sequence[int], deadline: float, *, in_one_part: bool = False
+    ) -> Iterator[list[SampleGroup]]:
+        """Yields a step's groups in a few parts, each when complete. The groups of a part depend on `share` alone, so
+        the order of arrival does not change the last digits of a joint computation. Second groups of a prompt come
+        last.
+
+        Args:
+            step: Step of the run.
+            share: Positions of the rank's groups.
+            deadline: Time on the clock of `time.monotonic`.
+            in_one_part: Whether to yield one part, when all groups have arrived.
+
+        Raises:
+            DeadlineExceeded: A group did not arrive in time.
+        """
+        count = 1 if in_one_part else min(PARTS, len(share) or 1)
+        lacking = [part.tolist() for part in np.array_split(np.asarray(share), count) if len(part)]
+        groups_by_position, again, draws = dict[int, SampleGroup](), list[SampleGroup](), dict[int, set[bytes]]()
+        while lacking or self._ended_step < step:
+            for group in self.some(step, deadline):
+                known_draws = draws.setdefault(group.position, set())
+                if not known_draws:
+                    groups_by_position[group.position] = group
+                elif group.draw not in known_draws:
+                    again.append(group)
+                known_draws.add(group.draw)
+            if in_one_part and self._ended_step < step:
+                continue
+            for part in [part for part in lacking if groups_by_position.keys() >= {*part}]:
+                lacking.remove(part)
+                extra, again = (again, []) if in_one_part else ([], again)
+                yield [*(groups_by_position.pop(position) for position in part), *extra]
+        if again:
+            yield again
+
+    def some(self, step: int, deadline: float) -> list[SampleGroup]:
+        """Returns all groups of a step that have arrived; waits for one, or for the end of the step.
+
+        Raises:
+            DeadlineExceeded: No group arrived until the deadline, on the clock of `time.monotonic`.
+        """
+        groups, step_ended = [group for group in self._later if group.step == step], False
+        self._later = [group for group in self._later if group.step > step]
+        while True:
+            try:
+                message = self._channel.get_nowait()
+            except QueueEmpty:
+                if groups or step_ended:
+                    return groups
+                message = self._wait(step, deadline)
+            if "end" in message:
+                self._ended_step = max(self._ended_step, message["end"])
+                step_ended = True
+            elif message["step"] >= step:
+                group = SampleGroup.unpack(message)
+                (groups if group.step == step else self._later).append(group)
+
+    def _wait(self, step: int, deadline: float) -> Any:
+        try:
+            return self._channel.get(max(0.0, deadline - time.monotonic()))
+        except DeadlineExceeded:
+            raise DeadlineExceeded(
+                f"step {step}: no groups came from {self._makers} to {self._rank_name} within runner.step_timeout_s"
+            ) from None
+
+
+class _Scoring(Worker):
+    """Common base of the scoring and rating workers."""
+
+    def __init__(self, cfg: GrpoConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.scorer: Any = None
+
+    def close(self) -> None:
+        """Ends the processes that the scorer has started."""
+        if self.scorer is not None:
+            self.scorer.close()
+
+    def init_worker(self, prompts: PromptMap) -> None:
+        """Loads the scorer."""
+        self.prompts = prompts
+        seed_process(self.cfg.runner.seed, self.group_name, self.rank)
+        self.group = scoring_groups(self.cfg)[self.group_name]
+        self.device = own_device(self)
+        self.scorer = make_scorer(self.cfg, self.device, self.group)
+        self.log.info("scores with %s on %s", self.group.model.model_path or self.group.scorer, self.device)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.cfg.runner.step_timeout_s
+
+
+class ScoringWorker(_Scoring):
+    """Rank of a group with a `Scorer`, whose column goes to the actors."""
+
+    def connect(self) -> None:
+        """Connects to the channels, once the driver has created them."""
+        channel = BlockChannel(
+            self.connect_channel(channel_to(self.group_name)), self, MeshSizes(shard=self.world_size)
+        )
+        self._inbox = GroupInbox(channel, f"{self.group_name}-{self.rank}", self.prompts.rollout_name)
+        self._actors = self.connect_channel(GROUPS)
+
+    def serve(self, step: int) -> dict[str, float]:
+        """Scores its share of a step's groups on arrival.
+
+        Returns:
+            Seconds of scoring, and number of tokens.
+        """
+        busy, tokens = 0.0, 0
+        share = self.prompts.share_of(self.group_name, self.rank)
+        for groups in self._inbox.parts(step, share, self._deadline()):
+            start = time.perf_counter()
+            batch = TokenBatch.joined([group.batch for group in groups])
+            values = values_of(
+                self._score,
+                split_micro_batches(batch, self.group.max_tokens, packed=self.scorer.packed),
+                batch,
+                "the scorer",
+            )
+            send_column(self._actors, self.prompts, groups, self.group_name, values)
+            tokens += batch.tokens
+            busy += time.perf_counter() - start
+        return {"busy_s": busy, "tokens": float(tokens)}
+
+    def _score(self, batch: TokenBatch) -> torch.Tensor:
+        values: torch.Tensor = self.scorer.score(batch.to(self.device))
+        return values
+
+    def offload(self) -> None:
+        """Frees the accelerator for another group."""
+        self.scorer.offload()
+        empty_cache()
+
+    def reload(self) -> None:
+        """Restores the state that `offload` moved away."""
+        self.scorer.reload()
+
+
+def send_column(
+    actors: Channel, prompts: PromptMap, groups: Sequence[SampleGroup], maker: str, values: torch.Tensor
+) -> None:
+    """Sends the actors a column of the tokens of some groups.
+
+    Args:
+        actors: Channel of the actors.
+        prompts: Map of prompts to ranks.
+        groups: The groups, in the order of `values`.
+        maker: Name of the worker group that computed it.
+        values: `[T]` or `[T, k]`.
+    """
+    for group, part in zip(groups, values.split([group.batch.tokens for group in groups]), strict=True):
+        message = column_message(group, maker, part)
+        actors.put(message, key=str(prompts.actor_of(group.position)))
+
+
+class RatingWorker(_Scoring):
+    """Rank of a group with a `Rater`, which gives a term of the reward."""
+
+    def connect(self) -> None:
+        """Connects to the channels, once the driver has created them."""
+        self._requests = self.connect_channel(channel_to(self.group_name))
+        self._ends = set[str]()
+
+    def serve(self, phase: str) -> dict[str, float]:
+        """Rates answers on arrival, until the driver ends the phase.
+
+        Args:
+            phase: Name of the phase, as the rollout ranks send it.
+
+        Returns:
+            Seconds of rating, number of answers, and the rater's counts as `count/<name>`.
+        """
+        busy, count, deadline = 0.0, 0, self._deadline()
+        self.scorer.counts()  # drops the counts of a phase that failed
+        while phase not in self._ends:
+            requests = self._some(phase, deadline)
+            if not requests:
+                continue
+            start = time.perf_counter()
+            for request in requests:
+                self._answer(request)
+                count += len(request["ids"])
+            busy += time.perf_counter() - start
+        self._ends.discard(phase)
+        counted = {f"count/{name}": value for name, value in self.scorer.counts().items()}
+        return {"busy_s": busy, "answers": float(count), **counted}
+
+    def _some(self, phase: str, deadline: float) -> list[dict[str, Any]]:
+        """Returns all requests that have arrived; waits for the first."""
+        key, requests = str(self.rank), list[dict[str, Any]]()
+        try:
+            message = self._requests.get(key=key, timeout=max(0.0, deadline - time.monotonic()))
+            while True:
+                if "end" in message:
+                    self._ends.add(message["end"])
+                else:
+                    requests.append(message)
+                message = self._requests.get_nowait(key=key)
+        except QueueEmpty:
+            return requests
+        except DeadlineExceeded:
+            raise DeadlineExceeded(
+                f"{phase}: {self.prompts.rollout_name} asked {self.group_name}-{self.rank} nothing, and was not done, within "
+                "runner.step_timeout_s"
+            ) from None
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        ratings = list(self.scorer.rate(request["samples"]))
+        if len(ratings) != len(request["ids"]):
+            raise RlhpcError(f"{self.group.scorer}: rate gave {len(ratings)} numbers for {len(request['ids'])} answers")
+        values = [None if value is None else float(value) for value in ratings]
+        message = {"round": request["round"], "ids": request["ids"], "values": values}
+        self.notify(message, self.prompts.rollout_name, request["rollout"], ratings_of(self.group_name))
+
+
+class JudgeWorker(RatingWorker):
+    """Rank of a group with a language model as judge."""
+
+    @classmethod
+    def forks(cls, cfg: GrpoConfig) -> bool:
+        """Returns whether the ranks of the judges may be forked: only if the engines of all judges allow it."""
+        return all(forkable(section_of(cfg, group).rollout_backend) for group in judges(cfg).values())
+
+
+class ReferenceWorker(ScoringWorker, SavingWorker):
+    """Rank of the reference policy: scores tokens, receives the actor's weights on a refresh, and stores them in
+    checkpoints."""
+
+    scorer: LogProbs
+
+    def init_worker(self, prompts: PromptMap) -> None:
+        """Loads the policy from before training."""
+        super().init_worker(prompts)
+        receivers = [(self.group_name, list(range(self.world_size)))]
+        self._sync = make_sync(reference_sync_of(self.cfg), self, (prompts.actor_name, 0), receivers, "off", whole=True)
+
+    def take_weights(self) -> None:
+        """Replaces its weights by those that the actor sends."""
+        update = self._sync.receive()
+        parameters = self.scorer.model.state_dict()
+        with torch.no_grad():
+            proof = Proof(update, f"{self.prompts.actor_name}-0")
+            for name, tensor in proof.tensors():
+                if isinstance(tensor, Elements) or name not in parameters:
+                    raise RlhpcError(f"the actor's weight {name} does not fit the reference's model")
+                parameters[name].copy_(tensor)
+            proof.check()
+
+    def save(self, folder: str) -> None:
+        """Writes the weights on rank 0: they are neither the actor's nor those from before training."""
+        if self.rank == 0:
+            path = Path(folder) / REFERENCE
+            path.mkdir(exist_ok=True)
+            weights = {name: parameter.detach().cpu() for name, parameter in self.scorer.model.named_parameters()}
+            save_tensors(path / MODEL, weights)
+
+    def load(self, folder: str) -> None:
+        """Restores a checkpoint of this or another world size."""
+        self._sync.forget()
+        parameters = dict(self.scorer.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in load_tensors(Path(folder) / REFERENCE / MODEL).items():
+                parameters[name].copy_(tensor)

@@ -1,0 +1,334 @@
+"""Actors of supervised runs: trainers on demonstrations (SFT), preference pairs (DPO) and reward-model data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms.preference_losses import dpo_loss, find_reward_loss
+from rlhpc.config.typed import plain
+from rlhpc.language.config.run import DpoConfig, RewardRunConfig, SftConfig
+from rlhpc.language.data import PromptSampler, PromptTokenizer
+from rlhpc.language.data.preferences import PreferenceRow, encode_demonstrations
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.evaluation.reward_model import (
+    EACH,
+    Suite,
+    batch_of,
+    cut,
+    encoder_of,
+    most_tokens,
+    rewards_of,
+    suites_of,
+    training_rows,
+)
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.value_head import last_values
+from rlhpc.language.models.vision import Pictures
+from rlhpc.language.rollout.preflight import open_demonstrations, open_pairs
+from rlhpc.language.training.trainer import ScalarTrainer, TokenTrainer
+from rlhpc.language.workers.actor import LanguageActor
+from rlhpc.language.workers.evaluation import EvaluatedActor
+
+
+class SftActor(EvaluatedActor[SftConfig]):
+    """Rank of an SFT trainer on the demonstrations of a dataset."""
+
+    def init_worker(self, total_steps: int) -> dict[str, Any]:
+        """Loads model, optimizer and dataset.
+
+        Args:
+            total_steps: Number of steps of the run, for the learning rate.
+
+        Returns:
+            Facts: trainable parameters.
+        """
+        self.backend = self._load_model(total_steps, lambda: TokenTrainer(self.cfg, self, dropout=True))
+        self.encoder, self.dataset = open_demonstrations(self.cfg, self.cfg.data, self.tokenizer)
+        self.sampler = PromptSampler(len(self.dataset), self.cfg.data.prompts_per_step, self.seed)
+        if self.cfg.runner.val_check_interval > 0:
+            self.held_out = open_demonstrations(self.cfg, self.cfg.data, self.tokenizer, holdout=True)
+        return {"parameters": self.backend.parameters_trained, "dropped": self.dataset.dropped}
+
+    def imitate(self, step: int) -> dict[str, float]:
+        """Runs one optimizer step of SFT on this step's demonstrations; the loss is the mean of −log p over their
+        tokens.
+
+        Returns:
+            Metrics, the same on all ranks.
+        """
+        rows = [self.dataset[place] for place in self.sampler.of_step(step, self.data, self.sizes.data)]
+        demonstrations = self._batch_of(rows, self.encoder)
+        counts = self._count(demonstrations)
+        shared = self._shared(demonstrations)
+
+        def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            value = counts.loss(-scores.logprobs, batch, "token-mean")
+            return value, {"loss": value.detach()}
+
+        batches = [batch for _, batch in self._micro_batches(shared)]
+        return self._only_step(step, self.backend.forward_backward(batches, loss), counts.tokens, shared)
+
+    def validate(self) -> dict[str, float]:
+        """Computes the held-out loss with the present weights: the mean of −log p over all trained tokens of the
+        held-out demonstrations, for any number of ranks and micro-batches.
+
+        Returns:
+            loss, tokens and rows, the same on all ranks.
+        """
+        encoder, dataset = self.held_out
+        sums = torch.zeros(2, dtype=torch.float64)
+        for places in self._held_out_places(len(dataset), self.cfg.data.prompts_per_step):
+            rows = self._batch_of([dataset[place] for place in places], encoder)
+            for _, batch in self._micro_batches(rows):
+                losses = -self.backend.forward(batch).logprobs.cpu().double()
+                sums += torch.stack([losses[batch.mask].sum(), batch.mask.sum().double()])
+        loss, tokens = self._summed(sums).tolist()
+        return {"loss": loss / max(tokens, 1.0), "tokens": tokens, "rows": float(len(dataset))}
+
+    def _batch_of(self, rows: Sequence[Prompt], encoder: PromptTokenizer) -> TokenBatch:
+        samples, masks, pictures = [], [], []
+        for prompt in rows:
+            encoded = encoder.encode_demonstration(prompt, self.max_tokens)
+            assert encoded is not None, "those that do not fit are dropped at the start"
+            ids, mask, at = encoded
+            samples.append(ids)
+            masks.append(mask)
+            pictures.append(encoder.prompt_images(prompt, at))
+        return TokenBatch.of(samples, masks, pad_id=self.pad, pictures=Pictures.of(pictures))
+
+
+#: Column of the reference's log-probs.
+REF_LOGPROBS = "ref_logprobs"
+_PAIR = EACH["pairs"]
+
+
+class DpoActor(EvaluatedActor[DpoConfig]):
+    """Rank of a DPO trainer on the preferences of a dataset; the reference is the model from before training, or the
+    one without adapters."""
+
+    def init_worker(self, total_steps: int) -> dict[str, Any]:
+        """Loads model, optimizer, reference and datasets.
+
+        Args:
+            total_steps: Number of steps of the run, for the learning rate.
+
+        Returns:
+            Facts: trainable parameters, and pairs that are too long.
+        """
+        cfg = self.cfg
+        self.backend = self._load_model(total_steps, lambda: TokenTrainer(cfg, self, reference=True))
+        self.measure = PairMeasure(cfg)
+        self.encoder, self.dataset, dropped = open_pairs(cfg, self.tokenizer)
+        self.sampler = PromptSampler(len(self.dataset), cfg.data.prompts_per_step, self.seed)
+        if cfg.runner.val_check_interval > 0:
+            self.held_out = open_pairs(cfg, self.tokenizer, holdout=True)
+        return {"parameters": self.backend.parameters_trained, "dropped": dropped}
+
+    def prefer(self, step: int) -> dict[str, float]:
+        """Runs one optimizer step on this step's pairs; the loss is the mean over the pairs.
+
+        Returns:
+            Metrics, the same on all ranks.
+        """
+        count = self.cfg.data.prompts_per_step
+        places = self.sampler.of_step(step, self.data, self.sizes.data)
+        pairs = self._batch_of([self.dataset[place] for place in places], self.encoder)
+        tokens = self._count(pairs).tokens
+        shared = self._shared(pairs, _PAIR)
+
+        def loss(scores: TokenScores, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            metrics = {name: value.sum() / count for name, value in self.measure(scores.logprobs, batch).items()}
+            return metrics["loss"], {name: value.detach() for name, value in metrics.items()}
+
+        parts = self.backend.forward_backward([*self._with_reference(shared)], loss)
+        return self._only_step(step, parts, tokens, shared)
+
+    def validate(self) -> dict[str, float]:
+        """Computes the metrics of the held-out pairs with the present weights.
+
+        Returns:
+            Means over all pairs, and their number (`rows`); the same on all ranks, for any number of ranks and micro-batches.
+        """
+        encoder, dataset, _ = self.held_out
+        sums = dict[str, Tensor]()
+        for places in self._held_out_places(len(dataset), self.cfg.data.prompts_per_step):
+            for batch in self._with_reference(self._batch_of([dataset[place] for place in places], encoder)):
+                measured = self.measure(self.backend.forward(batch).logprobs.cpu().double(), batch)
+                sums = {name: sums.get(name, torch.zeros(())) + value.sum() for name, value in measured.items()}
+        means = self._summed(torch.stack([*sums.values()])) / len(dataset)
+        metrics = dict(zip(sums, means.tolist(), strict=True))
+        return {"pair_accuracy": metrics.pop("accuracy"), **metrics, "rows": float(len(dataset))}
+
+    def _batch_of(self, pairs: Sequence[PreferenceRow], encoder: PromptTokenizer) -> TokenBatch:
+        """Returns the completions of pairs with their prompts; those of a pair are neighbours."""
+        max_tokens = most_tokens(self.max_tokens, "pairs")
+        samples, masks = list[list[int]](), list[list[bool]]()
+        for pair in pairs:
+            encoded = encode_demonstrations(pair, encoder, max_tokens)
+            assert encoded is not None, "those that do not fit are dropped at the start"
+            samples += [ids for ids, _ in encoded]
+            masks += [mask for _, mask in encoded]
+        return TokenBatch.of(samples, masks, pad_id=self.pad)
+
+    def _with_reference(self, batch: TokenBatch) -> Iterator[TokenBatch]:
+        """Yields micro-batches of complete pairs with the reference's log-probs, equally many on each rank."""
+        for _, part in self._evenly(cut(batch, _PAIR, self.max_tokens), batch):
+            part.columns[REF_LOGPROBS] = self.backend.reference(part).logprobs.cpu()
+            yield part
+
+
+class PairMeasure:
+    """Loss and metrics of each pair.
+
+    Args:
+        cfg: The run's configuration.
+    """
+
+    def __init__(self, cfg: DpoConfig) -> None:
+        algorithm = cfg.algorithm
+        self._loss_type = algorithm.loss_type.lower()
+        self._beta = algorithm.beta
+        self._label_smoothing = algorithm.label_smoothing
+
+    def __call__(self, logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
+        """Computes loss and metrics of the pairs of a micro-batch.
+
+        Args:
+            logprobs: `[T]`, log-probs of the policy.
+            batch: Complete pairs, with the column `ref_logprobs`; may have no tokens.
+
+        Returns:
+            `[P]` each: `loss`; `accuracy`, whether the chosen completion has the higher reward; `margin`, the difference of
+            the two rewards; `rewards_chosen` and `rewards_rejected`; `logps_chosen` and `logps_rejected`, the policy's.
+        """
+        log_ratios = _of_completions(logprobs - batch.columns[REF_LOGPROBS], batch)
+        scores = (
+            log_ratios / _of_completions(batch.mask.to(logprobs.dtype), batch)
+            if self._loss_type == "ipo"
+            else log_ratios
+        )
+        losses = dpo_loss(
+            *scores.view(-1, _PAIR).unbind(1), beta=self._beta, loss_type=self._loss_type,
+            label_smoothing=self._label_smoothing,
+        )  # fmt: skip
+        chosen, rejected = (self._beta * log_ratios.detach()).view(-1, _PAIR).unbind(1)
+        logps_chosen, logps_rejected = _of_completions(logprobs.detach(), batch).view(-1, _PAIR).unbind(1)
+        return {
+            "loss": losses,
+            "accuracy": (chosen > rejected).to(logprobs.dtype),
+            "margin": chosen - rejected,
+            "rewards_chosen": chosen,
+            "rewards_rejected": rejected,
+            "logps_chosen": logps_chosen,
+            "logps_rejected": logps_rejected,
+        }
+
+
+def _of_completions(values: Tensor, batch: TokenBatch) -> Tensor:
+    """Returns the sums `[N]` of values `[T]` over the trained tokens of each sample; `[0]` for a batch without
+    tokens."""
+    if not batch.tokens:
+        return values[:0]
+    return batch.padded(values.masked_fill(~batch.mask, 0)).sum(1)
+
+
+class RewardModelActor(LanguageActor[RewardRunConfig]):
+    """Rank of a trainer of a reward model on the preferences or labels of a dataset."""
+
+    backend: ScalarTrainer
+
+    def init_worker(self, total_steps: int) -> dict[str, Any]:
+        """Loads model, optimizer and datasets.
+
+        Args:
+            total_steps: Number of steps of the run, for the learning rate.
+
+        Returns:
+            Facts: trainable parameters.
+        """
+        cfg = self.cfg
+        self.backend = self._load_model(total_steps, lambda: ScalarTrainer(cfg.actor, self, seed=cfg.runner.seed))
+        self.loss, self.form = find_reward_loss(cfg.algorithm.loss_type, plain(cfg.algorithm.loss_kwargs))
+        self.max_tokens_per_row = most_tokens(self.max_tokens, self.form)
+        self.encoder: PromptTokenizer = encoder_of(cfg, cfg.data.train, self.tokenizer, "data.train")
+        self.dataset = training_rows(cfg)
+        dropped = self.dataset.fit(self.encoder, self.max_tokens_per_row)
+        self.sampler = PromptSampler(len(self.dataset), cfg.data.prompts_per_step, self.seed)
+        self.suites: dict[str, Suite] = {}
+        if cfg.runner.val_check_interval > 0:
+            self.suites = suites_of(cfg, self.tokenizer, self.form)
+        return {"parameters": self.backend.parameters_trained, "dropped": dropped}
+
+    def prefer(self, step: int) -> dict[str, float]:
+        """Runs one optimizer step on this step's rows; the loss is the mean over the rows.
+
+        Returns:
+            Metrics, the same on all ranks.
+        """
+        count = self.cfg.data.prompts_per_step
+        rows = [self.dataset[place] for place in self.sampler.of_step(step, self.data, self.sizes.data)]
+        each = EACH[self.form]
+        responses = batch_of(rows, self.encoder, self.max_tokens_per_row, self.pad)
+        tokens = self._count(responses).tokens
+        shared = self._shared(responses, each)
+
+        def loss(values: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            rewards, targets = last_values(values, batch), batch.reward
+            if not batch.tokens:
+                rewards, targets = rewards[:0], targets[:0]
+            metrics: dict[str, torch.Tensor] = {"reward": rewards.sum() / (count * each)}
+            if self.form == "pairs":
+                chosen, rejected = rewards.view(-1, 2).unbind(1)
+                losses = self.loss(chosen, rejected, targets[::2])
+                metrics |= {
+                    "accuracy": (chosen > rejected).sum() / count,
+                    "margin": (chosen - rejected).sum() / count,
+                    "reward_chosen": chosen.sum() / count,
+                    "reward_rejected": rejected.sum() / count,
+                }
+            else:
+                losses = self.loss(rewards, targets)
+                metrics["mse"] = (rewards - targets).square().sum() / count
+            value = losses.sum() / count
+            return value, {"loss": value, **metrics}
+
+        batches = [batch for _, batch in self._evenly(cut(shared, each, self.max_tokens), shared)]
+        return self._only_step(step, self.backend.forward_backward(batches, loss), tokens, shared)
+
+    def validate(self) -> dict[str, list[dict[str, Any]]]:
+        """Computes the rewards of this rank's share of the suites' rows with the present weights.
+
+        Returns:
+            Suite → rows, each with its index `place` among all rows of the suite.
+        """
+        rows_by_suite: dict[str, list[dict[str, Any]]] = {}
+        for name, suite in self.suites.items():
+            places = list(range(self.data, len(suite.rows), self.sizes.data))
+            rows = [suite.rows[place] for place in places]
+            rewards = rewards_of(
+                rows,
+                suite.encoder,
+                self.max_tokens_per_row,
+                self.pad,
+                self.max_tokens,
+                self.backend.forward,
+                self._evenly,
+            )
+            if not self.leads:  # the block's first rank returns the same rows
+                continue
+            rows_by_suite[name] = [
+                {
+                    "place": place,
+                    "rewards": reward,
+                    "target": row.target,
+                    "level": row.prompt.level,
+                    "prompt": row.prompt.question,
+                }
+                for place, row, reward in zip(places, rows, rewards, strict=True)
+            ]
+        return rows_by_suite

@@ -1,0 +1,576 @@
+"""Charts as SVG text: lines with bands and error bars, without dependencies or scripts.
+
+Colours are CSS variables (`STYLE`), so one drawing works on a light and a dark page; `standalone` puts the variables
+into the drawing for use as a separate file. The browser's own tooltips show the values under the pointer.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+Size = tuple[int, int]
+#: Size of a chart: the width of a phone, or a third of a page elsewhere.
+CHART: Size = (364, 240)
+#: Size of a chart as wide as two and the space between them, with letters of the same size.
+WIDE: Size = (766, 330)
+#: Size of a chart next to a wide one.
+TALL: Size = (CHART[0], WIDE[1])
+#: Values that differ by less, absolutely or relative to the largest, are one value: float32 rounds more than that.
+_NOISE, _RELATIVE_NOISE = 1e-8, 1e-9
+_LEFT_MARGIN, _RIGHT, _BOTTOM = 54, 18, 42
+_MAX_POINTS = 500
+#: Size of the widest letters that a page may use (`STYLE`); the layout leaves room for them.
+_LETTERS = 12.5
+_BOLD = 1.12 * _LETTERS
+_LINE = 17
+#: Number of stretches of the x axis, each with a tooltip.
+_STRIPS = 32
+
+STYLE = """
+:root{--bg:#ffffff;--panel:#ffffff;--ink:#1b2330;--muted:#5b6779;--line:#dfe4ec;--soft:#f4f6fa;
+--c0:#2f6fde;--c1:#e07b1a;--c2:#15936b;--c3:#cf3f4f;--c4:#8256d0;--c5:#1292a8;--c6:#c74591;--c7:#7f8796}
+@media (prefers-color-scheme:dark){:root{--bg:#10151d;--panel:#171e29;--ink:#e4e9f1;--muted:#9aa6ba;--line:#2b3545;
+--soft:#1e2633;--c0:#6ea2ff;--c1:#f5a352;--c2:#41c79a;--c3:#f47a85;--c4:#b294f5;--c5:#4cc6da;--c6:#ee85bf;--c7:#9aa4b5}}
+.chart{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;font-size:12.5px}
+.chart text{fill:var(--muted)}.chart .title{fill:var(--ink);font-weight:650}
+.chart .grid{stroke:var(--line);stroke-width:1}.chart .axis{stroke:var(--muted);stroke-width:1}
+.chart .num{font-variant-numeric:tabular-nums}.chart .key{fill:var(--ink)}
+.chart .strip{fill:transparent}.chart .strip:hover{fill:var(--ink);fill-opacity:.07}
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Line of a chart.
+
+    Attributes:
+        name: Name in the key; "" for none.
+        x, y: The points, x ascending.
+        low, high: Ends of the error bars, as y values.
+        color: Index into the palette.
+        smooth: Draw the points faintly, with their running mean on top.
+        markers: Draw a dot at each point.
+        band: Fill between `low` and `high` instead of drawing error bars.
+        hollow: True for dots that are drawn as rings.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    color: int = 0
+    smooth: bool = False
+    markers: bool = False
+    band: bool = False
+    hollow: Sequence[bool] = ()
+
+
+@dataclass
+class Frame:
+    """Plot area of a chart: the ranges of its axes, and their location in the drawing.
+
+    Attributes:
+        x0, x1, y0, y1: Ends of the axes.
+        size: Size of the drawing.
+        top: Upper end of the plot, below title and key.
+        plot_left: Left end of the plot, to the right of the labels.
+        parts: Elements drawn so far.
+    """
+
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+    size: Size
+    top: float = 40.0
+    plot_left: float = _LEFT_MARGIN
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def right(self) -> int:
+        return self.size[0] - _RIGHT
+
+    @property
+    def bottom(self) -> int:
+        return self.size[1] - _BOTTOM
+
+    def px(self, x: float) -> float:
+        return self.plot_left + (x - self.x0) / (self.x1 - self.x0) * (self.right - self.plot_left)
+
+    def py(self, y: float) -> float:
+        return self.bottom - (y - self.y0) / (self.y1 - self.y0) * (self.bottom - self.top)
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Returns round numbers from at or below `low` to at or above `high`."""
+    if high <= low:
+        pad = abs(low) * 0.1 or 1.0
+        low, high = low - pad, high + pad
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def number(value: float) -> str:
+    """Formats a number in short form: 1200000 → 1.2M, 0.00025 → 2.5e-4."""
+    size = abs(value)
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            scale = {"G": 1e9, "M": 1e6, "k": 1e3}[unit]
+            return f"{value / scale:.4g}{unit}"
+    if size and size < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Returns the labels of one axis in a uniform format: the same unit, decimals and exponent."""
+    largest = max((abs(value) for value in values), default=0.0)
+    step = min((b - a for a, b in itertools.pairwise(values)), default=largest) or 1.0
+    scale, unit = next(
+        ((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if largest >= s * (10 if u == "k" else 1)), (1.0, "")
+    )
+    decimals = _decimals(step / scale)
+    if decimals > 4:  # too small to write out
+        power = math.floor(math.log10(largest))
+        scale, unit = 10.0**power, f"e{power}"
+        decimals = _decimals(step / scale)
+    return ["0" if value == 0 else f"{value / scale:.{decimals}f}{unit}" for value in values]
+
+
+def _decimals(step: float) -> int:
+    """Returns the number of decimals that distinguish multiples of `step`."""
+    return next((n for n in range(12) if abs(round(step, n) - step) < 1e-6 * step), 12)
+
+
+def text_width(text: str, letters: float = _LETTERS) -> float:
+    """Estimates the width of a text, rather too large than too small, because the font depends on the reader."""
+    narrow, wide = sum(map(text.count, "fijlrtI.,:;|!'() ")), sum(map(text.count, "mwMW%@"))
+    capitals = len(re.findall("[A-LN-VX-Z]", text.replace("I", "")))
+    return letters * (0.37 * narrow + 0.92 * wide + 0.72 * capitals + 0.65 * (len(text) - narrow - wide - capitals))
+
+
+def line_chart(
+    title: str, x_label: str, y_label: str, lines: Sequence[Line], size: Size = CHART, *, key: bool = False
+) -> str:
+    """Draws lines, or a note if nothing was logged or no line ever changes (`statement`).
+
+    With `key`, even a single line has a key.
+    """
+    lines = [line for line in lines if len(line.x)]
+    if not lines:
+        return empty_chart(title, "nothing logged yet", size)
+    if all(is_constant(line.y) and (line.markers or all(map(is_constant, (line.low, line.high)))) for line in lines):
+        return stated_chart(title, "; ".join(_in_words(line, x_label) for line in lines), size)
+    xs = [x for line in lines for x in line.x]
+    ys = [y for line in lines for values in (line.y, line.low, line.high) for y in values]
+    dots = any(line.markers or len(line.x) == 1 for line in lines)
+    frame = Frame(*span(xs, 0.04 if dots else 0.0, dots), *span(ys, 0.06), size)
+    heading(frame, title, y_label, [(line.name, line.color) for line in lines if line.name], min_names=1 if key else 2)
+    axes(frame, x_label)
+    for line in lines:
+        _draw(frame, line)
+    frame.parts += _strips(frame, x_label, lines)
+    return drawing(title, frame)
+
+
+def is_constant(values: Sequence[float]) -> bool:
+    """Returns whether values differ by no more than float noise."""
+    if not len(values):
+        return True
+    low, high = min(values), max(values)
+    return high - low <= max(_NOISE, _RELATIVE_NOISE * max(abs(low), abs(high)))
+
+
+def _in_words(line: Line, x_label: str) -> str:
+    """Describes a line that never changes: its value, with its interval if it is a single point."""
+    value = line.y[0]
+    if len(line.y) > 1 and abs(value) <= _NOISE and not all(y == value for y in line.y):
+        value = 0.0  # only rounding noise around 0
+    text = number(value)
+    if len(line.x) == 1:
+        if len(line.low) and len(line.high) and line.low[0] < line.high[0]:
+            text += f" ({number(line.low[0])} … {number(line.high[0])})"
+        text += f" at {x_label} {number(line.x[0])}"
+    return f"{line.name}: {text}" if line.name else text
+
+
+def standalone(svg: str) -> str:
+    """Makes a drawing usable as a separate file."""
+    start = svg.index(">") + 1
+    width, height = svg[:start].split('viewBox="0 0 ')[1].split('"')[0].split()
+    return (
+        f'<?xml version="1.0" encoding="UTF-8"?>\n{svg[: start - 1]} width="{width}" height="{height}">'
+        f"<style>{STYLE}</style>"
+        f'<rect width="100%" height="100%" style="fill:var(--bg)"/>{svg[start:]}\n'
+    )
+
+
+def arrange_in_rows(charts: Sequence[str], size: Size, columns: int) -> str:
+    """Combines several drawings into one, in rows."""
+    columns = min(columns, len(charts))
+    parts = []
+    for i, chart in enumerate(charts):
+        row, column = divmod(i, columns)
+        position = f'x="{column * size[0]}" y="{row * size[1]}" width="{size[0]}" height="{size[1]}" '
+        parts.append(chart.replace("<svg ", f"<svg {position}", 1))
+    size_of_all = (columns * size[0], -(-len(charts) // columns) * size[1])
+    return drawing("", Frame(0, 1, 0, 1, size_of_all, parts=parts))
+
+
+def is_empty(svg: str) -> bool:
+    """Returns whether a chart has no data."""
+    return svg.startswith(_EMPTY)
+
+
+def statement(svg: str) -> str | None:
+    """Returns the sentence of a chart without a curve, as HTML, because a number that never changes needs no axes; None for
+    other charts.
+    """
+    if not svg.startswith(_STATED):
+        return None
+    return svg.split('aria-label="', 1)[1].split('"', 1)[0]
+
+
+def _draw(frame: Frame, line: Line) -> None:
+    color = f"var(--c{line.color % 8})"
+    if line.band and line.low:
+        outline = [*zip(line.x, line.high, strict=True), *reversed(list(zip(line.x, line.low, strict=True)))]
+        points = " ".join(f"{frame.px(x):.1f},{frame.py(y):.1f}" for x, y in outline)
+        frame.parts.append(f'<polygon points="{points}" style="fill:{color};opacity:.18"/>')
+    for x, low, high in () if line.band else zip(line.x, line.low, line.high, strict=False):
+        px, top, bottom = frame.px(x), frame.py(high), frame.py(low)
+        frame.parts.append(
+            f'<path d="M{px:.1f} {top:.1f}V{bottom:.1f}M{px - 4:.1f} {top:.1f}h8M{px - 4:.1f} {bottom:.1f}h8" '
+            f'style="stroke:{color};stroke-width:1.4;fill:none;opacity:.75"/>'
+        )
+    smooth = line.smooth and len(line.x) >= 60
+    frame.parts.append(_path(frame, *thin(line.x, line.y), color, 1.0 if smooth else 1.9, 0.35 if smooth else 1.0))
+    if smooth:
+        frame.parts.append(_path(frame, *thin(line.x, running_mean(line.y)), color, 2.0, 1.0))
+    if line.markers or len(line.x) == 1:
+        rings = line.hollow or [False] * len(line.x)
+        for x, y, ring in zip(line.x, line.y, rings, strict=True):
+            style = f"fill:var(--panel);stroke:{color};stroke-width:1.6" if ring else f"fill:{color}"
+            frame.parts.append(f'<circle cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}" r="3.4" style="{style}"/>')
+
+
+def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
+    """Yields tooltips with the lines' values at the x under the pointer: one strip of the plot per tooltip."""
+    xs = sorted({x for line in lines for x in line.x})
+    places = xs[:: math.ceil(len(xs) / _STRIPS)]
+    if places[-1] != xs[-1]:
+        places.append(xs[-1])
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(places)]
+    for x, start, end in zip(places, [frame.x0, *middles], [*middles, frame.x1], strict=True):
+        tooltip = [f"{x_label} {number(x)}"]
+        for line in lines:
+            i = min(bisect.bisect_left(line.x, x), len(line.x) - 1)
+            if not start <= line.x[i] <= end:
+                continue
+            has_band = len(line.low) > i < len(line.high) and line.low[i] < line.high[i]
+            ends = f" ({number(line.low[i])} to {number(line.high[i])})" if has_band else ""
+            tooltip.append(f"{line.name + ': ' if line.name else ''}{number(line.y[i])}{ends}")
+        x_left, x_right = frame.px(start), frame.px(end)
+        yield (
+            f'<rect class="strip" x="{x_left:.1f}" y="{frame.top:.0f}" width="{x_right - x_left:.1f}" '
+            f'height="{frame.bottom - frame.top:.0f}"><title>{escape(chr(10).join(tooltip))}</title></rect>'
+        )
+
+
+def _path(frame: Frame, x: Sequence[float], y: Sequence[float], color: str, width: float, opacity: float) -> str:
+    points = " ".join(f"{frame.px(a):.1f},{frame.py(b):.1f}" for a, b in zip(x, y, strict=True))
+    return (
+        f'<polyline points="{points}" style="fill:none;stroke:{color};stroke-width:{width};opacity:{opacity};'
+        'stroke-linejoin:round;stroke-linecap:round"/>'
+    )
+
+
+def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Thins to at most about `_MAX_POINTS` points; each stretch keeps its lowest and highest point, so that spikes stay
+    visible.
+    """
+    if len(x) <= _MAX_POINTS:
+        return list(x), list(y)
+    stretch = math.ceil(len(x) / (_MAX_POINTS // 2))
+    keep: list[int] = []
+    for start in range(0, len(x), stretch):
+        part = range(start, min(start + stretch, len(x)))
+        keep += sorted({min(part, key=lambda i: y[i]), max(part, key=lambda i: y[i])})
+    return [x[i] for i in keep], [y[i] for i in keep]
+
+
+def running_mean(y: Sequence[float]) -> list[float]:
+    """Returns the centred mean over about 4 % of the points."""
+    half = max(1, len(y) // 50)
+    sums = [0.0]
+    for value in y:
+        sums.append(sums[-1] + value)
+    spans = [(max(0, i - half), min(len(y), i + half + 1)) for i in range(len(y))]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in spans]
+
+
+def span(values: Sequence[float], pad: float, both: bool = False) -> tuple[float, float]:
+    """Returns the ends of an axis: the data plus a margin; zero if the data start near it, unless `both` ends need the
+    margin.
+    """
+    low, high = min(values), max(values)
+    if low == high:
+        low, high = low - (abs(low) * 0.1 or 1.0), high + (abs(high) * 0.1 or 1.0)
+    width = high - low
+    start = 0.0 if 0 <= low <= 0.25 * width and not both else low - pad * width
+    return start, high + pad * width
+
+
+def heading(
+    frame: Frame, title: str, y_label: str, names: Sequence[tuple[str, int]] = (), *, min_names: int = 2
+) -> None:
+    """Draws the title, the y axis's label below it, and the key: next to them if there is room, else in separate rows.
+
+    Sets `frame.top`; a key of many rows makes the drawing taller, and a key of fewer than `min_names` names is omitted.
+    """
+    width, parts = frame.size[0], frame.parts
+    parts.append(f'<text class="title" x="8" y="18">{escape(title)}</text>')
+    bottom = 18.0
+    if y_label:
+        bottom += _LINE
+        parts.append(f'<text x="8" y="{bottom:.0f}">{escape(y_label)}</text>')
+    if len(names) >= min_names:
+        rows = _rows([(name, color, 15 + text_width(name) + 10) for name, color in names], width - 16)
+        key_x = 8 + text_width(y_label) + 24 if y_label else 8 + text_width(title, _BOLD) + 24
+        first = sum(wide for _, _, wide in rows[0])
+        if len(rows) == 1 and key_x + first <= width - 8:
+            at, bottom = width - 8 - first, bottom - _LINE
+        else:
+            at = 8.0
+        for row in rows:
+            bottom += _LINE
+            x = at
+            for name, color, wide in row:
+                parts.append(
+                    f'<rect x="{x:.0f}" y="{bottom - 9:.0f}" width="9" height="9" rx="2" style="fill:var(--c{color % 8})"/>'
+                    f'<text class="key" x="{x + 14:.0f}" y="{bottom:.0f}">{escape(name)}</text>'
+                )
+                x += wide
+        extra = max(0, len(rows) - 2) * _LINE
+        frame.size = (width, frame.size[1] + extra)
+    frame.top = bottom + 14
+
+
+def _rows(names: Sequence[tuple[str, int, float]], width: float) -> list[list[tuple[str, int, float]]]:
+    """Divides the entries of a key into rows no wider than `width`."""
+    rows: list[list[tuple[str, int, float]]] = [[]]
+    for entry in names:
+        if rows[-1] and sum(wide for _, _, wide in rows[-1]) + entry[2] > width:
+            rows.append([])
+        rows[-1].append(entry)
+    return rows
+
+
+def axes(frame: Frame, x_label: str) -> None:
+    """Draws grid, ticks and their numbers; sets `frame.left` by the widest number."""
+    y_ticks = [y for y in ticks(frame.y0, frame.y1, 6) if frame.y0 <= y <= frame.y1]
+    y_labels = tick_labels(y_ticks)
+    frame.plot_left = max(34.0, 12 + max(map(text_width, y_labels)))
+    x_left, parts, bottom = frame.plot_left, frame.parts, frame.bottom
+    x_ticks = [x for x in ticks(frame.x0, frame.x1, frame.size[0] // 90) if frame.x0 <= x <= frame.x1]
+    for y, label in zip(y_ticks, y_labels, strict=True):
+        at = frame.py(y)
+        parts.append(f'<path class="grid" d="M{x_left:.0f} {at:.1f}H{frame.right}"/>')
+        parts.append(f'<text class="num" x="{x_left - 6:.0f}" y="{at + 4:.1f}" text-anchor="end">{label}</text>')
+    parts.append(f'<path class="axis" d="M{x_left:.0f} {bottom}H{frame.right}"/>')
+    for x, label in zip(x_ticks, tick_labels(x_ticks), strict=True):
+        at = frame.px(x)
+        parts.append(f'<path class="axis" d="M{at:.1f} {bottom}v4"/>')
+        parts.append(f'<text class="num" x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>')
+    middle = (x_left + frame.right) / 2
+    parts.append(f'<text x="{middle:.0f}" y="{bottom + 35}" text-anchor="middle">{escape(x_label)}</text>')
+
+
+_EMPTY = '<svg xmlns="http://www.w3.org/2000/svg" class="chart empty"'
+_STATED = '<svg xmlns="http://www.w3.org/2000/svg" class="chart stated"'
+
+
+def stated_chart(title: str, text: str, size: Size = CHART) -> str:
+    """Returns a drawing of a sentence, for a separate file; a page shows only the sentence (`statement`)."""
+    frame = Frame(0, 1, 0, 1, (size[0], 60))
+    heading(frame, title, "")
+    frame.parts.append(f'<text x="8" y="40">{escape(text)}</text>')
+    plain = '<svg xmlns="http://www.w3.org/2000/svg" class="chart"'
+    return drawing(f"{title}: {text}", frame).replace(plain, _STATED, 1)
+
+
+def empty_chart(title: str, text: str, size: Size) -> str:
+    """Returns an empty chart with the reason as text."""
+    frame = Frame(0, 1, 0, 1, size)
+    heading(frame, title, "")
+    frame.parts.append(f'<text x="{size[0] / 2}" y="{size[1] / 2}" text-anchor="middle">{escape(text)}</text>')
+    return drawing(title, frame).replace('<svg xmlns="http://www.w3.org/2000/svg" class="chart"', _EMPTY, 1)
+
+
+def drawing(title: str, frame: Frame) -> str:
+    """Returns the frame's complete drawing."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {frame.size[0]} {frame.size[1]}" role="img" '
+        f'aria-label="{escape(title, quote=True)}">' + "".join(frame.parts) + "</svg>"
+    )
+
+
+Spread = tuple[float, float, float]
+_ROW, _BAR = 20, 15
+
+
+def stacked_bars(
+    title: str,
+    x_label: str,
+    y_label: str,
+    bins: Sequence[tuple[float, float]],
+    stacks: Sequence[tuple[str, Sequence[float]]],
+) -> str:
+    """Draws stacked bars over x intervals; each named layer has a colour, from the bottom up."""
+    if not bins or not stacks:
+        return empty_chart(title, "nothing logged yet", CHART)
+    heights = [sum(values[i] for _, values in stacks) for i in range(len(bins))]
+    frame = Frame(bins[0][0], bins[-1][1], 0.0, (max(heights) or 1.0) * 1.06, CHART)
+    heading(frame, title, y_label, [(name, color) for color, (name, _) in enumerate(stacks)])
+    axes(frame, x_label)
+    base = [0.0] * len(bins)
+    for color, (name, values) in enumerate(stacks):
+        for i, (start, end) in enumerate(bins):
+            x_left, x_right = frame.px(start), frame.px(end)
+            gap = min(1.0, (x_right - x_left) * 0.15)
+            top, bottom = frame.py(base[i] + values[i]), frame.py(base[i])
+            base[i] += values[i]
+            if bottom - top > 0.05:
+                frame.parts.append(
+                    f'<rect x="{x_left + gap / 2:.1f}" y="{top:.1f}" width="{max(x_right - x_left - gap, 0.5):.1f}" '
+                    f'height="{bottom - top:.1f}" style="fill:var(--c{color % 8})">'
+                    f"<title>{escape(name)}: {values[i]:.3g} s</title></rect>"
+                )
+    return drawing(title, frame)
+
+
+def log_bars(title: str, unit: str, rows: Mapping[str, Mapping[str, Spread]], colors: Mapping[str, int]) -> str:
+    """Draws horizontal bars on a logarithmic axis, each with its value and spread; the bars of a row form a group.
+
+    Args:
+        title: Title of the chart.
+        unit: Unit of the values, shown under the title.
+        rows: Measurement → subject → (lowest, median, highest), all above 0.
+        colors: Subject → index into the palette; the key is in this order.
+    """
+    values = [value for spreads in rows.values() for spread in spreads.values() for value in spread]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    width = CHART[0]
+    frame = Frame(low, max(high, low + 1), 0, 1, (width, 0))
+    heading(
+        frame,
+        title,
+        unit,
+        [(subject, color) for subject, color in colors.items() if any(subject in f for f in rows.values())],
+    )
+    frame.plot_left, y = 8.0, frame.top + 4
+    end = width - 8 - max(text_width(number(value)) for value in values)  # room for the values after the bars
+
+    def at(value: float) -> float:
+        return 8 + (math.log10(value) - low) / (frame.x1 - low) * (end - 8)
+
+    bars: list[str] = []
+    for name, spreads in rows.items():
+        bars.append(f'<text class="key" x="8" y="{y + 10:.0f}">{escape(name)}</text>')
+        y += _ROW - 4
+        for subject, (low_value, middle, high_value) in spreads.items():
+            tooltip = (
+                f"{escape(subject)}: {number(middle)} {escape(unit)} ({number(low_value)} to {number(high_value)})"
+            )
+            bars.append(
+                f'<rect x="8" y="{y:.0f}" width="{max(at(middle) - 8, 1):.1f}" height="{_BAR - 3}" rx="1.5" '
+                f'style="fill:var(--c{colors[subject] % 8})"><title>{tooltip}</title></rect>'
+                f'<path class="axis" d="M{at(low_value):.1f} {y + 6:.1f}H{at(high_value):.1f}"/>'
+                f'<text class="num" x="{max(at(middle), at(high_value)) + 5:.1f}" y="{y + 10:.0f}">{number(middle)}</text>'
+            )
+            y += _BAR
+        y += 8
+    for power in range(low, int(frame.x1) + 1):
+        x = at(10.0**power)
+        frame.parts.append(f'<path class="grid" d="M{x:.1f} {frame.top:.0f}V{y:.0f}"/>')
+        anchor = "start" if power == low else "middle"  # the first label is at the drawing's edge
+        frame.parts.append(
+            f'<text class="num" x="{x:.1f}" y="{y + 14:.0f}" text-anchor="{anchor}">{number(10.0**power)}</text>'
+        )
+    frame.parts += bars
+    frame.size = (width, int(y) + 24)
+    return drawing(title, frame)
+
+
+_INTERVAL_ROW = 24
+
+
+@dataclass(frozen=True)
+class ChartRow:
+    """Row of an interval chart.
+
+    Attributes:
+        name: Name of the row.
+        value, low, high: The number, and the ends of its interval.
+        dots: Single values that it summarises, drawn faintly.
+        color: Index into the palette.
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float
+    dots: Sequence[float] = field(default=())
+    color: int = 0
+
+
+def interval_chart(title: str, x_label: str, rows: Sequence[ChartRow]) -> str:
+    """Draws a dot and an interval for each row, under its name."""
+    extent = [value for row in rows for value in (row.value, row.low, row.high, *row.dots)]
+    if is_constant(extent):
+        return stated_chart(title, f"{number(extent[0])} of all")
+    width = CHART[0]
+    frame = Frame(*span(extent, 0.04, both=True), 0, 1, (width, 0))
+    heading(frame, title, "")
+    widest = 16 + max(text_width(row.name) for row in rows)
+    above = widest > 0.45 * width  # long names stand above their rows
+    frame.plot_left = 16.0 if above else widest
+    y, drawn = frame.top + 6, []
+    for row in rows:
+        color = f"var(--c{row.color % 8})"
+        ends = f" ({number(row.low)} to {number(row.high)})" if row.low < row.high else ""
+        name_y = y + 12
+        y += 17 if above else 0
+        title_text = f"{row.name}: {number(row.value)}{ends}"
+        points = "".join(
+            f'<circle cx="{frame.px(value):.1f}" cy="{y + 8}" r="2.6" '
+            f'style="fill:var(--panel);stroke:{color};stroke-width:1.2"/>'
+            for value in row.dots
+        )
+        drawn.append(
+            f'<g><title>{escape(title_text)}</title><text class="key" x="8" y="{name_y}">{escape(row.name)}</text>'
+            f'<path d="M{frame.px(row.low):.1f} {y + 8}H{frame.px(row.high):.1f}" style="stroke:{color};stroke-width:3;'
+            f'opacity:.45"/>{points}<circle cx="{frame.px(row.value):.1f}" cy="{y + 8}" r="4.4" style="fill:{color}"/></g>'
+        )
+        y += _INTERVAL_ROW
+    places = [x for x in ticks(frame.x0, frame.x1, 4) if frame.x0 <= x <= frame.x1]
+    for x, label in zip(places, tick_labels(places), strict=True):
+        at = frame.px(x)
+        frame.parts.append(f'<path class="grid" d="M{at:.1f} {frame.top:.0f}V{y:.0f}"/>')
+        frame.parts.append(f'<text class="num" x="{at:.1f}" y="{y + 15:.0f}" text-anchor="middle">{label}</text>')
+    middle = width / 2
+    frame.parts.append(f'<text x="{middle:.0f}" y="{y + 32:.0f}" text-anchor="middle">{escape(x_label)}</text>')
+    frame.parts += drawn
+    frame.size = (width, int(y) + 42)
+    return drawing(title, frame)

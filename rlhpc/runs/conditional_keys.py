@@ -1,0 +1,89 @@
+"""Conditions of keys that all task types have, and the search for unused keys of a configuration."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlhpc.algorithms.registry import ADVANTAGES, DISCOUNTED
+from rlhpc.config.conditional_keys import Condition, UnusedKey, defaults_of, is_none_of, unused_keys, user_sources
+from rlhpc.config.files import ConfigSource, read_files
+from rlhpc.config.load import read_layers
+from rlhpc.config.schema import Schema
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.typed import select, typed
+from rlhpc.runs.task_type import find_kind, kind_of
+
+#: Predicate of a configuration.
+Rule = Callable[[Any], bool]
+#: Condition of the policy loss's keys.
+CLIPPED = Condition(
+    ("algorithm.clip_ratio_low", "algorithm.clip_ratio_c"), is_none_of("algorithm.loss_type", "cispo"),
+    "by algorithm.loss_type ppo, gspo, decoupled_ppo",
+)  # fmt: skip
+#: Conditions of sections that every run has.
+COMMON = (Condition(("runner.max_epochs",), lambda cfg: cfg.runner.max_steps == -1, "where runner.max_steps is -1"),)
+
+
+def estimator_conditions(applies: Rule = lambda cfg: True) -> tuple[Condition, ...]:
+    """Returns the conditions of the advantage estimator's keys.
+
+    Args:
+        applies: True for a run that estimates advantages by `algorithm.adv_type` only.
+    """
+
+    def read_by(*names: str) -> Rule:
+        unread = [name for name in ADVANTAGES.built_in if name not in names]
+        return lambda cfg: not applies(cfg) or cfg.algorithm.adv_type.lower() not in unread
+
+    return (
+        Condition(("algorithm.gamma",), read_by(*DISCOUNTED), f"by algorithm.adv_type {', '.join(DISCOUNTED)}"),
+        Condition(("algorithm.gae_lambda",), read_by("gae"), "by algorithm.adv_type=gae"),
+    )
+
+
+def trainer_conditions(section: str) -> tuple[Condition, ...]:
+    """Returns the conditions of a section that trains a model.
+
+    Args:
+        section: `actor` or `critic`.
+    """
+    backend = f"{section}.training_backend"
+    return (
+        Condition((f"{section}.fsdp.*",), is_none_of(backend, "local", "deepspeed"), f"by {backend}=fsdp"),
+        Condition((f"{section}.deepspeed.*",), is_none_of(backend, "local", "fsdp"), f"by {backend}=deepspeed"),
+        Condition(
+            (f"{section}.lora.alpha", f"{section}.lora.target_modules"),
+            lambda cfg: select(cfg, f"{section}.lora.rank") > 0, f"with adapters: {section}.lora.rank of 1 or more",
+        ),
+    )  # fmt: skip
+
+
+def find_unused(config: ConfigSource, overrides: Sequence[str], *, site: str | None = None) -> list[UnusedKey]:
+    """Finds the keys that a user has set and that have no effect in this configuration. Arguments as `load_config`'s.
+
+    Raises:
+        ConfigError: As `load_config`.
+    """
+    layers = read_layers(config, overrides, find_kind, site=site)
+    cfg = typed(RunConfig, layers.cfg)
+    kind, (source, content) = kind_of(cfg), read_files(config)[-1]
+    return unused_keys(
+        cfg,
+        user_sources(layers, source, content),
+        kind.conditions,
+        _defaults(kind.schema),
+    )
+
+
+@functools.cache
+def _defaults(schema: Schema) -> Mapping[str, Any]:
+    return defaults_of(schema.root, schema.keys)
+
+
+def warn_of_unused(config: ConfigSource, overrides: Sequence[str], *, site: str | None = None) -> None:
+    """Prints the unused keys to stderr, one a line. Arguments as `find_unused`'s."""
+    for key in find_unused(config, overrides, site=site):
+        print(f"rlhpc: no effect: {key}", file=sys.stderr)

@@ -1,0 +1,218 @@
+"""Comparison of a configuration with a saved run: keys that may change under a run's name, and keys that may not.
+
+Keys have three kinds. Evaluation keys change the evaluation rules only. Keys of the machine, of the run's length and of its
+division into segments are changeable on resume: a run can continue on other nodes, or longer. All other keys determine the
+training, and a run in which one of them changes is another run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from omegaconf import OmegaConf
+
+from rlhpc.config.schema import open_mapping_of
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.typed import plain, select
+from rlhpc.config.yaml_files import UniqueKeys
+from rlhpc.jobs.paths import CONFIG
+from rlhpc.runs.task_type import Cfg, Kind, find_kind, kind_of
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.files import read_file, read_json, read_yaml
+
+#: Sections and keys (a section ends with a dot) of each kind that all runs have; a task type adds its own.
+_EVALUATION = ("workflow.suites",)
+_FREE = (
+    "cluster.", "workflow.",
+    "runner.name", "runner.run_dir", "runner.max_steps", "runner.max_epochs", "runner.segments", "runner.save_interval",
+    "runner.async_save", "runner.keep_checkpoints", "runner.keep_best", "runner.patience",
+    "runner.resume_dir", "runner.max_restarts", "runner.save_reserve_s",
+    "runner.rendezvous_timeout_s", "runner.step_timeout_s", "runner.on_nonfinite", "runner.logger.",
+)  # fmt: skip
+#: Maximum number of changes that a message lists; it counts the remaining ones.
+_MAX_LISTED = 6
+
+
+class KeyChange(NamedTuple):
+    """Key with its values before and after."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_word(self.before)} → {_word(self.after)}"
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else json.dumps(value, default=str) if not isinstance(value, str) else value or "''"
+
+
+def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _plain(cfg: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
+    content = plain(cfg)
+    # As read back from a file, so that a tuple, or a number that YAML writes differently, is not a difference.
+    return dict(_leaves(yaml.safe_load(json.dumps(content, default=str))))
+
+
+def _is(key: str, names: tuple[str, ...]) -> bool:
+    return any(
+        key == name or (key.startswith(name) and name[-1] == ".") or key.startswith(f"{name}.") for name in names
+    )
+
+
+def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | Mapping[str, Any]) -> list[KeyChange]:
+    """Returns the changes that make `after` a different run from `before`.
+
+    A key that only one side has does not count, because a version of rlhpc added or removed it. A key that the user chose does
+    count, where both sides have its mapping.
+    """
+    old, new = _plain(before), _plain(after)
+    kind = find_kind(new.get("runner.task_type"))
+    shared = {path for key in old if (path := open_mapping_of(key))} & {
+        path for key in new if (path := open_mapping_of(key))
+    }
+    for one, other in ((old, new), (new, old)):
+        for path in shared:
+            if one.get(path) == {}:  # an empty mapping is a key itself
+                del one[path]
+        one.update(
+            {key: None for key in other if key not in one and open_mapping_of(key) in shared and other[key] != {}}
+        )
+    return [
+        KeyChange(key, old[key], new[key])
+        for key in old
+        if key in new
+        and not _agree(key, old[key], new[key])
+        and not (_is_free(key, kind) or _is_evaluations(key, kind))
+        # A file keeps values from the environment as `${oc.env:…}`: what they were then is unknown.
+        and "${" not in str(old[key])
+    ]
+
+
+def _agree(key: str, before: Any, after: Any) -> bool:
+    """Returns whether values are equal. The dtype `auto` equals any dtype: a run with `auto` may change its precision with
+    its nodes.
+    """
+    if before == after or (key.rpartition(".")[2] == "dtype" and "auto" in (before, after)):
+        return True
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        return all(_agree(key, *pair) for pair in zip(before, after, strict=True))
+    if isinstance(before, Mapping) and isinstance(after, Mapping) and before.keys() == after.keys():
+        return all(_agree(f"{key}.{name}", before[name], after[name]) for name in before)
+    return False
+
+
+def _is_free(key: str, kind: Kind) -> bool:
+    return _is(key, (*_FREE, *kind.free))
+
+
+def _is_evaluations(key: str, kind: Kind) -> bool:
+    return _is(key, (*_EVALUATION, *kind.evaluation))
+
+
+def training_fingerprint(cfg: RunConfig) -> str:
+    """Returns the fingerprint of all keys that determine the training."""
+    kind = kind_of(cfg)
+    return _digest({k: v for k, v in _plain(cfg).items() if not (_is_free(k, kind) or _is_evaluations(k, kind))})
+
+
+def evaluation_fingerprint(cfg: RunConfig) -> str:
+    """Returns the fingerprint of all keys, other than the policy's, that determine the evaluation of a checkpoint."""
+    kind = kind_of(cfg)
+    return _digest({k: v for k, v in _plain(cfg).items() if _is_evaluations(k, kind)})
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def require_same_run(saved: Path, cfg: RunConfig, *, subject: str, way_out: str) -> None:
+    """Raises an error for a configuration that is not that of the run.
+
+    Args:
+        saved: The file with the run's configuration; without one, everything is accepted.
+        cfg: The present configuration.
+        subject: Owner of the saved configuration, which begins the message.
+        way_out: Alternative to the old values for the user, which ends the message.
+
+    Raises:
+        ConfigError: Names the keys that differ, with both values.
+    """
+    try:
+        content = read_yaml(read_file(saved), UniqueKeys)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{saved}: cannot be read: {error}. {way_out}") from None
+    changes = training_changes(content if isinstance(content, dict) else {}, cfg)
+    if not changes:
+        return
+    lines = "".join(f"\n  {change}" for change in changes[:_MAX_LISTED])
+    more = f"\n  and {len(changes) - _MAX_LISTED} more" if len(changes) > _MAX_LISTED else ""
+    raise ConfigError(f"{subject} has another configuration ({shlex.quote(str(saved))}):{lines}{more}\n{way_out}")
+
+
+def differing(cfg: RunConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """Returns the keys whose values differ between a checkpoint and a configuration, in words.
+
+    Args:
+        cfg: The configuration.
+        saved: Dotted key → value in the checkpoint; a missing key or None is not compared.
+        keys: The keys to compare.
+    """
+    differences = []
+    for key in keys:
+        saved_value, value = saved.get(key), plain(select(cfg, key), resolve=False)
+        if saved_value is not None and str(saved_value).lower() != str(value).lower():
+            differences.append(f"{key} is {saved_value!r} there and {value!r} here")
+    return differences
+
+
+def saved_values(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns values from a JSON or YAML file of a checkpoint, by dotted key; empty if the file cannot be read.
+
+    Args:
+        path: The file.
+        keys: Keys to read; by default those at the top level.
+    """
+    try:
+        content = (read_json if path.suffix == ".json" else read_yaml)(read_file(path))
+        values: Any = OmegaConf.to_container(OmegaConf.create(content)) if keys else content
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    if not isinstance(values, dict):
+        return {}
+    return {key: OmegaConf.select(OmegaConf.create(values), key) for key in keys} if keys else values
+
+
+_KIND = ("runner.task_type",)
+
+
+def check_resume(kind: Kind[Cfg], cfg: Cfg, checkpoint: Path) -> None:
+    """Raises an error for a checkpoint of another task type, another environment or another model.
+
+    Raises:
+        CheckpointError: Names the keys, with the values of the checkpoint and of the configuration.
+    """
+    # The ranks that read a checkpoint without config.yaml accept or refuse it.
+    differ = differing(cfg, saved_values(checkpoint / CONFIG, _KIND), _KIND)
+    differ = differ or kind.differences(cfg, checkpoint)
+    if differ:
+        raise CheckpointError(
+            f"runner.resume_dir: {checkpoint} is not of this run: {'; '.join(differ)}. Go on with the checkpoint's "
+            f"configuration, or start fresh with another runner.name.{kind.other_start}"
+        )

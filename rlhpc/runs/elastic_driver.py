@@ -1,0 +1,327 @@
+"""Elastic ranks in the driver: it listens for joining ranks, records them, and manages their helper jobs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rlhpc.jobs.elastic.helper_plan import HelperPlacement, helper_plans
+from rlhpc.jobs.elastic.records import Attendance
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS, StopRequest
+from rlhpc.metrics import update_provenance
+from rlhpc.runs.run_folder import note
+from rlhpc.runtime.allocation import in_slurm_job
+from rlhpc.runtime.cluster_config import ClusterConfig
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.network import address_for_partition
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.cluster import Cluster
+    from rlhpc.runtime.session import Session
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from rlhpc.jobs.elastic.helper_job import submit
+from rlhpc.jobs.elastic.helper_plan import ClusterState, Decision, HelperPlan, LiveHelperJob, Rule
+from rlhpc.jobs.elastic.records import HelperJobRecord, HelperRecord, end_helpers, helpers_name
+from rlhpc.jobs.probes import JobState, SlurmProbe
+from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.slurm import QueuedJob, jobs_named, scancel, starts_in
+from rlhpc.runtime.ownership import make_private
+from rlhpc.runtime.slurm import give_up
+
+log = logging.getLogger(__name__)
+
+#: Seconds that the end of a run waits for the last answer of Slurm.
+_ANSWERS_S = 2.0
+#: Seconds that a leaving job may take before it is cancelled.
+_LEAVES_S = 60.0
+#: Weight of a new step in the moving average of the wait share.
+_FRESH = 0.3
+#: Slurm's states of jobs whose processes have ended or are ending.
+_ENDING = ("COMPLETING", "STAGE_OUT")
+
+
+class HelperJobs:
+    """Helper jobs of a run.
+
+    Args:
+        paths: The run.
+        plan: Plan of the jobs.
+        useful: Number of ranks that can be used in addition to those that the run started with.
+        job_gone: Called with the id of a job that has ended: none of its ranks can be alive.
+        present: Number of present ranks, by job id; 0 for jobs whose ranks have left.
+        faulty: Jobs of which a rank raised an error: their machine may be broken, and so may the next.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        plan: HelperPlan,
+        useful: int,
+        job_gone: Callable[[str], None],
+        present: Callable[[], Mapping[str, int]],
+        faulty: Collection[str] = (),
+    ) -> None:
+        self.paths, self.plan = paths, plan
+        self._useful, self._job_gone, self._present, self._faulty = useful, job_gone, present, faulty
+        self._rule, self._name = Rule(plan.bounds), helpers_name(paths, plan.group)
+        self._record = HelperRecord.read(paths, plan.group)
+        self._waited: float | None = None
+        self._num_failed, self._failed_at = 0, 0.0
+        self._last_seen: dict[str, float] = {}
+        self._last_note = ""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rlhpc-helpers", daemon=True)
+
+    def start(self) -> None:
+        """Starts to manage the jobs; without Slurm it prints a note instead."""
+        if shutil.which("sbatch") is None:
+            note("cluster.elastic: there is no sbatch here, so no ranks join; the run goes on without")
+            return
+        make_private(self.paths.submit, parents=True)
+        self._thread.start()
+
+    def saw(self, row: Mapping[str, float]) -> None:
+        """Records a step's metrics: the actor's wait for rollouts shows whether there are too few rollout ranks."""
+        step_s = row.get("time/step_s", 0.0)
+        if step_s > 0:
+            share = min(1.0, row.get("time/rollout_s", 0.0) / step_s)
+            self._waited = share if self._waited is None else (1 - _FRESH) * self._waited + _FRESH * share
+
+    def stop(self, *, again: bool, killed: bool = False) -> None:
+        """Stops to manage the jobs when the driver ends.
+
+        Args:
+            again: Another driver continues the run: the helpers wait for it.
+            killed: Only Slurm knows whether another driver follows: running helpers find out, queued ones are cancelled.
+        """
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(_ANSWERS_S)
+            if self._thread.is_alive():
+                give_up(self._thread)
+                self._thread.join(_ANSWERS_S)
+        if shutil.which("scancel") is not None and not again:
+            end_helpers(self.paths, queued_only=killed, softly=not killed, timeout_s=10.0)
+
+    @property
+    def jobs(self) -> list[HelperJobRecord]:
+        """All jobs that were ever submitted and are still recorded."""
+        return list(self._record.jobs.values())
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self.look()
+            except RlhpcError as error:
+                self._say(str(error).splitlines()[0])
+            except Exception as error:  # such as a full disk; no error here may end the run
+                self._say(f"{type(error).__name__}: {error}")
+                log.debug("looking after the helpers", exc_info=True)
+            self._stopping.wait(self.plan.look_s)
+
+    def _say(self, text: str) -> None:
+        """Prints a note for the user, unless it repeats the last one."""
+        if text != self._last_note and not self._stopping.is_set():
+            self._last_note = text
+            note(f"cluster.elastic: {text}")
+
+    def look(self) -> None:
+        """Queries the queue and the run once, and applies the rule's decision."""
+        queue = jobs_named(self._name)
+        if queue is None:
+            self._say("Slurm does not answer; the run goes on with the ranks that there are")
+            return
+        now = time.time()
+        self._reconcile(queue, now)
+        decision = self._rule.decide(self._cluster_state(now))
+        try:
+            self._act(decision, now)
+        finally:
+            self._record.write(self.paths, self.plan.group)
+
+    def _reconcile(self, queue: Sequence[QueuedJob], now: float) -> None:
+        """Updates the records from the queue, including jobs that an earlier driver submitted or whose id was not recorded."""
+        present, record = self._present(), self._record
+        queued = {job.id: job for job in queue}
+        for job in queue:
+            if job.id not in record.jobs:
+                record.jobs[job.id] = HelperJobRecord(job.id, self.plan.group, self.plan.counted, now)
+            job_record = record.jobs[job.id]
+            job_record.state, job_record.reason, job_record.ended = job.state, job.reason, None
+            job_record.started, job_record.node = job.started or job_record.started, job.node or job_record.node
+            job_record.joined = max(job_record.joined, _joined(present, job.id))
+            self._last_seen[job.id] = now
+            if job.state in _ENDING:
+                job_record.leaving = job_record.leaving or now
+                self._job_gone(job.id)
+        ended_jobs = [job for job in record.live() if job.id not in queued]
+        reports = SlurmProbe(command_timeout_s=10.0).query([job.id for job in ended_jobs]) if ended_jobs else {}
+        for job_record in ended_jobs:
+            job_record.joined = max(job_record.joined, _joined(present, job_record.id))
+            job_record.state = reports[job_record.id].state.value
+            self._bound(job_record, now)
+            self._job_gone(job_record.id)
+            if job_record.id in self._faulty:
+                self._num_failed, self._failed_at = self._num_failed + 1, now
+                self._say(
+                    f"job {job_record.id} has left after an error of a rank; `rlhpc status` says which, and on what node"
+                )
+            elif job_record.joined:
+                self._num_failed = 0
+            elif job_record.started is not None and not job_record.why:
+                self._num_failed, self._failed_at = self._num_failed + 1, now
+                log_file = self.paths.helpers / f"{job_record.id}_0_log.err"
+                self._say(
+                    f"job {job_record.id} ended ({job_record.state}) before a rank of it had joined; see {log_file}"
+                )
+
+    def _bound(self, job: HelperJobRecord, now: float) -> None:
+        """Sets start and end of an ended job: unobserved time counts as if the job had run as long as it could."""
+        last_seen, walltime = self._last_seen.pop(job.id, job.submitted), 60.0 * self.plan.minutes
+        cancelled = job.leaving is not None and job.state == JobState.CANCELLED.value
+        if job.started is None and (job.joined or not cancelled):
+            job.started = max(last_seen, now - walltime)
+        job.ended = now if job.started is None else min(now, max(last_seen, job.started + walltime))
+
+    def _cluster_state(self, now: float) -> ClusterState:
+        present = self._present()
+        jobs = [
+            LiveHelperJob(
+                job.id, "leaving" if job.leaving is not None else "running" if job.started is not None else "queued",
+                present.get(job.id, 0), job.hours(now),
+            )
+            for job in self._record.live()
+        ]  # fmt: skip
+        return ClusterState(
+            now, jobs, self._waited, asked_ranks(self.paths, self.plan.group), self._record.spent(), self._useful,
+            self._num_failed, self._failed_at,
+        )  # fmt: skip
+
+    def _act(self, decision: Decision, now: float) -> None:
+        for job in self._record.live():
+            if job.leaving is not None and now - job.leaving > _LEAVES_S:
+                scancel(job.id, name=self._name)
+        for job_id in decision.leave:
+            job = self._record.jobs[job_id]
+            job.leaving, job.why = now, decision.why
+            if job.started is None:
+                scancel(job_id, name=self._name)
+            else:
+                scancel(job_id, "--batch", "--signal=USR1", name=self._name)
+        if not decision.submit:
+            return
+        if decision.only_soon:
+            seconds, words = starts_in(dict(self.plan.options))
+            if seconds is None or seconds > self.plan.start_within_s:
+                self._rule.not_soon(len([job for job in self._record.live() if job.leaving is None]))
+                self._say(f"no further ranks for now: {words}")
+                return
+        for _ in range(decision.submit):
+            if self._stopping.is_set():
+                return
+            job_id = submit(self.paths.helpers, self._name, self.plan, self.paths.root)
+            self._record.jobs[job_id] = HelperJobRecord(job_id, self.plan.group, self.plan.counted, time.time())
+            # Written at once, so that the record has the job even if the driver is killed now.
+            self._record.write(self.paths, self.plan.group)
+        self._say(f"submitted {decision.submit} job{'s' if decision.submit > 1 else ''} of helpers: {decision.why}")
+
+
+def _joined(present: Mapping[str, int], job: str) -> int:
+    """Returns the largest number of ranks of a job that were present at the same time: at least one, if a rank left before it
+    was observed.
+    """
+    return max(1, present[job]) if job in present else 0
+
+
+def asked_ranks(paths: RunPaths, group: str) -> int | None:
+    """Returns the number of ranks requested with `rlhpc scale`; None without a request."""
+    ranks = (read_json_file(paths.asked_ranks) or {}).get(group) if paths.asked_ranks.exists() else None
+    return ranks if isinstance(ranks, int) else None
+
+
+class Elastic:
+    """Elastic ranks of one start of a run.
+
+    Args:
+        section: Section `cluster`.
+        paths: The run.
+        placements: Placements of the ranks that it starts with, by group.
+        useful: Maximum number of ranks that can be used, by group.
+    """
+
+    def __init__(
+        self,
+        section: ClusterConfig,
+        paths: RunPaths,
+        placements: Mapping[str, Sequence[HelperPlacement]],
+        useful: Mapping[str, int],
+    ) -> None:
+        self._paths, self._plans = paths, helper_plans(section, placements)
+        self._useful = {name: max_ranks - len(placements.get(name) or ()) for name, max_ranks in useful.items()}
+        self._helpers: list[HelperJobs] = []
+        self._attendance: Attendance | None = None
+        self._restarts = False
+
+    def address(self, cluster: Cluster) -> str | None:
+        """Returns the address to listen on for ranks on other hosts; None if no ranks can join, or if the run listens there
+        anyway.
+        """
+        if not self._plans or any(not node.is_local for node in cluster.nodes):
+            return None
+        try:
+            return address_for_partition(dict(self._plans[0].options).get("partition"), cluster.interface)
+        except ConfigError as error:
+            note(f"cluster.elastic: {error}; only ranks on this host can join")
+            return None
+
+    def open(self, session: Session) -> None:
+        """Starts to record joining ranks, once the session runs."""
+        self._attendance = Attendance(self._paths.attendance)
+        session.membership.heard = self._attendance.note
+        self._helpers = [
+            HelperJobs(
+                self._paths, plan, self._useful.get(plan.group, plan.bounds.max_ranks), session.job_gone,
+                session.membership.by_job, session.membership.faulty,
+            )
+            for plan in self._plans
+        ]  # fmt: skip
+
+    def start(self, session: Session) -> None:
+        """Lets ranks join, just before the first step."""
+        session.membership.is_open = True
+        for helpers in self._helpers:
+            helpers.start()
+
+    def saw(self, row: Mapping[str, float]) -> None:
+        """Records a step's metrics."""
+        for helpers in self._helpers:
+            helpers.saw(row)
+
+    def failed(self, error: BaseException) -> None:
+        """Marks the start as failed; in a job it may be repeated."""
+        self._restarts = (
+            isinstance(error, RlhpcError) and error.restartable and os.environ.get(MAX_RESTARTS, "0") != "0"
+        )
+
+    def close(self, stop: StopRequest) -> None:
+        """Ends the helpers' jobs after the session. A job that was told to end may be requeued, which only Slurm knows:
+        `rlhpc cancel` ends the helpers' jobs itself.
+        """
+        again = self._restarts or stop.exit_code == EXIT_REQUEUE
+        for helpers in self._helpers:
+            helpers.stop(again=again, killed=stop.exit_code > 128 and in_slurm_job(os.environ))
+        if self._attendance is not None:
+            self._attendance.close("its driver ended, and another takes the run up" if again else "the run ended")
+        if self._helpers:
+            jobs = [asdict(job) for helpers in self._helpers for job in helpers.jobs]
+            update_provenance(self._paths, helpers=jobs)

@@ -1,0 +1,246 @@
+"""Run folder of a training start: the checkpoint to continue from, the files of the run, and the status for `rlhpc status`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhpc.checkpoint import Resumable, find_resumable, move_newer_aside, newest_valid
+from rlhpc.config import config_to_yaml, segment_end, total_steps
+from rlhpc.config.sections import RunConfig
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.segment import read_json_file
+from rlhpc.metrics import write_provenance
+from rlhpc.metrics.provenance import record_placement
+from rlhpc.runs.run_identity import check_same_run
+from rlhpc.runtime.disk_errors import advice, storage_error
+from rlhpc.runtime.errors import ConfigError, RlhpcError, StaleGeneration, StorageError
+from rlhpc.runtime.files import replace_durably
+from rlhpc.runtime.host import node_name
+from rlhpc.runtime.ownership import require_own_run_folder, require_private
+
+_STATUS_EVERY_S = 2.0
+
+
+def note(text: str) -> None:
+    """Prints a note to the terminal that is not an error."""
+    print(f"rlhpc: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class RunFolder:
+    """Run folder of one start of a run.
+
+    Attributes:
+        paths: Names of its files.
+        segment: Number of the segment that this start trains; None for the complete run.
+        end_step: Step at which this start ends.
+        total: Steps of the complete run.
+        resume: Checkpoint that it continues from.
+        foreign: True if that is another run's checkpoint.
+        marks: Unix times at which stages of the start were reached.
+    """
+
+    paths: RunPaths
+    segment: int | None
+    end_step: int
+    total: int
+    resume: Resumable
+    foreign: bool = False
+    started: float = field(default_factory=time.time)
+    marks: dict[str, float] = field(default_factory=dict)
+    _status_written: float = 0.0
+
+    @classmethod
+    def plan(cls, cfg: RunConfig, segment: int | None = None, *, resume_with: bool = False) -> RunFolder:
+        """Determines the checkpoint from which the run continues; writes nothing.
+
+        Args:
+            cfg: The configuration.
+            segment: Number of a segment, below `runner.segments`; None for the complete run.
+            resume_with: Continue the run even if its configuration has changed.
+
+        Raises:
+            ConfigError: The folder has checkpoints and `runner.resume_dir` is not set, or they are of another configuration,
+                or the segment does not exist.
+            OwnershipError: The folder, or one in it that others must not see, is another user's or open to others.
+            CheckpointError: `runner.resume_dir` names a checkpoint that cannot be used.
+        """
+        paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+        resume_from, have = resolve_resume(cfg, segment, resume_with=resume_with)
+        total, segments = total_steps(cfg), cfg.runner.segments
+        resume = find_resumable(paths, resume_from)
+        for path, reason in resume.skipped:
+            note(f"skipped {path.name}: {reason}")
+        if str(resume_from).lower() == "auto" and resume.path is None and have:
+            raise ConfigError(
+                f"runner.resume_dir=auto: none of the {len(have)} checkpoints in {paths.checkpoints} can be used (see "
+                "above). Restore one, or start fresh with another runner.name"
+            )
+        foreign = resume.path is not None and resume.path.parent.resolve() != paths.checkpoints.resolve()
+        end = total if segment is None else segment_end(total, segment, segments)
+        return cls(paths, segment, end, total, resume, foreign)
+
+    def open(self, cfg: RunConfig) -> None:
+        """Creates the folder and writes config.yaml and provenance.json; called once per start.
+
+        Raises:
+            ConfigError: The folder cannot be written.
+        """
+        try:
+            self.paths.root.mkdir(parents=True, exist_ok=True)
+            replace_durably(self.paths.config, config_to_yaml(cfg).encode())
+        except OSError as error:
+            raise ConfigError(
+                f"runner.run_dir: {error.filename or self.paths.root} cannot be written: {error.strerror}. "
+                f"{advice(error, self.paths.root)}, or choose another runner.run_dir"
+            ) from error
+        if self.resume.path is not None and not self.foreign:
+            for moved in move_newer_aside(self.paths, self.resume.step):
+                note(f"kept a newer checkpoint as {moved.name}")
+        write_provenance(self.paths, cfg, [*sys.orig_argv])
+
+    def mark(self, name: str) -> None:
+        """Stores the time at which a stage of the start is first reached."""
+        self.marks.setdefault(name, time.time())
+
+    def write_marks(self, registry: Path) -> None:
+        """Writes `timeline.json`, with the duration of each stage of this start, to the generation's folder."""
+        self._write(
+            registry / "timeline.json", json.dumps({"driver": self.started, **self.marks}).encode() + b"\n", "times"
+        )
+
+    def record_placement(self, placements: dict[str, list[dict[str, Any]]]) -> None:
+        """Adds the placement of all ranks to provenance.json."""
+        record_placement(self.paths, placements)
+
+    def write_status(self, state: str, step: int, *, force: bool = False, **facts: Any) -> None:
+        """Replaces status.json, at most every two seconds unless `force`."""
+        now = time.time()
+        if not force and now - self._status_written < _STATUS_EVERY_S:
+            return
+        self._status_written = now
+        record = {
+            "state": state,
+            "segment": self.segment,
+            "step": step,
+            "max_steps": self.total,
+            "end_step": self.end_step,
+            "pid": os.getpid(),
+            "host": node_name(),
+            "started": self.started,
+            "updated": now,
+            **{key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in facts.items()},
+        }
+        self._write(self.paths.driver_state, json.dumps(record, indent=1).encode() + b"\n", "the run's status")
+
+    def finished_segments(self) -> list[int]:
+        """Returns the steps at which finished segments ended."""
+        records = (read_json_file(path) for path in self.paths.segments.glob("*.json"))
+        return [int(record["global_step"]) for record in records if record and "global_step" in record]
+
+    def finish_segment(self, step: int, stop_reason: str) -> dict[str, Any]:
+        """Writes `segments/<k>.json` as the last file of the segment.
+
+        Returns:
+            Its content: segment, global_step, checkpoint, stop_reason.
+        """
+        newest = newest_valid(self.paths, checksums=False)
+        record = {
+            "segment": self.segment or 0,
+            "global_step": step,
+            "checkpoint": str(newest.path) if newest.path else None,
+            "stop_reason": stop_reason,
+        }
+        self._write(
+            self.paths.segment_done(self.segment or 0), json.dumps(record).encode() + b"\n", "the segment's end"
+        )
+        return record
+
+    def _write(self, path: Path, data: bytes, content_name: str) -> None:
+        """Replaces a file in the run folder, but does not recreate a run folder that was removed."""
+        try:
+            if not self.paths.root.is_dir():
+                raise StaleGeneration(f"the run folder {self.paths.root} was removed while the run went on: it ends")
+            replace_durably(path, data)
+        except OSError as error:
+            raise storage_error(error, path, content_name) from error
+
+
+def resolve_resume(
+    cfg: RunConfig, segment: int | None = None, *, resume_with: bool = False
+) -> tuple[str | None, list[Path]]:
+    """Determines the checkpoint from which a run resumes. Raises an error for another user's folder, and for existing
+    checkpoints without `runner.resume_dir`. Reads no checkpoint.
+
+    Args:
+        cfg, segment, resume_with: See `RunFolder.plan`.
+
+    Returns:
+        The checkpoint to resume from, in the form of `runner.resume_dir`, and the complete checkpoints that exist.
+
+    Raises:
+        ConfigError, OwnershipError: See `RunFolder.plan`.
+    """
+    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    require_own_run_folder(paths.root)
+    for folder in (paths.registry, paths.submit):
+        if os.path.lexists(folder):
+            require_private(folder, tighten=True)
+    segments = cfg.runner.segments
+    if segments < 1:
+        raise ConfigError(f"runner.segments is {segments}; it must be at least 1")
+    if segment is not None and not 0 <= segment < segments:
+        raise ConfigError(f"segment {segment} does not exist: runner.segments is {segments} (0 to {segments - 1})")
+    resume_from = cfg.runner.resume_dir
+    have = [path for _, path in paths.complete_steps()]
+    if segment is not None and (resume_from is None or have):
+        resume_from = "auto"  # a restarted segment continues from where it was
+    if resume_from is None and have:
+        raise ConfigError(
+            f"{paths.root} has checkpoints already (newest: {have[-1].name}). To continue them pass "
+            "runner.resume_dir=auto; to start fresh pass another runner.name, or remove the folder"
+        )
+    check_same_run(paths, cfg, resume_with=resume_with)
+    return resume_from, have
+
+
+def read_segment_done(paths: RunPaths, segment: int) -> dict[str, Any] | None:
+    """Returns the record of a finished segment; None if the segment is not finished."""
+    return read_json_file(paths.segment_done(segment))
+
+
+def keep_traceback(folder: RunFolder, error: BaseException) -> None:
+    """Writes the traceback of an unexpected error to the driver's log; a note on the error names the file."""
+    if isinstance(error, (RlhpcError, KeyboardInterrupt, SystemExit)):
+        return
+    path = folder.paths.segment_logs(folder.segment or 0) / "driver.err"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as log:
+            log.write("".join(traceback.format_exception(error)))
+    except OSError:
+        return
+    error.add_note(f"traceback in {path}")
+
+
+def fail_status(folder: RunFolder, step: int, error: BaseException) -> None:
+    """Writes the reason for a failure to status.json, if the folder can be written."""
+    try:
+        if folder.paths.root.is_dir():
+            ours = error if isinstance(error, RlhpcError) else None
+            text = str(error) if ours is not None else f"{type(error).__name__}: {error}"
+            notes = getattr(error, "__notes__", ())
+            folder.write_status(
+                "failed", step, force=True, stop_reason="; ".join([*text.splitlines()[:1], *notes]),
+                restartable=ours is not None and ours.restartable, node=ours.node if ours is not None else "",
+            )  # fmt: skip
+    except (OSError, StorageError):
+        pass

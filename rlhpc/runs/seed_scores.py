@@ -1,0 +1,165 @@
+"""Statistics over seeds: the part of a comparison about one score per run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlhpc.metrics.charts import ChartRow, interval_chart, number
+from rlhpc.metrics.logger import series
+from rlhpc.metrics.page import Cell, figures, table
+from rlhpc.metrics.provenance import is_share
+from rlhpc.metrics.statistics import Estimate, improvement, interquartile_mean, mean
+from rlhpc.runs.task_type import Kind
+
+#: Maximum number of configurations in one chart; more could not be distinguished.
+MAX_DRAWN = 8
+#: Minimum number of seeds for the share of pairs: two seeds against two without overlap would give 100 %.
+_ENOUGH_SEEDS = 5
+_METHOD = (
+    "Intervals are 95 % intervals by Student's t over seeds, within each configuration, and wide where there are few "
+    "seeds; IQM is the mean of the middle half of the seeds (of fewer than four seeds, all of them), and P(best &gt; this) "
+    "is the share of pairs in which a run of the best configuration has a better score than one of this (Agarwal et al. "
+    "2021), of five seeds or more."
+)
+
+
+@dataclass(frozen=True)
+class ConfigScores:
+    """Scores of the seeds of one configuration.
+
+    Attributes:
+        label: Label of the configuration.
+        scores: One number for each run with a score.
+        planned: Number of its runs, with and without a score.
+    """
+
+    label: str
+    scores: Sequence[float]
+    planned: int
+
+
+#: Words in the name of a metric for which smaller is better.
+_LESS_IS_BETTER = frozenset(
+    {
+        "loss",
+        "perplexity",
+        "error",
+        "kl",
+        "mse",
+        "mae",
+        "nll",
+        "exploitability",
+        "failed",
+        "lost",
+        "truncated",
+        "s",
+        "seconds",
+    }
+)
+
+
+def goal_of(metric: str) -> str:
+    """Returns the direction in which a metric is better, by its name: `maximize` or `minimize`."""
+    words = metric.rpartition("/")[2].split("_")
+    return "maximize" if _LESS_IS_BETTER.isdisjoint(words) or "per" in words else "minimize"
+
+
+class HasScores(Protocol):
+    """Run with metrics and evaluations."""
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Metrics, one row a step."""
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Evaluations on one suite."""
+
+
+def scores_at(runs: Sequence[HasScores], metric: str) -> tuple[int | None, list[float]]:
+    """Returns the scores of runs at the last step that all of them have, from one source: evaluations of checkpoints or, where
+    not all runs have an evaluation of the same step, the rows of training.
+
+    Returns:
+        The step, None without a common one; and a score for each run.
+    """
+    for scores in ([_evaluated(run, metric) for run in runs], [_logged(run, metric) for run in runs]):
+        if common := set.intersection(*map(set, scores)) if scores else set():
+            step = max(common)
+            return int(step), [by_step[step] for by_step in scores]
+    return None, []
+
+
+def _evaluated(run: HasScores, metric: str) -> dict[float, float]:
+    name = metric.removeprefix("eval/")
+    if name == metric:
+        return {}
+    return {float(e["global_step"]): float(e[name]) for e in run.evaluations if isinstance(e.get(name), int | float)}
+
+
+def _logged(run: HasScores, metric: str) -> dict[float, float]:
+    return dict(zip(*series(run.rows, metric), strict=True))
+
+
+def metric_of(kind: Kind[Any], runs: Sequence[HasScores]) -> str | None:
+    """Returns the first metric by which runs of a task type are compared and that all of them have at some step."""
+    names = list(dict.fromkeys(name for name, _, _ in kind.compared))
+    return next((name for name in names if runs and scores_at(runs, name)[0] is not None), None)
+
+
+def ranked(configurations: Sequence[ConfigScores], goal: str) -> list[ConfigScores]:
+    """Returns the configurations with scores, the best interquartile mean first."""
+    sign = -1 if goal == "maximize" else 1
+    return sorted(
+        (one for one in configurations if one.scores), key=lambda one: sign * interquartile_mean(one.scores).value
+    )
+
+
+def scores_part(configurations: Sequence[ConfigScores], title: str, goal: str, metric: str) -> str:
+    """Renders table and chart of the scores as HTML; the best configuration comes first.
+
+    Args:
+        configurations: Configurations in the order of their curves.
+        title: Title of the scores.
+        goal: `maximize` or `minimize`.
+        metric: Name of the metric.
+    """
+    order = ranked(configurations, goal)
+    if not order:
+        return ""
+    colors = {one.label: index for index, one in enumerate(configurations)}  # as in the curves
+    best, sign = order[0], 1 if goal == "maximize" else -1
+    middles = [interquartile_mean(one.scores) for one in order]
+    means = [mean(one.scores) for one in order]
+    if is_share(metric.rpartition("/")[2]):
+        middles, means = ([estimate.of_share() for estimate in estimates] for estimates in (middles, means))
+    body: list[list[Cell]] = []
+    for one, average, middle in zip(order, means, middles, strict=True):
+        ahead = "–"
+        if one is not best and min(len(one.scores), len(best.scores)) < _ENOUGH_SEEDS:
+            ahead = "too few seeds"
+        elif one is not best:
+            ahead = f"{improvement([sign * s for s in best.scores], [sign * s for s in one.scores]):.0%}"
+        seeds = str(len(one.scores)) if len(one.scores) == one.planned else f"{len(one.scores)} of {one.planned}"
+        body.append([one.label, seeds, estimate_text(average), estimate_text(middle), ahead])
+    none = [one.label for one in configurations if not one.scores]
+    left_out = f"<p>Without a score yet: {len(none)} of {len(configurations)} configurations.</p>" if none else ""
+    rows = [
+        ChartRow(one.label, *middle, dots=one.scores, color=colors[one.label])
+        for one, middle in zip(order[:MAX_DRAWN], middles, strict=False)
+    ]
+    more = f", the best {MAX_DRAWN} of {len(order)}" if len(order) > MAX_DRAWN else ""
+    chart = interval_chart(f"IQM over seeds{more}", f"{title} (dots: single runs)", rows)
+    head = ["configuration", "seeds", "mean", "IQM", "P(best > this)"]
+    return (
+        f'<div class="scroll">{table(head, body, text_columns={0})}</div>{left_out}{figures([chart])}'
+        f'<p class="legend">{_METHOD}</p>'
+    )
+
+
+def estimate_text(estimate: Estimate) -> str:
+    """Formats a number with its interval; without an interval of zero width, from one seed or from equal values."""
+    value, low, high = map(number, estimate)
+    return f"{value} ({low} … {high})" if estimate.low < estimate.high else value

@@ -1,0 +1,385 @@
+"""Start estimate (`rlhpc plan --when`): start and end of a run in several job shapes, from the scheduler and `rlhpc tune`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlhpc.config import total_steps
+from rlhpc.config.files import read_files
+from rlhpc.config.schema import typed_value
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.sites import find_site
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.plan import build_plan
+from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.slurm import Allowance, Start, allowance, has_gpus, minutes_of, would_start
+from rlhpc.runs.config_changes import training_fingerprint
+from rlhpc.runs.configuration import load_config
+from rlhpc.runs.tuning.costs import Costs
+from rlhpc.runs.tuning.search import Space, search
+from rlhpc.runs.tuning.tune import TuneRequest, configured_candidate, is_allowed, space_of, workload_of
+from rlhpc.runs.tuning.workload import Knob
+from rlhpc.runtime.cluster_config import ClusterConfig
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+
+#: Ratio of walltime to training time: evaluations, checkpoints, and the error of the prediction.
+_ROOM = 1.25
+#: Starts and ends closer than this, in seconds, are equal: the scheduler plans in such intervals.
+SAME_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class JobShape:
+    """Shape of a job: nodes, partition and walltime.
+
+    Attributes:
+        nodes, accelerators: Totals.
+        partition: Partition in the job's directives; "" for the default or those of node groups.
+        walltime: Minutes; None for the partition's default.
+        overrides: Overrides that make the configuration request this shape.
+        configured: True for the shape that the configuration requests.
+        script: Job script that requests it.
+        train_s: Seconds that training takes; None if unknown.
+        usable_s: Seconds of a job in which it trains; None without a walltime.
+        idle_gpus: True if the partition's nodes have GPUs and the shape requests none.
+    """
+
+    nodes: int
+    accelerators: int
+    partition: str
+    walltime: int | None
+    overrides: tuple[str, ...]
+    configured: bool
+    script: str = ""
+    train_s: float | None = None
+    usable_s: float | None = None
+    idle_gpus: bool = False
+
+    @property
+    def jobs(self) -> int | None:
+        """Number of consecutive jobs that the run takes; None if it is unknown, or a job has no time to train."""
+        if self.train_s is None or self.usable_s == 0:
+            return None
+        return 1 if self.usable_s is None else math.ceil(self.train_s / self.usable_s)
+
+    @property
+    def hours(self) -> float | None:
+        """Accelerator hours, or node hours without accelerators."""
+        return None if self.train_s is None else self.train_s * (self.accelerators or self.nodes) / 3600
+
+
+@dataclasses.dataclass(frozen=True)
+class StartTimes:
+    """Start of a job shape, and its end if every further job starts at once."""
+
+    shape: JobShape
+    start: Start
+
+    @property
+    def end(self) -> float | None:
+        """Unix time of the end; None if the run does not start, never ends, or its duration is unknown."""
+        train_s = self.shape.train_s
+        return None if self.start.at is None or train_s is None or self.never_ends else self.start.at + train_s
+
+    @property
+    def never_ends(self) -> bool:
+        """True if the walltime is shorter than the reserve at the end of a job, so that no job trains."""
+        return self.shape.usable_s == 0
+
+    @property
+    def rank(self) -> tuple[bool, float, int, bool, bool]:
+        """Sort key: sooner ends first, or sooner starts without ends; then fewer jobs, no idle GPUs, and the configured
+        shape.
+        """
+        at = self.start.at if self.end is None else self.end
+        return (
+            at is None or self.never_ends,
+            round((at or 0.0) / SAME_S),
+            self.shape.jobs or 0,
+            self.shape.idle_gpus,
+            not self.shape.configured,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class StartEstimate:
+    """Start estimate of all job shapes.
+
+    Attributes:
+        answers: Start times of the shapes, the best first.
+        allowed: Allowance of the account, if Slurm reports it.
+        why_no_end: Reason for an unknown duration; "" if the duration is known.
+        left_out: Shapes that the configuration does not allow, with the reasons.
+        now: Unix time of the queries.
+    """
+
+    answers: Sequence[StartTimes]
+    allowed: Allowance | None
+    why_no_end: str
+    left_out: Sequence[str]
+    now: float
+
+
+def outlook(
+    request: TuneRequest,
+    nodes: Sequence[int],
+    partitions: Sequence[str],
+    ask: Callable[[str], Start] = would_start,
+) -> StartEstimate:
+    """Queries the scheduler for all shapes.
+
+    Args:
+        request: Configuration and options.
+        nodes: Numbers of nodes; by default half, once and twice the configured number.
+        partitions: Partitions; by default the configured one and those of the site file.
+        ask: Returns the start of a script's job.
+
+    Raises:
+        ConfigError: The configuration names node groups, so that it has one shape.
+    """
+    cfg = load_config(request.config, request.overrides, site=request.site)
+    if cfg.cluster.node_groups and (nodes or partitions):
+        raise ConfigError(
+            "--nodes and --partitions are for configurations without cluster.node_groups; change the groups in the file"
+        )
+    space, why = _costs(request, cfg)
+    now, left_out, answers = time.time(), list[str](), list[StartTimes]()
+    for count, partition in _alternatives(request, cfg, nodes, partitions):
+        try:
+            shapes = _shapes(request, cfg, count, partition, space)
+        except RlhpcError as error:
+            left_out.append(f"{count} node{'s' * (count != 1)}: {error}")
+            continue
+        tried = [StartTimes(shape, ask(shape.script)) for shape in shapes]
+        answers.append(min(tried, key=lambda answer: answer.rank))
+    answers.sort(key=lambda answer: answer.rank)
+    return StartEstimate(answers, allowance(cfg.cluster.account), why, left_out, now)
+
+
+def _alternatives(
+    request: TuneRequest, cfg: RunConfig, nodes: Sequence[int], partitions: Sequence[str]
+) -> list[tuple[int, str | None]]:
+    """Returns pairs of a number of nodes and a partition, the configured pair first."""
+    count, partition = cfg.cluster.num_nodes, cfg.cluster.partition
+    if cfg.cluster.node_groups:
+        return [(count, None)]
+    counts = [count, *(nodes or (count // 2, 2 * count))]
+    names = [partition, *(partitions or _of_site(request.site))]
+    return list(dict.fromkeys((n, name) for n, name in itertools.product(counts, names) if n))
+
+
+def _of_site(site: str | None) -> list[str]:
+    """Returns the partitions that a site file names."""
+    if not site:
+        return []
+    names: list[str] = []
+    for _, content in read_files(find_site(site)):
+        cluster = typed_value(content.get("cluster") or {}, ClusterConfig)
+        names += [part["partition"] for part in (cluster, *(cluster.get("node_groups") or ())) if part.get("partition")]
+    return list(dict.fromkeys(names))
+
+
+def _costs(request: TuneRequest, cfg: RunConfig) -> tuple[Space | None, str]:
+    """Returns the measurements of `rlhpc tune` for this run, or the reason why they are not available."""
+    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    record = read_json_file(paths.tuned)
+    if record is None:
+        return None, "how long it takes is not known: rlhpc tune, on such nodes, finds out"
+    if record.get("fingerprint") != training_fingerprint(cfg):
+        return (
+            None,
+            f"{paths.tuned} is of another configuration, so it is not known how long this one takes: rlhpc tune again",
+        )
+    try:
+        workload = workload_of(cfg, None)
+        knobs = tuple(
+            Knob(knob.key, (configured_candidate(cfg, workload).settings[knob.key],)) for knob in workload.knobs
+        )
+        workload = dataclasses.replace(workload, knobs=knobs)
+        return space_of(request, workload, Costs.from_json(record["costs"]), cfg, here=False), ""
+    except (KeyError, TypeError, ValueError) as error:
+        return None, f"{paths.tuned} cannot be read ({error!r}): rlhpc tune again"
+
+
+def _shapes(
+    request: TuneRequest, cfg: RunConfig, nodes: int, partition: str | None, space: Space | None
+) -> list[JobShape]:
+    """Returns a number of nodes in a partition with each candidate walltime.
+
+    Raises:
+        ConfigError, PlacementError: The configuration cannot be placed on them.
+    """
+    is_configured_nodes, is_configured_partition = nodes == cfg.cluster.num_nodes, partition == cfg.cluster.partition
+    words = [] if is_configured_nodes else [f"cluster.num_nodes={nodes}"]
+    words += [] if is_configured_partition else [f"cluster.partition={partition}"]
+    step_s = None
+    if space is not None:
+        here = dataclasses.replace(request, nodes=None if is_configured_nodes else nodes)
+        one = space_of(here, space.model.workload, space.model.costs, cfg, here=False)
+        if is_configured_nodes:
+            step_s = one.model.predict(one.configured).step_s
+        elif best := search(one, 1, lambda candidate: is_allowed(here, candidate, here=False)):
+            step_s = best[0].prediction.step_s
+            words += best[0].candidate.overrides()[:1]
+        else:
+            raise ConfigError("no placement is allowed on them")
+    changed = load_config(request.config, [*request.overrides, *words], site=request.site)
+    train_s = None if step_s is None else step_s * total_steps(cfg)
+    shapes = []
+    for walltime in walltimes(changed, train_s):
+        timed = [] if walltime == _walltime(changed) else [f"cluster.time={walltime}"]
+        sized = load_config(request.config, [*request.overrides, *words, *timed], site=request.site)
+        plan = build_plan(sized, launcher="slurm")
+        accelerators = sum(node.accelerators for node in plan.nodes)
+        usable = None if walltime is None else max(0.0, 60.0 * walltime - _reserve_s(sized))
+        shapes.append(
+            JobShape(
+                nodes, accelerators, str(partition or ""), walltime, (*words, *timed), not (words or timed),
+                plan.test_script(), train_s, usable,
+                not accelerators and not sized.cluster.node_groups and has_gpus(partition),
+            )
+        )  # fmt: skip
+    return shapes
+
+
+def _walltime(cfg: RunConfig) -> int | None:
+    times: list[str | None] = [group.time for group in cfg.cluster.node_groups if group.time]
+    minutes = [minutes_of(str(text)) for text in times or [cfg.cluster.time] if text]
+    return min(minutes) if minutes else None
+
+
+def _reserve_s(cfg: RunConfig) -> float:
+    """Returns the seconds at the end of a job in which it does not train."""
+    return float(max(cfg.cluster.signal_lead_s, cfg.runner.save_reserve_s))
+
+
+def walltimes(cfg: RunConfig, train_s: float | None) -> list[int | None]:
+    """Returns the configured walltime; if that is longer than needed, one that just fits the run; and a quarter of it, which
+    fits into gaps.
+    """
+    configured = _walltime(cfg)
+    if any(group.time for group in cfg.cluster.node_groups):
+        return [configured]  # each component has its own
+    candidates: list[int | None] = [configured]
+    if train_s is not None:
+        candidates.append(math.ceil((train_s * _ROOM + _reserve_s(cfg)) / 60))
+    if configured is not None:
+        candidates.append(configured // 4)
+    min_minutes = 2 * _reserve_s(cfg) / 60  # below, most of a job would be its end
+    shorter = [t for t in candidates[1:] if t and t >= min_minutes and (configured is None or t < configured)]
+    return [configured, *dict.fromkeys(shorter)]
+
+
+def render(estimate: StartEstimate) -> str:
+    """Formats the output of `rlhpc plan --when`."""
+    unit = "GPU-hours" if any(answer.shape.accelerators for answer in estimate.answers) else "node hours"
+    table = [["", "nodes", "GPUs", "partition", "walltime", "start", "end", "jobs", unit]]
+    for index, answer in enumerate(estimate.answers):
+        shape = answer.shape
+        table.append(
+            [
+                f"{index + 1}{' (as configured)' if shape.configured else ''}",
+                str(shape.nodes), str(shape.accelerators), shape.partition or "default",
+                "default" if shape.walltime is None else f"{shape.walltime} min",
+                answer.start.words if answer.start.at is None else moment(answer.start.at, estimate.now),
+                "-" if answer.end is None else moment(answer.end, estimate.now),
+                "-" if shape.jobs is None else str(shape.jobs),
+                "-" if shape.hours is None else f"{shape.hours:.3g}",
+            ]
+        )  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["when (sbatch --test-only: an estimate; jobs may end sooner, or others overtake this one)"]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    lines += [f"not possible on {text}" for text in estimate.left_out]
+    if estimate.why_no_end:
+        lines.append(estimate.why_no_end)
+    lines += [*verdict(estimate), *_account(estimate)]
+    return "\n".join(lines)
+
+
+def verdict(estimate: StartEstimate) -> list[str]:
+    """Formats the best shape, the shape that it is better than, and the overrides that request it."""
+    possible = [answer for answer in estimate.answers if answer.start.at is not None]
+    if not possible:
+        return ["no shape would start: rlhpc doctor says what this cluster allows"]
+    best = possible[0]
+    lines = []
+    other = next((answer for answer in possible[1:] if answer.rank[1] > best.rank[1]), None)
+    if other is not None:
+        ends = best.end is not None and other.end is not None
+        verb, count = "end" if ends else "start", best.shape.accelerators or best.shape.nodes
+        lines.append(
+            f"{_describe(best, estimate.now)} {verb}{'s' * (count == 1)} before {_describe(other, estimate.now)}"
+            + (f": {moment(best.end or 0, estimate.now)}, not {moment(other.end or 0, estimate.now)}" if ends else "")
+        )
+    if best.shape.idle_gpus:
+        where = best.shape.partition or "the default partition"
+        lines.append(f"the nodes of {where} have GPUs, which this run would not use: ask whether the site allows that")
+    if best.shape.overrides:
+        lines.append(f"for the first: {' '.join(best.shape.overrides)}")
+    return lines
+
+
+def _describe(answer: StartTimes, now: float) -> str:
+    shape = answer.shape
+    count = _some(shape.accelerators, "GPU") if shape.accelerators else _some(shape.nodes, "node")
+    where = f" in {shape.partition}" if shape.partition else ""
+    when = moment(answer.start.at or now, now)
+    return f"{count}{where} {when if when == 'now' else f'from {when}'}"
+
+
+def _some(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def moment(at: float, now: float) -> str:
+    """Formats a time for a reader: now, the hour of today, a weekday, or a date."""
+    if at - now < SAME_S:
+        return "now"
+    local, today = time.localtime(at), time.localtime(now)
+    if local[:3] == today[:3]:
+        return time.strftime("%H:%M", local)
+    return time.strftime("%A %H:%M" if at - now < 6 * 86400 else "%Y-%m-%d %H:%M", local)
+
+
+def _account(estimate: StartEstimate) -> list[str]:
+    """Formats the remaining allowance of the account, and the shapes that need more."""
+    allowed = estimate.allowed
+    if allowed is None:
+        return ["what the account may use is not known: sshare does not tell"]
+    share = "" if allowed.fair_share is None else f"; fair share {allowed.fair_share:.2f}"
+    parts = [
+        f"{(limit - used) / 60:.3g} of {limit / 60:.3g} {_word(resource)}-hours left"
+        for resource, (limit, used) in allowed.minutes.items()
+        if limit > 0
+    ]
+    lines = [f"account {allowed.account}: {', '.join(parts) or 'no limit'}{share}"]
+    for answer in estimate.answers:
+        lines += [f"  {text}" for text in _beyond(answer.shape, allowed.minutes)]
+    return lines
+
+
+def _word(resource: str) -> str:
+    return {"gres/gpu": "GPU", "cpu": "CPU"}.get(resource, resource)
+
+
+def _beyond(shape: JobShape, minutes: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Returns the limits that a shape's run would exceed."""
+    needs: dict[str, Any] = {"gres/gpu": shape.accelerators, "node": shape.nodes}
+    exceeded = []
+    for resource, count in needs.items():
+        if shape.train_s is None or not count or resource not in minutes:
+            continue
+        limit, used = minutes[resource]
+        hours = shape.train_s * count / 3600
+        if hours > (limit - used) / 60:
+            exceeded.append(
+                f"{_some(shape.nodes, 'node')} in {shape.partition or 'the default partition'}: {hours:.3g} "
+                f"{_word(resource)}-hours are more than that"
+            )
+    return exceeded

@@ -1,0 +1,337 @@
+"""Sweep of runs: each run has its own checked configuration, and shared preparations run once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.config import total_steps
+from rlhpc.config.files import find_config, read_files
+from rlhpc.config.load import read_task_type
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.sweep import SWEEP, Point, SweepConfig, digest, is_about_sweep, override, points, read_section
+from rlhpc.config.typed import plain, select
+from rlhpc.jobs.paths import RunPaths, SweepPaths
+from rlhpc.jobs.segment import read_json_file
+from rlhpc.runs.configuration import load_config
+from rlhpc.runs.run_identity import check_same_run
+from rlhpc.runs.task_type import find_kind, kind_of
+from rlhpc.runtime.disk_errors import unwritten
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.files import expand_home, replace_durably, unwritable
+
+#: Sections that determine an expert's episodes.
+_RECORDED = ("env",)
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """Run of a sweep.
+
+    Attributes:
+        point: Name and values of the run.
+        overrides: Overrides that turn the file's configuration into the run's, for `load_config` and every command.
+        cfg: Configuration of the run.
+        prepares: Preparations that this run makes for itself and for runs that need the same: `sft`, `demos`.
+    """
+
+    point: Point
+    overrides: tuple[str, ...]
+    cfg: RunConfig
+    prepares: frozenset[str] = frozenset()
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths.of(self.cfg.runner.run_dir, self.cfg.runner.name)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Sweep with its runs.
+
+    Attributes:
+        name: Name of its folder.
+        paths: Files of the sweep.
+        source: File that describes the sweep.
+        section: Content of section `sweep`.
+        runs: Runs of the sweep.
+    """
+
+    name: str
+    paths: SweepPaths
+    source: str
+    section: SweepConfig
+    runs: tuple[SweepRun, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the content of `sweep.json`, without the time."""
+        return {
+            "name": self.name,
+            "config": str(Path(self.source).absolute()),
+            "metric": self.section.metric,
+            "goal": self.section.goal,
+            "suite": next(iter(self.runs[0].cfg.workflow.eval_suites), "default"),
+            "max_queued": self.section.max_queued,
+            "runs": [
+                {"name": run.point.name, "label": run.point.label or self.name, "seed": run.point.seed,
+                 "values": dict(run.point.values)}
+                for run in self.runs
+            ],
+        }  # fmt: skip
+
+    def begin(self) -> None:
+        """Writes `sweep.json` at the start of the sweep, and revokes an earlier cancellation.
+
+        Raises:
+            RlhpcError: The file cannot be written.
+        """
+        text = json.dumps({**self.facts(), "written": time.time()}, indent=2, default=str)
+        try:
+            self.paths.root.mkdir(parents=True, exist_ok=True)
+            replace_durably(self.paths.record, text.encode())
+            self.paths.cancelled.unlink(missing_ok=True)
+        except OSError as error:
+            raise unwritten(error, self.paths.record) from error
+
+
+def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | None = None) -> Sweep | None:
+    """Reads a sweep, and checks the configuration of each of its runs; writes nothing.
+
+    Args:
+        path: YAML file.
+        overrides: `key=value` for all of its runs; `sweep=…` and `sweep.seeds=…` change the sweep itself.
+        site: As for `load_config`.
+
+    Returns:
+        The sweep; None if the file is the configuration of a single run.
+
+    Raises:
+        ConfigError: The sweep, or one of its runs, is wrong; the message names the run with its values.
+    """
+    source = str(find_config(path))
+    files = read_files(Path(source))
+    if read_section(files, overrides) is None:
+        return None
+    read = read_section(files, overrides, find_kind(*read_task_type(files, overrides)).schema)
+    assert read is not None
+    section, said_by = read
+    common = [*(text for text in overrides if not is_about_sweep(text)), f"{SWEEP}=null"]
+    named = points(section, said_by, common)
+    first = _load(source, [*common, *named[0].overrides], named[0], said_by, common, site, check=False)
+    name, folder = first.runner.name, first.runner.run_dir
+    paths = SweepPaths(RunPaths.of(folder, name).root)
+    if os.path.isfile(RunPaths(paths.root).config):
+        raise ConfigError(
+            f"{said_by}: {paths.root} is the folder of a run; give the sweep a name of its own with runner.name=…"
+        )
+    if reason := unwritable(paths.root):
+        raise ConfigError(f"{said_by}: the sweep's folder {paths.root}: {reason}; choose another with runner.run_dir=…")
+    below = [*common, override("runner.run_dir", os.path.normpath(f"{folder}/{name}"))]
+    runs = []
+    for point in named:
+        run_overrides = [*below, override("runner.name", point.name), *point.overrides]
+        cfg = _load(source, run_overrides, point, said_by, common, site)
+        runs.append(_prepared(SweepRun(point, tuple(run_overrides), cfg), source, paths, said_by, common, site))
+    return Sweep(name, paths, source, section, tuple(_shared(runs, source, said_by, site)))
+
+
+def check_begun(sweep: Sweep, *, resume_with: bool = False) -> None:
+    """Raises an error for runs that have started with another configuration, before one of them is started.
+
+    Raises:
+        ConfigError: Names the run, and the keys that differ.
+    """
+    for run in sweep.runs:
+        check_same_run(run.paths, run.cfg, resume_with=resume_with)
+
+
+def _load(
+    source: str, run_overrides: Sequence[str], point: Point, said_by: str, common: Sequence[str], site: str | None, *,
+    check: bool = True,
+) -> RunConfig:  # fmt: skip
+    try:
+        return load_config(source, run_overrides, check=check, site=site)
+    except ConfigError as error:
+        try:
+            load_config(source, common, check=check, site=site)
+        except ConfigError as common_error:
+            if str(common_error) == str(error):
+                raise error from None  # the sweep's values are not the cause
+        raise ConfigError(f"{said_by}: {SWEEP}: run {point.name} ({' '.join(point.overrides)}): {error}") from None
+
+
+# -- preparations -----------------------------------------------------------------------------------------------------
+
+
+def sft_of(source: str, cfg: RunConfig, site: str | None) -> tuple[str, RunConfig] | None:
+    """Returns file and configuration of the SFT run that precedes a run; None without one."""
+    sft = kind_of(cfg).preparation(cfg).sft
+    if sft is None:
+        return None
+    path = os.path.normpath(Path(source).parent / sft[0])
+    return path, load_config(path, sft[1], site=site)
+
+
+def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Path:
+    """Returns the folder into which the workflow exports the policy of the SFT run: `export/chosen`, unless this run names
+    the folder of that run's last step.
+
+    Args:
+        source: File of this run.
+        cfg: Its configuration.
+        first: Result of `sft_of`.
+
+    Raises:
+        ConfigError: This run names the folder of a step, and the SFT run may choose another step, or has several segments.
+    """
+    path, sft = first
+    if sft.runner.segments > 1:
+        raise ConfigError(f"{path}: runner.segments must be 1 for a run that another one starts from")
+    run = RunPaths.of(sft.runner.run_dir, sft.runner.name)
+    last, chosen = run.export(total_steps(sft)), run.chosen_export
+    value = select(cfg, "actor.model.model_path")
+    model = expand_home(str(value)).absolute()
+    if model.parent.absolute() != chosen.parent.absolute() or model.name == chosen.name:
+        return chosen
+    reasons = {"runner.keep_best": sft.runner.keep_best, "runner.patience": sft.runner.patience}
+    set_keys = [key for key, setting in reasons.items() if setting]
+    if set_keys or model.name != last.name:
+        why = f"its {' and '.join(set_keys)} may choose another step" if set_keys else f"its last step is {last.name}"
+        raise ConfigError(
+            f"{source}: actor.model.model_path is {value!r}, of the run of workflow.sft ({path}), and {why}; name {chosen}, "
+            "where the policy of the chosen step is exported"
+        )
+    return last
+
+
+def _prepared(
+    run: SweepRun, source: str, paths: SweepPaths, said_by: str, common: Sequence[str], site: str | None
+) -> SweepRun:
+    """Returns the run with its preparations in folders named by their content, if they would be named after the run.
+    References to these folders in its configuration change with them.
+
+    What else of its configuration names such a folder names the new one.
+    """
+    kind, name = kind_of(run.cfg), run.point.name
+    moved: list[str] = []
+    first = sft_of(source, run.cfg, site)
+    if first is not None and name in first[1].runner.name:
+        sft_folder = RunPaths.of(first[1].runner.run_dir, first[1].runner.name).root
+        content = plain(first[1])
+        content["runner"] = {k: v for k, v in content["runner"].items() if k not in ("name", "run_dir")}
+        folder = paths.root / f"sft-{digest(content)}"
+        sft = kind.preparation(run.cfg).sft
+        words = [
+            *(sft[1] if sft else ()),
+            override("runner.run_dir", os.path.normpath(f"{run.cfg.runner.run_dir}")),
+            override("runner.name", folder.name),
+        ]
+        moved += [override("workflow.sft_overrides", words), *_moved(run.cfg, sft_folder, folder)]
+    demos = kind.preparation(run.cfg).demos
+    if demos is not None and name in demos[0]:
+        facts = [_recording(run.cfg), run.cfg.runner.seed]
+        moved += _moved(run.cfg, Path(demos[0]), paths.root / f"demos-{digest(facts)}{Path(demos[0]).suffix}")
+    if not moved:
+        return run
+    overrides = (*run.overrides, *moved)
+    return SweepRun(run.point, overrides, _load(source, overrides, run.point, said_by, common, site))
+
+
+def _moved(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]:
+    """Yields overrides that replace a folder or file, or paths below it, by another."""
+    before = os.path.abspath(old)
+    place = os.path.relpath(new) if new.is_relative_to(Path.cwd()) else str(new)
+    for key, value in _texts(plain(cfg)):
+        if value and not key.startswith(("runner.", "workflow.")):
+            path = os.path.abspath(os.path.expanduser(value))
+            if path == before or path.startswith(f"{before}{os.sep}"):
+                yield override(key, f"{place}{path.removeprefix(before)}")
+
+
+def _texts(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _texts(value, f"{prefix}{key}.")
+        elif isinstance(value, str):
+            yield f"{prefix}{key}", value
+
+
+def _recording(cfg: RunConfig) -> Any:
+    """Returns the values that determine an expert's recorded episodes, except the seed."""
+    content = plain(cfg)
+    demos = kind_of(cfg).preparation(cfg).demos
+    return [{key: content.get(key) for key in _RECORDED}, *(demos[1:] if demos else ()), kind_of(cfg).recording(cfg)[1]]
+
+
+def recording_key(cfg: RunConfig) -> str:
+    """Returns the fingerprint of the demonstrations that runs of a sweep share; the seed is that of the run that records
+    them.
+    """
+    return digest(_recording(cfg))
+
+
+def _shared(runs: Sequence[SweepRun], source: str, said_by: str, site: str | None) -> Iterator[SweepRun]:
+    """Yields the runs; the first run that needs a preparation makes it.
+
+    Raises:
+        ConfigError: Two runs name one folder or file for preparations that differ.
+    """
+    makers: dict[str, tuple[SweepRun, Any]] = {}
+    for run in runs:
+        prepares = set()
+        first, demos = sft_of(source, run.cfg, site), kind_of(run.cfg).preparation(run.cfg).demos
+        preparations = []
+        if first is not None:
+            place = RunPaths.of(first[1].runner.run_dir, first[1].runner.name).root
+            preparations.append(("sft", str(place), digest(plain(first[1]))))
+        if demos is not None:
+            preparations.append(("demos", os.path.abspath(demos[0]), recording_key(run.cfg)))
+        for kind, path, content in preparations:
+            maker, maker_content = makers.setdefault(path, (run, content))
+            if maker_content != content:
+                raise ConfigError(
+                    f"{said_by}: {SWEEP}: runs {maker.point.name} and {run.point.name} both prepare {path}, and differently; "
+                    "put ${runner.name} into its name"
+                )
+            if maker is run:
+                prepares.add(kind)
+        yield SweepRun(run.point, run.overrides, run.cfg, frozenset(prepares))
+
+
+def rule_prefixes(names: Sequence[str]) -> dict[str, str]:
+    """Returns the prefix of each run's rule names in the workflow: the run's name, in the characters of a rule."""
+    prefixes: dict[str, str] = {}
+    for name in names:
+        prefix = "run_" + re.sub(r"\W", "_", name) + "_"
+        prefixes[name] = prefix if prefix not in prefixes.values() else f"{prefix}{len(prefixes)}_"
+    return prefixes
+
+
+# -- on disk ----------------------------------------------------------------------------------------------------------
+
+
+def read_sweep(paths: SweepPaths) -> dict[str, Any]:
+    """Returns the content of `sweep.json`.
+
+    Raises:
+        RlhpcError: The file was not written by a sweep.
+    """
+    record = read_json_file(paths.record)
+    runs = (record or {}).get("runs")
+    if not isinstance(runs, list) or not all(
+        isinstance(run, dict) and "/" not in str(run.get("name", "/")) for run in runs
+    ):
+        raise RlhpcError(f"{paths.record}: it cannot be read as a sweep's; start the sweep again, which writes it anew")
+    return dict(record or {})
+
+
+def runs_of(paths: SweepPaths) -> list[RunPaths]:
+    """Returns the folders of all runs that a sweep currently names, started or not, and of their shared preparations."""
+    named = [paths.run(str(run["name"])) for run in read_sweep(paths)["runs"]]
+    return [*named, *(RunPaths(folder) for folder in sorted(paths.root.glob("sft-*")) if folder.is_dir())]

@@ -1,0 +1,200 @@
+"""Predicted step time of a placement: a closed queueing network with the bounds of Denning and Buzen (1978).
+
+Stations are the groups, and the machines that they share. `K` customers circulate: the stages of a rollout between policy and
+simulators, and the concurrent steps (staleness + 1) between rollout and training. A round then takes at least
+`max(D / K, D_max)`, where `D` is the demand of one customer at all stations and `D_max` the demand of all customers at the
+busiest station; with steady service times as here, it takes about that long. An all-reduce among `n` ranks takes
+`2 (n - 1) / n` times as long as among two (Patarasuk and Yuan 2009).
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhpc.runs.tuning.costs import Costs, word_of
+from rlhpc.runs.tuning.shapes import Candidate, ClusterShape
+from rlhpc.runs.tuning.workload import Phase, Workload
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted step time and memory of a candidate.
+
+    Attributes:
+        step_s: Seconds of a step.
+        idle: Idle share of the accelerators' time, or of the cores' time without accelerators.
+        memory: Bytes of host memory on the fullest node.
+        device_memory: Bytes on the fullest accelerator.
+        phases: Phase → seconds a step.
+    """
+
+    step_s: float
+    idle: float
+    memory: float
+    device_memory: float
+    phases: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class QueueingModel:
+    """Model of the step time of a workload.
+
+    Attributes:
+        workload: Phases of a step.
+        costs: Measured costs.
+        shape: Machines.
+    """
+
+    workload: Workload
+    costs: Costs
+    shape: ClusterShape
+
+    def lower_bound_s(self, candidate: Candidate) -> float:
+        """Returns a lower bound of the seconds of a step for the candidate's numbers of ranks, wherever they are placed."""
+        cores, places = max(self.shape.cores), candidate.places
+        per = {group: len(place.processes) // max(1, len(place.resources)) for group, place in places.items()}
+        threads = {group: max(1, cores // max(1, per[group])) for group in places}
+        return self._period(candidate, self._seconds(candidate, threads), {})
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        """Returns the prediction for a candidate."""
+        ranks_by_node = self._on_nodes(candidate, tuple(candidate.places))
+        threads = {
+            group: min(
+                max(1, self.shape.cores[node] // ranks_by_node[node]) for node in self._on_nodes(candidate, (group,))
+            )
+            for group in candidate.places
+        }
+        uncrowded_s = self._seconds(candidate, threads)
+        loads = self._loads(candidate, uncrowded_s, threads)
+        seconds = {
+            phase.name: uncrowded_s[phase.name] * self._crowd(candidate, phase, threads)
+            for phase in self.workload.phases
+        }
+        step = self._period(candidate, seconds, loads)
+        host, device = self._memory(candidate)
+        return Prediction(step, self._idle(loads, step), host, device, seconds)
+
+    # -- seconds of the phases ------------------------------------------------------------------------------------
+
+    def _seconds(self, candidate: Candidate, threads: Mapping[str, int]) -> dict[str, float]:
+        """Returns the seconds per step of each phase, for a rank that has its threads' cores to itself."""
+        workload, costs = self.workload, self.costs
+        words = [word_of(key, value) for key, value in candidate.settings.items()]
+        seconds_by_phase = {}
+        for phase in workload.phases:
+            ranks, name = candidate.ranks(phase.group), phase.name
+            stages = self.stages(candidate) if phase.turn else 1
+            seconds = stages * costs.curves[name].at(1.0 / ranks / stages)
+            if ranks > 1:
+                seconds += costs.together_s.get(name, 0.0) * 2.0 * (ranks - 1) / ranks
+            for word in words:
+                seconds *= costs.factors.get(word, {}).get(name, 1.0)
+            before, now = costs.threads.get(phase.group, 1), threads[phase.group]
+            seconds_by_phase[name] = seconds * (before / now) ** costs.scaling.get(name, 0.0)
+        return seconds_by_phase
+
+    def _crowd(self, candidate: Candidate, phase: Phase, threads: Mapping[str, int]) -> float:
+        """Returns the slow-down of a phase whose ranks on a node have more threads than the node has cores."""
+        if not self._by_cores(candidate, phase):
+            return 1.0
+        here = self._on_nodes(candidate, (phase.group,))
+        return max(1.0, *(count * threads[phase.group] / self.shape.cores[node] for node, count in here.items()))
+
+    def stages(self, candidate: Candidate) -> int:
+        """Returns the number of stages in which alternating phases overlap."""
+        return int(candidate.settings.get(self.workload.stages) or 1)
+
+    def staleness(self, candidate: Candidate) -> int:
+        """Returns the maximum staleness of the rollout in steps."""
+        return int(candidate.settings.get(self.workload.staleness) or 0)
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def _period(self, candidate: Candidate, seconds: Mapping[str, float], loads: Mapping[object, float]) -> float:
+        stations: dict[str, float] = collections.defaultdict(float)
+        turns = {phase.name: seconds[phase.name] for phase in self.workload.phases if phase.turn}
+        chain = before = 0.0
+        if turns:
+            customers = self.stages(candidate)
+            chain = max(sum(turns.values()) / customers + self.costs.hop_s, max(turns.values()))
+            stations["turns"] = chain
+        for phase in self.workload.phases:
+            if phase.turn:
+                continue
+            now = seconds[phase.name]
+            stations[phase.group] += now
+            if phase.streams and before:
+                pieces = max(1, math.ceil(self.workload.pieces / candidate.ranks(self.workload.phases[0].group)))
+                now = max(before + now / pieces, now + before / pieces) - before
+            chain += now
+            before = seconds[phase.name]
+        overhead_s = self.costs.overhead_s
+        last = self.workload.phases[-1].group  # the driver starts its next step after it has ended one
+        stations[last] += overhead_s
+        concurrent_steps = self.staleness(candidate) + 1
+        extra = sum(self.costs.extra_s.get(word_of(key, value), 0.0) for key, value in candidate.settings.items())
+        period = max((chain + overhead_s) / concurrent_steps, *stations.values(), *loads.values())
+        return max(period + extra, period / 2)  # measurements elsewhere correct the period, but do not determine it
+
+    # -- machines -------------------------------------------------------------------------------------------------
+
+    def _by_cores(self, candidate: Candidate, phase: Phase) -> bool:
+        return phase.on_cores or self.shape.pools[candidate.places[phase.group].label].by_node
+
+    def _on_nodes(self, candidate: Candidate, groups: tuple[str, ...]) -> dict[int, int]:
+        """Returns node → number of ranks of these groups."""
+        counts: dict[int, int] = collections.Counter()
+        for group in groups:
+            place = candidate.places[group]
+            pool = self.shape.pools[place.label]
+            for ranks in place.processes:
+                counts[pool.resources[ranks[0]][0]] += 1
+        return counts
+
+    def _loads(
+        self, candidate: Candidate, seconds: Mapping[str, float], threads: Mapping[str, int]
+    ) -> dict[object, float]:
+        """Returns the busy seconds per step of each accelerator, and of all cores of each node."""
+        loads: dict[object, float] = collections.defaultdict(float)
+        for phase in self.workload.phases:
+            place = candidate.places[phase.group]
+            pool = self.shape.pools[place.label]
+            by_cores = self._by_cores(candidate, phase)
+            for ranks in place.processes:
+                node = pool.resources[ranks[0]][0]
+                width = min(threads[phase.group], self.shape.cores[node]) if by_cores else 1
+                loads[node] += seconds[phase.name] * width / self.shape.cores[node]
+                if not by_cores:
+                    for rank in ranks:
+                        loads[pool.resources[rank]] += seconds[phase.name]
+        return loads
+
+    def _idle(self, loads: Mapping[object, float], step: float) -> float:
+        if self.shape.accelerators:
+            busy = sum(load for of, load in loads.items() if isinstance(of, tuple))
+            return max(0.0, 1.0 - busy / (step * self.shape.accelerators))
+        cores = self.shape.cores
+        busy = sum(load * cores[of] for of, load in loads.items() if isinstance(of, int))
+        return max(0.0, 1.0 - busy / (step * sum(cores)))
+
+    def _memory(self, candidate: Candidate) -> tuple[float, float]:
+        """Returns the bytes on the fullest node, and on the fullest accelerator."""
+        host: dict[int, float] = collections.defaultdict(float)
+        device: dict[tuple[int, int], float] = collections.defaultdict(float)
+        for group, place in candidate.places.items():
+            pool = self.shape.pools[place.label]
+            for ranks in place.processes:
+                host[pool.resources[ranks[0]][0]] += self.costs.memory.get(group, 0.0)
+                for rank in ranks:
+                    device[pool.resources[rank]] += self.costs.device_memory.get(group, 0.0) / len(ranks)
+        return max(host.values(), default=0.0), max(device.values(), default=0.0)
+
+    def fits(self, prediction: Prediction) -> bool:
+        """Returns whether the memory suffices, as far as demand and size are known."""
+        return (not self.shape.memory or prediction.memory <= self.shape.memory) and (
+            not self.shape.device_memory or prediction.device_memory <= self.shape.device_memory
+        )

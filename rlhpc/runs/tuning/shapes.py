@@ -1,0 +1,144 @@
+"""Shapes of a cluster: pools of resources, and placements of groups on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.config.sections import RunConfig
+from rlhpc.runs.tuning.costs import word_of
+from rlhpc.runtime.cluster import Cluster
+from rlhpc.runtime.placement import HybridComponentPlacement
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Pool of resources that placements count: the accelerators of a node group, or its nodes without accelerators.
+
+    Attributes:
+        label: Node group.
+        resources: Node, and index of the accelerator on it; -1 for the node itself.
+    """
+
+    label: str
+    resources: tuple[tuple[int, int], ...]
+
+    @property
+    def by_node(self) -> bool:
+        """True if the resources are nodes."""
+        return all(index < 0 for _, index in self.resources)
+
+
+@dataclass(frozen=True)
+class GroupPlacement:
+    """Placement of the ranks of a group.
+
+    Attributes:
+        label: Node group.
+        text: Placement as written in a configuration.
+        processes: Resources of each rank.
+    """
+
+    label: str
+    text: str
+    processes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, label: str, first: int, count: int, per: int = 1) -> GroupPlacement:
+        """Returns the placement on `count` resources from `first` on, with `per` ranks each."""
+        last = first + count - 1
+        resources = str(first) if count == 1 else f"{first}-{last}"
+        ranks = count * per
+        text = resources if per == 1 else f"{resources}:0-{ranks - 1}"
+        return cls(label, text, tuple((first + rank // per,) for rank in range(ranks)))
+
+    @property
+    def resources(self) -> frozenset[int]:
+        return frozenset(resource for ranks in self.processes for resource in ranks)
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """Machines of a run.
+
+    Attributes:
+        pools: Pools by label.
+        cores: Number of cores of each node.
+        accelerators: Number of accelerators of all nodes.
+        memory: Bytes of host memory of a node; 0 if unknown.
+        device_memory: Bytes of an accelerator; 0 if unknown.
+    """
+
+    pools: Mapping[str, Pool]
+    cores: tuple[int, ...]
+    accelerators: int = 0
+    memory: int = 0
+    device_memory: int = 0
+
+    @classmethod
+    def of(cls, cfg: RunConfig, labels: Iterable[str], memory: int = 0, device_memory: int = 0) -> ClusterShape:
+        """Returns the machines that a configuration requests, with the resources of these node groups."""
+        cluster = Cluster.planned(cfg.cluster)
+        pools = {}
+        for label in labels:
+            accelerators = [] if label == "node" else cluster.accelerators_of(label)
+            pools[label] = Pool(
+                label, tuple(accelerators or ((node, -1) for node in cluster.node_group(label).node_ranks))
+            )
+        cores = tuple(max(1, node.cpus) for node in cluster.nodes)
+        return cls(pools, cores, cluster.num_accelerators, memory, device_memory)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Placement of each group, and value of each key that varies."""
+
+    places: Mapping[str, GroupPlacement]
+    settings: Mapping[str, Any]
+
+    def ranks(self, group: str) -> int:
+        """Returns the number of the group's ranks."""
+        return len(self.places[group].processes)
+
+    @property
+    def mode(self) -> str:
+        """Placement mode. `collocated`: all groups share all resources; `disaggregated`: no groups share;
+        otherwise `hybrid`.
+        """
+        used = [{(place.label, r) for r in place.resources} for place in self.places.values()]
+        if all(one == used[0] for one in used):
+            return "collocated"
+        return "disaggregated" if sum(map(len, used)) == len(set().union(*used)) else "hybrid"
+
+    def placement(self) -> dict[str, Any]:
+        """Returns the value of `cluster.component_placement`."""
+        return {
+            group: place.text if place.label == "cluster" else {"node_group": place.label, "placement": place.text}
+            for group, place in self.places.items()
+        }
+
+    def overrides(self) -> list[str]:
+        """Returns the candidate as `key=value` overrides."""
+        words = [word_of(key, value) for key, value in self.settings.items()]
+        return [word_of("cluster.component_placement", self.placement()), *words]
+
+
+def placed(cfg: RunConfig) -> dict[str, GroupPlacement]:
+    """Returns the placement of a configuration's groups.
+
+    Raises:
+        PlacementError: The configuration breaks a placement rule.
+    """
+    placement = HybridComponentPlacement(cfg, Cluster.planned(cfg.cluster))
+    placements = {}
+    for name in placement.components:
+        strategy = placement.get_strategy(name)
+        raw = next(value for names, value in cfg.cluster.component_placement.items() if name in _names(names))
+        text = raw["placement"] if hasattr(raw, "keys") else raw
+        placements[name] = GroupPlacement(strategy.node_group, str(text), strategy.processes)
+    return placements
+
+
+def _names(text: Any) -> list[str]:
+    return [name.strip() for name in str(text).split(",")]

@@ -1,0 +1,415 @@
+"""Bulk data between hosts: a plain TCP connection from the memory of one host into the memory of the other.
+
+CURVE encrypts about a gigabyte a second and core, and its messages are copied three times on the way. Here the kernel reads
+from the owner's segment, or from its tensors, and writes directly into memory that the receiver has allocated.
+
+Both sides first prove to one another that they know the generation's secret: each answers the other's random challenge with
+an HMAC. The requests and the heads of replies carry an HMAC under the connection's key and a count, so nothing can be
+forged, replayed or omitted. The bytes of the segments follow in clear. They are buffers of arrays and tensors, never a
+pickle: pickles stay in the encrypted messages.
+
+    server: MAGIC, challenge            client: challenge, proof            server: proof, size of its name, name
+    client: size, request, HMAC         server: size, reply, HMAC, the requested bytes
+
+A request for bytes is b"F" with their range and a path, or b"O" with their range and the name of data that this process
+forwards. A request without a reply is b"R" with a reader's number and a path: the reader is done with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhpc.runtime.comm.unix_sockets import send_all
+from rlhpc.runtime.comm.zero_copy import PREFIX, Loan, Loans, Offers, Withdrawn
+from rlhpc.runtime.errors import ChannelError
+from rlhpc.runtime.registry import CurveKeys
+from rlhpc.runtime.tcp_listener import ConnectionTable, TcpListener, host_of
+
+PROOF = 32
+SIZE = struct.Struct("!H")
+#: A transfer without a sign of life from the other host for this long is over, as a silent rank is (`leases.LOST_S`).
+LOST_S = 180
+#: How often a waiting receiver checks whether the run has failed.
+LOOK_S = 0.2
+#: Bytes per system call: few enough that the receiver can check the run in between.
+CHUNK = 8 << 20
+
+
+class BulkConnection:
+    """An authenticated connection: messages with an HMAC under the connection's key, and raw bytes."""
+
+    def __init__(self, sock: socket.socket, keys: CurveKeys, sends: bytes, hears: bytes) -> None:
+        self.sock = sock
+        self._secret = hashlib.sha256(b"rlhpc bulk " + keys.secret).digest()
+        self._roles, self._counts = (sends, hears), [0, 0]
+        self._key = b""
+
+    def proof(self, role: bytes, transcript: bytes) -> bytes:
+        return hmac.digest(self._secret, role + transcript, "sha256")
+
+    def agree(self, transcript: bytes) -> None:
+        self._key = self.proof(b"link", transcript)
+
+    def _mac(self, direction: int, body: bytes) -> bytes:
+        self._counts[direction] += 1
+        return hmac.digest(self._key, self._roles[direction] + b"%d " % self._counts[direction] + body, "sha256")
+
+    def say(self, body: bytes) -> None:
+        self.sock.sendall(SIZE.pack(len(body)) + body + self._mac(0, body))
+
+    def hear(self, check: Callable[[], None]) -> bytes:
+        """Receives the next message.
+
+        Raises:
+            ConnectionError: The other side has closed the connection, or the message is forged.
+        """
+        (size,) = SIZE.unpack(self.exactly(SIZE.size, check))
+        message = self.exactly(size + PROOF, check)
+        if not hmac.compare_digest(message[size:], self._mac(1, message[:size])):
+            raise ConnectionError("a message is not the other side's")
+        return message[:size]
+
+    def exactly(self, size: int, check: Callable[[], None]) -> bytes:
+        data = bytearray(size)
+        self.fill(memoryview(data), check)
+        return bytes(data)
+
+    def fill(self, target: memoryview, check: Callable[[], None]) -> None:
+        """Receives until `target` is full.
+
+        Raises:
+            ConnectionError: The connection ended before; the message has the number of bytes received.
+        """
+        at = 0
+        while at < len(target):
+            try:
+                count = self.sock.recv_into(target[at : at + CHUNK], 0, socket.MSG_WAITALL)
+            except BlockingIOError:  # nothing came for the socket's timeout
+                check()
+                continue
+            except OSError as error:
+                raise ConnectionError(f"{error.strerror} after {at} of {len(target)} bytes") from None
+            if not count:
+                raise ConnectionError(f"its end came after {at} of {len(target)} bytes")
+            at += count
+
+
+def tune(sock: socket.socket) -> None:
+    """Sets socket options. Buffer sizes stay the kernel's, which grows them as the path needs; a size set here is capped."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_S // 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, LOST_S // 9)
+    wake_every(sock, LOOK_S)
+    # A peer that reads nothing must not block a sender forever.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", LOST_S, 0))
+
+
+def wake_every(sock: socket.socket, seconds: float) -> None:
+    """Sets the kernel's own timeout: with Python's the socket would not block, and each piece would cost one more call."""
+    floor_s = int(seconds)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", floor_s, int((seconds - floor_s) * 1e6)))
+
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"rlhpc bulk 1\n"
+_NONCE = 32
+_RANGE, _READER = struct.Struct("!QQ"), struct.Struct("!I")
+_FETCH, _OFFERED, _RELEASE = b"F", b"O", b"R"
+_OK, _ERROR, _NOT_YET, _WITHDRAWN = b"+", b"-", b"~", b"x"
+#: Seconds that a request waits for data that is not offered yet, before it gets a negative reply.
+_OFFER_S = 0.5
+#: Most handshakes at a time.
+_STRANGERS = 64
+_HANDSHAKE_S = 10.0
+#: Maximum of concurrent transfers of a process; further ones wait, which costs nothing: the wire is full.
+MOST_TRANSFERS = 8
+
+
+# -- the owner's side -------------------------------------------------------------------------------------------------
+
+
+class BulkServer:
+    """Serves this process's segments to other hosts, with one thread per connection.
+
+    Args:
+        name: Name of this process, for the other side's messages.
+        keys: The generation's.
+        address: Where to listen.
+        folders: The folders of segments; nothing else is served.
+        loans: The loans of this process.
+        offers: Data that this process forwards.
+
+    Attributes:
+        sent: Bytes of data that were sent or are about to be sent: bytes that a receiver has are always counted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        keys: CurveKeys,
+        address: str,
+        folders: tuple[Path, ...],
+        loans: Loans,
+        offers: Offers | None = None,
+    ) -> None:
+        self._name, self._keys, self._folders, self._loans = name, keys, folders, loans
+        self._offers = Offers() if offers is None else offers
+        self.sent = 0
+        self._listener = TcpListener(address)
+        self.sock = self._listener.sock
+        #: Published endpoint: `name@address:port`.
+        self.endpoint = f"{name}@{address}:{self._listener.address[1]}"
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._strangers = ConnectionTable[socket.socket](_STRANGERS)
+        self._turns = threading.BoundedSemaphore(MOST_TRANSFERS)
+        self.refused = 0
+
+    def accept(self) -> None:
+        """Accepts connections; call when the socket is readable."""
+        for sock in self._listener.accept():
+            with self._lock:
+                if (oldest := self._strangers.add(sock, host_of(sock))) is not None:
+                    _hang_up(oldest)
+                self._open.add(sock)
+            sock.setblocking(True)
+            threading.Thread(target=self._serve, args=[sock], name=f"rlhpc-bulk-{self._name}", daemon=True).start()
+
+    def close(self) -> None:
+        """Stops listening and ends all connections."""
+        self._listener.close()
+        with self._lock:
+            for sock in self._open:
+                _hang_up(sock)
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            try:
+                link = self._welcome(sock)
+            finally:
+                with self._lock:
+                    self._strangers.remove(sock)
+            wake_every(sock, 0)  # 0: never; an idle connection costs nothing
+            while True:
+                self._answer(link, link.hear(lambda: None))
+        except (OSError, struct.error) as error:
+            log.debug("%s: a bulk connection ended: %s", self._name, error)
+        finally:
+            with self._lock:
+                self._open.discard(sock)
+            sock.close()
+
+    def _welcome(self, sock: socket.socket) -> BulkConnection:
+        tune(sock)
+        link, challenge = BulkConnection(sock, self._keys, b"s", b"c"), secrets.token_bytes(_NONCE)
+        sock.sendall(MAGIC + challenge)
+        deadline = time.monotonic() + _HANDSHAKE_S
+
+        def check_deadline() -> None:
+            if time.monotonic() > deadline:
+                raise ConnectionError("it did not say who it is")
+
+        greeting = link.exactly(_NONCE + PROOF, check_deadline)
+        transcript = challenge + greeting[:_NONCE]
+        if not hmac.compare_digest(greeting[_NONCE:], link.proof(b"client", transcript)):
+            self.refused += 1
+            raise ConnectionError("it does not know the generation's secret")
+        name = self._name.encode()
+        sock.sendall(link.proof(b"server", transcript + name) + SIZE.pack(len(name)) + name)
+        link.agree(transcript)
+        return link
+
+    def _answer(self, link: BulkConnection, request: bytes) -> None:
+        operation, body = request[:1], request[1:]
+        if operation == _RELEASE:
+            self._loans.release(os.fsdecode(body[_READER.size :]), *_READER.unpack_from(body))
+            return
+        (start, count), path = _RANGE.unpack_from(body), os.fsdecode(body[_RANGE.size :])
+        if operation == _OFFERED:
+            self._send_offer(link, path, start, count)
+            return
+        loan = self._loans.find(path)
+        if loan is None:
+            self._send_file(link, path, start, count)
+            return
+        with loan.reading() as views:
+            if views is not None:
+                self._send_loan(link, loan, views, start, count)
+        if views is None:
+            self._send_file(link, str(loan.segment), start, count)
+
+    def _send_offer(self, link: BulkConnection, name: str, start: int, count: int) -> None:
+        try:
+            memory = self._offers.find(name, _OFFER_S)
+        except Withdrawn:
+            link.say(_WITHDRAWN)
+            return
+        if memory is None:
+            link.say(_NOT_YET)
+        elif start + count > len(memory):
+            link.say(_ERROR + f"{name} has no {count} bytes from {start} on".encode())
+        else:
+            with self._turns:
+                self._count(count)
+                link.say(_OK)
+                link.sock.sendall(memory[start : start + count])
+            self._offers.taken(name)
+
+    def _count(self, count: int) -> None:
+        with self._lock:
+            self.sent += count
+
+    def _send_loan(self, link: BulkConnection, loan: Loan, views: list[memoryview], start: int, count: int) -> None:
+        with self._turns:
+            self._count(count)
+            link.say(_OK)
+            send_all(link.sock, loan.pieces(views, start, count))
+
+    def _send_file(self, link: BulkConnection, path: str, start: int, count: int) -> None:
+        if Path(path).parent not in self._folders:
+            link.say(_ERROR + (f"{path} is gone" if path.startswith(PREFIX) else f"{path} is not a segment").encode())
+            return
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            link.say(_ERROR + f"{path} is gone".encode())
+            return
+        try:
+            if start + count > os.fstat(fd).st_size:
+                link.say(_ERROR + f"{path} has no {count} bytes from {start} on".encode())
+                return
+            memory = self._loans.memory(path)
+            self._count(count)
+            with self._turns:
+                link.say(_OK)
+                if memory is not None:
+                    # quicker than sendfile, which hands over one small page at a time: half the time between namespaces
+                    link.sock.sendall(memoryview(memory)[start : start + count])
+                    return
+                end = start + count
+                while start < end:
+                    start += os.sendfile(link.sock.fileno(), fd, start, end - start)
+        finally:
+            os.close(fd)
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Wakes the thread that waits on the socket; that thread closes it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+# -- the receiver's side ----------------------------------------------------------------------------------------------
+
+
+class BulkClient:
+    """A connection to the process that owns segments on another host; for one thread.
+
+    Args:
+        endpoint: As the server publishes it.
+        keys: The generation's.
+        check: Called while waiting; raises when the run has failed.
+
+    Attributes:
+        peer: The other process's name.
+        in_step: Whether the next request may be sent: the previous one has its complete reply.
+        is_receiving: Whether bytes were already arriving when it fell out of step.
+
+    Raises:
+        ChannelError: The process cannot be reached, or failed to authenticate.
+    """
+
+    def __init__(self, endpoint: str, keys: CurveKeys, check: Callable[[], None]) -> None:
+        self.in_step, self.is_receiving = True, False
+        self.peer, _, where = endpoint.rpartition("@")
+        self._where, self._check = where, check
+        address, _, port = where.rpartition(":")
+        try:
+            sock = socket.create_connection((address, int(port)), _HANDSHAKE_S)
+        except OSError as error:
+            check()
+            raise ChannelError(f"cannot reach {self.peer} at {where} for its data: {error.strerror or error}") from None
+        try:
+            self._link = self._greet(sock, keys)
+        except (OSError, struct.error) as error:
+            sock.close()
+            check()
+            raise ChannelError(f"{self.peer} at {where} did not prove to be of this run: {error}") from None
+
+    def _greet(self, sock: socket.socket, keys: CurveKeys) -> BulkConnection:
+        sock.settimeout(None)
+        tune(sock)
+        link, deadline = BulkConnection(sock, keys, b"c", b"s"), time.monotonic() + _HANDSHAKE_S
+
+        def check_deadline() -> None:
+            self._check()
+            if time.monotonic() > deadline:
+                raise ConnectionError("it said nothing")
+
+        greeting = link.exactly(len(MAGIC) + _NONCE, check_deadline)
+        if not greeting.startswith(MAGIC):
+            raise ConnectionError("it speaks another protocol")
+        challenge = secrets.token_bytes(_NONCE)
+        transcript = greeting[len(MAGIC) :] + challenge
+        sock.sendall(challenge + link.proof(b"client", transcript))
+        proof, size = link.exactly(PROOF, check_deadline), link.exactly(SIZE.size, check_deadline)
+        name = link.exactly(SIZE.unpack(size)[0], check_deadline)
+        if not hmac.compare_digest(proof, link.proof(b"server", transcript + name)):
+            raise ConnectionError("it does not know the generation's secret")
+        if name.decode() != self.peer:
+            raise ConnectionError(f"it is {name.decode()}")
+        link.agree(transcript)
+        return link
+
+    def fetch(self, path: str, start: int, target: memoryview, *, offered: bool = False) -> bool:
+        """Fills `target` with the bytes of a segment from `start` on.
+
+        Args:
+            path: The segment, or the name of the offered data.
+            start: Offset.
+            target: Memory of this process.
+            offered: Request offered data rather than a segment.
+
+        Returns:
+            Whether the data was there; an offer may not have been made yet.
+
+        Raises:
+            Withdrawn: The data is no longer offered.
+            ChannelError: The segment is gone, or the path is not a segment.
+            ConnectionError: The connection ended; the content of `target` is undefined.
+        """
+        self.in_step = False
+        self._link.say((_OFFERED if offered else _FETCH) + _RANGE.pack(start, len(target)) + os.fsencode(path))
+        reply = self._link.hear(self._check)
+        if reply[:1] != _OK:
+            self.in_step = True
+            if reply[:1] == _NOT_YET:
+                return False
+            if reply[:1] == _WITHDRAWN:
+                raise Withdrawn(path)
+            raise ChannelError(f"{self.peer} at {self._where}: {reply[1:].decode()}")
+        self.is_receiving = True
+        self._link.fill(target, self._check)
+        self.in_step, self.is_receiving = True, False
+        return True
+
+    def release(self, path: str, reader: int) -> None:
+        """Tells the owner that this reader is done."""
+        self._link.say(_RELEASE + _READER.pack(reader) + os.fsencode(path))
+
+    def close(self) -> None:
+        self._link.sock.close()

@@ -1,0 +1,611 @@
+"""Device channel: accelerator memory and events that another process of the same host can open.
+
+`cuda` has the implementation. Nothing here initializes a driver: this process has no device until other code has
+initialized one.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+import itertools
+import logging
+import math
+import mmap
+import os
+import pickle
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from rlhpc.runtime.comm.shared_memory import (
+    ALIGN,
+    FREE,
+    HEADER,
+    MAX_TRACKED,
+    WRITTEN,
+    SegmentGone,
+    await_readers,
+    begin_use,
+    capacity_of,
+    free_ended,
+    map_segment,
+    unlink,
+)
+from rlhpc.runtime.errors import ChannelError
+from rlhpc.runtime.host import has_ended, process_id
+from rlhpc.runtime.scratch import Scratch
+
+
+class DeviceEvent(Protocol):
+    """A point in the order of a device's operations."""
+
+    @property
+    def handle(self) -> bytes:
+        """Handle with which another process opens the event."""
+
+    def record(self) -> None:
+        """Moves this event behind all operations that this process has enqueued on the device so far."""
+
+    def wait(self) -> None:
+        """Makes later operations of this process wait for the event on the device, whichever process recorded it. Does not
+        block the host.
+        """
+
+    def done(self) -> bool:
+        """Returns whether the device has reached the event."""
+
+
+class Device(Protocol):
+    """An accelerator as this process sees it. It runs the enqueued operations in order, asynchronously.
+
+    Attributes:
+        address: Identity of the accelerator on the host, whatever its index is in this process.
+        budget: Bytes of its memory that messages in transit may use, for each sending process.
+        reads: Addresses of accelerators whose memory can be opened here: this one and its peers.
+    """
+
+    address: str
+    budget: int
+    reads: tuple[str, ...]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Returns whether a tensor lies in the device's memory."""
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """Allocates memory that can be exported, uint8."""
+
+    def export(self, memory: torch.Tensor) -> bytes:
+        """Returns the handle with which another process opens memory from `allocate`.
+
+        Raises:
+            RuntimeError: The device cannot share it.
+        """
+
+    def open(self, handle: bytes) -> torch.Tensor:
+        """Opens another process's memory, uint8; it is closed when nothing refers to it.
+
+        Raises:
+            RuntimeError: It cannot be opened here.
+        """
+
+    def empty(self, size: int) -> torch.Tensor:
+        """Allocates memory for this process alone, uint8."""
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueues a copy between two tensors in its memory."""
+
+    def to_host(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns a copy on the host, complete on return."""
+
+    def event(self) -> DeviceEvent:
+        """Creates an event."""
+
+    def open_event(self, handle: bytes) -> DeviceEvent:
+        """Opens another process's event.
+
+        Raises:
+            RuntimeError: It cannot be opened here.
+        """
+
+
+_current_device: Device | None = None
+
+
+def use(device: Device | None) -> None:
+    """Makes a device this process's own; for kinds that torch does not call `cuda`."""
+    global _current_device
+    _current_device = device
+
+
+def current_device() -> Device | None:
+    """Returns the device that this process computes on; None until the process has initialized one."""
+    global _current_device
+    if _current_device is None:
+        module: Any = sys.modules.get("torch.cuda")
+        if module is not None and module.is_initialized():
+            _current_device = CudaDevice()
+    return _current_device
+
+
+def address() -> str:
+    """Returns the address of the accelerator that this process computes on; empty for none."""
+    device = current_device()
+    return "" if device is None else device.address
+
+
+#: Most readers of a message.
+MAX_READERS = MAX_TRACKED
+
+
+class TensorView(NamedTuple):
+    """A tensor: where it begins, and its form."""
+
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Crossing(NamedTuple):
+    """Descriptor of tensors in a buffer on the sender's accelerator.
+
+    Attributes:
+        endpoint: The sender's service.
+        path: Path of the buffer's lease, which identifies the buffer.
+        address: The accelerator.
+        memory: Handle of the buffer.
+        event: Handle of the event after which the tensors are written.
+        size: Bytes.
+        parts: The tensors.
+    """
+
+    endpoint: dict[str, str]
+    path: str
+    address: str
+    memory: bytes
+    event: bytes
+    size: int
+    parts: list[TensorView]
+
+
+def layout_tensors(tensors: list[tuple[str, tuple[int, ...], int]]) -> tuple[list[TensorView], int]:
+    """Returns the position of each tensor (dtype, shape, bytes of an element) in a buffer, and their total size."""
+    parts, offset = [], 0
+    for dtype, shape, itemsize in tensors:
+        nbytes = math.prod(shape) * itemsize
+        parts.append(TensorView(offset, dtype, shape, nbytes))
+        offset += nbytes + -nbytes % ALIGN
+    return parts, offset
+
+
+def make_lease(path: str) -> mmap.mmap:
+    """Creates a lease."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, HEADER)
+        return mmap.mmap(fd, HEADER)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def lend_to(lease: mmap.mmap, readers: int) -> None:
+    """Sets the marks of readers that will come; called by the sender of a free buffer."""
+    await_readers(lease, readers)
+
+
+def begin_reading(lease: mmap.mmap, reader: int) -> bool:
+    """Sets the mark of a reader that has come; returns False if the sender no longer waits for it."""
+    if lease[reader : reader + 1] == FREE:
+        return False
+    begin_use(lease, reader)
+    return True
+
+
+def end_reading(lease: mmap.mmap, reader: int) -> None:
+    """Clears the mark of a reader that is done."""
+    lease[reader : reader + 1] = FREE
+
+
+def is_free(lease: mmap.mmap, readers: int) -> bool:
+    """Returns whether a buffer has no readers left; called by its sender. Frees what readers that have died had in use."""
+    if lease[:readers] == FREE * readers:
+        return True
+    free_ended(lease, readers)
+    return bool(lease[:readers] == FREE * readers)
+
+
+#: Of the device's memory, for messages on their way.
+_SHARE = 32
+#: In place of the file with the counter; see above.
+_NO_FILE, _NO_EVENT = b"/rlhpc-leases", b""
+
+
+class CudaEvent:
+    """An event of this process, or one of another's."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    @property
+    def handle(self) -> bytes:
+        """See `DeviceEvent.handle`."""
+        handle: bytes = self._event.ipc_handle()
+        return handle
+
+    def record(self) -> None:
+        """Implements `DeviceEvent.record` on the thread's current stream."""
+        self._event.record()
+
+    def wait(self) -> None:
+        """Implements `DeviceEvent.wait`: the thread's current stream waits."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def done(self) -> bool:
+        """Implements `DeviceEvent.done`."""
+        return bool(self._event.query())
+
+
+def _address(number: int) -> str:
+    """Returns the address of the device with an index in this process."""
+    about: Any = torch.cuda.get_device_properties(number)
+    where = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}"
+    # Parts of one card differ in the second. Leases tell processes by their ids, which differ between namespaces.
+    return f"{where} {about.uuid} {os.readlink('/proc/self/ns/pid')}"
+
+
+class CudaDevice:
+    """The device that is current when this is made; see `devices.Device`."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self.budget = int(torch.cuda.get_device_properties(self._device).total_memory) // _SHARE
+        index = self._device.index
+        self.address = _address(index)
+        # Torch opens memory in the address space of this device, and has the driver make the other its peer. It is asked of
+        # those alone that this process sees.
+        peers = [one for one in range(torch.cuda.device_count()) if one != index]
+        self.reads = (self.address, *(_address(o) for o in peers if torch.cuda.can_device_access_peer(index, o)))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Implements `Device.holds`."""
+        return tensor.device == self._device
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """Implements `Device.allocate`."""
+        return self.empty(size)
+
+    def export(self, memory: torch.Tensor) -> bytes:
+        """Implements `Device.export`."""
+        shared: Any = memory.untyped_storage()._share_cuda_()
+        _, handle, size, offset, counter, number, *_ = shared
+        torch.UntypedStorage._release_ipc_counter_cuda(counter, number)
+        return pickle.dumps((handle, size, offset))
+
+    def open(self, handle: bytes) -> torch.Tensor:
+        """Implements `Device.open`. The device's index is that of this process."""
+        storage: Any = torch.UntypedStorage._new_shared_cuda(
+            self._device.index, *pickle.loads(handle), _NO_FILE, 0, _NO_EVENT, False
+        )
+        with torch.inference_mode(False):
+            return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+
+    def empty(self, size: int) -> torch.Tensor:
+        """Implements `Device.empty`; the memory may be written to inside and outside inference mode."""
+        with torch.inference_mode(False):
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Implements `Device.copy` on the thread's current stream."""
+        into.copy_(source, non_blocking=True)
+
+    def to_host(self, memory: torch.Tensor) -> torch.Tensor:
+        """Implements `Device.to_host`."""
+        return memory.cpu()
+
+    def event(self) -> CudaEvent:
+        """Implements `Device.event`."""
+        return CudaEvent(torch.cuda.Event(enable_timing=False, interprocess=True))
+
+    def open_event(self, handle: bytes) -> CudaEvent:
+        """Implements `Device.open_event`."""
+        return CudaEvent(torch.cuda.Event.from_ipc_handle(self._device, handle))
+
+
+#: Seconds that enqueued copies on the accelerator may take.
+_PATIENCE_S = 30.0
+_LOOK_S = 0.0005
+_PROCESS = re.compile(r"-(\d+\.\d+)-\d+$")
+
+
+class NotReadable(Exception):
+    """This process cannot read the buffer: its accelerator is no peer or, if there is a message, cannot open the buffer."""
+
+
+class _Opened:
+    def __init__(self, device: Device, lease: mmap.mmap, memory: Any, written: DeviceEvent) -> None:
+        self.lease, self.memory, self.written, self.read = lease, memory, written, device.event()
+
+
+#: Memory and event of a buffer that is this process's own.
+Local = Callable[[str], tuple[Any, DeviceEvent] | None]
+
+
+class DeviceMappings:
+    """The buffers of other processes that this one has opened. Any thread may call any method.
+
+    Args:
+        local: See `DevicePool.local`.
+
+    Attributes:
+        reading: Buffers that are still copied from.
+    """
+
+    def __init__(self, local: Local = lambda path: None) -> None:
+        self._local = local
+        self._lock = threading.Lock()
+        self._opened: dict[str, _Opened] = {}
+        self.reading: list[tuple[_Opened, int]] = []
+
+    def take(self, crossing: Crossing, reader: int) -> list[Any]:
+        """Returns copies of a message's tensors on this process's accelerator.
+
+        Raises:
+            NotReadable: The buffer cannot be read here.
+            SegmentGone: Its sender has ended, or has forgotten the message.
+        """
+        import torch
+
+        device = current_device()
+        if device is None or crossing.address not in device.reads:
+            raise NotReadable
+        self.settle()
+        with self._lock:
+            opened = self._open(device, crossing)
+            if not begin_reading(opened.lease, reader):
+                raise SegmentGone(crossing.path)
+            try:
+                arrived = device.empty(crossing.size)
+                opened.written.wait()
+                device.copy(arrived, opened.memory[: crossing.size])
+                opened.read.record()
+            except BaseException:  # of a device that is full, say
+                end_reading(opened.lease, reader)
+                raise
+            self.reading.append((opened, reader))
+        return [
+            arrived[part.offset : part.offset + part.nbytes].view(getattr(torch, part.dtype)).reshape(part.shape)
+            for part in crossing.parts
+        ]
+
+    def _open(self, device: Device, crossing: Crossing) -> _Opened:
+        sender = _PROCESS.search(crossing.path)
+        # An event of a process that has ended must not be waited for.
+        if sender is not None and has_ended(sender[1]):
+            raise SegmentGone(crossing.path)
+        if crossing.path in self._opened:
+            return self._opened[crossing.path]
+        self._sweep()
+        lease = map_segment(crossing.path, mmap.MAP_SHARED)
+        buffer = self._local(crossing.path)
+        if buffer is None:
+            try:
+                buffer = device.open(crossing.memory), device.open_event(crossing.event)
+            except RuntimeError as error:
+                raise NotReadable(str(error) or type(error).__name__) from None
+        opened = self._opened[crossing.path] = _Opened(device, lease, *buffer)
+        return opened
+
+    def settle(self) -> None:
+        """Releases the buffers that have been copied by now."""
+        with self._lock:
+            still = []
+            for opened, reader in self.reading:
+                if opened.read.done():
+                    end_reading(opened.lease, reader)
+                else:
+                    still.append((opened, reader))
+            self.reading = still
+
+    def park(self) -> None:
+        """Closes all buffers, once the pending copies are complete."""
+        until = time.monotonic() + _PATIENCE_S
+        while self.reading and time.monotonic() < until:
+            self.settle()
+            time.sleep(_LOOK_S if self.reading else 0)
+        with self._lock:
+            self._opened.clear()
+
+    def _sweep(self) -> None:
+        """Closes buffers that their senders have given up."""
+        busy = {id(opened) for opened, _ in self.reading}
+        self._opened = {
+            path: opened for path, opened in self._opened.items() if id(opened) in busy or os.path.exists(path)
+        }
+
+
+log = logging.getLogger(__name__)
+
+#: Buffers of a process; beyond them messages take the host's road.
+_MAX_BUFFERS = 64
+_counter = itertools.count()
+
+
+class _SentBuffer:
+    """A buffer as its sender knows it."""
+
+    def __init__(self, device: Device, path: str, memory: Any, exported: bytes, event: DeviceEvent) -> None:
+        self.device, self.path, self.memory, self.exported, self.event = device, path, memory, exported, event
+        self.lease: mmap.mmap = make_lease(path)
+        self.readers = self.size = 0
+        self.holders: Sequence[str] = ()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that fit."""
+        return int(self.memory.numel())
+
+    def free(self) -> bool:
+        return is_free(self.lease, self.readers)
+
+
+class DevicePool:
+    """The buffers that this process writes. Any thread may call any method.
+
+    Args:
+        scratch: The session's folders on this host.
+        endpoint: This process's service.
+
+    Attributes:
+        crossed: Messages whose tensors stayed on the accelerator.
+    """
+
+    def __init__(self, scratch: Scratch, endpoint: dict[str, str]) -> None:
+        self._scratch, self._endpoint = scratch, endpoint
+        self._lock = threading.Lock()
+        self._buffers: dict[str, _SentBuffer] = {}
+        self._shut = False
+        self.crossed = 0
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that the buffers take."""
+        return sum(buffer.capacity for buffer in list(self._buffers.values()))
+
+    def reaches(self, host: str, address: str) -> bool:
+        """Returns whether this process can send tensors to a process of that host that computes on that accelerator."""
+        device = None if self._shut or not address or host != self._endpoint["host"] else current_device()
+        return device is not None and device.address == address
+
+    def write(self, tensors: Sequence[Any], readers: int = 1, holders: Sequence[str] = ()) -> Crossing | None:
+        """Enqueues copies of this process's tensors into a buffer, and lends it to readers, numbered from 0.
+
+        Returns:
+            None if there is no capacity: all buffers are lent, or the budget is spent.
+        """
+        device = current_device()
+        if device is None or readers > MAX_READERS:
+            return None
+        parts, size = layout_tensors([(_name(one.dtype), tuple(one.shape), one.element_size()) for one in tensors])
+        with self._lock:
+            buffer = self._take(device, max(size, 1))
+            if buffer is None:
+                return None
+            for part, tensor in zip(parts, tensors, strict=True):
+                if part.nbytes:
+                    into = buffer.memory[part.offset : part.offset + part.nbytes]
+                    device.copy(into.view(tensor.dtype).reshape(part.shape), tensor.detach())
+            buffer.event.record()
+            buffer.readers, buffer.size, buffer.holders = readers, size, holders
+            lend_to(buffer.lease, readers)
+            self.crossed += 1
+        handle = buffer.event.handle
+        return Crossing(self._endpoint, buffer.path, device.address, buffer.exported, handle, size, parts)
+
+    def awaited(self, path: str) -> list[bool]:
+        """Returns for each reader of a buffer whether it has yet to come; empty for an unknown buffer."""
+        buffer = self._buffers.get(path)
+        return [] if buffer is None else [state == WRITTEN[0] for state in buffer.lease[: buffer.readers]]
+
+    def local(self, path: str) -> tuple[Any, DeviceEvent] | None:
+        """Returns memory and event of a buffer of this process: a process cannot open what it exported itself."""
+        buffer = self._buffers.get(path)
+        return None if buffer is None else (buffer.memory, buffer.event)
+
+    def to_host(self, path: str, reader: int, why: str) -> Any:
+        """Returns a copy on the host, uint8, for a reader that cannot read the buffer, and ends the reader's lease.
+
+        Args:
+            path: The buffer.
+            reader: Number of the reader.
+            why: Reason why the reader cannot open the buffer; empty if it is on another accelerator. With a reason, no later
+                message is sent to any reader this way.
+
+        Raises:
+            ChannelError: The message was forgotten.
+        """
+        with self._lock:
+            buffer = self._buffers.get(path)
+            if buffer is None or buffer.lease[reader : reader + 1] == FREE:
+                raise ChannelError("a message was forgotten before its reader came")
+            buffer.event.wait()
+            copied = buffer.device.to_host(buffer.memory[: buffer.size])
+            end_reading(buffer.lease, reader)
+        if why:
+            self._give_up(f"another process cannot open it ({why})")
+        return copied
+
+    def forget_process(self, process: str) -> None:
+        """Ends the buffers that were lent to a process that has ended (`host.process_key`) and to no other."""
+        with self._lock:
+            for buffer in list(self._buffers.values()):
+                slots = [slot for slot, holder in enumerate(buffer.holders) if holder == process]
+                for slot in slots:
+                    end_reading(buffer.lease, slot)
+                if slots and buffer.free():
+                    self._drop(buffer)
+
+    def park(self) -> int:
+        """Frees device memory; returns the bytes that are still lent and remain."""
+        with self._lock:
+            for buffer in list(self._buffers.values()):
+                if buffer.free():
+                    self._drop(buffer)
+        return self.bytes
+
+    def forget(self) -> None:
+        """Ends all buffers, also those whose readers have not come; for messages that are no longer valid."""
+        with self._lock:
+            for buffer in list(self._buffers.values()):
+                self._drop(buffer)
+
+    # -- finding one ----------------------------------------------------------------------------------------------
+
+    def _take(self, device: Device, size: int) -> _SentBuffer | None:
+        free = [buffer for buffer in self._buffers.values() if buffer.free()]
+        fitting = [buffer for buffer in free if size <= buffer.capacity <= 2 * size]
+        if fitting:
+            return min(fitting, key=lambda buffer: buffer.capacity)
+        capacity = capacity_of(size)
+        while free and (len(self._buffers) >= _MAX_BUFFERS or self.bytes + capacity > device.budget):
+            self._drop(free.pop(0))
+        if len(self._buffers) >= _MAX_BUFFERS or self.bytes + capacity > device.budget:
+            return None
+        return self._make(device, capacity)
+
+    def _make(self, device: Device, capacity: int) -> _SentBuffer | None:
+        try:
+            memory, event = device.allocate(capacity), device.event()
+        except RuntimeError:  # its memory is full
+            return None
+        try:
+            exported = device.export(memory)
+        except RuntimeError as error:
+            self._give_up(str(error))
+            return None
+        path = str(self._scratch.shm / f"lease-{process_id()}-{next(_counter)}")
+        buffer = self._buffers[path] = _SentBuffer(device, path, memory, exported, event)
+        return buffer
+
+    def _drop(self, buffer: _SentBuffer) -> None:
+        del self._buffers[buffer.path]
+        unlink(buffer.path)
+
+    def _give_up(self, why: str) -> None:
+        if not self._shut:
+            self._shut = True
+            log.warning("tensors cannot stay on the accelerator on their way, and are copied through the host: %s", why)
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,239 @@
+"""Authentication of gloo's sockets, which accept any connection to a port listed in /proc/net/tcp.
+
+gloo connects each pair of a group's ranks while the group is created, and does not need its listening socket afterwards. But
+it keeps the socket, and ends the process when accepting fails, as it does when a stranger's connections have used up the
+descriptors. Therefore each group that is created in a rank, by rlhpc, by a library or by the worker class itself:
+
+1. waits for all its ranks before any of them listens, so that the ports are open for milliseconds, not for as long as the
+   slowest rank takes;
+2. closes its listening socket as soon as this rank's connections are established;
+3. makes both ends of every connection prove that they know the generation's secret, before any other data is sent.
+
+gloo takes the first connection with the right number, so a stranger who connects during steps 1 and 2 can replace a rank;
+step 3 then ends the start.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hmac
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import secrets
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import ModuleType
+from typing import Any
+
+from rlhpc.runtime.context import Context, installed
+from rlhpc.runtime.errors import StrangerConnected
+from rlhpc.runtime.host import node_name
+
+log = logging.getLogger(__name__)
+
+_MODULE = "torch.distributed.distributed_c10d"
+#: After so long without a rank's proof it is none: all ranks have been there a moment before. A paused one may come back.
+PROOF_S = 60.0
+_PROOF_BYTES = 32
+#: A tag that no worker class would choose for its messages; these end before the group is in use.
+_TAG = 0x7268_7063
+
+
+def guard() -> None:
+    """Guards the groups that this process will make; with torch not imported yet, from its import on."""
+    if _MODULE in sys.modules:
+        _patch()
+    elif not any(isinstance(finder, _OnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _OnImport())
+
+
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Calls `_patch` once torch.distributed has been imported, which a rank without torch never pays for."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_patch(module: ModuleType) -> None:
+                execute(module)
+                _patch()
+
+            spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
+        return spec
+
+
+def _patch() -> None:
+    from torch.distributed.distributed_c10d import is_gloo_available
+
+    if not is_gloo_available():
+        return
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+    if not hasattr(ProcessGroupGloo.__init__, "__wrapped__"):
+        ProcessGroupGloo.__init__ = _guarded(ProcessGroupGloo, ProcessGroupGloo.__init__)  # type: ignore[method-assign]
+
+
+def _guarded(kind: Any, make: Callable[..., None]) -> Callable[..., None]:
+    """Returns gloo's constructor, which all ways from Python to a gloo group call, wrapped in the three steps."""
+
+    @functools.wraps(make)
+    def init(self: Any, store: Any, rank: int, size: int, timeout: Any = None, **options: Any) -> None:
+        context = installed()
+        if context is None or options or not isinstance(timeout, datetime.timedelta | None):
+            # no rank of a run, or the caller has created the sockets
+            make(self, store, rank, size, *(() if timeout is None else (timeout,)), **options)
+            return
+        token = _meet(store, size)
+        settings, listening = kind._Options(), []
+        if timeout is not None:
+            settings._timeout = timeout
+        devices = []
+        for interface in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+            with _opened() as sockets:
+                # lazy ones connect at a pair's first message, and would need their ports for good
+                devices.append(
+                    kind.create_device(interface=interface, lazy_init=False)
+                    if interface
+                    else kind.create_default_device(lazy_init=False)
+                )
+            if not sockets:
+                log.warning("cannot tell which socket gloo listens on: its port stays open")
+            listening += sockets
+        settings._devices, settings._threads = devices, 2 * len(devices)
+        try:
+            make(self, store, rank, size, settings)
+        except RuntimeError as error:
+            raise StrangerConnected(
+                f"{context.name}: rank {rank} of a process group of {size} could not connect to the others "
+                f"({str(error).partition(chr(10))[0]}): one of them died, the network between them is closed, or a stranger "
+                f"took a rank's place while the group was formed. Nothing of it was used; start again"
+            ) from error
+        finally:
+            for descriptor in listening:
+                _close(descriptor)
+        # A split of this group would reuse the sockets, and wait forever; without them torch refuses it.
+        settings._devices = []
+        if size > 1:
+            _prove(self, rank, size, token, context)
+
+    return init
+
+
+def _meet(store: Any, size: int) -> bytes:
+    """Waits for all ranks of the group; returns a random number that all of them share."""
+    if size == 1:
+        return b""
+    arrived = int(store.add("rlhpc/arrived", 1))
+    # The name of a destroyed group may be reused: each round has a separate key.
+    key = f"rlhpc/all/{-(-arrived // size)}"
+    if arrived % size == 0:
+        token = secrets.token_hex(16)
+        store.set(key, token)
+        return token.encode()
+    token_bytes: bytes = store.get(key)  # once it is there
+    return token_bytes
+
+
+@contextmanager
+def _opened() -> Iterator[list[int]]:
+    """Yields a list that holds, after the block, the sockets on which gloo's device listens; the block creates the device.
+
+    Other threads may open sockets at the same time. An epoll as new as gloo's socket watches that socket and one pipe only; an
+    event loop of Python watches a pair of sockets instead, and ZeroMQ's is older.
+    """
+    listening: list[int] = []
+    before = _descriptors()
+    yield listening
+    after = _descriptors()
+    new = {fd: description for fd, description in after.items() if before.get(fd) != description}
+    for fd, description in new.items():
+        if description == "anon_inode:[eventpoll]":
+            watched = _watched(fd)
+            sockets = [other for other in watched if other in new and _listens(other)]
+            pipes = [other for other in watched if other in new and new[other].startswith("pipe:")]
+            if len(sockets) == len(pipes) == 1 and len(watched) == 2:
+                listening += sockets
+
+
+def _descriptors() -> dict[int, str]:
+    """Returns the kernel's description of each of this process's descriptors, which tells sockets and pipes apart."""
+    described = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed in the meantime
+            described[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return described
+
+
+def _watched(epoll: int) -> list[int]:
+    with open(f"/proc/self/fdinfo/{epoll}") as lines:
+        return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+
+
+def _listens(descriptor: int) -> bool:
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return False
+    with socket.socket(fileno=os.dup(descriptor)) as sock:
+        return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _close(descriptor: int) -> None:
+    """Closes a socket that gloo will close again: an idle eventfd replaces it under its number.
+
+    This also removes the socket from gloo's epoll, so that gloo's thread gets no event. (`shutdown` would wake the thread,
+    which would then end the process.)
+    """
+    quiet = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    os.dup2(quiet, descriptor, inheritable=False)
+    os.close(quiet)
+
+
+def _prove(group: Any, rank: int, size: int, token: bytes, context: Context) -> None:
+    """Sends each rank the proof that this rank knows the generation's secret, and checks theirs.
+
+    Raises:
+        StrangerConnected: A stranger is at the other end of a connection, or no proof arrived.
+    """
+    import torch
+
+    key = hmac.digest(context.service.keys.secret, b"rlhpc mesh " + token, "sha256")
+
+    def proof(source: int, to: int) -> bytes:
+        return hmac.digest(key, b"%d to %d of %d" % (source, to, size), "sha256")
+
+    peers = [(rank + step) % size for step in range(1, size)]
+    deadline = time.monotonic() + PROOF_S
+    received: dict[int, torch.Tensor] = {}
+    works: list[tuple[int, Any, torch.Tensor | None]] = []
+    at = peers[0]
+    try:
+        for at in peers:
+            sent = torch.frombuffer(bytearray(proof(rank, at)), dtype=torch.uint8)
+            received[at] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
+            works.append((at, group.send([sent], at, _TAG), sent))  # the tensor must live until it has been sent
+            works.append((at, group.recv([received[at]], at, _TAG), None))
+        for at, work, _ in works:  # noqa: B007 - the error names the one that it came to
+            work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        wrong = [at for at in peers if not hmac.compare_digest(bytes(received[at].tolist()), proof(at, rank))]
+        reason = "what it sent is not a proof"
+    except RuntimeError as error:
+        wrong, reason = [at], str(error).partition("\n")[0]
+    if wrong:
+        raise StrangerConnected(
+            f"{context.name}: rank {wrong[0]} of a process group of {size} did not prove to be of this run ({reason}): a "
+            f"stranger may have connected to the ports of {context.name} on {node_name()} while the group was "
+            "formed. It got nothing and nothing of it was used; start again"
+        )

@@ -1,0 +1,178 @@
+"""Data of other hosts: it lands in memory of this process, or in a segment that several processes of this host share."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rlhpc.runtime.comm.payload import Origin, Share, once_for_all
+from rlhpc.runtime.comm.shared_memory import HEADER, Mappings, SegmentPool, capacity_of, default_idle, discard
+from rlhpc.runtime.comm.zero_copy import Withdrawn
+from rlhpc.runtime.comm.zmq_sockets import Peers
+from rlhpc.runtime.devices import locked, locks_pages
+from rlhpc.runtime.errors import ChannelError
+from rlhpc.runtime.scratch import Scratch
+
+_HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
+
+
+class Landing:
+    """Pool of receive buffers that return to it when their last view is gone. Any thread may call any method.
+
+    Args:
+        max_idle: Bytes of free memory that the pool retains.
+    """
+
+    def __init__(self, max_idle: int) -> None:
+        self._max_idle = max_idle
+        # Reentrant: memory may return while this thread collects garbage in `take`.
+        self._lock = threading.RLock()
+        #: Memory, and the tensor that keeps its pages locked, if they are.
+        self._idle: dict[int, list[tuple[mmap.mmap, Any]]] = {}
+        self._idle_bytes = 0
+
+    def take(self, size: int, *, lock: bool = False) -> memoryview:
+        """Returns writable memory of `size` bytes, which returns to the pool when its last view is gone.
+
+        Args:
+            size: Bytes.
+            lock: Lock the pages, so that an accelerator of this process, if there is one, can copy without the CPU's help.
+        """
+        capacity = capacity_of(size)
+        with self._lock:
+            waiting = self._idle.get(capacity)
+            memory, pages = waiting.pop() if waiting else (None, None)
+            self._idle_bytes -= capacity if memory is not None else 0
+        if memory is None:
+            memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if _HUGE_PAGES is not None:
+                with contextlib.suppress(OSError):  # a kernel without them
+                    memory.madvise(_HUGE_PAGES)
+        if lock and pages is None and locks_pages():
+            pages = locked(memory)
+        view = np.frombuffer(memory, np.uint8, size)
+        weakref.finalize(view, self._back, capacity, memory, pages).atexit = False
+        return view.data
+
+    def _back(self, capacity: int, memory: mmap.mmap, pages: Any) -> None:
+        with self._lock:
+            if self._idle_bytes + capacity <= self._max_idle:
+                self._idle.setdefault(capacity, []).append((memory, pages))
+                self._idle_bytes += capacity
+
+
+#: Seconds that a host has to receive the data it forwards, before it is no longer asked.
+_PATIENCE_S = 10.0
+
+
+class Above:
+    """A process on another host that forwards the same data, at some time.
+
+    Args:
+        bulk: Endpoint where it serves data.
+
+    Attributes:
+        is_lost: Whether it has ended, or has not received the data in time: the owner is asked instead.
+    """
+
+    def __init__(self, bulk: str) -> None:
+        self.bulk = bulk
+        self.is_lost = False
+
+
+class Fetching:
+    """Gets segments from the processes that wrote them.
+
+    Args:
+        scratch: The session's folders on this host.
+        pool: Pool for data that this process fetches for other processes, too.
+        mappings: Mappings of data that another process fetched.
+        peers: Connections to other hosts.
+        check: Called while waiting; raises when the run has failed.
+    """
+
+    def __init__(
+        self, scratch: Scratch, pool: SegmentPool, mappings: Mappings, peers: Peers, check: Callable[[], None]
+    ) -> None:
+        self._scratch, self._pool, self._mappings, self._peers, self._check = scratch, pool, mappings, peers, check
+        self._landing = Landing(default_idle(scratch))
+
+    def fetch(
+        self,
+        origin: Origin,
+        path: str,
+        size: int,
+        reader: int,
+        share: Share | None,
+        *,
+        own: bool,
+        later: list[Callable[[], None]] | None = None,
+        above: tuple[Above, str] | None = None,
+        lock: bool = False,
+    ) -> memoryview:
+        """Returns the data of a segment of another host, which stays in use by this process until the last view of it is gone.
+
+        Args:
+            origin: The segment's owner.
+            path: The segment.
+            size: Bytes of its data.
+            reader: Number of this reader.
+            share: Index among the processes of this host that together are this reader.
+            own: As for `Mappings.lease`, for shared data.
+            later: List that gets the functions to call once the reader is done with the data; by default they are called now.
+            above: Process that is asked first, and its name for the data.
+            lock: Lock the pages, so that an accelerator of this process, if there is one, can copy without the CPU's help.
+        """
+
+        def receive(memory: memoryview) -> None:
+            target = memory[HEADER : HEADER + size]
+            if above is None or not self._from_above(*above, target):
+                self._peers.fetch(origin.bulk, path, HEADER, target)
+
+            def release() -> None:
+                self._peers.release(origin.bulk, path, reader)
+
+            release() if later is None else later.append(release)
+
+        if share is None:
+            view = self._landing.take(HEADER + size, lock=lock)
+            receive(view)
+            return view
+
+        def receive_for_all() -> str:
+            here = self._pool.reserve(size, share.of, holders=share.holders)
+            try:
+                receive(memoryview(here.memory))
+            except BaseException:
+                for number in range(share.of):
+                    discard(here.path, number)
+                raise
+            return here.path
+
+        shared_path = once_for_all(self._scratch.shm, share, receive_for_all, self._check)
+        view = self._mappings.lease(shared_path, share.number, own=own)
+        if lock and own:
+            self._mappings.lock(shared_path)
+        return view
+
+    def _from_above(self, above: Above, name: str, target: memoryview) -> bool:
+        """Returns whether the data came from a process that forwards it."""
+        end = time.monotonic() + _PATIENCE_S
+        try:
+            while not above.is_lost:
+                if self._peers.fetch(above.bulk, name, 0, target, offered=True):
+                    return True
+                above.is_lost = time.monotonic() > end
+                self._check()
+        except Withdrawn:  # this process came late, and will catch up
+            return False
+        except ChannelError:
+            above.is_lost = True
+        return False

@@ -1,0 +1,205 @@
+"""Zero-copy lending: a sender waits while other hosts read directly from its tensors, instead of from a copy.
+
+This is faster if a receiver is already waiting. `settle` ends a loan before the sender continues: it waits for active
+readers, and copies the data for those that have not come. No data is lost when a reader dies: as long as a reader has not
+released the loan, its data exists, at first in the sender's tensors and then in a segment.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rlhpc.runtime.comm.shared_memory import SegmentPool, layout
+from rlhpc.runtime.host import process_id
+
+PREFIX = "loan:"
+#: Below this size, copying costs less than waiting.
+LEND_LIMIT = 1 << 20
+#: How long a reader that was handed the item may take to begin, or to say that it has it all.
+_PATIENCE_S = 2.0
+#: A late reader gets half the time that the copy would take, at this many bytes per second.
+_COPY_RATE = 10e9
+_LOOK_S = 0.2
+_PADDING = memoryview(bytes(64))
+_numbers = itertools.count()
+
+
+class Loan:
+    """Lent buffers, laid out as they would be in a segment.
+
+    Attributes:
+        name: Name that readers use in place of a segment's path.
+        spans: (offset, length) of each buffer.
+        segment: Path of the copy, once there is one.
+        pending: Readers that have not released it.
+    """
+
+    def __init__(
+        self, buffers: Sequence[Any], readers: int, changed: threading.Condition, holders: Sequence[str] = ()
+    ) -> None:
+        self.name = f"{PREFIX}{process_id()}-{next(_numbers)}"
+        self.spans, self.size = layout(buffers)
+        self._views: list[memoryview] | None = [memoryview(b).cast("B") for b in buffers]
+        self.segment: str | None = None
+        self.pending, self._readers, self.holders = set(range(readers)), readers, holders
+        self._changed = changed
+        self._reading, self._has_started, self._broken, self._moved = 0, False, False, 0.0
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[list[memoryview] | None]:
+        """Yields the buffers, which do not change inside the block; None if a segment has replaced them."""
+        with self._changed:
+            views = self._views
+            if views is not None:
+                self._reading += 1
+                self._has_started = True
+        try:
+            yield views
+        except OSError:
+            self._broken = True
+            raise
+        finally:
+            with self._changed:
+                self._reading -= views is not None
+                self._moved = time.monotonic()
+                self._changed.notify_all()
+
+    def pieces(self, views: list[memoryview], start: int, count: int) -> list[memoryview]:
+        """Returns the `count` bytes from `start` on of the equivalent segment, as views of the buffers."""
+        pieces = []
+        for (offset, length), view in zip(self.spans, views, strict=True):
+            for at, piece in ((offset, view), (offset + length, _PADDING[: -length % 64])):
+                first, last = max(start - at, 0), min(start + count - at, len(piece))
+                if first < last:
+                    pieces.append(piece[first:last])
+        return pieces
+
+    def settle(self, handed: bool, pool: SegmentPool, check: Callable[[], None]) -> None:
+        """Ends the loan: afterwards the buffers belong to the caller alone.
+
+        Args:
+            handed: All readers were waiting for it.
+            pool: Where the copy goes.
+            check: Called while waiting; raises when the run has failed.
+        """
+        self._moved = time.monotonic()
+        while True:
+            with self._changed:
+                patience = _PATIENCE_S if handed or self._has_started else self.size / _COPY_RATE / 2
+                remaining_s = 0.0 if self._broken else self._moved + patience - time.monotonic()
+                if not self.pending or not (self._reading or remaining_s > 0):
+                    break
+                self._changed.wait(_LOOK_S if self._reading else min(remaining_s, _LOOK_S))
+            check()
+        with self._changed:
+            views, self._views = self._views, None
+            if self.pending and views is not None:
+                self.segment, _ = pool.write(views, self._readers, holders=self.holders)
+                for reader in set(range(self._readers)) - self.pending:
+                    pool.release(self.segment, reader)
+
+
+class Loans:
+    """The loans of this process. Any thread may call any method."""
+
+    def __init__(self, pool: SegmentPool) -> None:
+        self._pool = pool
+        self._changed = threading.Condition()
+        self._loans: dict[str, Loan] = {}
+
+    def lend(self, buffers: Sequence[Any], readers: int, holders: Sequence[str] = ()) -> Loan:
+        loan = Loan(buffers, readers, self._changed, holders)
+        self._loans[loan.name] = loan
+        return loan
+
+    def find(self, name: str) -> Loan | None:
+        return self._loans.get(name)
+
+    def memory(self, path: str) -> mmap.mmap | None:
+        """Returns the memory that a segment of this process is mapped to."""
+        return self._pool.memory(path)
+
+    def forget_process(self, process: str) -> None:
+        """Releases the loans of a reader that has ended (`host.process_key`)."""
+        for name, loan in list(self._loans.items()):
+            for reader, holder in enumerate(loan.holders):
+                if holder == process:
+                    self.release(name, reader)
+
+    def release(self, path: str, reader: int) -> None:
+        """Registers that a reader is done with a loan, or with a segment of this process."""
+        loan = self._loans.get(path)
+        if loan is None:
+            self._pool.release(path, reader)
+            return
+        with self._changed:
+            loan.pending.discard(reader)
+            if loan.segment is not None:
+                self._pool.release(loan.segment, reader)
+            if not loan.pending:
+                self._loans.pop(path, None)
+            self._changed.notify_all()
+
+
+#: Most that is offered at a time; the oldest is withdrawn for the next.
+_MOST = 8
+#: Maximum of withdrawn names that are remembered.
+_REMEMBERED = 1024
+
+
+class Withdrawn(Exception):
+    """It was offered, and is no longer."""
+
+
+class Offers:
+    """Memory that other processes may read, by name. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._held: collections.OrderedDict[str, tuple[memoryview, int]] = collections.OrderedDict()
+        self._withdrawn: collections.deque[str] = collections.deque(maxlen=_REMEMBERED)
+
+    def put(self, name: str, memory: memoryview, times: int) -> None:
+        """Offers memory that does not change, until it has been read a number of times. A reader may keep it longer."""
+        withdrawn = []
+        with self._changed:
+            self._held[name] = memory, times
+            while len(self._held) > _MOST:
+                withdrawn.append(self._held.popitem(last=False))
+                self._withdrawn.append(withdrawn[-1][0])
+            self._changed.notify_all()
+        # Only now may memory return to its pool, which has separate locks.
+
+    def find(self, name: str, timeout: float) -> memoryview | None:
+        """Returns the memory offered under a name; waits up to `timeout` seconds for it, then returns None.
+
+        Raises:
+            Withdrawn: It was offered before.
+        """
+        end = time.monotonic() + timeout
+        with self._changed:
+            while name not in self._held:
+                if name in self._withdrawn:
+                    raise Withdrawn(name)
+                if not self._changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
+                    return None
+            return self._held[name][0]
+
+    def taken(self, name: str) -> None:
+        """Registers that one of the readers of an offer has read all of it."""
+        last = None
+        with self._changed:
+            memory, times = self._held.get(name, (None, 0))
+            if memory is not None and times > 1:
+                self._held[name] = memory, times - 1
+            elif memory is not None:
+                last = self._held.pop(name)
+                self._withdrawn.append(name)
+        del last, memory

@@ -1,0 +1,430 @@
+"""ZeroMQ sockets as this project uses them: always CURVE, both sides authenticated with the generation's key."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from socket import SOL_SOCKET, create_server
+from typing import Any, NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from rlhpc.runtime.comm import unix_sockets
+from rlhpc.runtime.comm.bulk_transfer import BulkClient
+from rlhpc.runtime.comm.queues import ChannelRefused, TooEarly
+from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
+from rlhpc.runtime.host import host_id
+from rlhpc.runtime.os_resources import crowded
+from rlhpc.runtime.registry import CurveKeys
+
+_names = itertools.count()
+#: Largest frame that goes over ZeroMQ as one; longer ones are sent in pieces. The other side reads a frame into memory
+#: before it knows who sent it, so this is what a stranger's connection can make it hold.
+PIECE = 1 << 20
+#: An ample bound on what CURVE adds to a frame.
+_OVERHEAD = 1 << 10
+#: A connection that has not proved by then that it belongs to this run is closed; one of ours that was too slow retries.
+_HANDSHAKE_MS = 10_000
+_DIVIDED = b"rlhpc divided\n"
+_LENGTHS = "!%dQ"
+#: Exceptions of requests that were answered with neither `ok` nor `error`.
+_FAILURES = {b"refused": ChannelRefused, b"too early": TooEarly}
+#: Requests that ZeroMQ still accepts once its port is shut: few, for each takes one of the descriptors that are left.
+_BACKLOG = 100
+#: How long the other side may take to read a message for which no other deadline holds.
+POST_S = 60.0
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+#: The one instruction of a packet filter that lets nothing pass: `return 0`.
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
+
+
+def make_socket(context: zmq.Context[Any], kind: int, keys: CurveKeys, server: bool) -> zmq.Socket[Any]:
+    """Creates a socket that talks only to holders of the generation's key."""
+    socket = context.socket(kind)
+    socket.linger = 0
+    socket.set_hwm(0)
+    socket.maxmsgsize = PIECE + _OVERHEAD
+    socket.handshake_ivl = _HANDSHAKE_MS
+    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    if server:
+        socket.curve_server = True
+        socket.zap_domain = b"rlhpc"
+    else:
+        socket.curve_serverkey = keys.public
+    return socket
+
+
+def divided(frames: Sequence[Any]) -> Sequence[Any]:
+    """Returns the frames to send: the frames themselves or, if one is longer than `PIECE`, their lengths and pieces."""
+    lengths = [len(f) if isinstance(f, bytes) else memoryview(f).nbytes for f in frames]
+    if max(lengths, default=0) <= PIECE:
+        return frames
+    pieces: list[Any] = [_DIVIDED, struct.pack(_LENGTHS % len(lengths), *lengths)]
+    for frame, length in zip(frames, lengths, strict=True):
+        view = memoryview(frame).cast("B")
+        pieces += [view[at : at + PIECE] for at in range(0, length, PIECE)]
+    return pieces
+
+
+def join_pieces(frames: list[bytes]) -> list[bytes]:
+    """Joins the frames that `divided` split into pieces."""
+    if not frames or frames[0] != _DIVIDED:
+        return frames
+    pieces, joined = iter(frames[2:]), []
+    for length in struct.unpack(_LENGTHS % (len(frames[1]) // 8), frames[1]):
+        joined.append(b"".join(itertools.islice(pieces, -(-length // PIECE))))
+    return joined
+
+
+class TcpPort:
+    """A TCP port that a ZeroMQ socket listens on, for ranks of other hosts.
+
+    It is not a `TcpListener`, because ZeroMQ accepts connections itself, on a thread that needs no interpreter. ZeroMQ accepts
+    every connection, and keeps it for as long as a handshake may last. While strangers hold too many, `shut` makes the kernel
+    drop further requests; a process of the run tries again a second or two later.
+
+    Attributes:
+        listener: Readable, for an edge-triggered epoll, when a process connects.
+        endpoint: The endpoint to publish; the port is bound already, so no other process can bind it.
+    """
+
+    def __init__(self, socket: zmq.Socket[Any], address: str) -> None:
+        self.listener = create_server((address, 0), backlog=_BACKLOG)
+        self.listener.setblocking(False)
+        self.endpoint = f"tcp://{address}:{self.listener.getsockname()[1]}"
+        socket.setsockopt(zmq.USE_FD, os.dup(self.listener.fileno()))
+        socket.bind(self.endpoint)
+        self.is_shut = False
+
+    def shut(self, should_shut: bool) -> None:
+        if should_shut and not self.is_shut:
+            drop_all = ctypes.create_string_buffer(_DROP, len(_DROP))
+            self.listener.setsockopt(SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop_all)))
+        elif self.is_shut and not should_shut:
+            self.listener.setsockopt(SOL_SOCKET, _SO_DETACH_FILTER, 0)
+        self.is_shut = should_shut
+
+
+def shut_where_crowded(doors: Collection[TcpPort]) -> None:
+    """Keeps ports shut while the process has too few descriptors left for its own files, and opens them again."""
+    full = bool(doors) and crowded()
+    for door in list(doors):
+        door.shut(full)
+
+
+def readable(socket: zmq.Socket[Any]) -> bool:
+    """Returns whether a message has arrived; ZeroMQ's descriptor only tells that its state has changed."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def choose(record: dict[str, str]) -> str:
+    """Returns the endpoint by which this process reaches the process that published `record`."""
+    if record["host"] == host_id():
+        return record["ipc"]
+    if not record["tcp"]:
+        raise ChannelError(
+            f"{record} is on another host ({record['host']}), or has a /tmp or /dev/shm of its own, and listens on no TCP port"
+        )
+    return record["tcp"]
+
+
+class ZapDoor:
+    """Answers ZeroMQ's authentication requests: only the generation's own public key may enter."""
+
+    def __init__(self, context: zmq.Context[Any], keys: CurveKeys) -> None:
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind("inproc://zeromq.zap.01")
+        self._allowed = z85.decode(keys.public)
+        self.refused = 0
+
+    def answer(self) -> None:
+        """Handles one request; call when the socket is readable."""
+        version, request_id, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
+        ok = mechanism == b"CURVE" and credentials[:1] == [self._allowed]
+        self.refused += not ok
+        self.socket.send_multipart([version, request_id, b"200" if ok else b"400", b"", b"rlhpc" if ok else b"", b""])
+
+
+@contextlib.contextmanager
+def _until_the_end() -> Iterator[None]:
+    """Turns ZeroMQ's word that this process's sockets are being ended into an error of the run."""
+    try:
+        yield
+    except zmq.ContextTerminated:
+        raise ChannelError("this process has left the run: its session ended while it waited") from None
+
+
+class _ZmqClient:
+    """A connection to a service on another host."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: CurveKeys) -> None:
+        self.in_step = True
+        self._socket = make_socket(context, zmq.DEALER, keys, server=False)
+        self._socket.connect(endpoint)
+
+    def send(self, frames: list[Any], check: Callable[[], None]) -> None:
+        with _until_the_end():  # copied to a queue without a bound, which never makes a sender wait
+            self._socket.send_multipart(divided(frames))
+
+    def receive(self, timeout: float) -> list[bytes] | None:
+        with _until_the_end():
+            return join_pieces(self._socket.recv_multipart()) if self._socket.poll(int(timeout * 1000)) else None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Pending(NamedTuple):
+    """A sent request: its endpoint, number and purpose."""
+
+    endpoint: str
+    number: bytes
+    whom: str
+
+
+class Peers:
+    """Requests from one thread to the service threads of other processes, with one persistent connection per peer."""
+
+    def __init__(self, context: zmq.Context[Any], keys: CurveKeys, check: Callable[[], None]) -> None:
+        self._context, self._keys, self._check = context, keys, check
+        self._local = threading.local()
+        #: Keys of processes (`host.process_key`) whose end the driver has reported.
+        self.ended_processes = set[str]()
+
+    @property
+    def _clients(self) -> dict[str, unix_sockets.Client | _ZmqClient]:
+        """Returns this thread's connections by endpoint."""
+        clients: dict[str, unix_sockets.Client | _ZmqClient] = self._local.__dict__.setdefault("clients", {})
+        return clients
+
+    def _client(self, endpoint: str) -> unix_sockets.Client | _ZmqClient:
+        clients = self._clients
+        if endpoint not in clients:
+            if endpoint.startswith("ipc://"):
+                try:
+                    clients[endpoint] = unix_sockets.Client(endpoint[6:], self._keys)
+                except OSError as error:
+                    self._check()
+                    raise ChannelError(f"cannot reach the process behind {endpoint}: {error}") from None
+            else:
+                clients[endpoint] = _ZmqClient(self._context, endpoint, self._keys)
+        return clients[endpoint]
+
+    def _unreachable(self, endpoint: str, whom: str) -> ChannelError:
+        self._clients.pop(endpoint).close()
+        self._grieve()
+        return ChannelError(f"the process behind {endpoint} died while this one waited for {whom}")
+
+    def knows_ended(self, record: Mapping[str, Any]) -> bool:
+        """Returns whether a process is known to have ended, by its published record: it was on this host, and its socket has
+        no listener any more.
+        """
+        if record["host"] != host_id():
+            return False
+        try:
+            unix_sockets.connect(record["data"]["ipc"].removeprefix("ipc://"), self._keys, timeout=0.0).sock.close()
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except OSError:
+            pass  # who cannot be reached for another reason may live
+        return False
+
+    def _send(self, endpoint: str, frames: list[Any], timeout: float, whom: str) -> None:
+        """Sends a message to a process that may have stopped reading.
+
+        Raises:
+            DeadlineExceeded: The process has not read enough for `timeout` seconds.
+            ChannelError: The process has ended.
+        """
+        deadline = time.monotonic() + timeout
+        client = self._client(endpoint)
+
+        def check() -> None:
+            self._check()
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"waited {timeout:.1f} s for {whom}: {endpoint} reads nothing")
+
+        try:
+            client.send(frames, check)
+        except OSError:
+            raise self._unreachable(endpoint, whom) from None
+        except DeadlineExceeded:
+            self._unconfirmed.pop(endpoint, None)  # the caller knows that something is wrong there
+            raise
+        finally:
+            if not client.in_step and self._clients.get(endpoint) is client:
+                self._clients.pop(endpoint).close()
+
+    def post(
+        self,
+        endpoint: str,
+        op: bytes,
+        frames: Sequence[Any],
+        timeout: float = POST_S,
+        whom: str | None = None,
+        process: str = "",
+    ) -> None:
+        """Sends a request that has no reply; raises as `begin` does. `process` is the key of the one behind the endpoint."""
+        self._send(endpoint, [b"", op, *frames], timeout, whom or op.decode())
+        if op == b"PUT":
+            self._unconfirmed[endpoint] = process
+
+    @property
+    def _unconfirmed(self) -> dict[str, str]:
+        """Returns the endpoints where this thread has put something since it last got a reply from there, with the keys of
+        the processes behind them."""
+        endpoints: dict[str, str] = self._local.__dict__.setdefault("unconfirmed", {})
+        return endpoints
+
+    def forget_unconfirmed(self) -> None:
+        """Drops the messages that `confirm` would wait for: the call that sent them has failed, and their receivers may have
+        ended.
+        """
+        self._unconfirmed.clear()
+
+    def confirm(self, timeout: float) -> None:
+        """Waits until all messages that this thread has sent without confirmation have been admitted or queued.
+
+        Raises:
+            ChannelError: A process refused something. The end of a process is no error here: others report it.
+        """
+        while self._unconfirmed:
+            endpoint, process = self._unconfirmed.popitem()
+            try:
+                pending = self.begin(endpoint, b"SYNC", [], f"{endpoint} to confirm what was put", timeout)
+                self.reply_to(pending, timeout, lambda process=process: process in self.ended_processes)  # type: ignore[misc]
+            except ChannelError:
+                if endpoint in self._clients:  # else the connection has ended
+                    raise
+
+    def request(self, endpoint: str, op: bytes, frames: Sequence[Any], timeout: float, whom: str) -> list[bytes]:
+        """Sends a request and waits for its reply.
+
+        Raises:
+            DeadlineExceeded: There was no reply within `timeout` seconds; the message names the process.
+            ChannelError: The other side answered with an error, or is gone.
+        """
+        deadline = time.monotonic() + timeout
+        pending = self.begin(endpoint, op, frames, whom, timeout)
+        return self.reply_to(pending, max(0.0, deadline - time.monotonic()))
+
+    def begin(self, endpoint: str, op: bytes, frames: Sequence[Any], whom: str, timeout: float = POST_S) -> Pending:
+        """Sends a request. `reply_to` must wait for its reply in the same thread, before the next request to this endpoint.
+
+        Raises:
+            DeadlineExceeded: The other side has not read it within `timeout` seconds.
+            ChannelError: The other side is gone.
+        """
+        number = next(_names).to_bytes(8, "big")
+        self._send(endpoint, [number, op, *frames], timeout, whom)
+        return Pending(endpoint, number, whom)
+
+    def reply_to(self, pending: Pending, timeout: float, has_ended: Callable[[], bool] = lambda: False) -> list[bytes]:
+        """Waits for the reply to a request; raises as `request` does.
+
+        Args:
+            pending: The request.
+            timeout: Seconds.
+            has_ended: Whether the other side is known to have ended: the end of one on another host closes no connection.
+        """
+        endpoint, number, whom = pending
+        client = self._client(endpoint)
+        try:
+            deadline = time.monotonic() + timeout
+            while True:
+                reply = client.receive(max(0.0, min(0.2, deadline - time.monotonic())))
+                if reply is None:
+                    self._check()
+                    if has_ended():
+                        raise self._unreachable(endpoint, whom)
+                    if time.monotonic() > deadline:
+                        self._cancel(endpoint, number)
+                        raise DeadlineExceeded(f"waited {timeout:.1f} s for {whom}")
+                elif reply[0] == number:
+                    break
+                # else: the late answer to a request that was given up; its items went back with the CANCEL
+        except (ConnectionError, BrokenPipeError):
+            raise self._unreachable(endpoint, whom) from None
+        self._unconfirmed.pop(endpoint, None)
+        if reply[1] == b"ok":
+            return reply[2:]
+        raise _FAILURES.get(bytes(reply[1]), ChannelError)(reply[2].decode())
+
+    def _cancel(self, endpoint: str, number: bytes) -> None:
+        """Withdraws a request, without a wait: the end of its connection does the same."""
+        try:
+            self.post(endpoint, b"CANCEL", [number], timeout=0.0)
+        except DeadlineExceeded:
+            self._clients.pop(endpoint).close()
+
+    def fetch(self, endpoint: str, path: str, start: int, target: memoryview, *, offered: bool = False) -> bool:
+        """Fills `target` with the bytes of a segment of another host from `start` on.
+
+        Args:
+            endpoint: Of the owner's `BulkServer`.
+            path: The segment, or the name of the offered data.
+            start: Offset in its file.
+            target: Memory of this process.
+            offered: Request offered data rather than a segment.
+
+        Returns:
+            Whether the data was there; an offer may not have been made yet.
+
+        Raises:
+            Withdrawn: The data is no longer offered.
+            ChannelError: The owner is gone, its host out of reach, or the segment freed; names the owner.
+        """
+        clients: dict[str, BulkClient] = self._local.__dict__.setdefault("bulk", {})
+        while True:
+            fresh = endpoint not in clients
+            client = clients[endpoint] = BulkClient(endpoint, self._keys, self._check) if fresh else clients[endpoint]
+            try:
+                return client.fetch(path, start, target, offered=offered)
+            except OSError as error:
+                if not fresh and not client.is_receiving:
+                    continue  # it was idle, and a firewall between the hosts may have forgotten it
+                self._grieve()
+                raise ChannelError(
+                    f"{client.peer} at {endpoint.rpartition('@')[2]} died or is out of reach while this process received "
+                    f"{len(target)} bytes from it: {error}"
+                ) from None
+            finally:
+                if not client.in_step:
+                    clients.pop(endpoint).close()
+
+    def release(self, endpoint: str, path: str, reader: int) -> None:
+        """Tells the owner of a segment on another host that this reader is done; does nothing if the owner has ended.
+
+        A reader that shares data that another rank of its host has fetched connects to the owner only now.
+        """
+        clients: dict[str, BulkClient] = self._local.__dict__.setdefault("bulk", {})
+        for _ in range(2 if endpoint in clients else 1):  # an idle connection may have been forgotten between the hosts
+            try:
+                if endpoint not in clients:
+                    clients[endpoint] = BulkClient(endpoint, self._keys, self._check)
+                clients[endpoint].release(path, reader)
+            except (OSError, ChannelError):
+                if endpoint in clients:
+                    clients.pop(endpoint).close()
+            else:
+                return
+
+    def _grieve(self) -> None:
+        # The driver learns of a death at about the same moment, and its account of it is better.
+        for _ in range(20):
+            self._check()
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Closes the calling thread's connections."""
+        for kind in ("clients", "bulk"):
+            for client in self._local.__dict__.pop(kind, {}).values():
+                client.close()

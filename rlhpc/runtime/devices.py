@@ -1,0 +1,274 @@
+"""Device selection: a process computes on its granted accelerators, or on the CPU if it was granted none.
+
+Only torch knows the type of the accelerator: nothing else in rlhpc names one, except for some libraries' own identifiers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import mmap
+import os
+import platform
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.host import node_name
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+Module = TypeVar("Module", bound="torch.nn.Module")
+
+#: Locked pages count as such for all devices of the process.
+_PORTABLE = 1
+#: Set when accelerators are only a number: `Cluster.local` and the tests' Slurm have nodes with imaginary ones.
+VIRTUAL = "RLHPC_VIRTUAL_ACCELERATORS"
+
+#: The oldest driver (by the newest CUDA that it takes) on which a build of torch runs, the newest build first.
+_BUILDS = (((13, 0), "cu130"), ((12, 8), "cu128"))
+
+
+def accelerator() -> str:
+    """Returns the type of accelerator that torch can use here, such as `cuda`; empty if there is none.
+
+    Not for a process that is forked afterwards: torch may have to initialize the driver.
+    """
+    import torch
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device.type if device else ""
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the accelerator's product name, or `cpu` with the machine's architecture."""
+    import torch
+
+    if device.type == "cpu":
+        return f"cpu {platform.machine()}"
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if name is None else str(name(device))
+
+
+def pci_addresses() -> list[str]:
+    """Returns the PCI addresses of the accelerators that this process sees, such as `0000:1b:00.0`; empty if torch sees none
+    or is not installed. Initializes the driver, as `accelerator` may.
+    """
+    if importlib.util.find_spec("torch") is None or accelerator() != "cuda":
+        return []
+    import torch
+
+    devices: Iterable[Any] = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in devices]
+
+
+def landing_device(sent: str) -> str:
+    """Returns the device for a tensor that was on the device `sent` of another process: the CPU if it was there; otherwise
+    this process's accelerator, whatever the sender's index was, or the CPU if this process has none.
+    """
+    return sent if sent == "cpu" else accelerator() or "cpu"
+
+
+def collective_backends(device: str) -> str:
+    """Returns torch.distributed's backend string for the tensors of a device and of the host: `gloo` on the CPU."""
+    import torch.distributed as dist
+
+    return "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+
+
+def computes_bfloat16(device: str) -> bool:
+    """Returns whether a device computes in bfloat16 natively, rather than by emulation; always False for a CPU.
+
+    Args:
+        device: Its type, such as `cuda` or `cpu`.
+    """
+    import torch
+
+    return device != "cpu" and bool(torch.get_device_module(device).is_bf16_supported(including_emulation=False))
+
+
+def attends_by_segments(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Returns whether torch has a kernel for attention within the samples of one packed row, for tensors like these, `[1,
+    heads, T, d]`.
+    """
+    import torch
+
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and query.shape[-1] == value.shape[-1] <= 256
+
+
+def moved(module: Module, device: torch.device) -> Module:
+    """Moves a module to a device. Tied parameters, such as embeddings shared with the LM head, stay tied: for accelerators
+    that torch knows only through extensions, `Module.to` duplicates them.
+    """
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    module.to(device)
+    for first, *aliases in names.values():
+        for holder, _, attribute in (other.rpartition(".") for other in aliases):
+            setattr(module.get_submodule(holder), attribute, module.get_parameter(first))
+    return module
+
+
+def empty_cache() -> None:
+    """Returns memory that torch caches to the accelerator, for another process; does nothing without an accelerator."""
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def synchronize(device: str) -> None:
+    """Waits until a device has completed its enqueued operations; returns at once for the CPU."""
+    import torch
+
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def host_memory(size: int, device: str) -> torch.Tensor:
+    """Allocates host memory, uint8. If a device other than the CPU will copy, its pages are locked, without rounding up.
+    (Torch's allocator rounds pinned memory up to powers of two.)
+    """
+    import torch
+
+    if device == "cpu" or not size:
+        return torch.empty(size, dtype=torch.uint8)
+    return locked(mmap.mmap(-1, size))
+
+
+def lock_pages(memory: torch.Tensor) -> bool:
+    """Locks the pages of host memory and registers them with the accelerator, which then copies without the CPU's help until
+    the tensor is gone. Does nothing without an accelerator. A limit on locked memory makes copies slower, not wrong.
+
+    Args:
+        memory: Starts at a page boundary. The underlying mapping must not be unmapped before the tensor is gone.
+
+    Returns:
+        Whether they are locked.
+    """
+    import torch
+
+    if not locks_pages() or not memory.nbytes:
+        return False
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    if int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE)):
+        log.warning(
+            "%d bytes of host memory cannot be locked: copies to and from the accelerator are slower", memory.nbytes
+        )
+        return False
+    weakref.finalize(memory, _unlock, runtime, address, memory.untyped_storage()).atexit = False
+    return True
+
+
+def locks_pages() -> bool:
+    """Returns whether this process has an accelerator for which pages of host memory can be locked."""
+    return accelerator() == "cuda"
+
+
+def locked(memory: mmap.mmap) -> torch.Tensor:
+    """Returns mapped memory as a tensor, uint8, whose pages are locked for its lifetime (`lock_pages`)."""
+    import torch
+
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    lock_pages(tensor)
+    return tensor
+
+
+def _unlock(runtime: Any, address: int, memory_owner: Any) -> None:
+    """Unregisters host memory. `memory_owner` is the owner of the memory, which is still mapped now."""
+    runtime.cudaHostUnregister(address)
+
+
+class SideCopies:
+    """Copies from a device into host memory that overlap with its computation; immediate on the CPU.
+
+    Args:
+        device: Its type.
+    """
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._stream = None if device == "cpu" else torch.Stream(device)
+
+    def begin(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        """Starts copies that run once the device has completed the operations enqueued so far.
+
+        Args:
+            pairs: Target and source of each copy.
+
+        Returns:
+            A function that waits until all copies are complete, and holds the sources until then.
+        """
+        import torch
+
+        if self._stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return lambda: None
+        self._stream.wait_stream(torch.accelerator.current_stream())
+        with self._stream:
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        done, held = self._stream.record_event(), list(pairs)
+
+        def wait() -> None:
+            done.synchronize()
+            held.clear()
+
+        return wait
+
+
+def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ) -> str:
+    """Returns the type of accelerator (the first visible one) for a process that was granted some, `cpu` for one that was not.
+
+    Args:
+        granted: Their indices on the node.
+        environ: Environment of the process.
+
+    Raises:
+        ConfigError: Torch cannot use the granted accelerators. A run on the CPU instead would only look slow.
+    """
+    import torch
+
+    if not granted:
+        return "cpu"
+    kind = accelerator()
+    visible = torch.accelerator.device_count() if kind else 0
+    if visible >= len(granted):
+        return kind
+    if environ.get(VIRTUAL):
+        return kind or "cpu"
+    why, do = why_unseen(visible, torch.version.cuda, torch.version.hip, environ.get("CUDA_VISIBLE_DEVICES"))
+    raise ConfigError(
+        f"accelerators {', '.join(map(str, granted))} of {node_name()} were granted, but cannot be used by torch "
+        f"{torch.__version__}, which {why}; {do}; or do without them: cluster.accelerators_per_node=0"
+    )
+
+
+def why_unseen(visible: int, cuda: str | None, hip: str | None, mask: str | None, driver: str = "") -> tuple[str, str]:
+    """Returns why torch sees fewer accelerators than were granted ("torch 2.13, which …"), and a remedy.
+
+    Args:
+        visible: Number of accelerators that torch sees.
+        cuda, hip: The versions that torch is built for.
+        mask: CUDA_VISIBLE_DEVICES.
+        driver: The newest CUDA that the node's driver supports, if known.
+    """
+    if not cuda and not hip:
+        build = next((build for since, build in _BUILDS if _number(driver) >= since), "cu126") if driver else "auto"
+        return "is built for the CPU", f"install the other build: RLHPC_TORCH={build} bash envs/setup.sh"
+    return (
+        f"is built for {f'CUDA {cuda}' if cuda else f'ROCm {hip}'} and finds {visible} of them (CUDA_VISIBLE_DEVICES={mask})",
+        "look at that node's driver with nvidia-smi, or take a build for it: RLHPC_TORCH=cu126 bash envs/setup.sh",
+    )
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))

@@ -1,0 +1,136 @@
+"""Messages for full filesystems: the filesystem, its usage, and a remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlhpc.runtime.errors import StorageError, UserError
+
+#: Errors of writes that fail again until the disk has capacity.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+#: How to continue after a failure; the next command depends on how the run was started.
+GO_ON = "the command that started it (rlhpc train: with runner.resume_dir=auto)"
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Returns whether a write failed for lack of capacity: the disk or quota is full, or the file has reached its allowed
+    size.
+    """
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def mount_of(path: str | Path) -> Path:
+    """Returns the mount point of the filesystem that holds `path`, or would hold it."""
+    place = Path(os.path.abspath(path))
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    place = place.resolve()
+    while not place.is_mount() and place != place.parent:
+        place = place.parent
+    return place
+
+
+def advice(error: OSError, path: str | Path) -> str:
+    """Returns one sentence: the filesystem that holds `path`, and a remedy for the error."""
+    if error.errno == errno.EFBIG:
+        return "The limit on the size of a file is reached: raise it (ulimit -f)"
+    mount = mount_of(path)
+    if error.errno == errno.EROFS:
+        return f"The filesystem at {mount} is read-only: choose another folder (runner.run_dir)"
+    if not is_full(error):
+        return "Check that the folder is writable"
+    room = ""
+    with contextlib.suppress(OSError):
+        about = os.statvfs(mount)
+        free, size = about.f_bavail * about.f_frsize, about.f_blocks * about.f_frsize
+        room = f", {free / 2**20:.1f} of {size / 2**20:.0f} MiB are free"
+        if about.f_files and not about.f_favail:
+            room += " and no file can be added"
+    if error.errno == errno.EDQUOT:
+        return f"Your quota on the filesystem at {mount} is used up: make room there"
+    return f"The filesystem at {mount} is full{room}: make room there"
+
+
+def unwritten(error: OSError, path: str | Path) -> StorageError:
+    """Returns the error for a page, table or picture that could not be written."""
+    where = error.filename or path
+    return StorageError(f"{where}: could not be written: {error.strerror or error}. {advice(error, where)}")
+
+
+def storage_error(error: OSError, path: str | Path, label: str) -> StorageError:
+    """Returns the error for a failed write.
+
+    Args:
+        error: The system's error.
+        path: The file to be written, if the error does not name it.
+        label: Name of the data, which begins the message.
+    """
+    where = error.filename or path
+    return StorageError(
+        f"{label} could not be written: {where}: {error.strerror or error}. {advice(error, where)}, then continue from the "
+        f"last checkpoint with: {GO_ON}"
+    )
+
+
+def explained(error: BaseException, operation: str, *, anyway: bool = True) -> BaseException:
+    """Returns `error`, or a `StorageError` with the place, if the error or its cause means that the disk is full.
+
+    Args:
+        error: Any exception.
+        operation: The operation that failed, which begins the message.
+        anyway: Explain it even if the file and the filesystem are unknown.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, UserError):
+        if isinstance(cause, OSError) and cause.errno in _FULL:
+            path = cause.filename or full_among(_likely())  # a failed write does not always say which file it was
+            if path is None and not anyway:
+                return error
+            if path is None:
+                remedy = advice(cause, ".") if cause.errno == errno.EFBIG else "Make room"
+                return StorageError(f"{operation}: {cause.strerror}. {remedy}, then continue with: {GO_ON}")
+            return storage_error(cause, path, f"what {operation} wrote")
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
+def _likely() -> list[str]:
+    """Returns folders to which this process was probably writing."""
+    places = ["."]
+    with contextlib.suppress(OSError):
+        places.append(os.path.dirname(os.readlink("/proc/self/fd/2")) or "/")
+    return [*places, tempfile.gettempdir(), "/tmp", "/dev/shm"]
+
+
+def full_among(folders: Iterable[str | Path]) -> Path | None:
+    """Returns the first folder whose filesystem has no capacity left for ordinary users: a failed write does not name it."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            about = os.statvfs(mount_of(folder))
+            if about.f_blocks and (about.f_bavail < 4 or (about.f_files and not about.f_favail)):
+                return Path(folder)
+    return None
+
+
+class _Log(io.FileIO):
+    """A log file that never fails: a line that does not fit on the disk is lost, and the process continues."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def log_stream(fd: int) -> TextIO:
+    """Opens a line-buffered text stream over a log's descriptor; printing to a full disk does not end the process."""
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Log(fd, "w", closefd=False)), errors="backslashreplace", line_buffering=True
+    )

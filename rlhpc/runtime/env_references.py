@@ -1,0 +1,82 @@
+"""Values that a configuration takes from the environment, `${oc.env:NAME}`. They may be secrets, so written files and messages
+contain the reference in their place. A run that is started again reads its own environment.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+_SHORTEST = 6
+"""A secret has at least this many characters; shorter values are numbers and words that occur in any text."""
+_read: dict[str, str] = {}
+_count, _watching = 0, False
+
+
+def watch() -> None:
+    """Starts recording the values that configurations read from the environment. May be called repeatedly."""
+    global _watching
+    if _watching:
+        return
+    _watching = True
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    def env(*arguments: Any) -> Any:
+        global _count
+        _count += 1
+        value = oc.env(*arguments)
+        if arguments and arguments[0] in os.environ and isinstance(value, str):
+            _read[str(arguments[0])] = value
+        return value
+
+    with warnings.catch_warnings():  # later versions call it something else
+        warnings.simplefilter("ignore")
+        OmegaConf.register_new_resolver("oc.env", env, replace=True)
+
+
+def values_read() -> dict[str, str]:
+    """Returns the values that configurations in this process have taken from the environment, by variable."""
+    return dict(_read)
+
+
+def masked(text: str, values: Mapping[str, str] | None = None) -> str:
+    """Returns a text with `${oc.env:NAME}` in place of values from the environment. Paths stay: they are no secrets.
+
+    Args:
+        text: The text.
+        values: Values that another process has read, by name; by default those that this process has read.
+    """
+    for name, value in sorted((_read if values is None else values).items(), key=lambda item: -len(item[1])):
+        if len(value) >= _SHORTEST and not PurePath(value).is_absolute():
+            text = text.replace(value, f"${{oc.env:{name}}}")
+    return text
+
+
+def to_plain(cfg: Any) -> Any:
+    """Returns a configuration as dicts and lists, resolved except for references to the environment, which stay as written."""
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+
+    watch()
+    if not isinstance(cfg, (DictConfig, ListConfig)):
+        return cfg
+    if cfg._is_none():
+        return None
+    written: Any = OmegaConf.to_container(cfg, resolve=False)
+    keys: Any = list(cfg.keys()) if isinstance(cfg, DictConfig) else range(len(cfg))
+    plain: dict[Any, Any] = {}
+    for key in keys:
+        if OmegaConf.is_missing(cfg, key):
+            plain[key] = "???"
+            continue
+        before = _count
+        value: Any = cfg[key]
+        if OmegaConf.is_interpolation(cfg, key):
+            resolved: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            plain[key] = written[key] if _count != before else resolved
+        else:
+            plain[key] = to_plain(value)
+    return plain if isinstance(cfg, DictConfig) else list(plain.values())

@@ -1,0 +1,197 @@
+"""Failure policy of a session: the first failure, the ranks that may live on, and those that can be restarted. Pure
+functions.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlhpc.runtime.errors import RlhpcError, StepFailed, WorkerFailed
+from rlhpc.runtime.launchers import Member
+from rlhpc.runtime.worker_spec import WorkerSpec
+
+
+class Rank(Protocol):
+    """A rank as the policy sees it: its specification, and whether it is starting, ready, stopping or ended."""
+
+    @property
+    def spec(self) -> WorkerSpec: ...
+    @property
+    def state(self) -> str: ...
+
+
+@dataclass
+class FailurePolicy:
+    """The failures of a session.
+
+    Attributes:
+        expendable: Groups whose failure leaves the other groups alive.
+        independent: Expendable groups whose ranks do not need one another: a rank that dies leaves the other ranks of its
+            group alive.
+        elastic: Groups whose ranks may join and leave, with the number that must remain: the end of a rank beyond that is no
+            failure.
+        together: Groups with the number of neighbours that form one replica, such as an engine: they join, leave and end
+            together.
+        first: The failure that caused all others; None while nothing has failed.
+        past: The failure from which the session has recovered.
+    """
+
+    expendable: frozenset[str] = frozenset()
+    independent: frozenset[str] = frozenset()
+    elastic: Mapping[str, int] = field(default_factory=dict)
+    together: Mapping[str, int] = field(default_factory=dict)
+    first: RlhpcError | None = None
+    past: RlhpcError | None = None
+
+    def take(self, failure: RlhpcError) -> bool:
+        """Records a failure; returns whether it is the first, of which later ones are consequences."""
+        if self.first is not None:
+            return False
+        self.first = failure
+        return True
+
+    def departs(self, failure: RlhpcError, ranks: Collection[Rank]) -> bool:
+        """Returns whether this is the end of a rank, for whatever reason, that the other ranks can do without.
+
+        An exception raised by a rank does not count, unless the rank has joined: its machine may then be at fault, and the
+        other ranks will raise a fault of the program, too.
+        """
+        group, rank = failure.group, failure.rank
+        if group not in self.elastic or rank is None or not isinstance(failure, (WorkerFailed, StepFailed)):
+            return False
+        joined = any((r.spec.group, r.spec.rank) == (group, rank) and r.spec.rank >= r.spec.world_size for r in ranks)
+        if isinstance(failure, WorkerFailed) and failure.remote_traceback and not joined:
+            return False
+        replica = self.replica_of(group, rank)
+        remaining = [r for r in ranks if r.spec.group == group and r.state == "ready" and r.spec.rank not in replica]
+        return self.first is None and len(remaining) >= self.elastic[group]
+
+    def replica_of(self, group: str, rank: int) -> range:
+        """Returns the ranks of a rank's replica, including itself."""
+        size = self.together.get(group, 1)
+        return range(rank - rank % size, rank - rank % size + size)
+
+    def put_behind(self) -> None:
+        """Treats the failure as past when new groups are launched: it happened before them."""
+        if self.first is not None:
+            self.past, self.first = self.first, None
+
+    def spared(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
+        """Returns the names of the ranks that may live on.
+
+        If an expendable group has failed: the ranks of the groups that are not expendable. If a single rank of an independent
+        group has failed and ended: all other ranks, too.
+        """
+        group, rank = failure.group, failure.rank
+        if group not in self.expendable or not failure.restartable:
+            return set()
+        alone = group in self.independent and any(
+            r.spec.rank == rank and r.state == "ended" for r in ranks if r.spec.group == group
+        )
+        return {r.spec.name for r in ranks if (alone and r.state != "ended") or r.spec.group not in self.expendable}
+
+    def doomed(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
+        """Returns the names of the ranks that must end with the failure."""
+        return {r.spec.name for r in ranks} - self.spared(failure, ranks)
+
+    def recoverable(self, ranks: Collection[Rank]) -> bool:
+        """Returns whether the run can continue with the other ranks, once those that had to end have ended.
+
+        All ended ranks must be expendable, some rank must remain, and none may be in an intermediate state, except those that
+        are about to join: no other rank needs them, and they may never arrive.
+        """
+        states = [r.state for r in ranks if r.state != "starting" or r.spec.rank < r.spec.world_size]
+        ended_groups = {r.spec.group for r in ranks if r.state == "ended"}
+        return ended_groups <= self.expendable and "ready" in states and {*states} <= {"ended", "ready"}
+
+
+def by_group(ranks: Iterable[Rank]) -> dict[str, list[int]]:
+    """Returns the rank numbers of each group, both in order."""
+    ranks_by_group: dict[str, list[int]] = {}
+    for r in sorted(ranks, key=lambda r: (r.spec.group, r.spec.rank)):
+        ranks_by_group.setdefault(r.spec.group, []).append(r.spec.rank)
+    return ranks_by_group
+
+
+log = logging.getLogger(__name__)
+
+#: How often the driver checks.
+TICK_S = 2.0
+SUSPECT_S = 15.0
+LOST_S = 180.0
+#: The same for a joined rank: the others continue without it, and its job may have been suspended for another.
+JOINED_LOST_S = 60.0
+#: How long one that joins may take to its first sign of life, and between two until it is ready.
+ARRIVES_S = 180.0
+#: A driver that checks this late was itself not running.
+_AWAY_S = 5.0
+#: Silent ranks named at a time: when a switch fails, thousands are silent.
+_NAMED = 5
+
+
+class Leases:
+    """Heartbeat monitor of the ranks that are ready.
+
+    Args:
+        fail: Called with the failure of a rank that is lost.
+        has_ended: Returns whether the process of a rank's record is known to have ended. Called only for ranks that have
+            joined: the starter of other ranks reports their end, but the starter of these may have been killed with them.
+
+    Attributes:
+        patience: Groups with a shorter limit: seconds of silence after which a rank counts as lost.
+    """
+
+    def __init__(
+        self, fail: Callable[[RlhpcError], None], has_ended: Callable[[Mapping[str, Any]], bool] = lambda record: False
+    ) -> None:
+        self._fail, self._has_ended = fail, has_ended
+        #: Incarnations that another process of their host has found to have ended.
+        self._unreachable = set[str]()
+        self.patience: Mapping[str, float] = {}
+        self.looked = time.monotonic()
+
+    def record_note(self, member: Member, event: str) -> None:
+        """Takes in a note of a rank, or, if it is `unreachable`, of another one about it."""
+        if event == "unreachable":
+            self._unreachable.add(member.spec.incarnation)
+            return
+        member.alive, member.suspect = time.monotonic(), False
+        member.leaving = member.leaving or event == "leaving"
+
+    def look(self, members: Iterable[Member]) -> None:
+        """Checks all ranks; call it every `TICK_S`. `alive` has the time of each rank's last heartbeat."""
+        now = time.monotonic()
+        # a suspended job, or a stopped driver: no rank could send anything during that time
+        away, self.looked = now - self.looked - TICK_S, now
+        suspects: list[Member] = []
+        for member in members:
+            spec, joined = member.spec, member.spec.rank >= member.spec.world_size
+            if member.state != "ready" and not (member.state == "starting" and joined):
+                continue
+            if away > _AWAY_S:
+                member.alive += away
+            silent = now - member.alive
+            usual = LOST_S if not joined else JOINED_LOST_S if member.state == "ready" else ARRIVES_S
+            if joined and member.record and (spec.incarnation in self._unreachable or self._has_ended(member.record)):
+                self._unreachable.discard(spec.incarnation)
+                self._fail(_lost_rank_error(spec, "has ended, and so has whoever started it"))
+            elif silent > self.patience.get(spec.group, usual):
+                self._fail(_lost_rank_error(spec, f"gave no sign of life for {silent:.0f} s"))
+            elif silent > SUSPECT_S and not member.suspect:
+                member.suspect = True
+                suspects.append(member)
+        for member in suspects[:_NAMED]:
+            log.warning("%s has been silent for %.0f s (not yet lost)", member.spec.name, now - member.alive)
+        if len(suspects) > _NAMED:
+            log.warning("so have %d other ranks", len(suspects) - _NAMED)
+
+
+def _lost_rank_error(spec: WorkerSpec, how: str) -> WorkerFailed:
+    return WorkerFailed(
+        f"{spec.group}[{spec.rank}] on node {spec.node} {how} (log {spec.log_err})",
+        group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
+    )  # fmt: skip

@@ -1,0 +1,134 @@
+"""Former module paths of rlhpc. Each works for two releases, in imports, configurations and entry points, with a warning."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+
+#: Former module or package → today's. A module of a former package is sought in today's package of that name.
+FORMER_MODULES: dict[str, str] = {
+    "rlhpc.checkpoint.boxes": "rlhpc.checkpoint.tensor_slice",
+    "rlhpc.config.ranges": "rlhpc.config.constraints",
+    "rlhpc.config.yaml_loader": "rlhpc.config.yaml_files",
+    "rlhpc.embodied.data.replay": "rlhpc.embodied.data.replay_buffer",
+    "rlhpc.embodied.envs.robot": "rlhpc.embodied.robots.robot_env",
+    "rlhpc.embodied.envs.simulated_robot": "rlhpc.embodied.robots.simulated_robot",
+    "rlhpc.embodied.envs.slotwise": "rlhpc.embodied.envs.sync_vector_env",
+    "rlhpc.embodied.envs.timing": "rlhpc.embodied.envs.base",
+    "rlhpc.embodied.intervention": "rlhpc.embodied.evaluation.intervention",
+    "rlhpc.embodied.models.actor_critic": "rlhpc.embodied.models.off_policy",
+    "rlhpc.embodied.robots.keys": "rlhpc.embodied.robots.joining",
+    "rlhpc.embodied.roles": "rlhpc.embodied.workers",
+    "rlhpc.embodied.roles.env": "rlhpc.embodied.workers.env",
+    "rlhpc.embodied.roles.parts": "rlhpc.embodied.rollout.work_sharing",
+    "rlhpc.embodied.roles.ppo": "rlhpc.embodied.workers.ppo_actor",
+    "rlhpc.embodied.roles.rollout": "rlhpc.embodied.workers.rollout",
+    "rlhpc.embodied.roles.slots": "rlhpc.embodied.rollout.slot_map",
+    "rlhpc.embodied.runners.ppo": "rlhpc.embodied.runners.rollout_runner",
+    "rlhpc.embodied.runners.sac": "rlhpc.embodied.runners.rollout_runner",
+    "rlhpc.embodied.update": "rlhpc.embodied.algorithms",
+    "rlhpc.embodied.update.off_policy": "rlhpc.embodied.algorithms.off_policy",
+    "rlhpc.embodied.update.sac": "rlhpc.embodied.algorithms.sac",
+    "rlhpc.jobs.walltime": "rlhpc.jobs.slurm",
+    "rlhpc.jobs.watcher": "rlhpc.jobs.wait_server",
+    "rlhpc.language.agent_config": "rlhpc.language.config",
+    "rlhpc.language.agents.parsers": "rlhpc.language.agents.gateway.output_parsers",
+    "rlhpc.language.agents.sessions": "rlhpc.language.agents.gateway.sessions",
+    "rlhpc.language.algorithm": "rlhpc.language.algorithms",
+    "rlhpc.language.algorithm.base": "rlhpc.language.algorithms.base",
+    "rlhpc.language.algorithm.policy_gradient": "rlhpc.language.algorithms.policy_gradient",
+    "rlhpc.language.algorithm.registry": "rlhpc.language.algorithms.registry",
+    "rlhpc.language.compare": "rlhpc.language.reporting.sample_pages",
+    "rlhpc.language.data.builtin": "rlhpc.language.models.builtin",
+    "rlhpc.language.data.packaged": "rlhpc.language.models.builtin",
+    "rlhpc.language.data.tiny": "rlhpc.language.models.tiny",
+    "rlhpc.language.data.tiny_vision": "rlhpc.language.models.tiny_vision",
+    "rlhpc.language.dpo_config": "rlhpc.language.config",
+    "rlhpc.language.engines.engine": "rlhpc.language.engines.common",
+    "rlhpc.language.engines.sampling": "rlhpc.language.engines.hf",
+    "rlhpc.language.environments": "rlhpc.language.envs",
+    "rlhpc.language.environments.base": "rlhpc.language.envs.base",
+    "rlhpc.language.environments.kuhn": "rlhpc.language.envs.games",
+    "rlhpc.language.environments.numbers": "rlhpc.language.envs.games",
+    "rlhpc.language.environments.registry": "rlhpc.language.envs.registry",
+    "rlhpc.language.group_config": "rlhpc.language.config",
+    "rlhpc.language.memory": "rlhpc.language.planning",
+    "rlhpc.language.memory.known": "rlhpc.language.planning.model_size",
+    "rlhpc.language.memory.layers": "rlhpc.language.planning.memory_model",
+    "rlhpc.language.memory.tables": "rlhpc.language.planning.memory_tables",
+    "rlhpc.language.model_config": "rlhpc.language.config",
+    "rlhpc.language.pass_at_k": "rlhpc.language.reporting.eval_metrics",
+    "rlhpc.language.reward_config": "rlhpc.language.config",
+    "rlhpc.language.rewards.sandbox": "rlhpc.language.sandbox.python",
+    "rlhpc.language.roles": "rlhpc.language.workers",
+    "rlhpc.language.roles.probe": "rlhpc.language.training.weight_sync",
+    "rlhpc.language.roles.prompts": "rlhpc.language.training.prompt_dispatch",
+    "rlhpc.language.roles.work": "rlhpc.language.rollout.prompt_queue",
+    "rlhpc.language.runners.dpo": "rlhpc.language.runners.supervised",
+    "rlhpc.language.runners.reward_model": "rlhpc.language.runners.supervised",
+    "rlhpc.language.runners.sft": "rlhpc.language.runners.supervised",
+    "rlhpc.language.samples_page": "rlhpc.language.reporting.sample_pages",
+    "rlhpc.language.scoring.base": "rlhpc.language.scoring.registry",
+    "rlhpc.language.tokens": "rlhpc.language.models",
+    "rlhpc.language.tokens.batches": "rlhpc.language.models.token_batch",
+    "rlhpc.language.tokens.cutting": "rlhpc.language.models.micro_batching",
+    "rlhpc.language.tokens.model": "rlhpc.language.models.loading",
+    "rlhpc.language.tokens.scores": "rlhpc.language.models.logprobs",
+    "rlhpc.language.tokens.trainer": "rlhpc.language.training.trainer",
+    "rlhpc.metrics.bars": "rlhpc.metrics.charts",
+    "rlhpc.metrics.results": "rlhpc.metrics.provenance",
+    "rlhpc.metrics.svg": "rlhpc.metrics.charts",
+    "rlhpc.runs.changes": "rlhpc.runs.config_changes",
+    "rlhpc.runs.kinds": "rlhpc.runs.task_type",
+    "rlhpc.runs.sweeps": "rlhpc.runs.sweep",
+    "rlhpc.runs.tuning.measure": "rlhpc.runs.tuning.calibrate",
+    "rlhpc.runtime.comm.sockets": "rlhpc.runtime.comm.zmq_sockets",
+    "rlhpc.runtime.device": "rlhpc.runtime.devices",
+    "rlhpc.runtime.group": "rlhpc.runtime.worker_group",
+    "rlhpc.runtime.lazy": "rlhpc.runtime.imports",
+    "rlhpc.runtime.process": "rlhpc.runtime.worker_process",
+    "rlhpc.runtime.spec": "rlhpc.runtime.worker_spec",
+    "rlhpc.training.regions": "rlhpc.training.shard_layout",
+    "rlhpc.weights.elements": "rlhpc.weights.delta",
+    "rlhpc.weights.publish": "rlhpc.weights.sender",
+    "rlhpc.weights.receipt": "rlhpc.weights.version_digest",
+    "rlhpc.weights.target": "rlhpc.weights.receiver",
+}
+
+
+def current_module(name: str) -> str | None:
+    """Returns today's path of a former module; None if the name is not a former one."""
+    if name in FORMER_MODULES:
+        return FORMER_MODULES[name]
+    package, _, leaf = name.rpartition(".")
+    return f"{FORMER_MODULES[package]}.{leaf}" if package in FORMER_MODULES else None
+
+
+class FormerModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import finder that resolves former module names to today's modules: both names are the same module object."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Returns a spec for a former module, None for any other."""
+        current = current_module(fullname)
+        return None if current is None else importlib.machinery.ModuleSpec(fullname, self, origin=current)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Replaces the former module by today's module (`importlib` returns the object that `sys.modules` then holds)."""
+        current = str(current_module(module.__name__))
+        warnings.warn(
+            f"{module.__name__} is now {current}; the old name works for two releases", FutureWarning, stacklevel=2
+        )
+        sys.modules[module.__name__] = importlib.import_module(current)
+
+
+def install() -> None:
+    """Installs the finder before all others, which would load a module of a former package a second time."""
+    if not any(isinstance(finder, FormerModuleFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, FormerModuleFinder())

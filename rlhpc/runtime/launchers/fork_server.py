@@ -1,0 +1,210 @@
+"""Fork server: one process per host that has imported the heavy modules once and forks the ranks.
+
+It only imports and forks: no thread, no CUDA context, no ZeroMQ context, no torch operator, so a fork is safe. When the
+driver has ended, for whatever reason, its pipe reads end-of-file: the server kills its children and removes the session's
+scratch folders. When the server itself is killed, the kernel kills the workers (PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+from rlhpc.runtime import pickle_stream
+from rlhpc.runtime.imports import run_module
+from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, readable
+from rlhpc.runtime.scratch import Scratch
+from rlhpc.runtime.worker_spec import WorkerSpec
+
+GRACE_S = 2.0
+#: SIGCHLD wakes the server when a child ends; this only bounds what a lost signal could cost.
+_LOOK_S = 10.0
+
+
+def _kill_group(pid: int, number: int) -> None:
+    """Signals a worker and the processes it has started (each worker leads its own session)."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, number)
+
+
+class ForkServer:
+    """Handler of one driver's `start` and `kill` requests over `control`.
+
+    Args:
+        control: The driver's socket.
+        token: Of the session's scratch folders.
+        entry: Entry point of a forked rank, as `module:function` of a spec that returns an exit status. A rank with a separate
+            interpreter runs the module as a program.
+    """
+
+    def __init__(self, control: socket.socket, token: str, entry: str) -> None:
+        self.control, self.scratch, self.entry = control, Scratch(token), entry
+        #: Name and incarnation of each child, by process id.
+        self.children: dict[int, tuple[str, str]] = {}
+
+    def serve(self) -> None:
+        """Runs until the driver sends `stop` or has ended."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._inherited = (reader, writer)
+        pickle_stream.send(self.control, {"event": "ready", "pid": os.getpid()})
+        while True:
+            ready = readable([self.control.fileno(), reader.fileno()], _LOOK_S)
+            if reader.fileno() in ready:
+                with contextlib.suppress(BlockingIOError):
+                    reader.recv(4096)
+            self.reap()
+            if self.control.fileno() in ready:
+                request = pickle_stream.receive(self.control)
+                if request is None or request["op"] == "stop":
+                    self.end(remove=True)
+                    return
+                if request["op"] == "start":
+                    self.start(request["spec"])
+                elif request["op"] == "kill":
+                    for pid, rank in self.children.items():
+                        if rank in request["ranks"]:
+                            _kill_group(pid, request["signal"])
+
+    def start(self, body: bytes) -> None:
+        """Starts one worker and reports its pid."""
+        spec: WorkerSpec = pickle.loads(body)
+        try:
+            pid = self._spawn(spec, body) if spec.interpreter else self._fork(spec)
+        except OSError as error:
+            pickle_stream.send(self.control, {"event": "refused", "rank": spec.identity, "error": f"{error}"})
+            return
+        self.children[pid] = spec.identity
+        pickle_stream.send(self.control, {"event": "started", "rank": spec.identity, "pid": pid})
+
+    def _fork(self, spec: WorkerSpec) -> int:
+        server = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 1
+        try:
+            os.setsid()
+            die_with_parent(server)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for inherited in (self.control, *self._inherited):
+                inherited.close()
+            module, _, name = self.entry.partition(":")
+            status = getattr(importlib.import_module(module), name)(spec)
+        finally:
+            # Skip the interpreter's teardown: the fork server's atexit handlers are not this process's.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _spawn(self, spec: WorkerSpec, body: bytes) -> int:
+        """Starts a fresh interpreter, for groups with a different Python or engines that cannot be forked."""
+        with open(spec.log_err, "ab", buffering=0) as err, open(spec.log_out, "ab", buffering=0) as out:
+            child = subprocess.Popen(
+                run_module(self.entry.partition(":")[0], str(os.getpid()), python=spec.interpreter),
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                env={**os.environ, **spec.env, "PYTHONPATH": os.pathsep.join(p for p in spec.sys_path if p)},
+            )
+        assert child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(body)
+            child.stdin.close()
+        child.returncode = 0  # reaped below, with the forked ones
+        return child.pid
+
+    def reap(self) -> None:
+        """Reports every child that has ended and kills its remaining processes."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            rank = self.children.pop(pid, None)
+            if rank is None:
+                continue
+            _kill_group(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                pickle_stream.send(self.control, {"event": "exit", "rank": rank, "status": status})
+
+    def end(self, remove: bool) -> None:
+        """Stops all children: TERM, a moment of grace, KILL. Removes the scratch folders."""
+        for number, grace in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 5.0)):
+            for pid in list(self.children):
+                _kill_group(pid, number)
+            deadline = time.monotonic() + grace
+            while self.children and time.monotonic() < deadline:
+                self.reap()
+                time.sleep(0.01)
+        if remove:
+            self.scratch.remove()
+
+
+def _end_while_importing(control: socket.socket, token: str) -> None:
+    """Has the kernel interrupt the imports when the driver dies, which would otherwise be noticed only after them."""
+
+    def on_driver_end(*_: object) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                Scratch(token).remove()
+                os._exit(0)
+
+    signal.signal(signal.SIGIO, on_driver_end)
+    fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _imported(control: socket.socket) -> None:
+    """Cancels `_end_while_importing`: from now on the server itself notices the end of the driver."""
+    fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) & ~os.O_ASYNC)
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+
+
+def main() -> None:
+    """Runs the server: `python -m rlhpc.runtime.launchers.fork_server FD TOKEN DRIVER_PID ENTRY MODULE…`."""
+    fd, token, driver, entry, *modules = sys.argv[1:]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a signal to the job's process group must not end the ranks
+    adopt_orphans()
+    Scratch(token).hold()
+    Scratch(token).hold_caches()
+    control = socket.socket(fileno=int(fd))
+    server = ForkServer(control, token, entry)
+    _end_while_importing(control, token)
+    if os.getppid() != int(driver):
+        server.end(remove=True)
+        return
+    failed: dict[str, Any] = {}
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            failed[module] = str(error)  # the rank that needs it reports this in its log
+    _imported(control)
+    gc.collect()
+    gc.freeze()  # forked ranks share these pages permanently: the garbage collector must not touch them
+    server.serve()
+
+
+if __name__ == "__main__":
+    main()

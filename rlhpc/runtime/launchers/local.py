@@ -1,0 +1,210 @@
+"""Ranks forked on this host: the driver's end of the fork server (`rlhpc.runtime.launchers.fork_server`)."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.runtime import pickle_stream
+from rlhpc.runtime.errors import SubmitError, WorkerFailed
+from rlhpc.runtime.imports import python_path, run_module
+from rlhpc.runtime.launchers import Member, Reports
+from rlhpc.runtime.os_resources import raise_limit
+from rlhpc.runtime.scratch import Scratch
+from rlhpc.runtime.text import tail
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.cluster import Cluster, Node
+    from rlhpc.runtime.worker_spec import WorkerSpec
+
+#: Entry point of a forked rank.
+ENTRY = "rlhpc.runtime.worker_process:live"
+#: Modules that every fork server imports.
+PRELOAD = ("torch", "numpy", "zmq", "cloudpickle", "rlhpc.runtime.worker_process", "rlhpc.runtime.worker")
+
+
+class ForkServerProcess:
+    """The driver's end of a fork server, and the scratch folders that the server removes when the driver has ended.
+
+    Args:
+        preload: Modules that it imports besides `PRELOAD`; None imports nothing, for sessions that fork no rank.
+
+    Raises:
+        ConfigError: The limit of open files is too low for a run.
+    """
+
+    _early: ForkServerProcess | None = None
+
+    @classmethod
+    def prewarm(cls, preload: Sequence[str]) -> None:
+        """Starts the server that `take` will return, so that its imports overlap with other work of this process."""
+        if cls._early is None:
+            cls._early = cls(preload)
+            atexit.unregister(cls._discard)
+            atexit.register(cls._discard, os.getpid())
+
+    @classmethod
+    def take(cls, preload: Sequence[str] | None) -> ForkServerProcess:
+        """Returns the server that `prewarm` started, or a new one."""
+        server, cls._early = cls._early or cls(preload), None
+        return server
+
+    @classmethod
+    def _discard(cls, owner: int) -> None:
+        """Ends the prewarmed server of a process that never started a session; it may still be importing."""
+        server = cls._early
+        if server is not None and owner == os.getpid():
+            server.process.kill()
+            server.process.wait()
+            server.control.close()
+            server.scratch.remove()
+
+    def __init__(self, preload: Sequence[str] | None) -> None:
+        raise_limit()  # the driver's own, which the server and its ranks inherit
+        self.scratch = Scratch.create()
+        self.control, server_end = socket.socketpair()
+        # Threads that wait for one another go to sleep soon: on a busy node, spinning takes the core from the one awaited.
+        environment = {"GOMP_SPINCOUNT": "1000", **os.environ}
+        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        # A look for GPUs then leaves a process that can be forked.
+        environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        environment["PYTHONPATH"] = python_path()
+        with self.words_file.open("ab") as err:
+            self.process = subprocess.Popen(
+                run_module("rlhpc.runtime.launchers.fork_server", str(server_end.fileno()), self.scratch.token,
+                           str(os.getpid()), ENTRY, *(() if preload is None else (*PRELOAD, *preload))),
+                pass_fds=[server_end.fileno()], stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+        server_end.close()
+
+    @property
+    def words_file(self) -> Path:
+        """The file with the server's own output, and that of ranks that have not opened their logs."""
+        return self.scratch.sockets / "forkserver.err"
+
+
+class ForkedStarter:
+    """Starter that makes the fork server start ranks, forked or with a separate interpreter.
+
+    Args:
+        server: The fork server.
+        log_dir: Folder for the server's output.
+        reports: Receiver of the ranks' events.
+    """
+
+    grace_s = 1.5
+    limit_s = 4.0
+
+    def __init__(self, server: ForkServerProcess, log_dir: Path, reports: Reports) -> None:
+        self.server, self._log_dir, self._reports = server, log_dir, reports
+        self._lock = threading.Lock()
+        self._members: dict[tuple[str, str], Member] = {}
+        #: The server is importing, is starting ranks, or has ended.
+        self._state = "importing"
+        threading.Thread(target=self._watch, name="rlhpc-monitor", daemon=True).start()
+
+    def _tell(self, **message: Any) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            pickle_stream.send(self.server.control, message)
+
+    def _watch(self) -> None:
+        """Passes on the server's reports, on a separate thread."""
+        while (event := pickle_stream.receive(self.server.control)) is not None:
+            if event["event"] == "ready":
+                self._state = "serving"
+            else:
+                self._hear(event)
+        started, self._state = self._state == "serving", "ended"
+        unexpected = self._reports.all_ended(list(self._members.values()))
+        if unexpected:
+            self._fail_server_lost(
+                unexpected[0], "and its workers with it" if started else "before it had started a rank"
+            )
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        """Passes on a report of one start of a rank, which is never taken for a report of its successor."""
+        member = self._members.get(event["rank"])
+        if member is None:
+            return
+        if event["event"] == "started":
+            self._reports.started(member, event["pid"])
+        elif event["event"] == "refused":
+            spec = member.spec
+            self._reports.fail(SubmitError(f"cannot start {spec.name} on {spec.node}: {event['error']}"))
+        elif event["event"] == "exit":
+            self._reports.exited(member, event["status"])
+
+    def _fail_server_lost(self, member: Member, moment: str) -> None:
+        """Fails because the server has ended, which no rank has caused."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.server.process.wait(1.0)  # it may be dying: afterwards its output is complete
+        path, words = self._log_dir / "forkserver.err", self.early_output(member)
+        with contextlib.suppress(OSError):
+            path.write_text(words)
+        node = member.spec.node
+        self._reports.fail(WorkerFailed(
+            f"the fork server of node {node} died, {moment} (log {path}){tail(str(self.server.words_file))}", node=node,
+            log_path=str(path),
+        ))  # fmt: skip
+
+    def prepare(self, spec: WorkerSpec, node: Node, fork: bool) -> None:
+        if not node.is_local:
+            raise SubmitError(
+                f"node {node.name} is not this machine: rank {spec.rank} of {spec.group!r} needs a job step"
+            )
+        if node.visible_devices:
+            mask = ",".join(str(node.visible_devices[i]) for i in spec.accelerators)
+            spec.env.setdefault("CUDA_VISIBLE_DEVICES", mask)
+        if not fork and not spec.interpreter:
+            spec.interpreter = sys.executable
+
+    def start(self, members: Sequence[Member], cluster: Cluster) -> None:
+        self._members = {identity: m for identity, m in self._members.items() if not m.has_exited}
+        self._members.update({member.spec.identity: member for member in members})
+        if self._state == "ended":
+            self._reports.all_ended(members)
+            self._fail_server_lost(members[0], "and can start no more ranks")
+            return
+        for member in members:
+            self._tell(op="start", spec=pickle.dumps(member.spec))
+
+    def _signal(self, members: Sequence[Member], number: int) -> None:
+        self._tell(op="kill", ranks=[m.spec.identity for m in members if not m.has_exited], signal=number)
+
+    def end(self, members: Sequence[Member]) -> None:
+        self._signal(members, signal.SIGTERM)
+
+    def kill(self, members: Sequence[Member]) -> None:
+        self._signal(members, signal.SIGKILL)
+
+    def early_output(self, member: Member) -> str:
+        with contextlib.suppress(OSError):
+            return self.server.words_file.read_text(errors="replace")
+        return ""
+
+    def arrival_report(self, members: Sequence[Member]) -> list[str]:
+        return []
+
+    def cut_short(self) -> bool:
+        """Kills a server that is still importing, which would notice its end much later; returns whether it was importing."""
+        if self._state != "importing":
+            return False
+        self.server.process.kill()
+        return True
+
+    def close(self, clear: bool) -> None:
+        self._tell(op="stop")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.server.process.wait(timeout=10)
+        self.server.control.close()

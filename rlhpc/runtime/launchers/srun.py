@@ -1,0 +1,317 @@
+"""Ranks as tasks of job steps: in a Slurm job, on all of its nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from rlhpc.runtime.allocation import expand_range
+from rlhpc.runtime.errors import ConfigError, StepFailed, WorkerFailed
+from rlhpc.runtime.imports import python_path
+from rlhpc.runtime.launchers import Member, Reports
+from rlhpc.runtime.launchers.srun_commands import SrunStep, clearing_step, job_steps, killing_step, step_environment
+from rlhpc.runtime.os_resources import start_bound_to_parent
+from rlhpc.runtime.reporting import logged
+from rlhpc.runtime.slurm import ask
+from rlhpc.runtime.text import tail
+from rlhpc.runtime.worker_spec import for_input
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.cluster import Cluster, Node
+    from rlhpc.runtime.scratch import Scratch
+    from rlhpc.runtime.worker_spec import WorkerSpec
+
+_TASK_ENDED = re.compile(r"^srun: error: (\S+?): tasks? ([\d,\- ]+): (.*)$")
+_SIGNALS = {signal.strsignal(number): number for number in range(1, 32)}
+_KEPT_LINES = 40
+#: How long a step that kills a rank may take; after a failure no other is tried for so long.
+_KILL_S, _RETRY_S = 30.0, 30.0
+#: Seconds until the processes of a killed step are gone.
+_GONE_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+def task_status(words: str) -> int | None:
+    """Returns the wait status of a task from srun's message: `Killed`, `Exited with exit code 3`, `Segmentation fault (core
+    dumped)`; None for any other message.
+    """
+    text = words.strip()
+    if match := re.match(r"Exited with exit code (\d+)", text):
+        return int(match[1]) << 8
+    if text.lower().startswith("out of memory"):
+        return int(signal.SIGKILL)
+    return _SIGNALS.get(text.removesuffix("(core dumped)").strip())
+
+
+class SteppedStarter:
+    """Starter that runs a group as one srun for each component of the job that it has ranks on.
+
+    Args:
+        log_dir: Folder for the steps' logs.
+        scratch: The session's folders on each node.
+        reports: Receiver of the ranks' events.
+    """
+
+    #: Seconds that srun may take to end a step before the controller is asked; and the total.
+    grace_s = 5.0
+    limit_s = 15.0
+
+    def __init__(self, log_dir: Path, scratch: Scratch, reports: Reports) -> None:
+        self._log_dir, self._scratch, self._reports = log_dir, scratch, reports
+        self._steps: dict[str, JobStep] = {}
+        self._components = 1
+        #: Ranks whose processes are being killed one by one: whether srun has reported their ends.
+        self._doomed: dict[Member, bool] = {}
+        self._doomed_lock = threading.Lock()
+
+    def prepare(self, spec: WorkerSpec, node: Node, fork: bool) -> None:
+        """Returns the specification unchanged: a task reads the device mask that it is started with, and is never forked."""
+
+    def start(self, members: Sequence[Member], cluster: Cluster) -> None:
+        components = [node.het_group or 0 for node in cluster.nodes]
+        self._components = len(set(components))
+        of = {member.spec.rank: member for member in members}
+        spec = members[0].spec
+        steps = []
+        try:
+            for planned in job_steps(
+                spec.group, [member.spec for member in members], cluster, components,
+                [node.name for node in cluster.nodes], spec.interpreter or None,
+            ):  # fmt: skip
+                name = f"{spec.group}-{planned.component}" if self._components > 1 else spec.group
+                step = JobStep(
+                    planned, [of[rank] for rank in planned.ranks], self._log_dir / f"{name}.step.err",
+                    self._exited, self._on_step_end,
+                )  # fmt: skip
+                steps.append(step)
+        except OSError as error:
+            self._reports.fail(StepFailed(f"cannot start srun: {error}", node=spec.node))
+            return
+        self._steps = {name: step for name, step in self._steps.items() if step.running}
+        for step in steps:
+            self._steps.update({member.spec.name: step for member in step.members})
+        for step in steps:  # only now is it known whose step ends
+            step.listen()
+
+    def _exited(self, member: Member, status: int) -> None:
+        """Passes on that a task has ended; of a rank that is being killed its children may not have ended yet."""
+        with self._doomed_lock:
+            if member in self._doomed:
+                self._doomed[member] = True
+                return
+        self._reports.exited(member, status)
+
+    def _on_step_end(self, step: JobStep, code: int) -> None:
+        """Registers that srun has ended, and with it all ranks of its step."""
+        unexpected = self._reports.all_ended(step.members)
+        if not unexpected:
+            return
+        spec, words = unexpected[0].spec, step.last_words or "(it said nothing)"
+        ranks_text = f"{spec.group} (ranks {', '.join(str(m.spec.rank) for m in unexpected)})"
+        how = f"with exit code {code}" if code else "before its ranks had"
+        message = f"srun ended {how}:\n{words}\n  log: {step.log_err}"
+        if unexpected[0].record:
+            self._reports.fail(WorkerFailed(
+                f"the job step of {ranks_text} on node {spec.node} ended; {message}{tail(spec.log_err)}",
+                group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
+            ))  # fmt: skip
+        else:
+            words = f"the job step of {ranks_text} did not start on node {spec.node}: {message}"
+            for member in unexpected:  # a group may do without ranks that cannot be started again
+                self._reports.fail(StepFailed(words, group=spec.group, rank=member.spec.rank, node=spec.node))
+
+    def _steps_only_of(self, members: Sequence[Member]) -> set[JobStep]:
+        """Returns the running steps without any other rank that has not been given up: these can end as a whole."""
+        ending = set(members)
+        return {
+            step
+            for m in members
+            if (step := self._step_of(m)) and all(o in ending or o.state == "ended" for o in step.members)
+        }
+
+    def _step_of(self, member: Member) -> JobStep | None:
+        """Returns the running step that a rank is a task of, never its successor's."""
+        step = self._steps.get(member.spec.name)
+        return step if step is not None and step.running and member in step.members else None
+
+    def end(self, members: Sequence[Member]) -> None:
+        for step in self._steps_only_of(members):
+            step.end()
+
+    def kill(self, members: Sequence[Member]) -> None:
+        """Kills whole steps if all of their ranks have to end; otherwise each rank's processes, on its node."""
+        steps = self._steps_only_of(members)
+        for whole_step in steps:
+            whole_step.kill()
+        for member in members:
+            step = self._step_of(member)
+            with self._doomed_lock:
+                if member.has_exited or step is None or step in steps or member in self._doomed:
+                    continue
+                self._doomed[member] = False
+            name = f"rlhpc-kill-{member.spec.name}"
+            threading.Thread(target=self._kill_task, args=(step, member), name=name, daemon=True).start()
+
+    def _kill_task(self, step: JobStep, member: Member) -> None:
+        """Kills a rank whose step has other ranks, and reports when it is gone; on a separate thread, because a node may not
+        answer.
+        """
+        task, spec = step.members.index(member), member.spec
+        argv = killing_step(step.planned.component, self._components, step.planned.hosts[task], step.mark, task)
+        answer = ask(*argv, timeout_s=_KILL_S, environment=step_environment(os.environ), apart=True)
+        if not answer.ok:
+            log.warning("%s on node %s was given up and could not be killed: %s", spec.name, spec.node, answer.words)
+            time.sleep(_RETRY_S)
+        with self._doomed_lock:
+            has_exited = self._doomed.pop(member)
+        if has_exited or answer.ok:
+            self._reports.exited(member, int(signal.SIGKILL))
+
+    def early_output(self, member: Member) -> str:
+        step = self._steps.get(member.spec.name)
+        return step.last_words if step is not None else ""
+
+    def arrival_report(self, members: Sequence[Member]) -> list[str]:
+        return [f"srun said: {words}" for words in sorted({self.early_output(member) for member in members}) if words]
+
+    def close(self, clear: bool) -> None:
+        """Removes the session's folders on nodes where ranks were killed before they could do so themselves."""
+        nodes: dict[int, set[str]] = {}
+        for step in set(self._steps.values()) if clear else ():
+            nodes.setdefault(step.planned.component, set()).update(step.planned.hosts)
+        for component, names in nodes.items():
+            argv = clearing_step(component, self._components, names, list(map(str, self._scratch.folders)))
+            ask(*argv, timeout_s=10, environment=step_environment(os.environ))
+
+
+class JobStep:
+    """An srun process and its ranks.
+
+    Args:
+        planned: Command and nodes of the step.
+        members: The ranks, in the order of the tasks.
+        log_err: File for the output of srun, and of ranks that have not opened their logs.
+        on_exit: Called with (member, wait status) when a task ended with anything but exit code 0.
+        on_end: Called with srun's exit code when the step is over.
+    """
+
+    def __init__(
+        self,
+        planned: SrunStep,
+        members: Sequence[Member],
+        log_err: Path,
+        on_exit: Callable[[Member, int], None],
+        on_end: Callable[[JobStep, int], None],
+    ) -> None:
+        self.planned, self.members, self.log_err = planned, list(members), log_err
+        self._on_exit, self._on_end = on_exit, on_end
+        self._output_lines: list[str] = []
+        self._killed = False
+        self._hosts = log_err.with_suffix(f".{time.time_ns():x}.hosts")
+        self._hosts.write_text("".join(f"{host}\n" for host in planned.hosts))
+        environment = {**step_environment(os.environ), "SLURM_HOSTFILE": str(self._hosts)}
+        environment["PYTHONPATH"] = python_path(foreign=bool(members[0].spec.interpreter))
+        environment["OMP_NUM_THREADS"] = str(members[0].spec.threads)
+        environment.setdefault("GOMP_SPINCOUNT", "1000")  # as the fork server has it
+        environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        # of its component: in a task SLURM_JOB_ID is the whole job's, which this step is not one of
+        job = os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{planned.component}") or os.environ.get("SLURM_JOB_ID", "")
+        environment["RLHPC_STEP_JOB"] = job
+        #: A variable that the processes of this step alone have.
+        self.mark = f"RLHPC_STEP={planned.group}-{time.time_ns():x}"
+        environment |= dict([self.mark.split("=")])
+        self.process = start_bound_to_parent(
+            planned.argv, signal.SIGTERM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+        threading.Thread(target=self._feed, name=f"rlhpc-srun-{planned.group}", daemon=True).start()
+
+    def listen(self) -> None:
+        """Starts reporting the step's events."""
+        threading.Thread(target=self._listen, name=f"rlhpc-srun-{self.planned.group}", daemon=True).start()
+
+    def _feed(self) -> None:
+        """Sends the ranks their instructions; the pipe stays open afterwards."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(for_input([member.spec for member in self.members]))
+            self.process.stdin.flush()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        with contextlib.ExitStack() as files:
+            file: IO[bytes] | None = None
+            with contextlib.suppress(OSError):  # a filesystem that is full takes no log, and ranks end all the same
+                file = files.enter_context(self.log_err.open("ab", buffering=0))
+            for line in self.process.stdout:
+                with contextlib.suppress(OSError):
+                    if file is not None:
+                        file.write(line)
+                with logged(f"cannot make out what srun says: {line!r}"):
+                    self._hear(line.decode(errors="replace").rstrip())
+        code = self.process.wait()
+        if self._killed:
+            self._await_end_of_step()
+        with contextlib.suppress(OSError):
+            self._hosts.unlink(missing_ok=True)
+        self._on_end(self, code)
+
+    def _hear(self, line: str) -> None:
+        self._output_lines = [*self._output_lines[1 - _KEPT_LINES :], line]
+        match = _TASK_ENDED.match(line)
+        status = task_status(match[3]) if match else None
+        if match is None or status is None:
+            return
+        with contextlib.suppress(ConfigError):
+            for part in match[2].replace(" ", "").split(","):
+                for task in expand_range(part, line):
+                    if int(task) < len(self.members):
+                        self._on_exit(self.members[int(task)], status)
+
+    def _await_end_of_step(self) -> None:
+        """Waits until Slurm has seen the end of all processes of a step whose srun was killed before it could learn of
+        that.
+        """
+        end = time.monotonic() + _GONE_S
+        while self._step_id and time.monotonic() < end:
+            answer = ask("squeue", "--noheader", "--steps", f"--jobs={self._step_id.partition('.')[0]}", "--format=%i")
+            if answer.ok and self._step_id not in answer.text.split():
+                return
+            time.sleep(0.5)
+
+    @property
+    def _step_id(self) -> str:
+        """`<job>.<step>`, which the first rank to arrive reports; "" before."""
+        return next((step_id for member in self.members if (step_id := member.record.get("step"))), "")
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def last_words(self) -> str:
+        """The last lines that srun printed."""
+        return "\n".join(line for line in self._output_lines if line.strip())
+
+    def end(self) -> None:
+        """Kills the step: srun forwards this as SIGKILL to every task."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kills the step through the controller, in case srun itself hangs; then kills srun."""
+        self._killed = True
+        if self._step_id:
+            ask("scancel", "--signal=KILL", self._step_id, timeout_s=10)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()

@@ -1,0 +1,240 @@
+"""CPU affinity of ranks: cores near their accelerators, unless all granted ones are equally near."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhpc.runtime.errors import ConfigError
+
+PCI = Path("/sys/bus/pci/devices")
+
+
+def cores_in(text: str) -> set[int]:
+    """Parses a list of cores in Linux's notation: `0-3,8` → 0, 1, 2, 3, 8."""
+    parts = (part.partition("-") for part in text.strip().split(",") if part)
+    return {core for first, _, last in parts for core in range(int(first), int(last or first) + 1)}
+
+
+def near(addresses: Iterable[str], pci: Path = PCI) -> set[int]:
+    """Returns the cores of the NUMA nodes that devices are on; empty if the kernel does not report them.
+
+    Args:
+        addresses: On the PCI bus, such as `0000:1b:00.0`.
+        pci: Sysfs folder of these devices.
+    """
+    cores: set[int] = set()
+    for address in addresses:
+        try:
+            cores |= cores_in((pci / address / "local_cpulist").read_text())
+        except OSError:
+            return set()
+    return cores
+
+
+def stay_near(addresses: Sequence[str], threads: int, pci: Path = PCI) -> str:
+    """Binds the calling thread, and with it all threads and processes that it starts later, to the granted cores near devices.
+
+    Ranks whose devices are near the same cores share these cores, as the kernel schedules them. A rank that would get fewer
+    cores than threads keeps all its cores: some are then far away.
+
+    Args:
+        addresses: Of the rank's accelerators on the PCI bus.
+        threads: Number of cores that the rank needs.
+        pci: See `near`.
+
+    Returns:
+        The action and its reason.
+    """
+    granted = os.sched_getaffinity(0)
+    close = near(addresses, pci) & granted
+    if not close:
+        return "not bound: the kernel does not tell of a granted core that is near its accelerators"
+    if close == granted:
+        return f"not bound: all its {len(granted)} cores are near its accelerators"
+    if len(close) < threads:
+        return f"not bound: {len(close)} of its {len(granted)} cores are near its accelerators, and it has {threads} threads"
+    os.sched_setaffinity(0, close)
+    return f"bound to {len(close)} of its {len(granted)} cores, those near its accelerators ({', '.join(addresses)})"
+
+
+#: With fewer the driver cannot start a rank.
+MIN_OPEN_FILES = 64
+#: Never ask for more: programs that close every descriptor they might have inherited would be busy for seconds, such as
+#: older versions of srun.
+_MAX_FILES = 65_536
+
+
+def raise_limit() -> None:
+    """Raises this process's soft limit to its hard one, within reason; its children inherit that.
+
+    Raises:
+        ConfigError: The hard limit is too low for a run.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+            soft = target
+    if 0 <= soft < MIN_OPEN_FILES:
+        raise ConfigError(
+            f"a process may open {soft} files here; a run needs {MIN_OPEN_FILES} or more. Raise the limit with "
+            "ulimit -n, or have it raised (limits.conf)"
+        )
+
+
+def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[int]:
+    """Waits until one of the descriptors can be read or has ended; returns those of which that is true.
+
+    `select.select` refuses descriptors beyond 1023, which a process with many open files has.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
+
+
+def crowded() -> bool:
+    """Returns whether three quarters of this process's descriptors are in use: the kernel always assigns the lowest free
+    one.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        lowest = os.eventfd(0, os.EFD_CLOEXEC)
+    except OSError:
+        return True
+    os.close(lowest)
+    return soft != resource.RLIM_INFINITY and lowest >= soft * 3 // 4
+
+
+_MEMINFO, _GROUPS, _OWN = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def free_memory() -> int:
+    """Returns the bytes that are free on this host, or in the control groups of this process (a Slurm job's, a container's) if
+    less.
+    """
+    free = 0
+    for line in _MEMINFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) << 10
+    return max(0, min([free, *_left_in_groups()]))
+
+
+def total_memory() -> int:
+    """Returns the bytes of this host's memory, or the limit of the control groups of this process if that is less."""
+    total = 0
+    for line in _MEMINFO.read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            total = int(line.split()[1]) << 10
+    limits = []
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        for folder in _folders():
+            with contextlib.suppress(OSError, ValueError):  # no such controller, no right to read it, or "max"
+                limits.append(int((folder / name).read_text()))
+    return min([total, *limits])
+
+
+def _left_in_groups() -> Iterator[int]:
+    """Yields the remaining memory of each control group above this process, in either version of control groups."""
+    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for folder in _folders():
+            try:
+                maximum, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+                inactive = [int(line.split()[1]) for line in (folder / "memory.stat").read_text().splitlines()
+                            if line.startswith(("inactive_file ", "total_inactive_file "))]  # fmt: skip
+            except (OSError, ValueError):
+                continue  # no such controller here, or one that we may not read
+            if maximum != "max":
+                # The kernel drops files' pages before it kills a process.
+                yield int(maximum) - now + max(inactive, default=0)
+
+
+def _folders() -> Iterator[Path]:
+    """Yields the folders of this process's control groups, and their parent folders."""
+    try:
+        lines = _OWN.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = _GROUPS / "memory" if controllers else _GROUPS
+        folder = root / path.lstrip("/")
+        while True:
+            yield folder
+            if folder == root or root not in folder.parents:
+                break
+            folder = folder.parent
+
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Asks the kernel for a signal to this process when its parent dies; exits at once if that has already happened."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+#: Runs in the child instead of a function between fork and exec: that would be Python in a copy of this process, in which
+#: other threads may have held any lock. Takes the parent's process id, the signal, and the command.
+_ASKS_AND_EXECUTES = """
+import ctypes, os, signal, sys
+parent, number, *command = sys.argv[1:]
+ctypes.CDLL(None).prctl(1, int(number))
+if os.getppid() != int(parent):
+    os._exit(1)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+try:
+    os.execvp(command[0], command)
+except OSError as error:
+    os.write(2, f"{command[0]}: {error.strerror}\\n".encode())
+    os._exit(127)
+"""
+
+
+def start_bound_to_parent(
+    command: Sequence[str], number: int = signal.SIGKILL, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Starts a command that gets a signal when this process, or the thread that calls this, ends. It starts with no signal
+    blocked.
+
+    Args:
+        command: The command.
+        number: The signal.
+        options: Of `subprocess.Popen`.
+
+    Raises:
+        OSError: There is no such command.
+    """
+    if shutil.which(command[0], path=(options.get("env") or os.environ).get("PATH", os.defpath)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+    python = [sys.executable, "-I", "-S", "-c", _ASKS_AND_EXECUTES, str(os.getpid()), str(int(number))]
+    return subprocess.Popen([*python, *command], **options)
+
+
+def outlive_parent() -> None:
+    """Undoes `die_with_parent`."""
+    _libc.prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def adopt_orphans() -> None:
+    """Makes orphans among this process's descendants its direct children, so that it can end and reap them."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -1,0 +1,198 @@
+"""Names in a configuration: a registered or built-in name, another package's entry point, or `module:attribute`."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import operator
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import Distribution, EntryPoint, distributions
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import shown
+
+ItemT = TypeVar("ItemT", bound=Callable[..., Any])
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+
+
+def import_attribute(path: str, key: str) -> Any:
+    """Imports `module:attribute`, of any type.
+
+    Raises:
+        ConfigError: It cannot be imported; the message has the reason.
+    """
+    module, _, attribute = path.partition(":")
+    try:
+        return operator.attrgetter(attribute)(importlib.import_module(module))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{key} is {shown(path)}, which cannot be imported: {error}{_way_to(module, error)}"
+        ) from None
+
+
+def _way_to(module: str, error: Exception) -> str:
+    """Returns how to make a module importable that lies in the working directory or next to the command's configuration file;
+    empty if it lies elsewhere.
+    """
+    name = module.partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or error.name != name:
+        return ""
+    files = [Path(os.path.abspath(word)) for word in sys.argv[1:] if word.endswith((".yaml", ".yml"))]
+    for folder in (Path.cwd(), *(file.parent for file in files)):
+        if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
+            return f"; it is in {folder}: export PYTHONPATH={shlex.quote(str(folder))}"
+    return ""
+
+
+def load_attribute(path: str, key: str) -> Any:
+    """Imports `module:attribute`, a class or a function.
+
+    Raises:
+        ConfigError: It cannot be imported, or is not callable; the message has the reason.
+    """
+    attribute = import_attribute(path, key)
+    if not callable(attribute):
+        raise ConfigError(f"{key} is {path!r}, which is a {type(attribute).__name__}, no class and no function")
+    return attribute
+
+
+def required(module: str, purpose: str, extra: str = "llm") -> Any:
+    """Imports a module of an optional package.
+
+    Args:
+        module: Its name.
+        purpose: The feature and the package it needs, for messages: "videos need PyAV".
+        extra: The extra of rlhpc that installs the package.
+
+    Raises:
+        ConfigError: It cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{purpose} ({error}): pip install 'rlhpc[{extra}]'") from error
+
+
+def offered(group: str) -> dict[str, EntryPoint]:
+    """Returns entry points of a group in the installed packages, by name in lower case."""
+    entry_points_by_name: dict[str, EntryPoint] = {}
+    packages: set[str] = set()
+    for folder in dict.fromkeys(sys.path):  # the first package hides later ones of the same name, as for an import
+        for package, entries in _installed(*_as_it_is(folder)):
+            if package not in packages:
+                packages.add(package)
+                entry_points_by_name |= {entry.name.lower(): entry for entry in entries if entry.group == group}
+    return entry_points_by_name
+
+
+def _as_it_is(folder: str) -> tuple[str, int]:
+    """Returns a folder and the time at which its content last changed."""
+    try:
+        return folder, os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return folder, 0
+
+
+@functools.lru_cache(maxsize=256)
+def _installed(folder: str, changed: int) -> list[tuple[str, list[EntryPoint]]]:
+    """Returns name and entry points of each package of a folder. Reading those of a few hundred packages takes a while."""
+    return [(_name_of(package), list(package.entry_points)) for package in distributions(path=[folder])]
+
+
+def _name_of(package: Distribution) -> str:
+    """Returns a package's name, from the name of its folder if possible, as importlib does: the file with its metadata is
+    long.
+    """
+    return str(getattr(package, "_normalized_name", None) or package.metadata["Name"])
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns `; did you mean 'gae'?`, or `;` if no name is close."""
+    return f"; {meant(name.lower(), names)}".rstrip()
+
+
+def meant(name: str, names: Iterable[str]) -> str:
+    """Returns `did you mean 'gae'? `, or "" if no name is close."""
+    near = difflib.get_close_matches(name, list(names), 1)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+class Registry(Generic[ItemT]):
+    """Classes or functions of one kind, by name; case does not matter.
+
+    Args:
+        kind: For messages: "advantage estimator".
+        key: The configuration key that names one.
+        group: Entry point group in which other packages may offer more.
+        built_in: Name → `module:attribute`, imported when it is needed.
+        form: How one without a name is written: `module:function` or `module:Class`.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        key: str,
+        group: str,
+        built_in: Mapping[str, str] | None = None,
+        form: str = "module:Class",
+    ) -> None:
+        self.kind, self.key, self.group, self.form = kind, key, group, form
+        self.built_in = dict(built_in or {})
+        self._registered: dict[str, ItemT] = {}
+
+    def register(self, *names: str) -> Callable[[CallableT], CallableT]:
+        """Decorates a class or function to register it; a name may be used only once."""
+        duplicates = [name for name in names if name.lower() in {**self.built_in, **self._registered}]
+        if duplicates:
+            raise ConfigError(f"{self.kind} {duplicates[0]!r} is registered twice")
+
+        def add(item: CallableT) -> CallableT:
+            self._registered |= dict.fromkeys((name.lower() for name in names), item)  # type: ignore[arg-type]
+            return item
+
+        return add
+
+    def names(self) -> list[str]:
+        """Returns all names, entry points included."""
+        return sorted({*self._registered, *self.built_in, *offered(self.group)})
+
+    def choices(self) -> list[str]:
+        """Returns the choices that a message lists: the names, built-in ones first, and the form of an import path."""
+        return [*dict.fromkeys([*self.built_in, *self.names()]), self.form]
+
+    def path(self, name: str) -> str | None:
+        """Returns the import path of `name`: that of a built-in name or of an entry point, or the name itself if it is a path;
+        None if it is unknown.
+        """
+        path = self.built_in.get(name.lower(), name)
+        if path == name and (entry := offered(self.group).get(name.lower())) is not None:
+            path = f"{entry.module}:{entry.attr}"
+        return path if ":" in path else None
+
+    def find(self, name: str, key: str = "") -> ItemT:
+        """Imports the object that `name` stands for.
+
+        Args:
+            name: As the configuration has it.
+            key: The key that has the name, if not the registry's own.
+
+        Raises:
+            ConfigError: The name is unknown (the message gives the nearest and all allowed names), or cannot be imported.
+        """
+        key, lower = key or self.key, str(name).lower()
+        if lower in self._registered:
+            return self._registered[lower]
+        path = self.path(str(name))
+        if path is None:
+            raise ConfigError(
+                f"{key} is {name!r}, which is unknown{nearest(lower, self.names())} "
+                f"allowed: {', '.join(self.names())}, or {self.form}"
+            )
+        item: ItemT = load_attribute(path, key)
+        return item

@@ -1,0 +1,103 @@
+"""Text of messages: a long value is cut in the middle, so that the message stays readable.
+
+Text from files and other processes may hold characters that a terminal obeys; `printable` shows them instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhpc.runtime.env_references import masked
+
+_LONGEST = 120
+_LONGEST_WORD = 500
+_LONGEST_MESSAGE = 3500
+#: Colours and other renditions of text: nothing is lost without them.
+_RENDITION = re.compile(r"\x1b\[[0-9;:]*m")
+#: C0 except tab and line feed, DEL, C1, line separators, and characters that change the direction of text.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def shown(value: Any) -> str:
+    """Returns the value's `repr`, cut to about 120 characters."""
+    return cut(repr(value))
+
+
+def cut(text: str, longest: int = _LONGEST) -> str:
+    """Returns the text, or its beginning, end and length. Masks values from the environment before the cut."""
+    text = masked(text)
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest - 40]}…{text[-10:]} ({len(text)} characters)"
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its type if the message is empty."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Replaces characters that a terminal obeys by their escapes (`\\x1b`, `\\u202e`); colours are left out.
+
+    Tabs and line feeds stay; a carriage return before a line feed goes.
+    """
+    if _OBEYED.search(text) is None:
+        return text
+    plain = _RENDITION.sub("", text).replace("\r\n", "\n")
+    return _OBEYED.sub(lambda sign: sign[0].encode("unicode_escape").decode(), plain)
+
+
+def one_line(text: str) -> str:
+    """Makes text `printable`, and shows line feeds as well: a row of a table stays one row."""
+    return printable(text).replace("\n", "\\n")
+
+
+def readable(message: str) -> str:
+    """Cuts a message's overlong words, and the message itself: not all code that quotes input uses `shown`."""
+    return cut(re.sub(rf"\S{{{_LONGEST_WORD},}}", lambda word: cut(word[0]), masked(message)), _LONGEST_MESSAGE)
+
+
+def interval_text(ends: Sequence[Any] | None, form: str, to: str = " … ") -> str:
+    """Returns an interval as text, in the page's form or in that of a sentence (`to`); "" if it is unknown or has no width:
+    there was one value, or all were equal.
+    """
+    low, high = ends or (0.0, 0.0)
+    is_numeric = isinstance(low, int | float) and isinstance(high, int | float)
+    return f"{low:{form}}{to}{high:{form}}" if is_numeric and low < high else ""
+
+
+def in_parentheses(ends: Sequence[Any] | None, form: str, label: str = "", to: str = " to ") -> str:
+    """Returns `interval_text` in parentheses after a space, with a label before it; "" where that is empty."""
+    text = interval_text(ends, form, to)
+    return text and f" ({label}{text})"
+
+
+_TAIL_BYTES = 16384
+
+
+def tail(path: str) -> str:
+    """Returns the last lines of a log, as the end of a message; "" if there are none."""
+    with contextlib.suppress(OSError):
+        return last_lines(Path(path).read_bytes()[-_TAIL_BYTES:].decode(errors="replace"))
+    return ""
+
+
+def last_lines(text: str) -> str:
+    """Returns the informative last lines of a log's text, as the end of a message; "" if there are none."""
+    lines = text.strip().splitlines()
+    return "\n  last lines of its log:\n" + "\n".join("    " + line for line in _telling(lines)) if lines else ""
+
+
+def _telling(lines: list[str]) -> list[str]:
+    """Returns the last lines; of `faulthandler`'s output only the thread at fault, without the list of all modules."""
+    fatal = [at for at, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    if not fatal or not lines[-1].startswith(("  File ", "Extension modules: ")):  # or it was an earlier process's
+        return lines[-12:]
+    at = next((at for at in range(fatal[-1], len(lines)) if lines[at].startswith("Current thread")), fatal[-1] + 1)
+    frames = itertools.takewhile(str.strip, lines[at : at + 8])
+    return [*lines[: fatal[-1]][-3:], lines[fatal[-1]], *frames]

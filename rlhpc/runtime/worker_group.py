@@ -1,0 +1,261 @@
+"""WorkerGroup: the driver's handle on the ranks of one worker class."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from rlhpc.runtime import context as contexts
+from rlhpc.runtime.errors import ConfigError, WorkerFailed
+from rlhpc.runtime.placement import NodePlacementStrategy
+from rlhpc.runtime.rpc import Handle, RpcClient
+from rlhpc.runtime.session import Session
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.cluster import Cluster
+    from rlhpc.runtime.launchers import Member
+
+_clients: dict[int, RpcClient] = {}
+#: Seconds within which a killed process must be gone, before its successor is started.
+_GONE_S = 30.0
+
+
+def _client() -> RpcClient:
+    """Returns the calling process's RPC client: the driver session's, or a separate one in a worker that attaches."""
+    session = Session.running()
+    if session is not None:
+        return session.rpc
+    context = contexts.current()
+    if id(context) not in _clients:
+        _clients[id(context)] = RpcClient(context, on_failure=lambda _: None, check=context.check)
+    return _clients[id(context)]
+
+
+@runtime_checkable
+class Forking(Protocol):
+    """A rank class that declares whether its ranks may be forked; see `Worker.forks`."""
+
+    def forks(self, *args: Any, **kwargs: Any) -> bool:
+        """Returns whether ranks with these arguments may be forked."""
+
+
+class WorkerGroup:
+    """The ranks of one worker class. `group.method(*args)` runs on all of them and returns a `Handle`.
+
+    Made by `MyWorker.create_group(...)`, started by `launch`, or attached to with `from_group_name`.
+    """
+
+    def __init__(self, cls: type, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        hidden = [name for name in vars(WorkerGroup) if name[0] != "_" and callable(getattr(cls, name, None))]
+        if hidden:
+            raise ConfigError(
+                f"{cls.__name__}.{hidden[0]} could not be called: a group has {hidden[0]!r} of its own. Give the method "
+                f"another name (taken: {', '.join(name for name in vars(WorkerGroup) if name[0] != '_')})"
+            )
+        self._cls, self._args, self._kwargs = cls, args, kwargs or {}
+        self._records: list[dict[str, Any]] = []
+        self._only: list[int] | None = None
+        self._size = 0
+        self._arrival: Callable[[], list[dict[str, Any]]] | None = None
+        self._members: list[Member] = []
+        self._cluster: Cluster | None = None
+        self._timeout = 300.0
+        self.name = ""
+
+    def launch(
+        self,
+        cluster: Cluster,
+        placement_strategy: Any = None,
+        name: str | None = None,
+        *,
+        env_vars: dict[str, str] | None = None,
+        fork: bool | None = None,
+        timeout: float = 300.0,
+        wait: bool = True,
+    ) -> WorkerGroup:
+        """Starts the ranks and waits until each has built its object.
+
+        Args:
+            cluster: Where to run.
+            placement_strategy: Which rank goes where (default: one rank on the first node).
+            name: The group's name, unique among the live groups; by default the class's name.
+            env_vars: Environment variables for every rank.
+            fork: Fork from the node's fork server; False starts fresh interpreters, for engines that cannot be forked. The
+                default is the class's choice (`Worker.forks`).
+            timeout: Seconds for all ranks to arrive.
+            wait: False returns at once, so that groups can start in parallel; the first call on the group waits.
+
+        Raises:
+            RendezvousTimeout: Some ranks did not arrive; names them, their nodes and their logs.
+            WorkerFailed: A constructor raised.
+        """
+        self.name = name or self._cls.__name__
+        strategy = placement_strategy or NodePlacementStrategy([0])
+        session = Session.current()
+        started = session.launch(
+            self.name,
+            (self._cls, self._args, self._kwargs),
+            strategy.place(cluster),
+            cluster,
+            env_vars=env_vars or {},
+            fork=self._forks() if fork is None else fork,
+        )
+        self._members, self._size, self._cluster, self._timeout = started, len(started), cluster, timeout
+        self._records, self._arrival = [], lambda: session.arrived(self.name, started, timeout)
+        return self.wait_ready() if wait else self
+
+    def _forks(self) -> bool:
+        return self._cls.forks(*self._args, **self._kwargs) if isinstance(self._cls, Forking) else True
+
+    def relaunch(self) -> WorkerGroup:
+        """Restarts the ranks that have ended, in the same place; follow with `wait_ready`.
+
+        Raises:
+            WorkerFailed: The process of one cannot be killed.
+        """
+        again, session = set(self.restart(_GONE_S)), Session.current()
+        if stuck := [m for m in session.membership.startable(self.name) if m.spec.rank not in again]:
+            spec, pid = stuck[0].spec, stuck[0].pid
+            raise WorkerFailed(
+                f"process {pid} of {spec.name} on node {spec.node} was killed and is still there after {_GONE_S:.0f} s",
+                group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
+            )  # fmt: skip
+        started = [member for member in self._members if member.spec.rank in again]
+        alive = [record for record in self._records if record["rank"] not in again]
+
+        def arrival() -> list[dict[str, Any]]:
+            arrived = session.arrived(self.name, started, self._timeout)
+            return sorted([*alive, *arrived], key=lambda record: int(record["rank"]))
+
+        self._arrival = arrival
+        return self
+
+    @property
+    def present(self) -> list[int]:
+        """Ranks that take calls: all except those that the session continues without."""
+        self.wait_ready()
+        client = _client()
+        return [record["rank"] for record in self._records if not client.has_left(record)]
+
+    def why_left(self, rank: int) -> str:
+        """Returns the reason of a rank that left after a notice; "" for a rank that ended otherwise."""
+        return Session.current().membership.why_left(self.name, rank)
+
+    @property
+    def leaving(self) -> list[int]:
+        """Ranks that got a notice to leave and wait for permission (`Worker.stay_until_let_go`)."""
+        return Session.current().membership.leaving(self.name)
+
+    def restart(self, patience_s: float = 0.0) -> list[int]:
+        """Restarts the ranks that have ended, in the same place, without waiting for them; `admit` returns those that are
+        ready.
+
+        Args:
+            patience_s: Seconds to wait for their earlier processes to end. A rank whose earlier process still runs after that
+                is left out; call again later.
+
+        Returns:
+            The restarted ranks.
+        """
+        if self._cluster is None:
+            raise ConfigError(f"group {self.name or self._cls.__name__!r} was never launched here")
+        started = Session.current().relaunch(self.name, self._cluster, patience_s)
+        ranks = [member.spec.rank for member in started]
+        self._members = [m for m in self._members if m.spec.rank not in ranks] + started
+        return ranks
+
+    def admit(self) -> list[int]:
+        """Takes in ranks that were started again, or have joined, and have built their objects; from now on they take calls.
+
+        Returns:
+            These ranks.
+        """
+        incarnations = {record["incarnation"] for record in self._records}
+        records = Session.current().membership.newcomers(self.name, incarnations)
+        if records:
+            Session.current().ranks.announce(Session.current().service)
+        ranks = {record["rank"] for record in records}
+        retained = [record for record in self._records if record["rank"] not in ranks]
+        self._records = sorted([*retained, *records], key=lambda record: int(record["rank"]))
+        return sorted(ranks)
+
+    def took_in(self, rank: int) -> None:
+        """Registers that a rank that `admit` returned has all it needs and takes part from now on."""
+        Session.current().membership.takes_part(self.name, rank)
+
+    def wait_ready(self) -> WorkerGroup:
+        """Waits until each rank has built its object, after `launch(wait=False)`.
+
+        Raises:
+            RendezvousTimeout, WorkerFailed: As `launch` does.
+        """
+        if self._arrival is not None:
+            arrival, self._arrival = self._arrival, None
+            self._records = arrival()
+        return self
+
+    @classmethod
+    def from_group_name(cls, worker_cls: type, name: str, timeout: float = 60.0) -> WorkerGroup:
+        """Attaches to a running group, from the driver or from any worker of the run."""
+        context = contexts.current()
+        group = cls(worker_cls)
+        group.name = name
+        size = context.group_size(name, timeout)
+        group._records, group._size = [context.member(name, rank, timeout) for rank in range(size)], size
+        return group
+
+    @property
+    def worker_class(self) -> type:
+        """Class of the ranks."""
+        return self._cls
+
+    @property
+    def world_size(self) -> int:
+        return self._size
+
+    def execute_on(self, *ranks: int) -> WorkerGroup:
+        """Restricts the next call, and only that one, to these ranks; returns the group."""
+        joined = {record["rank"] for record in self._records}
+        wrong = [rank for rank in ranks if not 0 <= rank < self.world_size and rank not in joined]
+        if wrong or not ranks:
+            raise ValueError(f"execute_on{ranks}: group {self.name!r} has ranks 0 to {self.world_size - 1}")
+        self._only = sorted(set(ranks))
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., Handle]:
+        if name.startswith("_"):
+            raise AttributeError(f"{name!r}: names that begin with '_' are private to the worker and cannot be called")
+        if not callable(getattr(self._cls, name, None)):
+            raise AttributeError(f"{self._cls.__name__} has no method {name!r}")
+
+        def call(*args: Any, **kwargs: Any) -> Handle:
+            ranks, self._only = self._only, None
+            self.wait_ready()
+            if not self._records:
+                raise ConfigError(f"group {self.name or self._cls.__name__!r} is not running: call launch() first")
+            client = _client()
+            client._check()
+            present = [record for record in self._records if not client.has_left(record)]
+            records = present if ranks is None else [record for record in present if record["rank"] in ranks]
+            # The requested ranks may have left in the meantime: then there is no answer.
+            return client.call(records, name, args, kwargs) if records else Handle(client, self.name, name, [])
+
+        return call
+
+    def shutdown(self, grace: float = 5.0) -> None:
+        """Ends the group and waits: ranks finish their present call. Ranks that take longer than `grace` are killed, and those
+        that are still starting are not waited for.
+
+        Harmless on a group that has ended or failed; an attached group is only detached.
+        """
+        session = Session.running()
+        if self._members and session is not None:
+            session.shutdown_group(self.name, self._members, grace)
+        self._records, self._members, self._size, self._arrival = [], [], 0, None
+
+    async def async_shutdown(self, grace: float = 5.0) -> None:
+        await asyncio.to_thread(self.shutdown, grace)
+
+    def __repr__(self) -> str:
+        return f"WorkerGroup({self._cls.__name__}, name={self.name!r}, world_size={self.world_size})"

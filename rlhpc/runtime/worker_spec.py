@@ -1,0 +1,239 @@
+"""Specification of a worker process, which it receives at its start."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.runtime.devices import VIRTUAL
+from rlhpc.runtime.files import is_count, read_json
+from rlhpc.runtime.imports import import_paths
+from rlhpc.runtime.text import shown
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.cluster import Cluster
+    from rlhpc.runtime.placement import Placement
+import contextlib
+import pickle
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from rlhpc.runtime.errors import ConfigError
+
+#: Requests of the driver to a rank besides its methods: to end; to pause, and to continue.
+EXIT, IDLE, RESUME = "\0exit", "\0idle", "\0resume"
+
+
+@dataclass
+class WorkerSpec:
+    """Specification of one rank, passed through the fork server's pipe (never through files or the environment).
+
+    Attributes:
+        group, rank, world_size: Identity of the rank.
+        node, node_rank, local_rank, local_world_size, accelerators: Its place.
+        registry: The generation's registry folder.
+        token: Scratch token of the session on this host.
+        body: Pickled (class, args, kwargs) of the worker object.
+        log_out, log_err: Files for stdout and stderr.
+        env: Environment variables to set.
+        sys_path, cwd: The driver's, so that the worker imports the same modules.
+        threads: Cores granted to the rank, for OpenMP and torch.
+        bind_cores: Whether it stays on cores near its accelerators.
+        tcp_address: Address to listen on for other hosts; None if all processes share this host.
+        interface: Network interface for that address; None takes the one on the route to the driver.
+        driver: The driver's data endpoint, for HELLO and heartbeats.
+        wait_deadline: Seconds after which any wait gives up.
+        interpreter: Python to start instead of forking; empty to fork.
+    """
+
+    group: str
+    rank: int
+    world_size: int
+    node: str
+    node_rank: int
+    local_rank: int
+    local_world_size: int
+    accelerators: tuple[int, ...]
+    registry: str
+    token: str
+    body: bytes
+    log_out: str
+    log_err: str
+    env: dict[str, str] = field(default_factory=dict)
+    sys_path: list[str] = field(default_factory=list)
+    cwd: str = "."
+    threads: int = 1
+    bind_cores: bool = False
+    tcp_address: str | None = None
+    interface: str | None = None
+    driver: dict[str, str] = field(default_factory=dict)
+    wait_deadline: float = 1800.0
+    interpreter: str = ""
+    incarnation: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.group}-{self.rank}"
+
+    def to_json(self) -> bytes:
+        """Returns the specification as JSON, which a process that joins can read without running anything."""
+        return json.dumps({**asdict(self), "body": base64.b64encode(self.body).decode()}).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> WorkerSpec:
+        """Returns the specification that `to_json` wrote.
+
+        Raises:
+            ValueError: The text is something else.
+        """
+        value = read_json(text)
+        if not isinstance(value, dict) or set(value) != set(cls.__dataclass_fields__):
+            raise ValueError(f"no specification of a rank: {shown(value)}")
+        for name, kind in _KINDS.items():
+            if not isinstance(value[name], kind) or isinstance(value[name], bool) != (kind is bool):
+                raise ValueError(f"{name} of a rank's specification is {shown(value[name])}")
+        numbers = [*value["accelerators"], *(value[name] for name, kind in _KINDS.items() if kind is int)]
+        texts = [*value["sys_path"], *value["env"].values(), *value["driver"].values()]
+        texts += [value["tcp_address"] or "", value["interface"] or ""]
+        if not all(map(is_count, numbers)) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"no specification of a rank: {shown(value)}")
+        body = base64.b64decode(value["body"], validate=True)
+        return cls(**{**value, "body": body, "accelerators": tuple(value["accelerators"])})
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Name and incarnation: one start of a rank, never its successor."""
+        return self.name, self.incarnation
+
+
+#: Types of a specification's values in JSON; those that may be None are checked apart.
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(
+        ("group", "node", "registry", "token", "body", "log_out", "log_err", "cwd", "interpreter", "incarnation"), str
+    ),
+    **dict.fromkeys(("rank", "world_size", "node_rank", "local_rank", "local_world_size", "threads"), int),
+    "accelerators": list, "env": dict, "sys_path": list, "bind_cores": bool, "driver": dict, "wait_deadline": (int, float),
+}  # fmt: skip
+
+
+def spec_of(
+    group: str,
+    placement: Placement,
+    world_size: int,
+    cluster: Cluster,
+    env_vars: dict[str, str],
+    sharing: int,
+    log_dir: Path,
+    **common: Any,
+) -> WorkerSpec:
+    """Makes the specification of a rank.
+
+    Args:
+        group, placement, world_size: Which rank, and where it is.
+        cluster: The nodes.
+        env_vars: Environment variables; they take precedence over those of its node group.
+        sharing: Number of ranks that share its node's cores.
+        log_dir: Where its logs go.
+        common: Fields that are the same for all ranks of the session or the group.
+    """
+    node = cluster.nodes[placement.node_rank]
+    of = cluster.node_group(placement.node_group) if placement.node_group else None
+    env = {**(dict(of.env_vars or {}) if of else {}), **env_vars}
+    if cluster.source == "virtual":
+        env.setdefault(VIRTUAL, "1")
+    interpreter = of.python_interpreter if of else None
+    stem = log_dir / f"{group}-{placement.rank}"
+    return WorkerSpec(
+        group=group, rank=placement.rank, world_size=world_size, node=node.name, node_rank=placement.node_rank,
+        local_rank=placement.local_rank, local_world_size=placement.local_world_size,
+        accelerators=tuple(placement.accelerators), log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
+        sys_path=import_paths(foreign=bool(interpreter)), cwd=os.getcwd(), threads=max(1, node.cpus // sharing),
+        bind_cores=cluster.bind_cores,
+        interpreter=interpreter or "", **common,
+    )  # fmt: skip
+
+
+_LENGTH = struct.Struct("!Q")
+#: Input of a joined rank that has to leave.
+LEAVE = b"L"
+
+
+def for_input(specs: Sequence[WorkerSpec]) -> bytes:
+    """Encodes the instructions for the tasks of a step, in order."""
+    body = pickle.dumps(list(specs))
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_specs(stream: int) -> list[WorkerSpec]:
+    """Reads specifications that `for_input` encoded.
+
+    Raises:
+        EOFError: The driver has ended.
+    """
+
+    def exactly(size: int) -> bytes:
+        parts = []
+        while size:
+            part = os.read(stream, min(size, 1 << 20))
+            if not part:
+                raise EOFError("the driver was gone before it said what to do")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    specs: list[WorkerSpec] = pickle.loads(exactly(_LENGTH.unpack(exactly(_LENGTH.size))[0]))
+    return specs
+
+
+def end_with_input(stream: int, leave: Callable[[], None], ends_itself: Callable[[], bool] = lambda: True) -> None:
+    """Ends this process as soon as its input ends, because the driver or srun has ended; calls `leave` before.
+
+    Args:
+        stream: The input.
+        leave: See above.
+        ends_itself: Called when the input contains `LEAVE`: returns whether this process ends by itself. Otherwise it ends
+            at once.
+    """
+
+    def watch() -> None:
+        why = b"the driver of this run is gone; this rank ends\n"
+        while True:
+            try:
+                data = os.read(stream, 4096)
+            except OSError:
+                break
+            if not data:
+                break
+            if LEAVE in data and not ends_itself():
+                why = b"this rank was told to leave, and has nothing under way; it ends\n"
+                break
+        with contextlib.suppress(OSError):  # a full disk
+            os.write(2, why)
+        with contextlib.suppress(Exception):
+            leave()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="rlhpc-lifeline", daemon=True).start()
+
+
+def own_devices(spec: WorkerSpec, environ: Mapping[str, str], visible: Sequence[str]) -> str:
+    """Returns the rank's `CUDA_VISIBLE_DEVICES`: index i is the i-th device that this step was granted on this node.
+
+    Raises:
+        ConfigError: The step was granted fewer devices than the placement needs.
+    """
+    if not spec.accelerators:
+        return ""
+    if not visible and "CUDA_VISIBLE_DEVICES" not in environ:
+        return ",".join(str(i) for i in spec.accelerators)  # the site masks nothing
+    if max(spec.accelerators) >= len(visible):
+        raise ConfigError(
+            f"{spec.name} on node {spec.node} is placed on accelerator {max(spec.accelerators)}, but the step was given "
+            f"{len(visible)} there (CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')!r})"
+        )
+    return ",".join(visible[i] for i in spec.accelerators)

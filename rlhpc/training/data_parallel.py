@@ -1,0 +1,161 @@
+"""Data parallel backend (`actor.training_backend: local`): replicated weights, one flat gradient buffer, one all-reduce per
+step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from rlhpc.checkpoint.state import load_state, load_tensors, save_state, save_tensors
+from rlhpc.jobs.paths import MODEL
+from rlhpc.runtime.devices import moved
+from rlhpc.runtime.errors import CheckpointError
+from rlhpc.training import lora
+from rlhpc.training.backend import Blueprint, Named, TrainingRanks
+from rlhpc.training.flat_parameters import FlatModule
+from rlhpc.training.offload import ParkingBackend, tensors_of
+
+if TYPE_CHECKING:
+    from rlhpc.training.backend import ActorSection
+
+OPTIMIZER = "optimizer.pt"
+
+
+class ReplicatedBackend(ParkingBackend):
+    """Backend in which every rank holds all weights. In mixed precision, it computes with a copy of the float32 weights in the
+    blueprint's dtype.
+    """
+
+    name = "local"
+    lockstep = False
+
+    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> None:
+        super().__init__(blueprint, actor, worker)
+        self.module = moved(blueprint.build(), self.device)
+        # A task package that writes the weights itself has them in the dtype of the computation.
+        dtype = None if blueprint.keeps_weights else self.dtype
+
+        def flat(is_included: Callable[[str], bool] | None = None) -> FlatModule:
+            reduce, look = worker.all_reduce, blueprint.look
+            return FlatModule(
+                self.module, self.optim, reduce, self.ranks, look=look, dtype=dtype, is_included=is_included
+            )
+
+        names = blueprint.policies
+        self._flats = {name: flat(partial(lora.is_of, adapter=name)) for name in names} if names else {"": flat()}
+        self.prepare_reference()
+
+    @property
+    def flat(self) -> FlatModule:
+        """All trained parameters of a single policy."""
+        (only,) = self._flats.values()
+        return only
+
+    def _make_reference(self) -> nn.Module:
+        return moved(self.blueprint.build_reference(), self.device)
+
+    def _clear(self) -> None:
+        for flat in self._flats.values():
+            flat.zero_grad()
+
+    def optimizer_step(self, lr: float) -> torch.Tensor:
+        """Takes an optimizer step (`TrainingBackend.optimizer_step`). Gradients stay until the next `forward_backward`. Each
+        of several
+        policies is clipped by its own norm; one without a gradient stays as it is, including its averages.
+        """
+        if not self.blueprint.policies:
+            return self.flat.optimizer_step(lr)
+        norms = {name: flat.gradient_norm() for name, flat in self._flats.items()}
+        total_norm = torch.stack([*norms.values()]).square().sum().sqrt()
+        self.norms = {name: float(norm) for name, norm in norms.items()}
+        if not self.refuses(total_norm):
+            for name, flat in self._flats.items():
+                if self.norms[name]:
+                    flat.step(norms[name], lr)
+        return total_norm
+
+    def refuses(self, norm: torch.Tensor) -> bool:
+        """Returns whether the step with this gradient norm was not taken (`TrainingBackend.refuses`)."""
+        return next(iter(self._flats.values())).refuses(norm)
+
+    def bad_gradients(self) -> list[str]:
+        """Returns the parameters whose gradients were not finite (`TrainingBackend.bad_gradients`)."""
+        return [name for flat in self._flats.values() for name in flat.bad_gradients()]
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        return {name: view for flat in self._flats.values() for name, view in flat.named().items()}
+
+    def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Replaces the module's weights (`TrainingBackend.replace_weights`)."""
+        with self.awake():
+            self.module.load_state_dict(tensors)
+            for flat in self._flats.values():
+                if flat.mixed:
+                    flat.replace(tensors)
+
+    def held_tensors(self) -> Named:
+        """Yields the weights in the form they are trained in, and the optimizer's averages."""
+        with self.awake():
+            for policy, flat in self._flats.items():
+                yield from flat.named().items()
+                optimizer, of = flat.optimizer, f"{policy}." if policy else ""
+                yield from (
+                    (f"optimizer.{of}exp_avg", optimizer.exp_avg),
+                    (f"optimizer.{of}exp_avg_sq", optimizer.exp_avg_sq),
+                )
+
+    def save(self, folder: Path) -> None:
+        """Writes the optimizers and, if the task package does not write them, the trained weights in float32, on rank 0."""
+        folder = Path(folder)
+        if self.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            with self.awake():
+                if not self.blueprint.keeps_weights:
+                    save_tensors(folder / MODEL, self._named())
+                for policy, flat in self._flats.items():
+                    save_state(folder / _optimizer(policy), flat.state_dict())
+            self.write_identity(folder)
+        self.worker.barrier()
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote (`TrainingBackend.load`)."""
+        folder = Path(folder)
+        self.check_identity(folder)
+        with self.awake():
+            if not self.blueprint.keeps_weights:
+                tensors = load_tensors(folder / MODEL)
+                shapes = {name: tensor.shape for name, tensor in self._named().items()}
+                if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
+                    raise CheckpointError(
+                        f"{folder / MODEL} holds other parameters than actor.model.model_path and actor.lora"
+                    )
+                for flat in self._flats.values():
+                    flat.replace(tensors)
+            for policy, flat in self._flats.items():
+                flat.load_state_dict(load_state(folder / _optimizer(policy)))
+                flat.zero_grad()
+
+    def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        """Returns the tensors to keep and to drop (`ParkingBackend.belongings`): gradients are cleared before they are
+        computed, and
+        copies can be recreated.
+        """
+        flats = self._flats.values()
+        state = [tensor for flat in flats for tensor in flat.state()]
+        return (*state, *tensors_of(self.module, self._reference)), [t for flat in flats for t in flat.scratch()]
+
+    def returned(self) -> None:
+        """Recreates copies and gradients (`ParkingBackend.returned`)."""
+        for flat in self._flats.values():
+            flat.renew()
+
+
+def _optimizer(policy: str) -> str:
+    """Returns the file name of an optimizer's state."""
+    return f"optimizer-{policy}.pt" if policy else OPTIMIZER

@@ -1,0 +1,416 @@
+"""DeepSpeed backend (`actor.training_backend: deepspeed`): ZeRO 1, 2 and 3, in the processes and process group of rlhpc."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rlhpc.checkpoint.async_writer import write_file
+from rlhpc.checkpoint.state import stream_state
+from rlhpc.runtime.devices import collective_backends, moved
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.files import fsync_folder, write_durably
+from rlhpc.runtime.plugins import required
+from rlhpc.training.backend import Batch, Blueprint, Metrics, Named, TrainingRanks
+from rlhpc.training.deepspeed_checkpoint import as_universal, files_of, require_harmless
+from rlhpc.training.deepspeed_config import KEY, deepspeed_config
+from rlhpc.training.offload import ParkingBackend, tensors_in, tensors_of
+
+if TYPE_CHECKING:
+    from rlhpc.training.backend import ActorSection
+import torch.distributed as dist
+
+
+@torch.no_grad()
+def partitioned(
+    build: Callable[..., nn.Module], deepspeed: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """Builds a partitioned module: rank 0 reads the weights, which are broadcast and partitioned one parameter at a time. All
+    ranks
+    call it.
+
+    Args:
+        build: Builds the model on the host or, with `empty=True`, on the meta device.
+        deepspeed: The package, initialized.
+        config: DeepSpeed's configuration.
+        dtype: Dtype of the parameters.
+        device: Device of this rank.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    module = build(empty=rank != 0)
+    convert = _converter(deepspeed, config)
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((owner, name))
+    for parameter in list(module.parameters()):
+        if parameter.is_meta:
+            parameter_places = places[id(parameter)]
+            parameter = nn.Parameter(
+                torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=parameter.requires_grad
+            )
+            for owner, name in parameter_places:
+                setattr(owner, name, parameter)
+        else:
+            parameter.data = parameter.data.to(dtype)
+        convert([parameter])
+    for name, buffer in list(module.named_buffers()):
+        value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        if ranks > 1:
+            value = value.contiguous()
+            dist.broadcast(value, 0)
+        owner_name, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner_name), attribute, value)
+    return module
+
+
+def _converter(deepspeed: Any, config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
+    """Returns the function that turns plain parameters into ZeRO-3's; DeepSpeed has it only on a converted parameter."""
+    first = nn.Linear(1, 1, bias=False)
+    deepspeed.zero.Init(module=first, config_dict_or_path=config)
+    converted: Any = first.weight
+    convert: Callable[[list[nn.Parameter]], None] = converted.convert_to_zero_parameters
+    return convert
+
+
+#: Below a checkpoint's folder: the folder and tag of DeepSpeed's own files, and the file in which rlhpc describes them.
+FOLDER, TAG, LAYOUT = "deepspeed", "state", "deepspeed.json"
+
+
+def _pickle_stage_by_value() -> None:
+    """Makes checkpoints contain only the stage's class and number. Early versions of Python 3.11 pickle an enum member as
+    a call to `getattr`, which a reader that restricts pickles cannot allow.
+    """
+
+    def reduced(stage: Any, protocol: int) -> tuple[Any, tuple[int]]:
+        return type(stage), (int(stage.value),)
+
+    importlib.import_module("deepspeed.runtime.zero.config").ZeroStageEnum.__reduce_ex__ = reduced
+
+
+class DeepSpeedBackend(ParkingBackend):
+    """ZeRO backend: shards optimizer state (stage 1), gradients (2) and parameters (3) over the ranks.
+
+    DeepSpeed averages gradients over ranks; rlhpc sums them, so each loss is multiplied by the number of ranks. With
+    bfloat16, the module's weights are in bfloat16 and the optimizer keeps float32 copies.
+    """
+
+    name = "deepspeed"
+
+    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> None:
+        super().__init__(blueprint, actor, worker)
+        self.config = deepspeed_config(actor, self.dtype)
+        self.stage = int(self.config["zero_optimization"]["stage"])
+        self.deepspeed = self._started()
+        self.module = self._built(blueprint.build)
+        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        self._shapes = {name: _shape(p) for name, p in named}
+        self.config = deepspeed_config(actor, self.dtype, self.parameters_trained)
+        self.engine = self._initialize(self.module, self.config, self.optim.torch_optimizer([p for _, p in named]))
+        self._accumulated = False
+        self.prepare_reference()
+
+    # -- setting up -----------------------------------------------------------------------------------------------
+
+    def _started(self) -> Any:
+        """Imports DeepSpeed, and initializes it on the worker group's process group."""
+        on_gpu = self.device.type != "cpu"
+        if not on_gpu:
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        # A rank sees only its own accelerator, as device 0.
+        os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.ranks), LOCAL_RANK="0")
+        deepspeed = required("deepspeed", "actor.training_backend=deepspeed needs DeepSpeed", "deepspeed")
+        device_name = deepspeed.get_accelerator().device_name()
+        if device_name != self.device.type:
+            raise ConfigError(
+                f"actor.training_backend=deepspeed: DeepSpeed would compute on {device_name!r} (DS_ACCELERATOR is "
+                f"{os.environ.get('DS_ACCELERATOR', 'not set')!r}), and this rank computes on {self.device.type!r}: unset "
+                "DS_ACCELERATOR where it is set, or take training_backend fsdp"
+            )
+        if not on_gpu:
+            # Its first use would compile it for minutes, on every node.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self.worker.init_process_group()
+        if not torch.distributed.is_initialized():  # a single rank has no group, but DeepSpeed wants one all the same
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            torch.distributed.init_process_group(
+                collective_backends(self.device.type), store=torch.distributed.HashStore(), rank=0, world_size=1
+            )
+        # DeepSpeed calls some collectives by their old names.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+        with _quiet():
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+            _pickle_stage_by_value()
+        return deepspeed
+
+    def _built(self, build: Callable[..., nn.Module]) -> nn.Module:
+        """Builds the module in the dtype of the computation, on the device; with stage 3, this rank's part of it."""
+        if self.stage == 3:
+            with _quiet():
+                return partitioned(build, self.deepspeed, self.config, self.dtype, self.device)
+        module = build()
+        for parameter in module.parameters():  # buffers, such as position frequencies, keep their precision
+            parameter.data = parameter.data.to(self.dtype)
+        return moved(module, self.device)
+
+    def _initialize(self, module: nn.Module, config: dict[str, Any], optimizer: Any) -> Any:
+        try:
+            with _quiet():
+                return self.deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+        except (ValueError, AssertionError) as error:  # pydantic's ValidationError is a ValueError
+            if not self.actor.deepspeed.config:
+                raise
+            raise ConfigError(f"DeepSpeed refuses {KEY}: {error}") from error
+
+    def _make_reference(self) -> nn.Module:
+        reference = self._built(self.blueprint.build_reference)
+        if self.stage < 3:
+            return reference
+        zero = {key: value for key, value in self.config["zero_optimization"].items() if key != "offload_optimizer"}
+        config = {"train_micro_batch_size_per_gpu": 1, "bf16": self.config["bf16"], "zero_optimization": zero}
+        engine: nn.Module = self._initialize(reference, config, None)
+        return engine
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    @property
+    def called(self) -> nn.Module:
+        """The engine, which must run every forward pass that precedes a backward pass."""
+        engine: nn.Module = self.engine
+        return engine
+
+    @property
+    def parameters_trained(self) -> int:
+        """Number of trainable parameters, over all ranks."""
+        return sum(torch.Size(shape).numel() for shape in self._shapes.values())
+
+    def forward_backward(
+        self, micro_batches: Sequence[Batch], loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]]
+    ) -> list[Metrics]:
+        """Accumulates gradients (`TrainingBackend.forward_backward`), which cannot be discarded here."""
+        if self._accumulated:
+            raise RuntimeError("forward_backward was called twice before optimizer_step")
+        self._accumulated = True
+        return super().forward_backward(micro_batches, loss)
+
+    def _backward(self, loss: torch.Tensor, last: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
+
+    def optimizer_step(self, lr: float) -> torch.Tensor:
+        """Takes a step (`TrainingBackend.optimizer_step`). If the norm is not finite, DeepSpeed skips the step on all ranks,
+        and
+        reports the norm as infinity.
+        """
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        self._accumulated = False
+        return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.device)
+
+    def full(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gathers a full weight (`TrainingBackend.full`)."""
+        if not hasattr(tensor, "ds_id"):
+            return tensor
+        with self.deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+
+    @torch.no_grad()
+    def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Replaces the module's weights (`TrainingBackend.replace_weights`); the optimizer's float32 copies follow."""
+        current = self.module.state_dict(keep_vars=True)
+        if current.keys() != tensors.keys():
+            raise RuntimeError(f"the names differ: {sorted(current.keys() ^ tensors.keys())[:3]}")
+        for name, tensor in current.items():
+            if _shape(tensor) != list(tensors[name].shape):
+                raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {_shape(tensor)} here")
+        with self.awake():
+            for name, tensor in current.items():
+                value = tensors[name].to(self.device)
+                if hasattr(tensor, "ds_id"):
+                    with self.deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
+                        tensor.copy_(value)
+                else:
+                    tensor.copy_(value)
+                if tensor.requires_grad:
+                    self._set_master(tensor, value.float())
+
+    def _set_master(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        """Sets the copy of a parameter that the optimizer updates; all ranks call it."""
+        if not hasattr(parameter, "ds_tensor"):
+            self.deepspeed.utils.safe_set_full_fp32_param(parameter, value)
+            return
+        # DeepSpeed's own setter of a full parameter ignores that the last rank's part is padded.
+        share = parameter.ds_tensor.numel()
+        flat = value.new_zeros(share * self.ranks)
+        flat[: value.numel()] = value.reshape(-1)
+        self.deepspeed.utils.safe_set_local_fp32_param(parameter, flat[share * self.rank : share * (self.rank + 1)])
+
+    def _edit_trained(self, edit: Callable[[Iterable[torch.Tensor]], None]) -> None:
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+        def one_at_a_time() -> Iterator[torch.Tensor]:
+            for parameter in trained:
+                if not hasattr(parameter, "ds_id"):
+                    yield parameter.detach()
+                    continue
+                # All ranks change the full parameter, and each keeps its part.
+                with self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                    yield parameter.detach()
+
+        edit(one_at_a_time())
+
+    def held_tensors(self) -> Named:
+        """Yields this rank's parts, if the parameters are partitioned, without the unused padding of the last one."""
+        with self.awake():
+            parameter: Any  # DeepSpeed adds attributes
+            for name, parameter in self.module.named_parameters():
+                if not hasattr(parameter, "ds_tensor"):
+                    yield name, parameter.detach()
+                    continue
+                part = parameter.ds_tensor
+                remaining = parameter.ds_numel - part.numel() * parameter.ds_zero_partition_rank
+                yield name, part.narrow(0, 0, min(max(remaining, 0), part.numel()))
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Writes DeepSpeed's own files below `deepspeed/`, each rank its part, without frozen weights."""
+        folder = Path(folder)
+        target = folder / FOLDER
+        if "checkpoint" not in self.config:  # a writer from the user's configuration stays
+            self.engine.checkpoint_engine.save = _write
+        with self.awake(), _quiet():
+            self.engine.save_checkpoint(str(target), tag=TAG, exclude_frozen_parameters=self._frozen)
+        if self.rank == 0:
+            layout = {**self._layout(), "parameters": self._shapes}
+            write_durably(folder / LAYOUT, json.dumps(layout, indent=1).encode() + b"\n")
+            fsync_folder(target / TAG)
+            fsync_folder(target)
+            self.write_identity(folder)
+        self.worker.barrier()
+
+    @property
+    def _frozen(self) -> bool:
+        """True if some weights are frozen; those are restored from the module's own source."""
+        return not all(p.requires_grad for p in self.module.parameters())
+
+    def _layout(self) -> dict[str, Any]:
+        """Returns the settings that must match for DeepSpeed to load its files as they are."""
+        return {
+            "world_size": self.ranks,
+            "zero_stage": self.stage,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "cpu_offload": self.actor.deepspeed.cpu_offload,
+            # Stage 3 keeps its optimizer in sub-groups: `zero_optimization.sub_group_size` says how large they are.
+            "sub_groups": [len(group) for group in self.engine.optimizer.fp16_groups] if self.stage == 3 else [],
+        }
+
+    def load(self, folder: Path) -> None:
+        """Restores a checkpoint (`TrainingBackend.load`). From another world size, it uses DeepSpeed's universal format, in a
+        neighbouring folder that is removed afterwards.
+        """
+        folder = Path(folder)
+        self.check_identity(folder)
+        try:
+            saved = json.loads((folder / LAYOUT).read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder / LAYOUT}: cannot be read ({error})") from error
+        if saved["parameters"] != self._shapes:
+            raise CheckpointError(f"{folder} holds other parameters than actor.model.model_path and actor.lora")
+        if (saved["zero_stage"] == 3) != (self.stage == 3):
+            raise CheckpointError(
+                f"{folder} was saved with actor.deepspeed.zero_stage={saved['zero_stage']}, which DeepSpeed cannot read "
+                f"with stage {self.stage}; resume with that stage, or start from an export of it"
+            )
+        with self.awake():
+            layout = self._layout()
+            # A setting that an older checkpoint lacks did not exist then.
+            if {key: saved.get(key, value) for key, value in layout.items()} == layout:
+                require_harmless(files_of(folder / FOLDER / TAG, self.rank))
+                self._read(folder / FOLDER, universal=False)
+            else:
+                with as_universal(folder / FOLDER / TAG, neighbour=folder, worker=self.worker) as universal:
+                    self._read(universal, universal=True)
+            self._impose_options()
+
+    def _read(self, source: Path, *, universal: bool) -> None:
+        # The engine reads this from its configuration, but the format is only known now.
+        self.engine._config.load_universal_checkpoint = universal
+        try:
+            with _quiet():
+                loaded_path, _ = self.engine.load_checkpoint(str(source), tag=TAG, load_module_strict=not self._frozen)
+        finally:
+            self.engine._config.load_universal_checkpoint = False
+        if loaded_path is None:
+            raise CheckpointError(f"{source}: DeepSpeed finds no checkpoint there")
+
+    def _impose_options(self) -> None:
+        optimizer = self.engine.optimizer
+        for group in optimizer.param_groups:
+            options = self.optim
+            group.update(
+                lr=options.lr,
+                betas=(options.beta1, options.beta2),
+                eps=options.eps,
+                weight_decay=options.weight_decay,
+            )
+        optimizer.clip_grad = self.optim.clip_grad
+        for state in optimizer.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):  # the parts from the universal format would share one counter
+                state["step"] = state["step"].clone()
+
+    # -- offload --------------------------------------------------------------------------------------------------
+
+    def park(self) -> int:
+        """Empties the tensors of this rank (`ParkingBackend.park`); gathered weights are freed."""
+        if self.stage == 3:
+            self.engine.empty_partition_cache()
+        return super().park()
+
+    def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        """Returns the tensors to keep and to drop (`ParkingBackend.belongings`)."""
+        buckets = getattr(self.engine.optimizer, "ipg_buckets", {}).values()
+        return self._tensors(), tensors_in([getattr(bucket, "buffer", None) for bucket in buckets])
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """Yields all tensors of model, optimizer and reference, in any order."""
+        for tensor in tensors_of(self.module, self._reference):
+            yield from tensors_in([tensor, getattr(tensor, "ds_tensor", None)])
+        optimizer = self.engine.optimizer
+        yield from tensors_in(vars(optimizer))
+        yield from tensors_in([optimizer.optimizer.param_groups, list(optimizer.optimizer.state.values())])
+
+
+def _shape(parameter: torch.Tensor) -> list[int]:
+    """Returns the shape of the full parameter, of which a rank may hold only a part."""
+    return list(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
+
+
+def _write(state_dict: Any, path: str) -> None:
+    """Writes a file in place of DeepSpeed's engine."""
+    write_file(Path(path), state_dict, stream_state)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppresses DeepSpeed's prints about memory and progress; its errors are exceptions."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)

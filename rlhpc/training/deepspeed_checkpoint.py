@@ -1,0 +1,207 @@
+"""Reader of DeepSpeed's checkpoint files that needs no DeepSpeed, runs in one process, and executes no pickled code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhpc.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rlhpc.training.backend import TrainingRanks
+
+
+_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_(optim|model)_states\.pt$")
+_UNPARTITIONED = "mp_rank_00_model_states.pt"
+
+
+@dataclass
+class _Fragment:
+    """Position of a rank's part of a parameter in the rank's flat tensor."""
+
+    numel: int = 0
+    start: int = 0
+
+
+class _Stage(int):
+    """Stand-in for the enum of ZeRO's stages."""
+
+
+class _Scaler:
+    """Stand-in for the state of the loss scale, which is not used here."""
+
+
+#: The classes that DeepSpeed pickles, and their stand-ins.
+_STANDINS: dict[str, Any] = {
+    "deepspeed.utils.tensor_fragment.fragment_address": _Fragment,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _Stage,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Scaler,
+}
+
+
+def require_harmless(paths: Iterable[Path]) -> None:
+    """Rejects files that would run code when DeepSpeed unpickles them.
+
+    Raises:
+        CheckpointError: A file names functions or classes that DeepSpeed's checkpoints do not have, or is damaged.
+    """
+    for path in paths:
+        try:
+            named = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+        except Exception as error:  # a damaged file may raise anything
+            raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+        foreign = sorted(set(named) - set(_STANDINS))
+        if foreign:
+            raise CheckpointError(
+                f"{path}: not a file that DeepSpeed wrote; loading it would call {', '.join(foreign)}"
+            )
+
+
+def files_of(folder: Path, rank: int) -> list[Path]:
+    """Returns the files in the folder of a tag that a rank reads at the same world size."""
+    return [
+        path
+        for path in sorted(folder.glob("*_states.pt"))
+        if path.name == _UNPARTITIONED or ((match := _PART.search(path.name)) and int(match[1]) == rank)
+    ]
+
+
+def full_parameters(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the trained parameters in full, in float32, from all ranks' files.
+
+    Args:
+        folder: The folder of one tag.
+
+    Raises:
+        CheckpointError: Files are missing or damaged.
+    """
+    optim, model = _parts(folder, "optim"), _parts(folder, "model")
+    if not optim:
+        raise CheckpointError(f"{folder}: holds no *_optim_states.pt, so it is no DeepSpeed checkpoint")
+    states = [_load(path)["optimizer_state_dict"] for path in optim]
+    expected = int(_count(states[0], len(states)))
+    if len(states) != expected:
+        raise CheckpointError(f"{folder}: has files of {len(states)} ranks, of {expected} that there were")
+    shapes = _load(model[0] if model else folder / _UNPARTITIONED)["param_shapes"]
+    if "fp32_flat_groups" in states[0]:
+        yield from _stage_3(states, shapes)
+    else:
+        yield from _stages_1_2(states, shapes)
+
+
+def _count(state: dict[str, Any], default: int) -> Any:
+    """Returns the world size at which the state was saved."""
+    count = state.get("partition_count", default)
+    return max(count) if isinstance(count, (list, tuple)) else count
+
+
+def _stages_1_2(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for group, members in enumerate(shapes):
+        for name, shape in members.items():
+            pieces = []
+            for state in states:
+                place = state["param_slice_mappings"][group].get(name)
+                if place is not None:
+                    flat = state["single_partition_of_fp32_groups"][group]
+                    pieces.append(flat.narrow(0, place.start, place.numel))
+            yield name, _assembled(name, pieces, shape)
+
+
+def _stage_3(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for group, members in enumerate(shapes):
+        start = 0
+        for name, shape in members.items():
+            share = -(-torch.Size(shape).numel() // len(states))  # elements per rank; the last one's part is padded
+            pieces = [state["fp32_flat_groups"][group].narrow(0, start, share) for state in states]
+            start += share
+            yield name, _assembled(name, pieces, shape)
+
+
+def _assembled(name: str, pieces: list[torch.Tensor], shape: Any) -> torch.Tensor:
+    size = torch.Size(shape)
+    flat = torch.cat(pieces) if pieces else torch.empty(0)
+    if flat.numel() < size.numel():
+        raise CheckpointError(f"{name}: the files hold {flat.numel()} of its {size.numel()} elements")
+    return flat.detach()[: size.numel()].view(size)
+
+
+def _parts(folder: Path, kind: str) -> list[Path]:
+    """Returns the ranks' files, in rank order."""
+    paths_by_rank = {int(m[1]): path for path in folder.glob("*.pt") if (m := _PART.search(path.name)) and m[2] == kind}
+    return [paths_by_rank[rank] for rank in sorted(paths_by_rank)]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    require_harmless([path])
+    standins: list[Any] = [(standin, name) for name, standin in _STANDINS.items()]
+    try:
+        with torch.serialization.safe_globals(standins):
+            content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+    return content
+
+
+@contextlib.contextmanager
+def as_universal(source: Path, *, neighbour: Path, worker: TrainingRanks) -> Iterator[Path]:
+    """Provides a checkpoint in the universal format while the block runs. All ranks call it; rank 0 converts.
+
+    Args:
+        source: DeepSpeed's folder of one tag.
+        neighbour: Folder next to which the converted one is written. Every node must see it, so it cannot be a temporary
+            folder of one machine. The new folder is named like an unfinished save, and is cleaned up like one after a crash.
+        worker: The worker of this rank.
+
+    Returns:
+        The folder that contains the tag's folder.
+
+    Raises:
+        CheckpointError: The checkpoint could not be converted; raised on all ranks.
+    """
+    scratch: str | None = None
+    failure = ""
+    if worker.rank == 0:
+        scratch = str(neighbour.with_name(f".tmp_{neighbour.name}-{secrets.token_hex(4)}"))
+        try:
+            require_harmless(sorted(source.glob("*.pt")))
+            convert(source, Path(scratch) / source.name)
+        except Exception as error:  # the other ranks wait for this result
+            failure = f"{source} could not be converted for another number of ranks: {type(error).__name__}: {error}"
+    reports = worker.all_gather_object((scratch, failure))
+    folder = Path(reports[0][0])
+    try:
+        if reports[0][1]:
+            raise CheckpointError(reports[0][1])
+        yield folder
+        worker.barrier()  # all ranks have read it
+    finally:
+        if worker.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def convert(source: Path, target: Path) -> None:
+    """Writes `target` in the universal format, with DeepSpeed's converter in this process."""
+    converter = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+    target.mkdir(parents=True)
+    options = argparse.Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        converter.main(options)

@@ -1,0 +1,120 @@
+"""DeepSpeed configuration built from rlhpc's: keys that rlhpc sets, keys that it proposes, and keys that the user adds."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhpc.config.typed import plain
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plugins import meant
+
+if TYPE_CHECKING:
+    from rlhpc.training.backend import ActorSection
+
+KEY = "actor.deepspeed.config"
+
+#: DeepSpeed's keys that rlhpc sets, and the keys of rlhpc that determine them.
+DECIDED = {
+    "train_batch_size": "actor.global_batch_size",
+    "train_micro_batch_size_per_gpu": "actor.max_tokens_per_micro_batch",
+    "gradient_accumulation_steps": "actor.max_tokens_per_micro_batch",
+    "managed_gradient_accumulation": "",
+    "gradient_allreduce_op": "",
+    "gradient_clipping": "actor.optim.clip_grad",
+    "optimizer": "actor.optim",
+    "scheduler": "algorithm.anneal_lr",
+    "fp16": "actor.model.dtype",
+    "bf16": "actor.model.dtype",
+    "amp": "actor.model.dtype",
+    "torch_autocast": "actor.model.dtype",
+    "zero_allow_untested_optimizer": "",
+    "zero_force_ds_cpu_optimizer": "",
+    "checkpoint.load_universal": "",
+    "zero_optimization.stage": "actor.deepspeed.zero_stage",
+    "zero_optimization.offload_optimizer": "actor.deepspeed.cpu_offload",
+    "zero_optimization.offload_param": "actor.deepspeed.cpu_offload",
+    "zero_optimization.cpu_offload": "actor.deepspeed.cpu_offload",
+    "zero_optimization.elastic_checkpoint": "",
+    "zero_optimization.compute_grad_norm": "",
+}
+
+#: Default size of DeepSpeed's gradient buffer in elements; it is allocated in full, however small the model.
+_BUCKET = 500_000_000
+
+#: Sections that the user may set. DeepSpeed itself would silently ignore a misspelt one.
+ALLOWED = (
+    "aio", "checkpoint", "comet", "comms_logger", "communication_data_type", "compile", "csv_monitor", "data_types",
+    "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "gradient_predivide_factor",
+    "memory_breakdown", "prescale_gradients", "sparse_gradients", "steps_per_print", "tensorboard", "timers", "wandb",
+    "wall_clock_breakdown", "zero_optimization",
+)  # fmt: skip
+
+
+def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | None = None) -> dict[str, Any]:
+    """Returns the configuration for `deepspeed.initialize`. It needs neither DeepSpeed nor the model, so it can be checked
+    early.
+
+    Args:
+        actor: Section `actor` of the configuration.
+        dtype: Dtype of the computation.
+        parameters: Number of trainable parameters; buffers need not be larger.
+
+    Raises:
+        ConfigError: The stage does not exist, or `actor.deepspeed.config` has a key that rlhpc sets or that is unknown.
+    """
+    stage, clip = actor.deepspeed.zero_stage, actor.optim.clip_grad
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
+        raise ConfigError(f"actor.deepspeed.zero_stage is {stage!r}; choose from 1, 2, 3")
+    user_config: dict[str, Any] = dict(plain(actor.deepspeed.config or {}))
+    _check(user_config)
+    bfloat16 = dtype == torch.bfloat16
+    proposed: dict[str, Any] = {"steps_per_print": 2**31}
+    if parameters is not None:
+        proposed["zero_optimization"] = {"reduce_bucket_size": max(1, min(parameters, _BUCKET))}
+    if bfloat16:
+        # Sums over ranks and micro-batches in bfloat16 would lose the contribution of small gradients.
+        proposed |= {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
+    zero: dict[str, Any] = {"stage": int(stage)}
+    if actor.deepspeed.cpu_offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    decided = {
+        # DeepSpeed only multiplies these; the number of micro-batches in a step is set before each backward pass.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": float(clip) if clip is not None else 0.0,
+        "bf16": {"enabled": bfloat16},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+    }
+    return _merged(_merged(proposed, user_config), decided)
+
+
+def _check(user_config: dict[str, Any]) -> None:
+    """Rejects keys that rlhpc sets, and sections that DeepSpeed would ignore."""
+    for path, ours in DECIDED.items():
+        section, _, key = path.partition(".")
+        inner = user_config.get(section)
+        if (section in user_config and not key) or (key and isinstance(inner, dict) and key in inner):
+            raise ConfigError(f"{KEY}.{path} is set by rlhpc itself; " + (f"use {ours}" if ours else "leave it out"))
+    for section in user_config:
+        if section not in ALLOWED:
+            raise ConfigError(
+                f"{KEY}.{section}: no such key; {meant(str(section), ALLOWED)}allowed: {', '.join(ALLOWED)}"
+            )
+    zero = user_config.get("zero_optimization")
+    if zero is not None and not isinstance(zero, dict):
+        raise ConfigError(f"{KEY}.zero_optimization is {zero!r}; it must be a mapping")
+
+
+def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = copy.deepcopy(under)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else copy.deepcopy(value)
+    return merged

@@ -1,0 +1,326 @@
+"""Flat parameters: a module whose trainable weights and gradients are views of two buffers, for one all-reduce per step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rlhpc.algorithms.nonfinite import bad_tensors
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.config.sections import OptimConfig
+
+
+NAMES = ("adam", "adamw")
+#: Maximum number of elements per fused kernel, well within the range of a 32-bit index.
+_PIECE = 1 << 30
+
+
+@dataclass(frozen=True)
+class AdamOptions:
+    """Section `actor.optim`, in the form the optimizers need.
+
+    Attributes:
+        name: One of `NAMES`; weight decay is coupled in adam and decoupled in adamw.
+        clip_grad: Largest gradient norm; 0 turns clipping off.
+    """
+
+    name: str
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_grad: float
+
+    @classmethod
+    def of(cls, optim: OptimConfig) -> AdamOptions:
+        """Returns the options of the section.
+
+        Raises:
+            ConfigError: The optimizer's name is unknown.
+        """
+        name = optim.name.lower()
+        if name not in NAMES:
+            raise ConfigError(f"actor.optim.name is {optim.name!r}; choose from {', '.join(NAMES)}")
+        return cls(
+            name,
+            lr=optim.lr,
+            beta1=optim.adam_beta1,
+            beta2=optim.adam_beta2,
+            eps=optim.adam_eps,
+            weight_decay=optim.weight_decay,
+            clip_grad=0.0 if optim.clip_grad is None else optim.clip_grad,
+        )
+
+    def torch_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Returns torch's own optimizer, fused: the other variants need temporary tensors as large as the trained weights."""
+        kind = torch.optim.AdamW if self.name == "adamw" else torch.optim.Adam
+        return kind(
+            parameters,
+            lr=self.lr,
+            betas=(self.beta1, self.beta2),
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            fused=True,
+        )
+
+
+class FlatAdam:
+    """Adam (Kingma & Ba 2015) with torch's conventions: eps outside the root, weight decay coupled or decoupled (AdamW).
+
+    On an accelerator a step is torch's fused kernel, which reads and writes everything once and needs no temporary tensor. On
+    the CPU it is five operations, one of which needs a tensor as large as the parameter. They differ by rounding.
+
+    Args:
+        parameter, gradient: Flat tensors of the same size; the parameter is updated in place.
+        options: The optimizer's options.
+    """
+
+    def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor, options: AdamOptions) -> None:
+        self.name, self.lr, self.eps = options.name, options.lr, options.eps
+        self.beta1, self.beta2, self.weight_decay = options.beta1, options.beta2, options.weight_decay
+        self.parameter, self.gradient = parameter, gradient
+        self.steps = 0
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Updates the parameter from the gradient."""
+        self.steps += 1
+        if self.fuses:
+            self._fused_step()
+            return
+        gradient = self.gradient
+        if self.weight_decay and self.name == "adamw":
+            self.parameter.mul_(1 - self.lr * self.weight_decay)
+        elif self.weight_decay:
+            gradient = gradient.add(self.parameter, alpha=self.weight_decay)
+        self.exp_avg.lerp_(gradient, 1 - self.beta1)
+        self.exp_avg_sq.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
+        first, second = 1 - self.beta1**self.steps, 1 - self.beta2**self.steps
+        denominator = self.exp_avg_sq.sqrt().mul_(second**-0.5).add_(self.eps)
+        self.parameter.addcdiv_(self.exp_avg, denominator, value=-self.lr / first)
+
+    @property
+    def fuses(self) -> bool:
+        """True if a step is one kernel."""
+        return self.parameter.device.type != "cpu"
+
+    def _fused_step(self) -> None:
+        update = torch._fused_adamw_ if self.name == "adamw" else torch._fused_adam_
+        parameters, gradients, first, second = (
+            list(one.split(_PIECE)) for one in (self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq)
+        )
+        step_count = torch.full((), float(self.steps), device=self.parameter.device)
+        update(
+            parameters,
+            gradients,
+            first,
+            second,
+            [],
+            [step_count] * len(parameters),
+            lr=self.lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+class FlatModule:
+    """Module with its optimizer, the same on every rank.
+
+    Losses are sums over a rank's part divided by the *global* count, so the ranks' gradients add up to the gradient of
+    the whole minibatch, whatever the split. Once wrapped, the module must not be moved.
+
+    Args:
+        module: The module, already on its device.
+        options: Options of the optimizer.
+        reduce: Sums a tensor over the group, in place.
+        ranks: World size of the group.
+        look: Read each gradient norm before the update, even if that means waiting for the device.
+        dtype: Dtype of the computation; None for that of the weights (float32). With a different one, the module gets
+            copies of the weights, and each micro-batch's gradient is added to the flat buffer as soon as it is known.
+        is_included: Selects the trainable parameters by name; None selects all.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: AdamOptions,
+        reduce: Reduce = lambda t: t,
+        ranks: int = 1,
+        *,
+        look: bool = False,
+        dtype: torch.dtype | None = None,
+        is_included: Callable[[str], bool] | None = None,
+    ) -> None:
+        self.module, self.base_lr, self.clip_grad = module, options.lr, options.clip_grad
+        self._reduce, self._ranks, self._look = reduce, ranks, look
+        named = [
+            (name, p)
+            for name, p in module.named_parameters()
+            if p.requires_grad and (is_included is None or is_included(name))
+        ]
+        self.names, self._parameters = [name for name, _ in named], [p for _, p in named]
+        if not named:
+            raise ConfigError("actor.model has no trainable parameters")
+        if len({(p.dtype, p.device) for p in self._parameters}) != 1:
+            raise ConfigError("actor.training_backend=local needs all trainable parameters on one device, in one dtype")
+        self._sizes, self._shapes = [p.numel() for p in self._parameters], [p.shape for p in self._parameters]
+        self._weights = torch.cat([p.detach().reshape(-1) for p in self._parameters])
+        self._gradients = torch.zeros_like(self._weights)
+        self._compute = self._weights if dtype in (None, self._weights.dtype) else self._weights.to(dtype)
+        self._attach()
+        if self.mixed:
+            for index, parameter in enumerate(self._parameters):
+                parameter.register_post_accumulate_grad_hook(self._adder(index))
+        self.optimizer = FlatAdam(self._weights, self._gradients, options)
+
+    @property
+    def mixed(self) -> bool:
+        """True if the module computes with copies of the weights."""
+        return self._compute is not self._weights
+
+    def _attach(self) -> None:
+        """Makes parameters and gradients views of the flat buffers."""
+        self._grad_views = self.split(self._gradients)
+        parts = zip(self._parameters, self.split(self._compute), self._grad_views, strict=True)
+        for parameter, weight, gradient in parts:
+            parameter.grad = None  # torch would refuse new data while a gradient of the old data is attached
+            parameter.data = weight
+            if not self.mixed:
+                parameter.grad = gradient
+
+    def _adder(self, index: int) -> Callable[[torch.Tensor], None]:
+        def add(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            self._grad_views[index].add_(parameter.grad)
+            parameter.grad = None
+
+        return add
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns views of a flat tensor in the parameters' shapes."""
+        return [part.view(shape) for part, shape in zip(flat.split(self._sizes), self._shapes, strict=True)]
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """All trainable parameters as one flat view."""
+        return self._weights
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Returns views of the trained weights by name, as the optimizer has them."""
+        return dict(zip(self.names, self.split(self._weights), strict=True))
+
+    def zero_grad(self) -> None:
+        """Clears the gradients."""
+        self._gradients.zero_()
+
+    @torch.no_grad()
+    def optimizer_step(self, lr: float) -> torch.Tensor:
+        """Sums the gradients over the ranks, clips, and updates; skips the update if the norm is one that `refuses`.
+
+        Returns:
+            The global gradient norm before clipping, as a tensor (reading it would wait for the device).
+        """
+        norm = self.gradient_norm()
+        if not self.refuses(norm):
+            self.step(norm, lr)
+        return norm
+
+    @torch.no_grad()
+    def gradient_norm(self) -> torch.Tensor:
+        """Sums the gradients over the ranks and returns their norm."""
+        if self._ranks > 1:
+            self._reduce(self._gradients)
+        return torch.linalg.vector_norm(self._gradients)
+
+    @torch.no_grad()
+    def step(self, norm: torch.Tensor, lr: float) -> None:
+        """Clips by the `gradient_norm`, and updates."""
+        if self.clip_grad > 0:
+            self._gradients.mul_((self.clip_grad / (norm + 1e-6)).clamp_(max=1.0))
+        self.optimizer.lr = lr
+        self.optimizer.step()
+        self._copied()
+
+    @torch.no_grad()
+    def _copied(self) -> None:
+        if self.mixed:
+            self._compute.copy_(self._weights)
+
+    def refuses(self, norm: torch.Tensor) -> bool:
+        """Returns whether a step with this gradient norm is not taken because the norm is not finite. On an accelerator, this
+        is known only with `look`: otherwise the caller reads the norms at the end of its update, before weights leave.
+        """
+        return (self._look or norm.device.type == "cpu") and not math.isfinite(norm)
+
+    def bad_gradients(self) -> list[str]:
+        """Returns the parameters whose gradient, summed over the ranks, is not finite."""
+        return bad_tensors(zip(self.names, self.split(self._gradients), strict=True))
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def replace(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Replaces the values of all trained weights; the optimizer stays as it is."""
+        for name, view in self.named().items():
+            view.copy_(tensors[name])
+        self._copied()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the optimizer's state, by parameter name; tensors are views of it."""
+        averages = zip(
+            self.names, self.split(self.optimizer.exp_avg), self.split(self.optimizer.exp_avg_sq), strict=True
+        )
+        state = {name: {"exp_avg": first, "exp_avg_sq": second} for name, first, second in averages}
+        return {"optimizer": self.optimizer.name, "steps": self.optimizer.steps, "state": state}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the state from `state_dict`; also accepts the flat state of early language model checkpoints. Options
+        such as the learning rate stay those of the configuration.
+
+        Raises:
+            CheckpointError: The state is from a model with other parameters.
+        """
+        averages = (("exp_avg", self.optimizer.exp_avg), ("exp_avg_sq", self.optimizer.exp_avg_sq))
+        foreign = CheckpointError("actor.model: the checkpoint's optimizer belongs to a model with other parameters")
+        if "state" not in state:
+            if any(state[kind].shape != flat.shape for kind, flat in averages):
+                raise foreign
+            for kind, flat in averages:
+                flat.copy_(state[kind])
+        else:
+            saved, shapes = state["state"], dict(zip(self.names, map(tuple, self._shapes), strict=True))
+            if {name: tuple(value["exp_avg"].shape) for name, value in saved.items()} != shapes:
+                raise foreign
+            for kind, flat in averages:
+                flat.copy_(torch.cat([saved[name][kind].reshape(-1) for name in self.names]))
+        self.optimizer.steps = int(state["steps"])
+
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """Returns the tensors that cannot be recreated: weights and the optimizer's averages."""
+        return self._weights, self.optimizer.exp_avg, self.optimizer.exp_avg_sq
+
+    def scratch(self) -> tuple[torch.Tensor, ...]:
+        """Returns the tensors that `renew` recreates: gradients, and the weights in the computation's dtype if it differs."""
+        return (self._gradients, self._compute) if self.mixed else (self._gradients,)
+
+    def renew(self) -> None:
+        """Recreates `scratch` from `state`; the gradients are zero."""
+        self.zero_grad()
+        self._copied()

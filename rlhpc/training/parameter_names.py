@@ -1,0 +1,147 @@
+"""Checkpoint names of a module's tensors, as views.
+
+transformers keeps the experts of a mixture as two tensors, `experts.gate_up_proj` `[E, 2I, H]` and `experts.down_proj`, while
+files have separate names for each expert's matrices. Here a matrix in a file is a view of the module's tensor, so no tensor
+is converted, gathered or copied: transformers' own conversion would gather all experts on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhpc.runtime.errors import ConfigError
+
+#: Prefix that peft gives the names of a wrapped module.
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class ParameterView:
+    """Checkpoint tensor as a view of a module's tensor.
+
+    Attributes:
+        name: Name in the checkpoint.
+        index: Index into the module's tensor, one entry per dimension: a number, which drops the dimension, or (start, stop).
+    """
+
+    name: str
+    index: tuple[int | tuple[int, int], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the checkpoint's tensor."""
+        return tuple(one[1] - one[0] for one in self.index if not isinstance(one, int))
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the view of the module's full tensor."""
+        return tensor[tuple(one if isinstance(one, int) else slice(*one) for one in self.index)]
+
+
+def plain(name: str) -> str:
+    """Returns the name that a tensor of a model with adapters has without them."""
+    return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+
+
+def checkpoint_parts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[ParameterView]]:
+    """Returns the checkpoint tensors of each of a module's tensors, as `save_pretrained` would name them.
+
+    Args:
+        module: A model of transformers, with adapters or without, or any other module, whose names are all kept.
+        shapes: Full shapes by the module's own names.
+
+    Args:
+        module: A model of transformers, with adapters or without, or anything else, of which all names are kept.
+        shapes: Whole shapes by the module's own names.
+
+    Returns:
+        By the module's own names.
+
+    Raises:
+        ConfigError: The checkpoint has a tensor that is not a view of the module's, such as a transposed one.
+    """
+    package = sys.modules.get("transformers")
+    model = next((part for part in module.modules() if package and isinstance(part, package.PreTrainedModel)), None)
+    # A model inside another module keeps that module's names: only peft's wrapper is unwrapped.
+    wrapper: Any = module
+    inner = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else module
+    reverse = _Reverse(model) if model is not None and model is inner else None
+    views: dict[str, list[ParameterView]] = {}
+    for name, shape in shapes.items():
+        full_range = tuple((0, size) for size in shape)
+        views[name] = (
+            [ParameterView(plain(name), full_range)] if reverse is None else list(reverse.parts(plain(name), shape))
+        )
+    return views
+
+
+@contextlib.contextmanager
+def _of_its_own_class(model: Any) -> Iterator[None]:
+    """Restores a model's original class for the block. FSDP2 changes the class of a wrapped module, and transformers looks up
+    some
+    conversions by the class's name.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    wrapped = type(model)
+    model.__class__ = next(one for one in wrapped.__mro__ if not issubclass(one, FSDPModule))
+    try:
+        yield
+    finally:
+        model.__class__ = wrapped
+
+
+class _Reverse:
+    """transformers' checkpoint conversions of a model, in reverse."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
+
+        self._rename: Any = rename_source_key
+        with _of_its_own_class(model):
+            every = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [conversion for conversion in every if not isinstance(conversion, PrefixChange)]
+        backwards: list[tuple[Any, Any]] = [(one, one.reverse_transform()) for one in reversed(conversions)]
+        self._renamings = [back for _, back in backwards if isinstance(back, WeightRenaming)]
+        self._converters = [back for _, back in backwards if not isinstance(back, WeightRenaming)]
+        self._forward: dict[str, Any] = {pattern: one for one, back in backwards for pattern in back.source_patterns}
+        self._model = type(model).__name__
+
+    def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[ParameterView]:
+        """Yields the checkpoint tensors of a tensor."""
+        renamed, pattern = self._rename(name, self._renamings, self._converters, reverse=True)
+        full_range = tuple((0, size) for size in shape)
+        if pattern is None:
+            yield ParameterView(renamed, full_range)
+            return
+        forward = self._forward[pattern]
+        sources: list[str] = forward._original_source_patterns
+        operations = [type(operation).__name__ for operation in forward.operations]
+        joined = operations == ["MergeModulelist", "Concatenate"] and forward.operations[1].dim == 1
+        if not (joined or (operations == ["MergeModulelist"] and len(sources) == 1)) or forward.operations[0].dim != 0:
+            raise ConfigError(
+                f"{self._model}: {name} is kept in another form in checkpoints ({', '.join(operations)}), not as a view; "
+                "actor.training_backend=fsdp cannot divide such a model: choose local"
+            )
+        # The renamed tensor has the first pattern in its name; the other names differ only there.
+        first = self._converted(name, sources[0], pattern)
+        size = shape[1] // len(sources)
+        for expert in range(shape[0]):
+            for number, source in enumerate(sources):
+                inner = first.replace(sources[0], source).replace("*", str(expert), 1)
+                rows = (number * size, (number + 1) * size) if joined else (0, shape[1])
+                yield ParameterView(self._named(inner), (expert, rows, *full_range[2:]))
+
+    @staticmethod
+    def _converted(name: str, source: str, pattern: str) -> str:
+        return name.replace(pattern, source, 1)
+
+    def _named(self, name: str) -> str:
+        return str(self._rename(name, self._renamings, [], reverse=True)[0])

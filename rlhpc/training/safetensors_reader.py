@@ -1,0 +1,81 @@
+"""Reader of safetensors files by tensor slice, so that no rank reads more than it keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhpc.checkpoint.tensor_slice import Box
+from rlhpc.jobs.paths import MODEL
+
+_INDEX, _SINGLE = "model.safetensors.index.json", MODEL
+
+
+class Slices:
+    """Tensors of a model's folder.
+
+    Args:
+        files: The file of each tensor, by name.
+    """
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self.files = dict(files)
+        self._open: dict[Path, Any] = {}
+        self._stack = contextlib.ExitStack()
+
+    @classmethod
+    def of(cls, find: Callable[[str], Path | None]) -> Slices | None:
+        """Opens the tensors of a model.
+
+        Args:
+            find: Returns the path of a file of the model; None if it has no file of this name.
+
+        Returns:
+            None if its weights are not in safetensors, or some of them cannot be found.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            if (index := find(_INDEX)) is not None:
+                names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+                paths = {file: find(file) for file in sorted(set(names.values()))}
+                files = {name: path for name, file in names.items() if (path := paths[file]) is not None}
+                return cls(files) if len(files) == len(names) else None
+            if (single := find(_SINGLE)) is None:
+                return None
+            with safe_open(single, "pt") as file:
+                return cls(dict.fromkeys(file.keys(), single))
+        except (OSError, ValueError, KeyError, SafetensorError):  # transformers reports the error
+            return None
+
+    def __enter__(self) -> Slices:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Reads a box of a tensor, or all of it, into host memory; inside the object's `with` block."""
+        from safetensors import safe_open
+
+        path = self.files[name]
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(safe_open(path, "pt"))
+        if box is None or not box.sizes:
+            tensor: torch.Tensor = self._open[path].get_tensor(name)
+            return tensor
+        part: torch.Tensor = self._open[path].get_slice(name)[box.slices]
+        return part
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a full tensor."""
+        from safetensors import safe_open
+
+        with safe_open(self.files[name], "pt") as file:
+            return tuple(file.get_slice(name).get_shape())

@@ -1,0 +1,251 @@
+"""Writer of a model's safetensors folder by all ranks at once: each writes the tensor slices that it holds.
+
+The location of a tensor in a file follows from names, shapes and dtypes, which all ranks know. So the first rank writes the
+headers, and then every rank writes its boxes, with `pwrite` at their offsets. No tensor is gathered, and none is written
+twice: one of the ranks that hold the same part writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhpc.checkpoint.tensor_slice import Box, cut
+from rlhpc.jobs.paths import MODEL
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import fsync_folder, write_durably
+from rlhpc.training.mesh import Mesh
+from rlhpc.training.parameter_names import checkpoint_parts
+from rlhpc.training.safetensors_reader import Slices
+from rlhpc.training.shard_layout import boxes, held, named_tensor, regions
+from rlhpc.training.tensor_parallel import model_in
+
+#: Maximum bytes of tensors in a file, unless one is larger: transformers' own limit.
+MAX_FILE_BYTES = 5 * 10**9
+#: Bytes copied at a time from a tensor to be written.
+CHUNK = 1 << 24
+_NAMES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """Location of a tensor.
+
+    Attributes:
+        file: Name of the file.
+        offset: Offset of its first byte in the file.
+        shape, dtype: Shape and dtype of the tensor.
+    """
+
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Layout:
+    """Files of a model's folder, determined by names, shapes and dtypes alone.
+
+    Args:
+        tensors: Shape and dtype of each tensor, in the order in which they are stored.
+        most: Maximum bytes of a file's tensors; by default `MAX_FILE_BYTES`.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], max_file_bytes: int | None = None
+    ) -> None:
+        groups: list[list[str]] = [[]]
+        size, max_file_bytes = 0, MAX_FILE_BYTES if max_file_bytes is None else max_file_bytes
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
+        for name, nbytes in sizes.items():
+            if groups[-1] and size + nbytes > max_file_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(name)
+            size += nbytes
+        self.total = sum(sizes.values())
+        self.parameters = sum(math.prod(shape) for shape, _ in tensors.values())
+        self.places: dict[str, TensorLocation] = {}
+        self._headers: dict[str, tuple[bytes, int]] = {}
+        for number, names in enumerate(groups, 1):
+            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else MODEL
+            entries, at = {}, 0
+            for name in names:
+                shape, dtype = tensors[name]
+                entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + sizes[name]]}
+                at += sizes[name]
+            text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            header = struct.pack("<Q", len(text)) + text
+            self._headers[file] = header, len(header) + at
+            for name in names:
+                shape, dtype = tensors[name]
+                start: int = entries[name]["data_offsets"][0]  # type: ignore[assignment]
+                self.places[name] = TensorLocation(file, len(header) + start, shape, dtype)
+
+    def begin(self, folder: Path) -> None:
+        """Creates the files, with headers and space for the tensors, and the index; one rank calls it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
+            old.unlink(missing_ok=True)
+        for file, (header, size) in self._headers.items():
+            with (folder / file).open("wb") as stream:
+                stream.write(header)
+                stream.truncate(size)
+        if len(self._headers) > 1:
+            index = {
+                "metadata": {"total_size": self.total, "total_parameters": self.parameters},
+                "weight_map": {name: place.file for name, place in sorted(self.places.items())},
+            }
+            write_durably(folder / "model.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n")
+
+    def write(self, folder: Path, boxes: Iterable[tuple[str, Box, torch.Tensor]]) -> int:
+        """Writes boxes durably into files that `begin` created.
+
+        Args:
+            folder: Folder of the files.
+            boxes: Name of the tensor, the box, and its values, in any dtype and on any device; one at a time.
+
+        Args:
+            folder: Where they are.
+            boxes: Name of the tensor, which box of it, and the values, in any dtype and on any device; one at a time.
+
+        Returns:
+            Bytes written.
+        """
+        files: dict[str, int] = {}
+        written = 0
+        try:
+            for name, box, values in boxes:
+                place = self.places[name]
+                if place.file not in files:
+                    files[place.file] = os.open(folder / place.file, os.O_WRONLY)
+                written += _write_box(files[place.file], place, box, values.detach())
+            for file in files.values():
+                os.fsync(file)
+        finally:
+            for file in files.values():
+                os.close(file)
+        return written
+
+    def finish(self, folder: Path) -> None:
+        """Makes the folder durable, after all ranks have written."""
+        fsync_folder(folder)
+
+
+def _write_box(file: int, place: TensorLocation, box: Box, values: torch.Tensor) -> int:
+    """Writes the longest runs of bytes that are contiguous in the file."""
+    written = 0
+    for start, run in _runs(place.shape, box, values):
+        at = place.offset + start * place.dtype.itemsize
+        step = max(1, CHUNK // place.dtype.itemsize)
+        for first in range(0, run.numel(), step):
+            part = run[first : first + step].to("cpu", place.dtype).contiguous()
+            view = memoryview(part.view(torch.uint8).numpy())  # type: ignore[arg-type]
+            done = 0
+            while done < len(view):
+                done += os.pwrite(file, view[done:], at + first * place.dtype.itemsize + done)
+            written += len(view)
+    return written
+
+
+def _runs(shape: tuple[int, ...], box: Box, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields runs of a box's elements that are contiguous in the full tensor: start index in that tensor, and flat values."""
+    if not shape:
+        yield 0, values.reshape(1)
+        return
+    # First dimension from which on the box is complete; each index of the dimensions before it is one run.
+    first_complete = len(shape)
+    while first_complete > 0 and box.sizes[first_complete - 1] == shape[first_complete - 1]:
+        first_complete -= 1
+    outer = max(0, first_complete - 1)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(a * stride for a, stride in zip(box.starts, strides, strict=True))
+    if outer == 0:
+        yield from _rows(first, values, strides[0])
+        return
+    for place in range(math.prod(box.sizes[:outer])):
+        index, remainder = [], place
+        for size in reversed(box.sizes[:outer]):
+            remainder, one = divmod(remainder, size)
+            index.append(one)
+        index.reverse()
+        at = first + sum(one * stride for one, stride in zip(index, strides, strict=False))
+        yield at, values[tuple(index)].reshape(-1)
+
+
+def _rows(first: int, values: torch.Tensor, stride: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields one run, some rows at a time, so that copies stay small."""
+    if values.is_contiguous():
+        yield first, values.reshape(-1)
+        return
+    step = max(1, CHUNK // max(1, values[:1].numel() * values.element_size())) if len(values) else 1
+    for start in range(0, len(values), step):
+        yield first + start * stride, values[start : start + step].reshape(-1)
+
+
+@torch.no_grad()
+def fill(
+    module: nn.Module, mesh: Mesh, slices: Slices, created: Iterable[tuple[str, torch.Tensor]], where: str
+) -> None:
+    """Loads the weights of a sharded module: the rank reads its boxes of each tensor.
+
+    Args:
+        module: Module with uninitialized memory.
+        mesh: Mesh that it is sharded over.
+        slices: The files.
+        created: Tensors that are not in the files, by the module's own names, one at a time: full, the same on every rank.
+        where: Name of the files in messages.
+
+    Args:
+        module: Its memory holds anything.
+        mesh: How it is divided.
+        slices: The files.
+        created: What is not in the files, by the module's own names, one at a time: whole tensors, the same on every rank.
+        where: What messages call the files.
+
+    Raises:
+        ConfigError: A tensor has another shape in the files.
+    """
+    done = set[str]()
+    for name, tensor in created:
+        done.add(name)
+        target = named_tensor(module, name)
+        local: Any = target.to_local() if hasattr(target, "to_local") else target
+        for box, here in boxes(target):
+            cut(local.detach(), here).copy_(cut(tensor, box))
+    checked = set[str]()
+    with slices:
+        for region in regions(module, mesh, adapters=True):
+            if region.parameter in done:
+                continue
+            if region.name not in checked:
+                checked.add(region.name)
+                if (file_shape := slices.shape(region.name)) != region.shape:
+                    raise ConfigError(
+                        f"{where}: {region.name} is {list(file_shape)} there, and {list(region.shape)} in the model"
+                    )
+            region.of(module).copy_(slices.read(region.name, region.box))
+
+
+def missing(module: nn.Module, slices: Slices, created: Iterator[str]) -> list[str]:
+    """Returns the names of a module's tensors that are neither in the files nor created."""
+    created_names = set(created)
+    model = model_in(module)
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+        return ["weight that is not quantized"]
+    shapes = {name: tuple(tensor.shape) for name, tensor in held(module) if name not in created_names}
+    parts = checkpoint_parts(module, shapes)
+    return [part.name for name in shapes for part in parts[name] if part.name not in slices.files]

@@ -1,0 +1,294 @@
+"""Shard layout: the slices of checkpoint tensors that a rank holds.
+
+A rank's part of a DTensor is one box (`rlhpc.checkpoint.tensor_slice`) or, where a dimension was cut twice, several.
+
+    regions(module, mesh) → list[Region]: in the module's order, the same on every call; without communication
+        .name, .shape, .dtype       the tensor of the checkpoint (its own name: experts are views, tied ones come once)
+        .box                        the slice that this rank holds
+        .copy, .copies              number of this copy, and of copies on all ranks: exactly one rank has a box's copy 0
+        .frozen                     not trained, and no adapter's product is merged into it
+        .of(module)                 the values, a view of this rank's memory: write into it, or read it
+    boxes(tensor) → list[(Box, Box)]: of a DTensor, or any tensor: in the full tensor, and in the local one
+
+Adapters' own tensors are left out unless `adapters=True`. Their contribution to the layers they belong to is not in these
+values, but in those of `pieces` and of `TrainingBackend.pieces`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from rlhpc.checkpoint.tensor_slice import Box, between, whole
+from rlhpc.training.lora import Factors, factors_of, frozen_names, layers_by_weight, merged
+from rlhpc.training.mesh import Mesh
+from rlhpc.training.parameter_names import ParameterView, checkpoint_parts, plain
+
+
+def boxes(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
+    """Returns the slices of a full tensor on this rank: boxes of it, and the location of each in the local tensor.
+
+    Correct for any placements, uneven shards and dimensions that are cut twice, because torch itself distributes the
+    dimension's indices as it did the tensor.
+    """
+    if not isinstance(tensor, DTensor):
+        return [(whole(tensor.shape), whole(tensor.shape))]
+    every: list[list[tuple[int, int, int]]] = []
+    for dim, size in enumerate(tensor.shape):
+        along = tuple(_along(placement, dim, tensor.ndim) for placement in tensor.placements)
+        every.append(_runs(size, tensor.device_mesh, along))
+    pairs = []
+    for runs in product(*every):
+        sizes = tuple(size for _, size, _ in runs)
+        pairs.append((Box(tuple(start for start, _, _ in runs), sizes), Box(tuple(at for _, _, at in runs), sizes)))
+    return pairs
+
+
+def _along(placement: Placement, dim: int, ndim: int) -> Placement:
+    """Returns the effect of a placement on one dimension, as a placement of a vector."""
+    cut = getattr(placement, "dim", None)
+    if cut is None or cut % ndim != dim:
+        return Replicate()
+    factor = getattr(placement, "split_factor", None)
+    vector_placement: Placement = type(placement)(0) if factor is None else type(placement)(0, split_factor=factor)  # type: ignore[call-arg]
+    return vector_placement
+
+
+@lru_cache(maxsize=4096)
+def _runs(size: int, mesh: DeviceMesh, along: tuple[Placement, ...]) -> list[tuple[int, int, int]]:
+    """Returns the runs of indices along a dimension that are on this rank: (start, size, start in the local tensor)."""
+    if all(placement.is_replicate() for placement in along):
+        return [(0, size, 0)]
+    held = distribute_tensor(torch.arange(size), mesh, along, src_data_rank=None).to_local().cpu()
+    if not len(held):
+        return []
+    breaks = (torch.nonzero(held.diff() != 1).flatten() + 1).tolist()
+    edges = list(zip([0, *breaks], [*breaks, len(held)], strict=True))
+    return [(int(held[a]), b - a, a) for a, b in edges]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Box of a checkpoint's tensor that this rank holds.
+
+    Attributes:
+        name: The tensor's name in the checkpoint.
+        shape: Shape of the full tensor.
+        dtype: Dtype in which it is kept here.
+        box: The slice that is here.
+        parameter: The module's own name of the tensor that it is a view of.
+        index: Index into that tensor's local part.
+        copy, copies: Number of this copy, and of copies on all ranks.
+        frozen: True if it never changes: it is not trained, and no adapter is merged into it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box
+    parameter: str
+    index: tuple[int | slice, ...]
+    copy: int
+    copies: int
+    frozen: bool
+
+    def of(self, module: nn.Module) -> torch.Tensor:
+        """Returns the values, of the box's shape: a view of the rank's memory."""
+        return self.view(named_tensor(module, self.parameter))
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the same view of another tensor that is cut like the parameter, such as a moment of its optimizer."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local.detach()[self.index]
+
+
+def named_tensor(module: nn.Module, name: str) -> torch.Tensor:
+    """Returns a parameter or buffer by name."""
+    holder, _, attribute = name.rpartition(".")
+    tensor: torch.Tensor = getattr(module.get_submodule(holder), attribute)
+    return tensor
+
+
+def held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields parameters and persistent buffers, each tensor once, under the first of its names."""
+    ids = set[int]()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in ids:
+            ids.add(id(tensor))
+            yield name, tensor
+
+
+def regions(
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    adapters: bool = False,
+    is_included: Callable[[str], bool] = lambda name: True,
+) -> list[Region]:
+    """Returns the regions of a module that this rank holds.
+
+    Args:
+        module: Its parameters are DTensors, or replicated on every rank.
+        mesh: Mesh that it is sharded over.
+        adapters: Whether adapters' own tensors are listed, by the module's names.
+        is_included: Selects checkpoint names.
+
+    Raises:
+        ConfigError: See `checkpoint_parts`.
+    """
+    tensors = {name: tensor for name, tensor in held(module) if adapters or ".lora_" not in name}
+    parts = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    constant = frozen_names(module)
+    selected = list[Region]()
+    for name, tensor in tensors.items():
+        chosen = [part for part in parts[name] if is_included(part.name)]
+        selected += regions_of(name, tensor, chosen, mesh, frozen=plain(name) in constant)
+    return selected
+
+
+def regions_of(
+    name: str, tensor: torch.Tensor, parts: Sequence[ParameterView], mesh: Mesh | None, *, frozen: bool = False
+) -> list[Region]:
+    """Returns the regions of one tensor of a module (see `regions`).
+
+    Args:
+        name: The module's name of it.
+        tensor: The tensor, or the same one with other placements.
+        parts: Its tensors in a checkpoint.
+        mesh: Mesh that it is sharded over; None if copies are not counted.
+        frozen: Whether it never changes.
+    """
+    copy, copies = (0, 1) if mesh is None else mesh.copies(tensor)
+    tensor_regions = []
+    for part in parts:
+        for box, local in boxes(tensor):
+            if (cut := within(part.index, box, local)) is not None:
+                tensor_regions.append(
+                    Region(part.name, part.shape, tensor.dtype, cut[0], name, cut[1], copy, copies, frozen)
+                )
+    return tensor_regions
+
+
+def within(
+    index: tuple[int | tuple[int, int], ...], box: Box, local: Box
+) -> tuple[Box, tuple[int | slice, ...]] | None:
+    """Returns the intersection of a box of a module's tensor and a part of it (`ParameterView.index`): as a box of the part,
+    and as
+    an index into the local tensor, in which the box lies at `local`; None if it is empty.
+    """
+    start, stop, where = list[int](), list[int](), list[int | slice]()
+    for one, a, b, at in zip(index, box.starts, box.ends, local.starts, strict=True):
+        low, high = (one, one + 1) if isinstance(one, int) else one
+        first, last = max(a, low), min(b, high)
+        if first >= last:
+            return None
+        if isinstance(one, int):
+            where.append(at + first - a)
+        else:
+            start.append(first - low)
+            stop.append(last - low)
+            where.append(slice(at + first - a, at + last - a))
+    return between(start, stop), tuple(where)
+
+
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in held(module) if ".lora_" not in name}
+
+
+def names_and_shapes(
+    module: nn.Module, is_included: Callable[[str], bool] = lambda name: True
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Returns shape and dtype of every tensor in a checkpoint of a module, in the module's order, without adapters' own."""
+    tensors = _own_tensors(module)
+    parts = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    return {
+        part.name: (part.shape, tensor.dtype)
+        for name, tensor in tensors.items()
+        for part in parts[name]
+        if is_included(part.name)
+    }
+
+
+@torch.no_grad()
+def pieces(
+    module: nn.Module,
+    mesh: Mesh | None,
+    full: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    rows: bool = False,
+    is_included: Callable[[str], bool] = lambda name: True,
+) -> Iterator[tuple[Region, Callable[[], torch.Tensor]]]:
+    """Yields the boxes that this rank has, with functions that return their values. All ranks iterate over the same tensors in
+    the
+    same order.
+
+    Args:
+        module: A sharded model, with adapters or without.
+        mesh: Mesh that it is sharded over; None if each rank has all of it.
+        full: Gathers a full tensor, for adapters.
+        rows: Ranks with columns of a matrix exchange them for rows first, one matrix at a time: a box is then one run of
+            bytes in a file.
+        is_included: Selects checkpoint names.
+
+    Raises:
+        RlhpcError: Raised when values are read: adapters are merged into the module's own weights, too.
+
+    Args:
+        module: A divided model, with adapters or without.
+        mesh: How it is divided; None if each rank has all of it.
+        full: Makes a tensor whole: for adapters.
+        rows: Ranks that have columns of a matrix exchange them for rows first, a matrix at a time: a box is then one run of
+            bytes in a file.
+        is_included: Of which checkpoint names.
+
+    Raises:
+        RlhpcError: Asked for the values: adapters are merged into the module's own weights, too.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # gathered weights are not shards
+    tensors = _own_tensors(module)
+    parts = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    constant, layers = frozen_names(module), layers_by_weight(module)
+    for name, tensor in tensors.items():
+        chosen = [part for part in parts[name] if is_included(part.name)]
+        if not chosen:
+            continue
+        layer = layers.get(id(tensor))
+        adapted = None if layer is None else factors_of(layer, full)
+        cut = _rows_of(tensor) if rows else tensor
+        for region in regions_of(name, cut, chosen, mesh, frozen=plain(name) in constant):
+            yield region, partial(region.view, cut) if adapted is None else partial(_merged, region, cut, adapted)
+
+
+@torch.no_grad()
+def _merged(region: Region, tensor: torch.Tensor, adapted: Factors) -> torch.Tensor:
+    """Returns a part of a layer's weight merged with its adapters: rows of B times columns of A."""
+    rows, columns = region.box.slices
+    out, into = (columns, rows) if adapted.layer.fan_in_fan_out else (rows, columns)
+    a, b = adapted.a[:, into], adapted.b[out]
+    return merged(adapted.layer, region.name, region.view(tensor), a, b, adapted.scale, region.box.starts)
+
+
+def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the same tensor, cut along its first dimension only."""
+    if not isinstance(tensor, DTensor) or tensor.ndim < 2:
+        return tensor
+    other = [getattr(one, "dim", 0) % tensor.ndim for one in tensor.placements]
+    if not any(other):
+        return tensor
+    placements: list[Any] = [Shard(0) if dim else one for dim, one in zip(other, tensor.placements, strict=True)]
+    moved: Any = tensor.detach()
+    if moved.device.type != moved.device_mesh.device_type:  # on the host, where the mesh's ranks cannot exchange it
+        moved = moved.to(moved.device_mesh.device_type)
+    redistributed: torch.Tensor = moved.redistribute(placements=placements)
+    return redistributed

@@ -1,0 +1,272 @@
+"""Tensor and expert parallelism of a transformers model, by the plans that come with it.
+
+A plan names a style for each kind of layer: the dimension in which its weights are cut, and the communication on its inputs
+and outputs. Plans and styles are transformers' own (`transformers.distributed.tensor_parallel`, which is not public: tests
+check the parts used here for the pinned version). They are applied here, because adapters, tied weights and experts each need
+special treatment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.training.lora import ADAPTER, adapted_layers
+from rlhpc.training.parameter_names import plain
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from rlhpc.training.mesh import Mesh
+
+_SUMMED = "replicated_with_grad_allreduce"
+_DISPATCH = "ep_dispatch_experts"
+#: Half of an adapter that is cut with its layer: it computes the rows of a layer cut by columns, or reads its parts.
+_HALF = {"colwise": "lora_B", "colwise_gather_output": "lora_B", "rowwise": "lora_A"}
+
+
+def divide(model: Any, mesh: Mesh, key: str) -> None:
+    """Makes the parameters of a model DTensors over the mesh's `tensor` and `expert` ranks, in place.
+
+    Args:
+        model: A `PreTrainedModel`, with adapters or without, on the meta device or with weights.
+        mesh: Mesh of the ranks.
+        key: Name of the section `parallel` in messages.
+
+    Raises:
+        ConfigError: The model has no plan, or the plan is not valid for these sizes.
+
+    Args:
+        model: A `PreTrainedModel`, with adapters or without, on the meta device or with weights.
+        mesh: Of the ranks.
+        key: What messages call the section `parallel`.
+
+    Raises:
+        ConfigError: The model has no plan, or it would not be right for these sizes.
+    """
+    tensor, expert = mesh.sizes.tensor, mesh.sizes.expert
+    check_heads(model, mesh, key)
+    experts = _experts(model, expert, key) if expert > 1 else {}
+    styles = _tensor_plan(model, tensor, experts, key) if tensor > 1 else {}
+    _Divider(model, key).apply(styles, mesh.tensor, experts, mesh.expert)
+
+
+def check_heads(model: Any, mesh: Mesh, key: str) -> None:
+    """Checks that the attention heads can be distributed over the ranks.
+
+    Raises:
+        ConfigError: The heads do not divide by the ranks.
+    """
+    config, sizes = model.config.get_text_config(), mesh.sizes
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    cut = "model.layers.*.self_attn.k_proj" in (model.tp_plan or {})
+    tensor = sizes.tensor if cut else 1
+    for name, count in (("attention heads", heads), ("heads of keys and values", kv_heads)):
+        if count % tensor:
+            raise ConfigError(f"{key}.tensor({tensor}) does not divide the {count} {name} of {type(model).__name__}")
+    if sizes.context > 1 and (not heads or heads // tensor % sizes.context):
+        raise ConfigError(
+            f"{key}.context({sizes.context}) does not divide the {heads // tensor} attention heads that a rank of "
+            f"{type(model).__name__} has: each rank of a row attends with some of them"
+        )
+
+
+def _tensor_plan(model: Any, size: int, experts: Mapping[str, str], key: str) -> dict[str, str]:
+    config = model.config.get_text_config()
+    if not getattr(config, "base_model_tp_plan", None):
+        raise ConfigError(f"{key}.tensor({size}): transformers has no plan to divide {type(model).__name__}")
+    plan = dict(model.tp_plan)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {id(part): name for name, part in model.named_modules()}
+    if embedding is not None and head is not None:
+        plan.setdefault(_wild(names[id(embedding)]), "embedding_rowwise")
+        vocabulary = head.out_features
+        if vocabulary % size:
+            raise ConfigError(f"{key}.tensor({size}) does not divide the vocabulary of {vocabulary} tokens")
+    if experts:  # the experts' plan applies to the modules it names, and their submodules
+        is_expert = re.compile(rf"(?:{'|'.join(map(re.escape, experts))})(?:\..+)?").fullmatch
+        plan = {name: style for name, style in plan.items() if not is_expert(name)}
+    parameter_names = {_wild(name) for name, _ in model.named_parameters()}
+    packed = sorted(name for name, style in plan.items() if style.startswith("packed_") and name in parameter_names)
+    if packed:
+        raise ConfigError(
+            f"{key}.tensor({size}) would cut {packed[0]} of {type(model).__name__} into interleaved columns, which "
+            f"checkpoints do not survive; share its experts out with {key}.expert"
+        )
+    return plan
+
+
+def _experts(model: Any, size: int, key: str) -> dict[str, str]:
+    plan = dict(model.ep_plan or {})
+    if _DISPATCH not in plan.values():
+        raise ConfigError(
+            f"{key}.expert({size}): transformers has no plan to share out experts of {type(model).__name__}"
+        )
+    config = model.config.get_text_config()
+    number = int(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 0) or 0)
+    if not number or number % size:
+        raise ConfigError(f"{key}.expert({size}) does not divide the {number} experts of {type(model).__name__}")
+    return plan
+
+
+def expert_modules(model: Any) -> list[nn.Module]:
+    """Returns the modules whose parameters are sharded by experts."""
+    names = [name for name, style in (model.ep_plan or {}).items() if style == _DISPATCH]
+    return [module for name, module in model.named_modules() if _wild(plain(name)) in names]
+
+
+def _wild(name: str) -> str:
+    """Returns a name with wildcards for its numbers, as plans have it."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+class _Divider:
+    """Application of styles to the modules of a model."""
+
+    def __init__(self, model: Any, key: str) -> None:
+        self._model, self._key = model, key
+        self._cut: dict[int, nn.Parameter] = {}
+
+    def apply(
+        self, plan: dict[str, str], tensor: DeviceMesh | None, experts: dict[str, str], expert: DeviceMesh | None
+    ) -> None:
+        from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+        styles: dict[str, Any] = {name: ALL_PARALLEL_STYLES[name] for name in {*plan.values(), *experts.values()}}
+        if _SUMMED in styles:
+            styles[_SUMMED] = summed_gradient()
+        for name, module in list(self._model.named_modules()):
+            if hasattr(module, "base_layer"):  # the wrapped layer is visited separately
+                continue
+            wildcard_name = _wild(plain(f"{name}.").removesuffix("."))
+            for rules, mesh in ((plan, tensor), (experts, expert)):
+                if mesh is None:
+                    continue
+                for parameter in list(module._parameters):
+                    full = f"{wildcard_name}.{parameter}" if wildcard_name else parameter
+                    style = rules.get(full) or rules.get(wildcard_name)
+                    if style is not None and module._parameters[parameter] is not None:
+                        self._shard(styles[style], module, parameter, mesh, full)
+                if (style := rules.get(wildcard_name)) is None:
+                    continue
+                if style == "mla_kv_a_proj":
+                    module.config = self._model.config.get_text_config()
+                if style == _DISPATCH:
+                    styles[style].install_forward(module, ep_mesh=mesh, tp_mesh=tensor)
+                else:
+                    styles[style].install_forward(module, mesh)
+        if tensor is not None:
+            self._adapters(plan, styles, tensor)
+
+    def _adapters(self, plan: dict[str, str], styles: dict[str, Any], mesh: DeviceMesh) -> None:
+        from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+        for name, layer in adapted_layers(self._model):
+            style = plan.get(_wild(plain(name)))
+            if style is None:
+                continue
+            if style not in _HALF:
+                raise ConfigError(
+                    f"{self._key}.tensor: {name} is cut by {style}, and cannot have an adapter; leave it out of "
+                    "actor.lora.target_modules"
+                )
+            half = getattr(layer, _HALF[style])[ADAPTER]
+            chosen = ALL_PARALLEL_STYLES["colwise" if style.startswith("colwise") else style]
+            self._shard(chosen, half, "weight", mesh, f"{name}.{_HALF[style]}")
+            if style != "colwise_gather_output":  # the head, whose factors are used directly
+                chosen.install_forward(half, mesh)
+
+    def _shard(self, style: Any, module: nn.Module, name: str, mesh: DeviceMesh, full: str) -> None:
+        before = module._parameters[name]
+        assert before is not None
+        if id(before) in self._cut:  # tied
+            module._parameters[name] = self._cut[id(before)]
+            return
+        style.validate_param(module, name, mesh, parameter_name=full)
+        style.shard_param(module, name, mesh)
+        after: Any = module._parameters[name]
+        if after is before:
+            return
+        for placement in after.placements:
+            dim = getattr(placement, "dim", None)
+            if dim is not None and before.shape[dim] % mesh.size():
+                raise ConfigError(
+                    f"{self._key}: {mesh.size()} ranks cannot share dimension {dim} of {full} {list(before.shape)} evenly"
+                )
+        self._cut[id(before)] = after
+        self._replaced = [*getattr(self, "_replaced", []), before]  # keeps its id from being reused
+
+
+def summed_gradient() -> Any:
+    """Returns a style for weights that are replicated on each rank, while each rank computes a part of their gradient: the
+    gradient
+    is summed during the backward pass.
+
+    transformers' own style sums `.grad` after a backward pass, so with gradient accumulation without FSDP it sums the
+    gradients of earlier micro-batches again each time.
+    """
+    from transformers.distributed.tensor_parallel import TensorParallelLayer, _AllReduceBackward
+
+    class SummedGradient(TensorParallelLayer):
+        def install_forward(self, module: Any, mesh: Any) -> Any:
+            inner = module.forward
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                held = dict(module._parameters)
+                summed = {n: _AllReduceBackward.apply(p, mesh.get_group()) for n, p in held.items() if p is not None}
+                module._parameters.update(summed)
+                try:
+                    return inner(*args, **kwargs)
+                finally:
+                    module._parameters.update(held)
+
+            module.forward = forward
+            return module
+
+    return SummedGradient()
+
+
+def model_in(module: nn.Module) -> Any:
+    """Returns the outermost model of transformers in a module; None without one."""
+    package = sys.modules.get("transformers")
+    if package is None:
+        return None
+    return next((part for part in module.modules() if isinstance(part, package.PreTrainedModel)), None)
+
+
+def made_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the buffers that no checkpoint has, such as a table of positions: they are computed when a model is built."""
+    for name, part in module.named_modules():
+        for buffer in part._non_persistent_buffers_set:
+            if part._buffers.get(buffer) is not None:
+                yield f"{name}.{buffer}" if name else buffer, part._buffers[buffer]
+
+
+@torch.no_grad()
+def make_buffers(module: nn.Module) -> list[str]:
+    """Computes the values of such buffers for a model that was built empty, as transformers does after reading the weights.
+
+    Returns:
+        Names of the buffers that got no value.
+    """
+    model = model_in(module)
+    for parameter in module.parameters():  # some families also initialize the weights of submodules
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    buffers_by_fill: list[dict[str, torch.Tensor]] = []
+    for fill in (0, 1):  # buffers without a value differ between the two passes
+        for _, tensor in made_buffers(module):
+            tensor.fill_(fill)
+        for part in model.modules():
+            if part._non_persistent_buffers_set and not part._parameters:
+                with contextlib.suppress(NotImplementedError):
+                    model._init_weights(part)
+        buffers_by_fill.append({name: tensor.clone() for name, tensor in made_buffers(module)})
+    return [name for name, tensor in buffers_by_fill[0].items() if not torch.equal(tensor, buffers_by_fill[1][name])]

@@ -1,0 +1,119 @@
+"""Weight sync contract between a trainer and the workers that act with its weights, and the registry of strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from rlhpc.runtime.plugins import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlhpc.runtime.worker import Worker
+    from rlhpc.weights.delta import Elements
+    from rlhpc.weights.version_digest import Receipt
+
+NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
+NamedUpdates = Iterator[tuple[str, "torch.Tensor | Elements"]]
+#: Allowed values of `rollout.weight_delta`.
+DELTAS = ("off", "frozen", "elements")
+
+
+@dataclass(frozen=True)
+class Update:
+    """One version of the weights, as a receiver gets it.
+
+    Attributes:
+        version: Version of the weights.
+        complete: True if it contains all tensors. Otherwise it contains the tensors that changed; all others stay as they are.
+        tensors: Iterator, to be consumed once and to the end. Tensors may be views of shared memory, which stays mapped while
+            a view exists. They are read-only, except for the Elements of a later version.
+        receipt: Returns the digests of the version after the tensors have been iterated to the end; None if the strategy has
+            no digests.
+        proven: True if the strategy itself compares the received tensors with those sent, and raises if they differ. Then only
+            the tensors that the receiver requested are complete.
+    """
+
+    version: int
+    complete: bool
+    tensors: NamedUpdates
+    receipt: Callable[[], Receipt | None] = lambda: None
+    proven: bool = False
+
+
+class WeightSync(Protocol):
+    """One end of a weight channel: the sender calls `send`, each receiver `receive`, once per version and in the same order.
+
+    A strategy is a class or function that each end calls with `(worker, src, receivers, delta, whole)`, the arguments
+    of `make_sync`; it returns that end.
+    """
+
+    def send(self, version: int, tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
+        """Sends one version to all receivers.
+
+        Args:
+            version: Version of the weights.
+            tensors: Names and tensors, to be iterated once and to the end: in a sharded model, all ranks gather each one.
+            frozen: Names of tensors that never change, so that sending them once is enough. Unless `delta` is `off`,
+                the caller may leave them out after the first version, until it calls `forget`.
+        """
+
+    def receive(self) -> Update:
+        """Waits for the next version. The receiver applies it while iterating its tensors, between two forward passes, so no
+        worker
+        acts with a partial version.
+        """
+
+    def forget(self) -> None:
+        """Forgets what was sent or received so far, so that nothing builds upon it: the next version is complete."""
+
+
+def frozen_names(module: torch.nn.Module) -> frozenset[str]:
+    """Returns the names of a module's untrained parameters. Buffers are not included, since training changes them too."""
+    return frozenset(name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad)
+
+
+_BROADCAST = "rlhpc.weights.broadcast:BroadcastSync"
+#: `auto` is the fastest strategy for the topology: broadcast, both on one host and between hosts.
+STRATEGIES: Registry[Callable[..., WeightSync]] = Registry(
+    "weight sync", "rollout.weight_sync", "rlhpc.weight_syncs",
+    {
+        "auto": _BROADCAST, "broadcast": _BROADCAST, "shards": "rlhpc.weights.reshard:ShardSync",
+        **{name.lower(): f"rlhpc.weights.broadcast:{name}Sync" for name in ("Host", "Ipc", "Nccl", "Gloo")},
+    },
+)  # fmt: skip
+register_sync = STRATEGIES.register
+
+
+def sends_shards(name: str) -> bool:
+    """Returns whether every trainer rank sends its own shards with this strategy (`reshard.SendsShards`), instead of the first
+    rank sending gathered tensors.
+    """
+    return hasattr(STRATEGIES.find(name), "send_shards")
+
+
+def make_sync(
+    name: str,
+    worker: Worker,
+    src: tuple[str, int],
+    receivers: list[tuple[str, list[int]]],
+    delta: str = "frozen",
+    *,
+    whole: bool = False,
+) -> WeightSync:
+    """Builds this worker's end of the strategy `name`.
+
+    Args:
+        name: `rollout.weight_sync`.
+        worker: The worker that sends or receives.
+        src: Group and rank of the sender.
+        receivers: Groups and ranks that receive.
+        delta: `rollout.weight_delta`, in lower case for the strategy.
+        whole: Set by a receiver that needs every update complete, with tensors only.
+
+    Raises:
+        ConfigError: The strategy does not exist.
+    """
+    return STRATEGIES.find(name)(worker, src, receivers, delta.lower(), whole)

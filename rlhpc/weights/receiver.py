@@ -1,0 +1,247 @@
+"""Receiver of weight updates: opens the chunks that it does not have yet and yields their tensors."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from rlhpc.runtime.comm.shared_memory import spans_of
+from rlhpc.runtime.errors import RlhpcError
+from rlhpc.weights.base import NamedTensors, NamedUpdates, Update, WeightSync
+from rlhpc.weights.delta import Elements, put
+from rlhpc.weights.sender import Announcement, Entry, WeightChunk
+from rlhpc.weights.verification import Proof
+from rlhpc.weights.version_digest import Receipt
+
+#: `(part, late) -> memory of its segment`, which lives as long as a view of it, or the tensors of its cargo. The memory of a
+#: kept part is writable. `late`: the part was announced with an earlier version.
+Open = Callable[[WeightChunk, bool], Any]
+#: Skips a part of an aborted version, or one that was received before.
+Skip = Callable[[WeightChunk], None]
+#: Announcement, and the memory of its part.
+Piece = tuple[Announcement, Any]
+
+
+class Subscriber:
+    """State of one receiver: its position in a stream and the tensors that it holds.
+
+    Args:
+        whole: Make every update complete, with tensors only, for receivers that load all weights at once. Tensors that did
+            not change then stay mapped, and changes are made in the mapped memory.
+    """
+
+    def __init__(self, whole: bool = False) -> None:
+        self._complete_updates = whole
+        self._held: dict[str, torch.Tensor] = {}
+        self._receipt: Receipt | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Declares that the receiver's tensors belong to no version: the next update is complete."""
+        self._stream, self._serial = "", -1
+        self._held.clear()
+
+    def receive(
+        self,
+        following: Callable[[], Announcement],
+        read: Open,
+        ahead: Callable[[Iterator[Piece]], Iterator[Piece]] = lambda pieces: pieces,
+        skip: Skip | None = None,
+    ) -> Update:
+        """Waits for the next version.
+
+        Args:
+            following: Waits for the next announcement and returns it.
+            read: Opens a part.
+            ahead: Prefetches pieces while an earlier one is in use.
+            skip: Skips a part; by default it is opened and released.
+
+        Args:
+            following: Waits for the next announcement and returns it.
+            read: Opens a part.
+            ahead: Takes pieces while an earlier one is in use.
+            skip: Does without a part, which otherwise is opened and let go.
+        """
+        skip = skip or (lambda part: read(part, False))
+        first = following()
+        while first.number:  # the remainder of a version that this receiver did not iterate to the end
+            if first.part is not None:
+                skip(first.part)
+            first = following()
+        known_serial = self._serial if first.stream == self._stream else -1
+        if known_serial < 0:
+            self.forget()
+        complete = known_serial < 0 or self._complete_updates
+        self._receipt = None
+        pieces = _pieces(first, following, read, skip)
+        pieces = pieces if first.last else ahead(pieces)
+        return Update(first.version, complete, self._tensors(first, known_serial, pieces, read), lambda: self._receipt)
+
+    def _tensors(self, first: Announcement, known_serial: int, pieces: Iterator[Piece], read: Open) -> NamedUpdates:
+        assembles = self._complete_updates or known_serial < 0
+        held, self._held = self._held, {}
+        self.forget()  # until the complete version has been received
+        for part in first.log:
+            if part.serial > known_serial:
+                yield from _iter_entries(part, read(part, True), held if assembles else None)
+        now = first
+        for now, memory in pieces:
+            if now.part is not None:
+                yield from _iter_entries(now.part, memory, held if assembles else None)
+            del memory  # before waiting for the next
+        self._receipt = now.receipt
+        if assembles:
+            yield from held.items()
+        self._held = held if self._complete_updates else {}
+        self._stream, self._serial = first.stream, now.serial
+
+
+def _pieces(first: Announcement, following: Callable[[], Announcement], read: Open, skip: Skip) -> Iterator[Piece]:
+    """Yields the pieces of a version, and opens each one when it is announced."""
+    now = first
+    while True:
+        yield now, None if now.part is None else read(now.part, False)
+        if now.last:
+            return
+        before, now = now, following()
+        while now.part is not None and (now.stream, now.version, now.number) == (
+            before.stream,
+            before.version,
+            before.number,
+        ):  # repeated for receivers that missed it
+            skip(now.part)
+            now = following()
+        if (now.stream, now.version, now.number) != (before.stream, before.version, before.number + 1):
+            raise RlhpcError(f"weights of version {before.version} were followed by a part of {now.version}")
+
+
+def _iter_entries(part: WeightChunk, memory: Any, held: dict[str, torch.Tensor] | None) -> NamedUpdates:
+    """Yields the contents of a part or, given `held`, stores those of a kept part there instead."""
+    if part.cargo is not None:
+        for name, tensor in zip(part.cargo[1], memory, strict=True):
+            if held is not None:
+                held.pop(name, None)
+            yield name, tensor
+        return
+    for name, value in entries_of(memoryview(memory), part.table):
+        if held is None:
+            yield name, value
+        elif not part.kept:
+            held.pop(name, None)
+            yield name, value
+        elif isinstance(value, Elements):
+            put(held[name], value)
+        else:
+            held[name] = value
+
+
+def entries_of(memory: Any, table: tuple[int, int]) -> NamedUpdates:
+    """Yields the tensors and elements in a segment's memory, by its table."""
+    offset, size = table
+    entries: list[Entry] = pickle.loads(memory[offset : offset + size])
+    spans = spans_of(size for entry in entries for size in entry[3])
+    dtypes = [dtype for entry in entries for dtype in (entry[4], entry[2]) if dtype]
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=offset)  # the table comes last and is aligned
+    vectors = _vectors(flat, spans, dtypes)
+    for name, shape, _, _, index in entries:
+        if index:
+            yield name, Elements(torch.Size(shape), next(vectors), next(vectors))
+        else:
+            vector = next(vectors)
+            yield name, vector if len(shape) == 1 else vector.view(shape)
+
+
+def _vectors(flat: torch.Tensor, spans: list[tuple[int, int]], dtypes: list[str]) -> Iterator[torch.Tensor]:
+    """Yields a vector for each span of a memory. Splits once per dtype: a model has hundreds of small tensors, and acting
+    waits.
+    """
+    vectors_by_dtype = {}
+    for name in {*dtypes}:
+        typed = flat.view(getattr(torch, name))
+        dtype_spans = [span for span, dtype in zip(spans, dtypes, strict=True) if dtype == name]
+        starts = [start // typed.itemsize for start, _ in dtype_spans]
+        rooms = [end - start for start, end in itertools.pairwise([*starts, len(typed)])]
+        counts = [size // typed.itemsize for _, size in dtype_spans]
+        pieces = zip(counts, rooms, typed[starts[0] :].split(rooms), strict=True)
+        vectors_by_dtype[name] = (piece if count == room else piece[:count] for count, room, piece in pieces)
+    return map(next, (vectors_by_dtype[name] for name in dtypes))
+
+
+def apply(sync: WeightSync, named_tensors: NamedTensors, *, adopt: torch.nn.Module | None = None) -> int:
+    """Receives the next version into these tensors, in place.
+
+    Args:
+        sync: The receiving end.
+        named_tensors: The tensors to fill.
+        adopt: See `UpdateTarget`.
+
+    Returns:
+        The version.
+
+    Raises:
+        RlhpcError: The receiver's model is a different one; nothing was changed.
+    """
+    target = UpdateTarget(named_tensors, adopt)  # while the sender is still writing
+    update = sync.receive()
+    try:
+        target.take(update)
+    except BaseException:
+        sync.forget()
+        raise
+    return update.version
+
+
+class UpdateTarget:
+    """Tensors that an update is applied to.
+
+    Args:
+        named_tensors: The tensors to fill.
+        adopt: A module that is only read. Its parameters and buffers of these names, if they are on the CPU, become views of
+            the received memory instead of copies: no byte is copied, and all receivers on a host share the memory.
+    """
+
+    def __init__(self, named_tensors: NamedTensors, adopt: torch.nn.Module | None = None) -> None:
+        self._tensors = dict(named_tensors)
+        self._adopted = {} if adopt is None else adopt.state_dict(keep_vars=True)
+
+    @torch.no_grad()
+    def take(self, update: Update) -> None:
+        """Applies an update; nothing is changed unless all names, shapes and dtypes agree.
+
+        Raises:
+            RlhpcError: The receiver's model is a different one.
+        """
+        changes: list[tuple[str, torch.Tensor | Elements]] = []
+        bad, proof = None, Proof(update, look=False)
+        for name, change in proof.tensors():  # as they arrive, while the sender is still writing
+            target = self._tensors.get(name)
+            if target is None or target.shape != change.shape or target.dtype != change.dtype:
+                bad = bad or name
+            changes.append((name, change))
+        if update.complete and bad is None and len(changes) != len(self._tensors):
+            bad = next(iter(self._tensors.keys() - dict(changes).keys()))
+        if bad is not None:
+            raise RlhpcError(
+                f"weights of version {update.version} do not fit the receiver: it has "
+                f"{_described(bad, self._tensors.get(bad))}, got {_described(bad, dict(changes).get(bad))}"
+            )
+        for name, change in changes:
+            adopted = self._adopted.get(name)
+            if adopted is None:
+                put(self._tensors[name], change)
+            elif adopted.is_cpu and not isinstance(change, Elements) and change.is_cpu:
+                adopted.data = change
+            else:
+                put(adopted, change)
+        proof.check(self._held)
+
+    def _held(self, name: str) -> torch.Tensor:
+        return self._adopted[name] if name in self._adopted else self._tensors[name]
+
+
+def _described(name: str, tensor: torch.Tensor | Elements | None) -> str:
+    return "None" if tensor is None else str((name, tuple(tensor.shape), str(tensor.dtype)))

@@ -1,0 +1,324 @@
+"""Transport selection for the parts of a version.
+
+    host    shared memory on one host, TCP to other hosts (`transport`): for kept parts, and for receivers that are not ready
+    ipc     all ends compute on the sender's accelerator or on its peers: a device buffer that receivers open and copy from
+            (`comm.device_pool`)
+    nccl    each end computes on its own accelerator: buckets, over a process group of sender and receivers
+    gloo    the same through host memory; only by explicit request
+
+Receivers publish in the registry which device they compute on, as soon as they compute. The sender reads this before each
+version, without a request to the receivers. Until all have published it, or where some ends share an accelerator and others
+do not, a version takes the host transport.
+
+The ranks of a group have to meet, and a receiver may be busy with a call that waits for the sender. So buckets are sent only
+after all receivers have started on the version, which they then read to its end: its first parts take the host transport.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from rlhpc.runtime.comm import device_memory as crossings
+from rlhpc.runtime.comm.device_memory import Crossing, current_device
+from rlhpc.runtime.comm.payload import Origin
+from rlhpc.runtime.context import Context, current
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.registry import WEIGHTS
+from rlhpc.weights.process_group import GroupLost, RankAddress, WeightProcessGroup
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+AUTO, HOST, IPC, NCCL, GLOO = "auto", "host", "ipc", "nccl", "gloo"
+#: Like `AUTO`, for one of several streams: a rank's NCCL groups must not wait for each other.
+SEVERAL = "several"
+
+
+class End(NamedTuple):
+    """Device that one end computes on.
+
+    Attributes:
+        incarnation: Incarnation of its process.
+        host: Its host.
+        card: Accelerator of that host; empty for the CPU.
+        nccl: Whether it has NCCL.
+        reads: Accelerators of that host whose memory it can open.
+    """
+
+    incarnation: str
+    host: str
+    card: str
+    nccl: bool
+    reads: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, context: Context, member: RankAddress) -> End:
+        """Returns the device of this process."""
+        device = current_device()
+        card, reads = ("", ()) if device is None else (device.address, device.reads)
+        return cls(context.member(*member)["incarnation"], context.host, card, bool(card) and _has_nccl(), reads)
+
+
+def _has_nccl() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_nccl_available()
+
+
+class Bucket(NamedTuple):
+    """Part that is sent over a process group.
+
+    Attributes:
+        group: Name of the group.
+        kind: `nccl` or `gloo`.
+        members: Ranks of the group, the sender first.
+        size: Size in bytes.
+        parts: Layout of the tensors.
+    """
+
+    group: str
+    kind: str
+    members: tuple[RankAddress, ...]
+    size: int
+    parts: list[crossings.TensorView]
+
+    def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns views of the tensors in the bucket's memory."""
+        import torch
+
+        return [
+            flat[part.offset : part.offset + part.nbytes].view(getattr(torch, part.dtype)).reshape(part.shape)
+            for part in self.parts
+        ]
+
+
+#: Location of a part that is in no segment, as an announcement gives it.
+Cargo = Crossing | Bucket
+
+
+class Carries(Protocol):
+    """Carrier of parts for a `Publisher`."""
+
+    def carry(self, tensors: Sequence[torch.Tensor]) -> Cargo | None:
+        """Takes the tensors of a part; returns None if the part has to be written to a segment."""
+
+
+def choose(sender: End, receivers: Sequence[End | None], requested: str = AUTO) -> tuple[str, str]:
+    """Returns the transport of a version, and the reason.
+
+    Args:
+        sender: Device of the sender.
+        receivers: Devices of the receivers; None for those that have not published theirs.
+        requested: `AUTO`, `SEVERAL`, or the configured transport.
+
+    Raises:
+        ConfigError: The configured transport is not possible between these ends.
+    """
+    ends = [one for one in receivers if one is not None]
+    if requested == HOST or len(ends) < len(receivers) or not ends:
+        return HOST, "it is asked for" if requested == HOST else "not all have said where they compute"
+    if requested == GLOO:
+        return GLOO, "it is asked for"
+    cards = [(one.host, one.card) for one in (sender, *ends)]
+    if not all(card for _, card in cards):
+        road, why = HOST, "not all compute on an accelerator"
+    elif len({*cards}) == 1:
+        road, why = IPC, "all compute on one accelerator"
+    elif all(one.host == sender.host and sender.card in (one.card, *one.reads) for one in ends):
+        road, why = IPC, "all can read the sender's accelerator"
+    elif len({*cards}) < len(cards):
+        road, why = HOST, "some share an accelerator, and others do not"
+    elif requested == SEVERAL:
+        road, why = HOST, "shards go to several at once"
+    elif not all(one.nccl for one in (sender, *ends)):
+        road, why = HOST, "not all have NCCL"
+    else:
+        road, why = NCCL, "each computes on an accelerator of its own"
+    if requested not in (AUTO, SEVERAL, road):
+        raise ConfigError(f"rollout.weight_sync is {requested!r}, and {why}: take auto, which takes {road} here")
+    return road, why
+
+
+class Sending:
+    """The sender's side of the transport.
+
+    Args:
+        me: Group and rank of the sender.
+        wanted: See `choose`.
+
+    Attributes:
+        road: Transport of the current version.
+        carried: Number of parts that were in no segment.
+        lost_bucket: The last bucket and its memory, if some receivers did not get it.
+    """
+
+    def __init__(self, me: RankAddress, requested: str) -> None:
+        self._me, self._requested = me, requested
+        self._receivers: tuple[RankAddress, ...] = ()
+        self._all_started: Callable[[], bool] = lambda: False
+        self.road, self._why, self.carried = HOST, "", 0
+        self._group: WeightProcessGroup | None = None
+        self._ends: tuple[End, ...] = ()
+        self._sent: tuple[Bucket, torch.Tensor] | None = None
+        self._waits = False
+        self.lost_bucket: tuple[Bucket, torch.Tensor] | None = None
+
+    def open(self, receivers: Sequence[RankAddress], all_started: Callable[[], bool]) -> None:
+        """Chooses the transport of a version, since receivers may have joined or changed.
+
+        Args:
+            receivers: In the order of their numbers as readers.
+            all_started: Returns whether all of them have started on the version.
+        """
+        context = current()
+        self._receivers, self._all_started = tuple(receivers), all_started
+        if self._requested == HOST or (current_device() is None and self._requested in (AUTO, SEVERAL)):
+            return
+        me, ends = End.of(context, self._me), [find_end(context, receiver) for receiver in self._receivers]
+        road, why = choose(me, ends, self._requested)
+        if (road, why) != (self.road, self._why):
+            log.info("weights of %s-%d take the road %s: %s", *self._me, road, why)
+            self.road, self._why = road, why
+        if tuple(filter(None, ends)) != self._ends or road not in (NCCL, GLOO):
+            self.forget()
+        self._ends = tuple(filter(None, ends))
+
+    def carry(self, tensors: Sequence[torch.Tensor]) -> Cargo | None:
+        """Takes the tensors of a part (`Carries.carry`)."""
+        cargo: Cargo | None = None
+        if self.road == IPC:
+            device = current_device()
+            if device is not None and all(map(device.holds, tensors)):
+                cargo = current().service.lane.pool.write(tensors, len(self._receivers))
+        elif self.road in (NCCL, GLOO) and self._all_started():
+            self.settle()  # at most one bucket is in transit while the next is gathered
+            cargo = self._bucket(tensors) if self.road != HOST else None
+        self.carried += cargo is not None
+        return cargo
+
+    def _bucket(self, tensors: Sequence[torch.Tensor]) -> Bucket:
+        if self._group is None:
+            self._group = WeightProcessGroup(self.road, (self._me, *self._receivers), self._me)
+        parts, size = crossings.layout_tensors(
+            [(_name(one.dtype), tuple(one.shape), one.element_size()) for one in tensors]
+        )
+        bucket = Bucket(self._group.name, self.road, self._group.members, size, parts)
+        flat = self._group.memory(size)
+        for into, tensor in zip(bucket.tensors(flat), tensors, strict=True):
+            into.copy_(tensor.detach())
+        self._sent, self._waits = (bucket, flat), True
+        return bucket
+
+    def depart(self) -> None:
+        """Broadcasts the bucket, after it was announced to all receivers, which meet there."""
+        if self._sent is not None and self._group is not None and self._waits:
+            self._waits = False
+            with self._or_lost():
+                self._group.broadcast(self._sent[1])
+
+    def settle(self) -> None:
+        """Waits until all receivers have the last bucket. If one was lost, the rest takes the host transport."""
+        if self._group is not None and self._sent is not None and not self._waits:
+            with self._or_lost():
+                self._group.settle()
+                self._group.confirm()
+                self._group.settle()
+                self._sent = None
+
+    @contextlib.contextmanager
+    def _or_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except GroupLost as error:
+            log.warning("%s; what is left of this version goes through the host", error)
+            self.road, self._why, self._group = HOST, "the group has ended", None
+            self.lost_bucket, self._sent = self._sent, None
+
+    def forget(self, *, tell: bool = False) -> None:
+        """Ends the group, since its members may change; `tell` makes them abort what they are doing."""
+        group, self._group, self._sent, self.lost_bucket = self._group, None, None, None
+        if group is not None:
+            group.end(tell=tell)
+
+
+class Receiving:
+    """A receiver's side of the transport.
+
+    Args:
+        me: Group and rank of the receiver.
+        wanted: See `choose`.
+    """
+
+    def __init__(self, me: RankAddress, requested: str) -> None:
+        self._me, self._requested, self._published = me, requested, False
+        self._group: WeightProcessGroup | None = None
+        self._left_group = ""  # the group that this process has left
+
+    def tell(self) -> None:
+        """Publishes the device of this process, as soon as it computes."""
+        if self._published or self._requested == HOST or (current_device() is None and self._requested != GLOO):
+            return
+        context = current()
+        context.registry.put(WEIGHTS, _named(self._me), End.of(context, self._me)._asdict())
+        self._published = True
+
+    def take(self, cargo: Cargo, origin: Origin, reader: int) -> list[torch.Tensor]:
+        """Returns the tensors of a part, in this process's own memory.
+
+        Raises:
+            GroupLost: The part did not arrive. If the other ranks continue, it is announced again.
+        """
+        if isinstance(cargo, Crossing):
+            return current().service.lane.land(cargo, origin, reader)
+        if cargo.group == self._left_group:
+            self.refuse(cargo)
+            raise GroupLost(f"{_named(self._me)} has left the group {cargo.group}")
+        if self._group is None or self._group.name != cargo.group:
+            self._leave()
+            self._group = WeightProcessGroup(cargo.kind, cargo.members, self._me, cargo.group)
+        flat = self._group.memory(cargo.size)
+        try:
+            self._group.broadcast(flat)
+            self._group.settle()
+        except GroupLost:
+            self._group, self._left_group = None, cargo.group
+            raise
+        with contextlib.suppress(GroupLost):  # it has arrived here, and the sender announces it again for others
+            self._group.confirm()
+        return cargo.tensors(flat)
+
+    def refuse(self, cargo: Cargo) -> None:
+        """Declines a part of a version that this process has aborted."""
+        if isinstance(cargo, Bucket):
+            WeightProcessGroup(cargo.kind, cargo.members, self._me, cargo.group).end(tell=True)
+
+    def forget(self) -> None:
+        """Ends the group. A rank in the middle of a version aborts it."""
+        self._leave(tell=True)
+
+    def _leave(self, *, tell: bool = False) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            self._left_group = group.name
+            group.end(tell=tell)
+
+
+def find_end(context: Context, receiver: RankAddress) -> End | None:
+    """Returns the device that a receiver has published; None if it has not, or was restarted since."""
+    record = context.registry.get(WEIGHTS, _named(receiver))
+    if record is None or record["incarnation"] != context.member(*receiver)["incarnation"]:
+        return None
+    return End(*(record[field] for field in End._fields))
+
+
+def _named(member: RankAddress) -> str:
+    return f"{member[0]}-{member[1]}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

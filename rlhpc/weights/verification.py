@@ -1,0 +1,142 @@
+"""Verification that workers act with the trained weights: compares the tensors that were sent with those applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlhpc.runtime.errors import RlhpcError
+from rlhpc.weights.delta import Elements
+from rlhpc.weights.version_digest import digest, digests
+
+if TYPE_CHECKING:
+    from rlhpc.weights.base import NamedUpdates, Update
+    from rlhpc.weights.version_digest import Receipt
+import contextlib
+import time
+
+
+class Cost:
+    """CPU seconds of this process since the last `pop`."""
+
+    def __init__(self) -> None:
+        self._proof, self._since, self._at_it = 0.0, time.process_time(), False
+
+    @contextlib.contextmanager
+    def proving(self, clock: Callable[[], float] = time.thread_time) -> Iterator[None]:
+        """Counts the CPU time of a block; a nested block is not counted twice.
+
+        Args:
+            clock: Clock of this thread, which computes the digests alone; `time.process_time` where torch's threads take part.
+        """
+        if self._at_it:
+            yield
+            return
+        self._at_it, start = True, clock()
+        try:
+            yield
+        finally:
+            self._at_it = False
+            self._proof += clock() - start
+
+    def pop(self) -> dict[str, float]:
+        """Returns and resets `proof_s` and, for everything the process did, `cpu_s`."""
+        now = time.process_time()
+        seconds = {"proof_s": self._proof, "cpu_s": now - self._since}
+        self._proof, self._since = 0.0, now
+        return seconds
+
+
+#: Cost of verification in this process.
+COST = Cost()
+
+
+#: Maximum number of names in a message.
+_MAX_NAMES = 4
+
+
+class WeightsDiffer(RlhpcError):
+    """Received weights that differ from the weights sent. No worker may act with them."""
+
+
+class Proof:
+    """Verification of one update from its arrival until it has been applied.
+
+    Args:
+        update: Update returned by a `WeightSync`.
+        source: Name of the sender, for messages.
+        look: Digest the tensors as they pass; False if all applied tensors are digested afterwards.
+    """
+
+    def __init__(self, update: Update, source: str = "the sender", *, look: bool = True) -> None:
+        self._update, self._source, self._look = update, source, look
+        self._passed_digests: dict[str, int] = {}
+        self._twice: list[str] = []
+
+    def tensors(self) -> NamedUpdates:
+        """Yields the update's tensors, each digested as it passes."""
+        version = self._update.version
+        for name, tensor in self._update.tensors:
+            if name in self._passed_digests:
+                self._twice.append(name)
+            self._passed_digests[name] = 0
+            if self._look and not isinstance(tensor, Elements):
+                with COST.proving():
+                    self._passed_digests[name] = digest(tensor, version)
+            yield name, tensor
+
+    def complete_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the same for receivers that requested complete tensors only."""
+        for name, tensor in self.tensors():
+            assert not isinstance(tensor, Elements), "whole updates were asked for"
+            yield name, tensor
+
+    @COST.proving()
+    def check(self, held: Callable[[str], torch.Tensor | None] | None = None) -> None:
+        """Compares the digests, after all tensors have been applied.
+
+        Args:
+            held: Returns the current tensor of a name; None if the receiver has it in another form or dtype, so that the
+            digest
+                of the tensor that passed counts.
+
+        Raises:
+            WeightsDiffer: Names the tensors that differ, are missing, or came twice.
+        """
+        receipt = self._update.receipt()
+        if receipt is None:  # a user's strategy without digests
+            return
+        other = self._differing_names(receipt, held)
+        lacking = (
+            [name for name in receipt.digests if name not in self._passed_digests] if self._update.complete else []
+        )
+        if receipt.version != self._update.version:
+            raise WeightsDiffer(
+                f"weights of version {self._update.version} came with the receipt of version {receipt.version} from "
+                f"{self._source}: nobody acts with them"
+            )
+        for names, relation in (
+            (other, "are others than"),
+            (lacking, "did not come from"),
+            (self._twice, "came twice from"),
+        ):
+            if names:
+                more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+                raise WeightsDiffer(
+                    f"weights of version {receipt.version}: {', '.join(names[:_MAX_NAMES])}{more} {relation} "
+                    f"{'those that ' if names is other else ''}{self._source}{' handed over' if names is other else ''}: "
+                    "nobody acts with them"
+                )
+
+    def _differing_names(self, receipt: Receipt, held: Callable[[str], torch.Tensor | None] | None) -> list[str]:
+        """Returns the names of tensors whose digest differs from the receipt: of the current tensor or, without one, as it
+        passed.
+        """
+        current = [] if held is None else [(name, held(name)) for name in receipt.digests]
+        actual = digests([(name, tensor) for name, tensor in current if tensor is not None], self._update.version)
+        if actual == receipt.digests:
+            return []
+        passed = {name: value for name, value in self._passed_digests.items() if value}  # 0: elements are not digested
+        return [name for name, value in receipt.digests.items() if actual.get(name, passed.get(name, value)) != value]

@@ -1,0 +1,68 @@
+"""A run's driver as seen from the login node, where a driver on a compute node listens to its own host only."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhpc.cli import main
+from rlhpc.cli.arguments import require_driver
+from rlhpc.jobs.job_record import JobRecord
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import ProcessId
+from rlhpc.jobs.segment import SegmentFiles
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.registry import MEMBERS, ROBOTS, CurveKeys, GenerationFolder
+
+NODE = "gpu1"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    """A run on one node as its files show it elsewhere: a driver without a TCP port, and a robot that is waited for."""
+    paths = RunPaths(tmp_path / "arm")
+    paths.submit.mkdir(parents=True)
+    paths.config.write_text("{}")
+    files = SegmentFiles(paths, 0)
+    JobRecord(0, 1, "t", "slurm", [], "name", job_id="27", phase="submitted", submitted=1.0).write(files)
+    claimed = ProcessId(77, 5, f"{NODE}/a-boot/pid:[1]").to_json()
+    claim = {"token": "t", "job_id": "27", "executor": "slurm", "job": claimed, "driver": {**claimed, "pid": 78}}
+    files.claim(1).write_text(json.dumps({**claim, "number": 1, "started": 2.0}))
+    status = {"state": "running", "pid": 78, "host": NODE, "started": 3.0, "updated": time.time(), "step": 1}
+    paths.driver_state.write_text(json.dumps(status))
+    registry = GenerationFolder.create(paths.registry, "27-0")
+    registry.save_keys(CurveKeys.fresh())
+    away = {"host": f"{NODE}/a-boot", "ipc": "ipc:///tmp/rlhpc-0-abc/driver", "tcp": "", "bulk": ""}
+    registry.put(MEMBERS, "driver", {"group": "driver", "node": NODE, "data": away})
+    (registry.root / ROBOTS).mkdir()
+    place = {"robot": "arm", "slot": 0, "address": "127.0.0.1", "port": 5, "node": NODE, "run": "arm"}
+    (registry.root / ROBOTS / "slot_0.json").write_text(json.dumps({**place, "there": False, "since": 1.0}))
+    return paths
+
+
+def slurm_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    """Puts a squeue on PATH for which job 27 has that state."""
+    folder = tmp_path / "bin"
+    folder.mkdir(exist_ok=True)
+    (folder / "squeue").write_text(f"#!/bin/sh\necho '27|{state}|None'\n")
+    (folder / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_a_robot_is_invited_from_another_host(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm_says(tmp_path, monkeypatch, "RUNNING")
+    assert main(["robot", "invite", str(run.root), "--output", str(tmp_path / "arm.key")]) == 0
+    key = json.loads((tmp_path / "arm.key").read_text())
+    assert key["place"]["robot"] == "arm" and key["place"]["node"] == NODE
+
+
+@pytest.mark.parametrize("state", ["PENDING", "SUSPENDED", "COMPLETING", "CANCELLED", "NODE_FAIL"])
+def test_a_driver_elsewhere_that_is_not_at_work_hears_nothing(
+    run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    slurm_says(tmp_path, monkeypatch, state)
+    with pytest.raises(ConfigError, match="its driver does not answer; `rlhpc status"):
+        require_driver(run)

@@ -1,0 +1,293 @@
+"""The replay buffer: what is in it, what a batch is made of, and that a checkpoint brings it back on any layout."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from rlhpc.checkpoint import CheckpointWriter, verify
+from rlhpc.cli import main
+from rlhpc.embodied.data.mixture import Mixture, fit, transitions_of
+from rlhpc.embodied.data.replay_buffer import MAX_SEGMENTS, ReplayBuffer, StoredReplay, inspect
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+
+SLOTS = 4
+
+
+def play(first: int, steps: int, slots: range, images: bool = False) -> dict[str, np.ndarray]:
+    """Transitions that say who they are: number = decision · 100 + slot."""
+    numbers = np.arange(first, first + steps)[None, :] * 100 + np.array(slots)[:, None]
+    columns = {
+        "obs": np.stack([numbers, -numbers], -1).astype(np.float32),
+        "next_obs": np.stack([numbers + 0.5, -numbers], -1).astype(np.float32),
+        "actions": (numbers[..., None, None] / 7).astype(np.float32),
+        "rewards": numbers.astype(np.float32),
+        "terminations": numbers % 3 == 0,
+    }
+    if images:
+        columns["obs.rgb"] = (numbers[..., None, None, None] % 256).astype(np.uint8) + np.zeros((4, 5, 3), np.uint8)
+    return columns
+
+
+def buffers(tmp_path: Path, ranks: int = 1, capacity: int = 40) -> list[ReplayBuffer]:
+    n = SLOTS // ranks
+    return [ReplayBuffer(capacity, range(r * n, (r + 1) * n), SLOTS, r, tmp_path / "ring") for r in range(ranks)]
+
+
+def mixtures(found: list[ReplayBuffer], demos=None, ratio=0.5, batch=16) -> list[Mixture]:
+    return [
+        Mixture(one, demos, batch_size=batch, demo_ratio=ratio, action_dim=2, seed=3, rank=r, ranks=len(found))
+        for r, one in enumerate(found)
+    ]
+
+
+def fill(found: list[ReplayBuffer], first: int, steps: int) -> None:
+    for one in found:
+        one.add(play(first, steps, one.share))
+
+
+def batch(found: list[ReplayBuffer], update: int = 5, alone: bool = False, **options) -> np.ndarray:
+    """A batch over all ranks: rewards (which say who the rows are), sorted, with the noise that goes with them."""
+    rows = []
+    for mixture in mixtures(found, **options):
+        draw = mixture.draw(update, alone=alone)
+        rows += zip(draw.columns["rewards"].tolist(), draw.noise[0, :, 0].tolist(), strict=True)
+    return np.array(sorted(rows))
+
+
+def save(found: list[ReplayBuffer], paths: RunPaths, step: int) -> Path:
+    with CheckpointWriter(paths, step) as writer:
+        for one in found:
+            one.save(writer.staging)
+        return writer.commit()
+
+
+def test_it_keeps_the_newest_and_a_row_stays_together(tmp_path):
+    (buffer,) = found = buffers(tmp_path)
+    fill(found, 0, 7)
+    assert len(buffer) == 28
+    fill(found, 7, 6)
+    assert len(buffer) == 40
+    seen = set()
+    for update in range(60):
+        columns = mixtures(found)[0].draw(update).columns
+        number = columns["rewards"]
+        seen |= set(number.tolist())
+        assert np.array_equal(columns["obs"][:, 0], number) and np.array_equal(columns["next_obs"][:, 0], number + 0.5)
+        assert np.array_equal(columns["actions"][:, 0, 0], number / np.float32(7))
+        assert np.array_equal(columns["terminations"], number % 3 == 0)
+    assert seen == {float(decision * 100 + slot) for decision in range(3, 13) for slot in range(SLOTS)}
+
+
+def test_more_than_fits_at_once_keeps_the_end(tmp_path):
+    (buffer,) = found = buffers(tmp_path)
+    fill(found, 0, 25)
+    assert len(buffer) == 40 and batch(found)[:, 0].min() >= 1500
+
+
+def test_a_batch_depends_on_seed_and_update_and_not_on_ranks(tmp_path):
+    one, two, four = (buffers(tmp_path, ranks) for ranks in (1, 2, 4))
+    for found in (one, two, four):
+        fill(found, 0, 13)
+    assert np.array_equal(batch(one), batch(two)) and np.array_equal(batch(one), batch(four))
+    assert np.array_equal(batch(one), batch(one)) and not np.array_equal(batch(one), batch(one, update=6))
+
+
+def test_columns_of_several_kinds_and_a_change_of_them(tmp_path):
+    (buffer,) = found = buffers(tmp_path)
+    buffer.add(play(0, 3, range(SLOTS), images=True))
+    columns = mixtures(found)[0].draw(0).columns
+    assert columns["obs.rgb"].shape == (16, 4, 5, 3) and columns["obs.rgb"].dtype == np.uint8
+    assert np.array_equal(columns["obs.rgb"][:, 3, 4, 2], columns["rewards"] % 256)
+    with pytest.raises(ConfigError, match=r"obs\.rgb"):
+        buffer.add(play(3, 1, range(SLOTS)))
+
+
+def test_demonstrations_are_a_fixed_share_on_any_number_of_ranks(tmp_path):
+    demos = transitions_of([demo(5), demo(8)])
+    one, two = buffers(tmp_path), buffers(tmp_path, 2)
+    for found in (one, two):
+        fill(found, 0, 9)
+    rows = batch(one, demos=demos, ratio=0.25)
+    assert (rows[:, 0] < 0).sum() == 4
+    assert np.array_equal(rows, batch(two, demos=demos, ratio=0.25))
+    assert (batch(one, demos=demos, ratio=1.0)[:, 0] < 0).all()
+    other = transitions_of([{**demo(5), "obs": np.zeros((6, 3))}])
+    with pytest.raises(ConfigError, match=r"algorithm\.demo_buffer\.load_path.*float32\[3\].*float32\[2\]"):
+        batch(one, demos=other)
+
+
+def test_before_anything_is_played_all_rows_are_demonstrations_on_any_number_of_ranks(tmp_path):
+    demos = transitions_of([demo(5), demo(8)])
+    one, two = buffers(tmp_path), buffers(tmp_path, 2)
+    rows = batch(one, alone=True, demos=demos, ratio=0.25)
+    assert len(rows) == 16 and (rows[:, 0] < 0).all() and len(set(rows[:, 1])) == 16
+    assert np.array_equal(rows, batch(two, alone=True, demos=demos, ratio=0.25))
+
+
+def demo(steps: int) -> dict[str, np.ndarray]:
+    ends = np.zeros(steps, bool)
+    ends[-1] = True
+    return {
+        "obs": np.arange(2 * steps + 2, dtype=np.float64).reshape(-1, 2),
+        "actions": np.full((steps, 1), 0.5),
+        "rewards": -np.arange(1.0, steps + 1),
+        "terminations": ends,
+        "truncations": np.zeros(steps, bool),
+        "success": ends,
+    }
+
+
+def test_trajectories_become_transitions_with_the_run_s_rewards_and_ends():
+    rows = transitions_of([demo(3)], reward_scale=0.1)
+    assert rows["rewards"].tolist() == pytest.approx([-0.1, -0.2, -0.3])
+    assert rows["obs"][:, 0].tolist() == [0, 2, 4] and rows["next_obs"][:, 0].tolist() == [2, 4, 6]
+    assert rows["terminations"].tolist() == [False, False, True]
+    assert not transitions_of([demo(3)], ignore_terminations=True)["terminations"].any()
+    several = transitions_of([{**demo(3), "obs": {"state": np.zeros((4, 2)), "rgb": np.zeros((4, 2, 2, 3), np.uint8)}}])
+    assert several["next_obs.rgb"].shape == (3, 2, 2, 3) and several["obs.state"].dtype == np.float32
+
+
+def test_demonstrations_of_another_task_are_refused_and_what_is_not_needed_is_left_out():
+    actions = spaces.Box(-1, 1, (1,), np.float32)
+    plain = spaces.Box(-np.inf, np.inf, (2,), np.float64)  # environments hand over float32
+    rows = fit(transitions_of([demo(3)]), plain, actions, 1)
+    assert rows["next_obs"][:, 0].tolist() == [2, 4, 6] and rows["rewards"].tolist() == [-1, -2, -3]
+    several = {**demo(3), "obs": {"state": np.ones((4, 2)), "rgb": np.zeros((4, 2, 2, 3), np.uint8)}}
+    rows = fit(transitions_of([several]), spaces.Dict({"state": plain}), actions, 1)
+    assert set(rows.dtype.names) == {"obs.state", "next_obs.state", "actions", "rewards", "terminations"}
+    for space, action, chunk in (
+        (plain, spaces.Box(-1, 1, (2,)), 1),
+        (plain, actions, 3),
+        (spaces.Dict({"x": plain}), actions, 1),
+    ):
+        with pytest.raises(ConfigError, match=r"algorithm\.demo_buffer\.load_path.*this run's transitions have"):
+            fit(transitions_of([demo(3)]), space, action, chunk)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("again", [1, 2])
+def test_a_checkpoint_brings_it_back_on_any_number_of_ranks(tmp_path, ranks, again):
+    paths = RunPaths(tmp_path / "run")
+    found = buffers(tmp_path, ranks)
+    for step in range(1, 7):
+        fill(found, 3 * step, 3)
+        checkpoint = save(found, paths, step)
+        assert verify(checkpoint) == []
+    restored = buffers(tmp_path, again)
+    for one in restored:
+        one.load(checkpoint)
+    assert np.array_equal(batch(restored), batch(found))
+    for more in (found, restored):
+        fill(more, 21, 5)
+    assert np.array_equal(batch(restored), batch(found))
+    for one in restored:  # and back into a buffer that has gone on since
+        one.load(checkpoint)
+    fill(restored, 21, 5)
+    assert np.array_equal(batch(restored), batch(found))
+
+
+def test_a_save_writes_only_what_is_new(tmp_path):
+    paths = RunPaths(tmp_path / "run")
+    found = buffers(tmp_path, capacity=400)
+    fill(found, 0, 50)
+    first = save(found, paths, 1)
+    fill(found, 50, 2)
+    second = save(found, paths, 2)
+    old, new = (sorted((folder / "replay").glob("*.npy")) for folder in (first, second))
+    assert [path.name for path in new] == ["0-0-50.npy", "0-50-52.npy"]
+    assert old[0].samefile(new[0])
+    # Both checkpoints see the same bytes: damage shows in both.
+    with new[0].open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"x")
+    assert verify(first) and verify(second)
+
+
+def test_files_that_are_gone_are_written_again_and_many_become_one(tmp_path):
+    paths = RunPaths(tmp_path / "run")
+    found = buffers(tmp_path, capacity=4000)
+    for step in range(1, MAX_SEGMENTS + 3):
+        fill(found, step, 1)
+        checkpoint = save(found, paths, step)
+        if step == 5:
+            for file in checkpoint.rglob("*.npy"):
+                file.unlink()
+        assert step == 5 or verify(checkpoint) == []
+        assert len(list(checkpoint.rglob("*.npy"))) <= MAX_SEGMENTS
+    assert len(StoredReplay(checkpoint)) == (MAX_SEGMENTS + 2) * SLOTS
+    assert StoredReplay(checkpoint).transitions()["rewards"].tolist()[:5] == [100, 101, 102, 103, 200]
+
+
+def test_another_capacity_and_another_number_of_environments(tmp_path):
+    paths = RunPaths(tmp_path / "run")
+    found = buffers(tmp_path, 2)
+    fill(found, 0, 13)
+    checkpoint = save(found, paths, 1)
+    for capacity, newest in ((20, 800), (4000, 300)):
+        (other,) = buffers(tmp_path, capacity=capacity)
+        other.load(checkpoint)
+        assert len(other) == min(capacity, 40)
+        assert batch([other])[:, 0].min() >= newest
+        fill([other], 13, 1)
+        assert len(other) == min(capacity, 44)
+    wide = ReplayBuffer(40, range(3), 3, 0, tmp_path / "ring")
+    wide.load(checkpoint)
+    assert len(wide) == 39 and batch([wide])[:, 0].min() >= 300
+    wide.add(play(20, 1, range(3)))
+    assert len(wide) == 39
+
+
+def test_damage_is_named(tmp_path):
+    paths = RunPaths(tmp_path / "run")
+    found = buffers(tmp_path, 2)
+    (empty,) = buffers(tmp_path)
+    with pytest.raises(CheckpointError, match="holds no replay buffer"):
+        empty.load(tmp_path)
+    fill(found, 0, 3)
+    checkpoint = save(found, paths, 1)
+    (checkpoint / "replay" / "index-1.json").unlink()
+    with pytest.raises(CheckpointError, match="a file of some rank is missing"):
+        empty.load(checkpoint)
+
+
+def test_a_buffer_that_does_not_fit_says_so_at_once(tmp_path):
+    huge = ReplayBuffer(10**14, range(SLOTS), SLOTS, 0, tmp_path / "ring")
+    with pytest.raises(ConfigError, match=r"algorithm\.replay_buffer\.size.*GiB.*cluster\.scratch"):
+        huge.add(play(0, 1, range(SLOTS)))
+    assert list((tmp_path / "ring").iterdir()) == []
+
+
+def test_an_empty_buffer_is_saved_too(tmp_path):
+    found = buffers(tmp_path)
+    checkpoint = save(found, RunPaths(tmp_path / "run"), 1)
+    fill(found, 0, 3)
+    found[0].load(checkpoint)
+    assert len(found[0]) == 0 and inspect(checkpoint)["transitions"] == 0
+
+
+def test_tools(tmp_path, capsys):
+    found = buffers(tmp_path, 2)
+    fill(found, 0, 5)
+    checkpoint = save(found, RunPaths(tmp_path / "run"), 1)
+    assert main(["replay", "inspect", str(checkpoint)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["transitions"] == 20 and facts["ranks"] == 2 and "obs float32[2]" in facts["columns"]
+    assert main(["replay", "split", str(checkpoint), "--parts", "3", "--output", str(tmp_path / "cut")]) == 0
+    sizes = [inspect(tmp_path / "cut" / str(part))["transitions"] for part in range(3)]
+    assert sizes == [7, 7, 6]
+    parts = [str(tmp_path / "cut" / str(part)) for part in range(3)]
+    assert main(["replay", "merge", *parts, "--output", str(tmp_path / "whole")]) == 0
+    whole = StoredReplay(tmp_path / "whole").transitions()
+    assert np.array_equal(whole, StoredReplay(checkpoint).transitions())
+    capsys.readouterr()
+    assert main(["replay", "merge", *parts, "--output", str(tmp_path / "whole")]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main(["replay", "inspect", str(tmp_path)]) == 2
+    assert main(["replay", "split", str(checkpoint), "--parts", "0", "--output", str(tmp_path / "none")]) == 2

@@ -1,0 +1,115 @@
+"""Running normalisation of observations: the statistics of what was seen, in whatever division, wherever the policy goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from omegaconf import OmegaConf
+
+from rlhpc.config.typed import untouched
+from rlhpc.embodied.config import ModelConfig
+from rlhpc.embodied.models import build_model, policy_from_spec
+from rlhpc.embodied.models.normalization import ObservationNormaliser
+from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
+from rlhpc.runtime.errors import ConfigError
+
+STATE, ACTION = spaces.Box(-9, 9, (4,), np.float32), spaces.Box(-1, 1, (2,), np.float32)
+SLOTS, STEPS = 12, 7
+
+
+def model(**changes: Any) -> Any:
+    cfg = OmegaConf.merge(untouched(ModelConfig), {"normalize_observations": True, "hidden_sizes": [16]}, changes)
+    return build_model(cfg, STATE, ACTION, seed=1)
+
+
+def observed(policies: list[Any], steps: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Has the actor ranks of a run, each with its share of the slots, take in observations `[n, T, D]` and which count."""
+    size = SLOTS // len(policies)
+    for obs, mask in steps:
+        calls = []
+        for rank, policy in enumerate(policies):
+            part = slice(rank * size, (rank + 1) * size)
+            actor: Any = object.__new__(EmbodiedActor)
+            actor.policy, actor.share, actor.steps = policy, range(part.start, part.stop), STEPS
+            actor.device, actor.world_size = torch.device("cpu"), len(policies)
+            flat = {
+                "obs": torch.from_numpy(obs[part]).flatten(0, 1),
+                "mask": torch.from_numpy(mask[part]).float().flatten(0, 1),
+            }
+            calls.append((actor, flat))
+        gathered: list[Any] = []
+        for actor, flat in calls:  # first what each says, then with what all say
+            seen = flat["obs"].reshape(len(actor.share), STEPS, -1)
+            gathered.append(actor.policy.normaliser.moments(seen, flat["mask"].reshape(len(actor.share), STEPS) > 0))
+        for actor, flat in calls:
+            actor.all_gather_object = lambda own, every=gathered: every
+            actor._observe(flat)
+
+
+def steps_of(seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    spread = np.array([1e3, 1e-3, 5, 0.2])
+    return [
+        (
+            (rng.normal(size=(SLOTS, STEPS, 4)) * spread + [1e4, 3, -7, 0]).astype(np.float32),
+            rng.random((SLOTS, STEPS)) < 0.8,
+        )
+        for _ in range(5)
+    ]
+
+
+def test_the_statistics_are_those_of_all_observations_that_count() -> None:
+    policy, steps = model(), steps_of(0)
+    observed([policy], steps)
+    rows = np.concatenate([obs[mask] for obs, mask in steps]).astype(np.float64)
+    normaliser = policy.normaliser
+    assert normaliser.count.item() == len(rows)
+    np.testing.assert_allclose(normaliser.mean, rows.mean(0), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(normaliser.var, rows.var(0), rtol=1e-6)
+    seen = normaliser(torch.from_numpy(rows).float())
+    assert seen.mean(0).abs().max() < 0.01 and (seen.std(0) - 1).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_they_do_not_depend_on_the_division_over_ranks(ranks: int) -> None:
+    alone, several = model(), [model() for _ in range(ranks)]
+    observed([alone], steps_of(1))
+    observed(several, steps_of(1))
+    for policy in several:
+        for name, value in alone.normaliser.state_dict().items():
+            assert torch.equal(policy.normaliser.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("model_type", ["mlp", "flow"])
+def test_a_checkpoint_and_a_rollout_rank_see_what_training_saw(model_type: str) -> None:
+    policy = model(model_type=model_type)
+    obs = torch.from_numpy(steps_of(2)[0][0][:, 0])
+    noise = policy.sample_noise((len(obs),), torch.Generator().manual_seed(0))
+    fresh = policy.predict_action_batch(obs, "train", noise)[0]
+    observed([policy], steps_of(2))
+    assert {"normaliser.count", "normaliser.mean", "normaliser.var"} <= set(policy.state_dict())
+    twin = policy_from_spec(policy.spec())
+    twin.load_state_dict(policy.state_dict())
+    for mode, *given in (("train", noise), ("eval",)):
+        with torch.no_grad():
+            acted, again = (each.predict_action_batch(obs, mode, *given) for each in (policy, twin))
+        assert torch.equal(acted[0], again[0]) and torch.equal(acted[1]["prev_values"], again[1]["prev_values"])
+    assert not torch.equal(fresh, policy.predict_action_batch(obs, "train", noise)[0])
+
+
+def test_before_anything_was_seen_observations_stay() -> None:
+    normaliser = ObservationNormaliser(3)
+    obs = torch.tensor([[1.0, -2.0, 30.0]])
+    torch.testing.assert_close(normaliser(obs), torch.tensor([[1.0, -2.0, 10.0]]))
+    normaliser.update(torch.zeros(2, 7, dtype=torch.float64))
+    assert normaliser.count.item() == 0 and not normaliser.mean.any()
+
+
+def test_a_policy_that_has_none_says_so() -> None:
+    cfg = OmegaConf.merge(untouched(ModelConfig), {"model_type": "cnn", "normalize_observations": True})
+    with pytest.raises(ConfigError, match="normalize_observations is true, and a policy of model_type 'cnn'"):
+        build_model(cfg, spaces.Box(0, 255, (36, 36, 3), np.uint8), spaces.Discrete(4))

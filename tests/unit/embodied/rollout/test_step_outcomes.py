@@ -1,0 +1,137 @@
+"""Rollout outcomes and next values, against a plain loop over slots and steps."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, in_order, next_values
+from rlhpc.embodied.workers.env import EnvWorker
+from rlhpc.embodied.workers.rollout import MultiStepRolloutWorker
+
+
+def play(rng, size, steps):
+    """Random outcomes of a vector environment with one-number observations."""
+    rows = []
+    for _ in range(steps):
+        terminations, truncations = rng.random(size) < 0.2, rng.random(size) < 0.1
+        infos = {
+            "final_obs": rng.normal(size=(size, 1)).astype(np.float32),
+            "episode": {
+                "return": rng.normal(size=size),
+                "length": rng.integers(1, 9, size),
+                "mask": terminations | truncations,
+            },
+        }
+        rows.append((rng.normal(size=size).astype(np.float32), terminations, truncations, infos))
+    return rows
+
+
+def test_parts_and_next_values_match_a_loop():
+    rng = np.random.default_rng(0)
+    size, steps, share = 6, 9, range(12, 18)
+    rows = play(rng, size, steps)
+    outcomes = Outcomes(share, steps)
+    for t, row in enumerate(rows):
+        outcomes.add(t, *row)
+    values = rng.normal(size=(size, steps)).astype(np.float32)
+    last_obs = rng.normal(size=(size, 1)).astype(np.float32)
+    for part in (slice(0, 6), slice(0, 2), slice(2, 6), slice(5, 6)):
+        message = outcomes.part(part, last_obs[part])
+        found = next_values(
+            values[part],
+            2 * message["last_obs"][:, 0],
+            message["final_slot"],
+            message["final_step"],
+            2 * message["final_obs"][:, 0],
+        )
+        for row, slot in enumerate(range(part.start, part.stop)):
+            for t in range(steps):
+                rewards, terminations, truncations, infos = rows[t]
+                assert message["rewards"][row, t] == rewards[slot]
+                assert message["terminations"][row, t] == terminations[slot]
+                assert message["truncations"][row, t] == truncations[slot]
+                if terminations[slot] or truncations[slot]:
+                    expected = 2 * infos["final_obs"][slot, 0]
+                elif t + 1 < steps:
+                    expected = values[slot, t + 1]
+                else:
+                    expected = 2 * last_obs[slot, 0]
+                assert found[row, t] == expected
+
+
+def test_a_rollout_without_ends_has_empty_finals():
+    outcomes = Outcomes(range(2), 1)
+    assert outcomes.add(0, np.zeros(2), np.zeros(2, bool), np.zeros(2, bool), {}) is None
+    message = outcomes.part(slice(0, 2), np.zeros((2, 3), np.float32))
+    assert message["final_obs"].shape == (0, 3) and message["final_slot"].size == 0
+
+
+def test_episodes_are_in_the_same_order_whatever_the_partition():
+    rng = np.random.default_rng(1)
+    rows = play(rng, 4, 7)
+
+    def logged(shares):
+        parts = []
+        for share in shares:
+            log = EpisodeLog()
+            for t, (_, terminations, truncations, infos) in enumerate(rows):
+                cut = {"episode": {k: v[share.start : share.stop] for k, v in infos["episode"].items()}}
+                ended = np.flatnonzero((terminations | truncations)[share.start : share.stop])
+                if ended.size:
+                    log.add(t, share.start, cut, ended)
+            parts.append(log.arrays())
+        return in_order(parts)
+
+    whole, split = logged([range(4)]), logged([range(2, 4), range(1), range(1, 2)])
+    assert len(whole["return"]) > 3
+    for name in whole:
+        np.testing.assert_array_equal(whole[name], split[name])
+
+
+class Half:
+    """Lanes to two rollout ranks, one of which has gone."""
+
+    def __init__(self, *parts: np.ndarray | None) -> None:
+        self.parts = list(zip((range(8, 10), range(10, 12)), parts, strict=True))
+
+    def get(self, stage: int) -> list[tuple[range, np.ndarray | None]]:
+        return self.parts
+
+
+def test_episodes_in_which_nobody_acted_for_a_while_are_left_out() -> None:
+    """Their slots get actions of others meanwhile; where nobody acts at all, there are none."""
+    rank = object.__new__(EnvWorker)
+    rank.shares, rank._mixed, rank._waited = [range(8, 12)], [np.zeros(4, bool)], 0.0
+    rank.links = Half(np.array([[[0.1]], [[0.2]]]), np.array([[[0.3]], [[0.4]]]))  # type: ignore[assignment]
+    chosen = rank._receive(0)
+    assert chosen is not None and chosen.ravel().tolist() == [0.1, 0.2, 0.3, 0.4]
+    assert rank._acted_by_policy(0, np.arange(4)).tolist() == [0, 1, 2, 3]
+    rank.links = Half(None, np.array([[[0.3]], [[0.4]]]))  # type: ignore[assignment]
+    chosen = rank._receive(0)
+    assert chosen is not None and chosen.ravel().tolist() == [0.3, 0.4, 0.3, 0.4]
+    assert rank._acted_by_policy(0, np.array([0, 3])).tolist() == [3], "slot 1 is still in such an episode"
+    assert rank._acted_by_policy(0, np.array([0, 1])).tolist() == [0]
+    rank.links = Half(None, None)  # type: ignore[assignment]
+    assert rank._receive(0) is None
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_value_pass_has_no_more_rows_than_a_stage_has_slots(named: bool) -> None:
+    """However many episodes a rollout has ended."""
+    passes: list[int] = []
+
+    def value(obs: Any) -> torch.Tensor:
+        rows = obs["state"] if named else obs
+        passes.append(len(rows))
+        return 2 * rows[:, 0]
+
+    worker: Any = object.__new__(MultiStepRolloutWorker)
+    worker.shares, worker.device = [range(4), range(8, 15)], torch.device("cpu")
+    worker.policy = SimpleNamespace(value=value)
+    obs = np.arange(61, dtype=np.float32)[:, None]
+    values = worker._value({"state": obs} if named else obs)
+    np.testing.assert_array_equal(values, 2 * obs[:, 0])
+    assert max(passes) == 7 and sum(passes) == 61

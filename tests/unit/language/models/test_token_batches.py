@@ -1,0 +1,166 @@
+"""The form of a batch, its ways there and back, and micro-batches by token count."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhpc.language.models.micro_batching import micro_batches
+from rlhpc.language.models.token_batch import TokenBatch, cumulated
+from rlhpc.runtime.errors import ConfigError
+
+lengths_of_samples = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
+
+def batch_of(lengths: list[int]) -> TokenBatch:
+    return TokenBatch.of(
+        [[100 * i + t for t in range(n)] for i, n in enumerate(lengths)],
+        [[t > 0 for t in range(n)] for n in lengths],
+        {"advantage": [[float(t) for t in range(n)] for n in lengths]},
+        pad_id=-1,
+    )
+
+
+def same(one: TokenBatch, other: TokenBatch) -> bool:
+    names = ("cu_seqlens", "ids", "mask", "turn", "episode", "role", "group", "reward")
+    fields = [(getattr(one, name), getattr(other, name)) for name in names]
+    columns = [(values, other.columns[name]) for name, values in one.columns.items()]
+    return one.columns.keys() == other.columns.keys() and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in fields + columns
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths_of_samples, st.integers(40, 200))
+def test_every_token_is_in_exactly_one_micro_batch_and_none_is_too_large(lengths, max_tokens):
+    whole, seen, widths = batch_of(lengths), [], []
+    for samples in micro_batches(whole.lengths, max_tokens):
+        batch = whole.select(samples)
+        ids, advantage = batch.padded(batch.ids, batch.pad_id), batch.padded(batch.columns["advantage"])
+        assert ids.numel() <= max_tokens and ids.dtype == torch.int64
+        widths.append(ids.shape[1])
+        for row, index in enumerate(samples.tolist()):
+            n = lengths[index]
+            assert batch.attended()[row].tolist() == [True] * n + [False] * (ids.shape[1] - n)  # right padding
+            assert ids[row, :n].tolist() == [100 * index + t for t in range(n)]
+            assert (ids[row, n:] == -1).all() and (advantage[row, n:] == 0).all()
+            assert advantage[row, :n].tolist() == [float(t) for t in range(n)]
+            assert int(batch.episode[row]) == index
+            seen.append(index)
+    assert sorted(seen) == list(range(len(lengths)))
+    assert widths == sorted(widths, reverse=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths_of_samples, st.randoms(use_true_random=False))
+def test_there_and_back(lengths, rng):
+    whole = batch_of(lengths)
+    for values in (whole.ids, whole.mask, whole.columns["advantage"], torch.randn(whole.tokens, 3)):
+        assert torch.equal(whole.flat(whole.padded(values)), values)
+    order = list(range(len(lengths)))
+    rng.shuffle(order)
+    shuffled = whole.select(torch.tensor(order))
+    back = shuffled.select(torch.tensor(np.argsort(order)))
+    assert same(back, whole)
+    assert same(TokenBatch.joined([whole.select(torch.tensor([i])) for i in range(len(lengths))]), whole)
+    # A column that is made by micro-batch stands where its tokens are.
+    made = torch.zeros(whole.tokens)
+    for samples in micro_batches(whole.lengths, 50):
+        made[whole.tokens_of(samples)] = whole.select(samples).columns["advantage"]
+    assert torch.equal(made, whole.columns["advantage"])
+    assert same(TokenBatch.unpack(whole.pack()), whole)
+
+
+def test_gradients_go_through_rectangles():
+    batch = batch_of([3, 1, 2])
+    values = torch.randn(6, requires_grad=True)
+    (batch.padded(values) * torch.arange(9.0).view(3, 3)).sum().backward()
+    assert values.grad is not None and values.grad.tolist() == [0, 1, 2, 3, 6, 7]
+    rectangle = torch.randn(3, 3, requires_grad=True)
+    batch.flat(rectangle).sum().backward()
+    assert rectangle.grad is not None and torch.equal(rectangle.grad, batch.attended().float())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(2, 12), min_size=1, max_size=7), st.integers(12, 40))
+def test_no_cut_of_the_sorted_lengths_costs_less(lengths, max_tokens):
+    def cost(shapes):
+        return sum(rows * width + max_tokens // 16 for rows, width in shapes)
+
+    ordered = sorted(lengths, reverse=True)
+    every = []
+    for cuts in itertools.product([False, True], repeat=len(ordered) - 1):
+        edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(ordered)]
+        shapes = [(b - a, ordered[a]) for a, b in itertools.pairwise(edges)]
+        if all(rows * width <= max_tokens for rows, width in shapes):
+            every.append(cost(shapes))
+    found = [(len(part), max(lengths[i] for i in part)) for part in micro_batches(lengths, max_tokens)]
+    assert cost(found) == min(every)
+
+
+def test_cutting_is_deterministic_and_wastes_little():
+    rng = random.Random(0)
+    lengths = [int(min(4096, 64 + rng.expovariate(1 / 600))) for _ in range(512)]
+    first, again = (micro_batches(lengths, 16384) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert 1 - sum(lengths) / sum(len(part) * max(lengths[i] for i in part) for part in first) < 0.05
+    in_order = 1 - sum(lengths) / sum(
+        len(lengths[i : i + 4]) * max(lengths[i : i + 4]) for i in range(0, len(lengths), 4)
+    )
+    assert in_order > 0.4  # what padding samples as they come would waste
+    assert len(first) <= sum(lengths) / 16384 * 1.5 + 1
+
+
+def test_a_sample_that_does_not_fit_names_the_key():
+    with pytest.raises(ConfigError, match=r"41 tokens.*actor\.max_tokens_per_micro_batch\(40\)"):
+        micro_batches([3, 41], 40)
+    assert [part.tolist() for part in micro_batches([3, 40], 40)] == [[1], [0]]
+
+
+def test_a_column_of_another_length_is_refused():
+    with pytest.raises(ValueError, match=r"column rewards has shape \(2,\); its sample has 3 tokens"):
+        TokenBatch.of([[1, 2, 3]], [[False, True, True]], {"rewards": [[0.0, 1.0]]})
+
+
+def test_nothing_trains_nothing():
+    assert micro_batches([], 10) == []
+    whole = batch_of([5, 3])
+    none = whole.nothing()
+    assert (len(none), none.tokens, none.width) == (1, 0, 2)
+    assert none.padded(none.ids, 7).tolist() == [[7, 7]] and not none.attended().any()
+    assert {name: values.dtype for name, values in none.columns.items()} == {"advantage": torch.float32}
+    assert len(TokenBatch.of([], [])) == 0
+    for packed in (False, True):  # values of a rank that has nothing to do
+        assert none.read_by(packed).before(torch.zeros(0)).shape == (0,)
+
+
+def test_what_a_role_says_in_an_episode_is_one():
+    """Two episodes: the first in three samples of two roles, the second in one."""
+    batch = batch_of([2, 3, 1, 4])
+    batch.episode, batch.role = torch.tensor([7, 7, 7, 8]), torch.tensor([0, 0, 1, 0])
+    batch.reward = torch.tensor([0.5, 0.5, 0.5, 1.0])
+    units = batch.by_episode()
+    assert units.lengths.tolist() == [5, 1, 4] and units.tokens == batch.tokens
+    assert (units.episode.tolist(), units.role.tolist()) == ([7, 7, 8], [0, 1, 0])
+    assert units.reward.tolist() == [0.5, 0.5, 1.0]
+    assert torch.equal(units.flat(units.padded(batch.ids)), batch.ids)
+    assert same(batch_of([2, 3]).by_episode(), batch_of([2, 3])), "one sample an episode is the case of one"
+    assert cumulated([2, 3]).tolist() == [0, 2, 5]
+
+
+def test_a_sequences_tokens_are_in_the_order_of_time():
+    """The second sample begins with the prompt of turn 0, and the first has the turns 1 and 3: by turn, then by position."""
+    batch = batch_of([4, 5, 2])
+    batch.episode, batch.ids = torch.tensor([0, 0, 1]), torch.arange(11)
+    batch.turn = torch.tensor([1, 1, 3, 3, 0, 0, 0, 2, 2, 0, 0])
+    units = batch.by_episode()
+    assert units.padded(batch.ids, -1).tolist() == [[4, 5, 6, 0, 1, 7, 8, 2, 3], [9, 10, *[-1] * 7]]
+    assert torch.equal(units.flat(units.padded(batch.ids)), batch.ids)
+    batch.mask = torch.tensor([1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1], dtype=torch.bool)
+    assert batch.sequence_tokens().tolist() == [5] * 9 + [1] * 2

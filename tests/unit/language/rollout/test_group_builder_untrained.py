@@ -1,0 +1,62 @@
+"""Each token that the model has drawn is trained on, or counted with why it is not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from rlhpc.language.agents.episodes import Episode, Outcome
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.rollout import group_builder
+from rlhpc.language.rollout.pending_group import PendingGroup
+
+
+def episode(versions: list[int], *, reason: str = "stop", error: str = "", lost: int = 0) -> Episode:
+    """Of two samples, the second of which shares the first's beginning."""
+    samples = [
+        Episode(0, (1,), token_ids=[2] * len(versions), versions=versions, loss_mask=[True] * len(versions)),
+        Episode(0, (1,), token_ids=[2, 3], versions=[versions[0], 9], loss_mask=[False, True]),
+    ]
+    outcome = Outcome(error=error, metrics={"not_received": float(lost)})
+    return Episode(0, (1,), finish_reason=reason, outcome=outcome, branches=samples)
+
+
+def slot(*episodes: Episode) -> PendingGroup:
+    return PendingGroup(5, 3, 0, Prompt(0, ()), (1,), dict(enumerate(episodes)))
+
+
+def test_reasons_and_counts() -> None:
+    given = slot(episode([2, 3, 4]), episode([4], reason="length", lost=7), episode([4, 4], error="it broke"))
+    group_builder.drop_tokens(given, 3, cut=True, why="")
+    assert given.untrained == {"lost": 7, "old": 1, "cut": 2, "failed": 3}
+    assert given.episodes[0].samples[0].loss_mask == [False, True, True], "too old: masked"
+    assert group_builder.count_trainable_tokens(given.episodes.values()) == 3 + 2 + 3
+    assert group_builder.dropped_token_metrics(given) == {
+        "agent_failed": 1.0, "untrained/lost": 7.0, "untrained/old": 1.0, "untrained/cut": 2.0, "untrained/failed": 3.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("why", ["alone", "nonfinite"])
+def test_a_group_that_is_left_out_and_one_whose_place_another_took(why: str) -> None:
+    first = slot(episode([4, 4]), episode([4], error="it broke"))
+    second = slot(episode([4, 4]), episode([4], error="it broke"))
+    second.untrained.update(group_builder.count_dropped_on_refill(first))
+    group_builder.drop_tokens(second, 0, cut=False, why=why)
+    assert second.untrained == Counter({"refilled": 5, why: 3, "failed": 2, "lost": 0})
+    assert set(second.untrained) <= set(group_builder.REASONS)
+
+
+def test_what_is_wholly_too_old_is_in_no_baseline_and_of_several_roles_only_those_that_are() -> None:
+    silent = Episode(0, (1,))  # says nothing, and so nothing old
+    group = slot(episode([2, 2]), episode([2, 4]), episode([4], error="it broke"), silent)
+    assert [group_builder.trained_members(group, oldest) for oldest in (3, 9, 10)] == [[0, 1, 3], [0, 1, 3], [3]]
+    group.episodes[0].branches.pop()  # with the other sample's token of version 9
+    assert group_builder.trained_members(group, 3) == [1, 3], "too few would be left: another prompt takes the place"
+    # Two roles: the second's only token is of version 9.
+    for oldest, roles in ((3, [0, 1]), (5, [1]), (10, [0, 1])):
+        given = slot(episode([2, 4]))
+        given.episodes[0].samples[1].role = 1
+        group_builder.drop_tokens(given, oldest, cut=False, why="")
+        assert [sample.role for sample in given.episodes[0].samples] == roles, "never none at all"
+        assert given.untrained["old"] == sum(version < oldest for version in (2, 4, 9))

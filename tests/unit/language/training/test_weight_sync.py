@@ -1,0 +1,139 @@
+"""How far what an engine says of a text may be from what its trainer says."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhpc.language.engines.base import Completion
+from rlhpc.language.models.logprobs import token_scores
+from rlhpc.language.training.weight_sync import Probe, Prober, check_probe, draw, long_text, probe_text
+from rlhpc.weights.verification import WeightsDiffer
+from tests.extras import need_extra
+
+need_extra("llm")
+import transformers
+
+
+class Engine:
+    """Is off by so much, a token."""
+
+    def __init__(self, off: float) -> None:
+        self.off = off
+
+    def score(self, token_ids):
+        return [-1.0 - self.off] * (len(token_ids) - 1)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "device", "tolerance", "most"),
+    [
+        ({"float32"}, "cpu", None, 0.001),
+        ({"float32"}, "cuda", None, 0.02),
+        ({"float32", "bfloat16"}, "cpu", None, 0.25),
+        ({"bfloat16"}, "cuda", None, 0.25),
+        ({"float32"}, "cuda", 0.005, 0.005),
+    ],
+)
+def test_rounding_is_no_difference(dtypes, device, tolerance, most) -> None:
+    probe = Probe((3, 1, 2), (-1.0, -1.0), "float32")
+    for off in (0.99 * most, -0.99 * most):
+        assert check_probe(Engine(off), probe, 3, tolerance, dtypes, "actor-0", device) == pytest.approx(abs(off))
+    for off in (1.01 * most, float("nan")):
+        with pytest.raises(WeightsDiffer, match=rf"version 3 .*actor-0.*rounding explains {most:g}"):
+            check_probe(Engine(off), probe, 3, tolerance, dtypes, "actor-0", device)
+
+
+class Scoring:
+    """Scores as a trainer does, and as an engine whose kernels round otherwise: in float32."""
+
+    def __init__(self, std: float, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, initializer_range=std,
+        )  # fmt: skip
+        self.model: Any = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+        self.backend = SimpleNamespace(module=self.model, dtype=dtype)
+
+    def forward(self, batch: Any, *, temperature: float) -> Any:
+        with torch.no_grad():
+            return token_scores(self.model, batch, temperature)
+
+    def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        ids, exact = torch.tensor([token_ids]), copy.deepcopy(self.model).float()
+        with torch.no_grad():
+            said = exact(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+        return said.squeeze(1).tolist()
+
+    def step(self, size: float) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += size * parameter.std().nan_to_num() * torch.randn_like(parameter)
+
+
+@pytest.mark.parametrize("std", [0.02, 0.15, 0.5])
+def test_what_rounding_explains_is_found_out_for_each_model(std: float) -> None:
+    """Sound updates pass, and an engine that has kept old weights is noticed, whatever size the log-probs' rounding has."""
+    trainer = Scoring(std, torch.bfloat16)
+    prober = Prober(trainer, probe_text(64, 20), 0, torch.bfloat16)
+    gaps, stale = [], copy.deepcopy(trainer)
+    for version in range(60):
+        gaps.append(check_probe(trainer, prober.ask(), version, None, {"bfloat16"}, "actor-0"))
+        trainer.step(10.0 ** (version % 3 - 3))
+    probe = prober.ask()
+    assert 0 < max(gaps) < 6 * probe.rounding and probe.rounding < 20 * max(gaps)
+    with pytest.raises(WeightsDiffer, match="rounding explains"):
+        check_probe(stale, probe, 60, None, {"bfloat16"}, "actor-0")
+
+
+def test_in_single_precision_nothing_is_rounded_otherwise() -> None:
+    trainer = Scoring(0.15, torch.float32)
+    text = probe_text(64, 20)
+    alone = Prober(trainer, text, 0, torch.float32).ask()
+    # A trainer in single precision, and an engine that is not.
+    beside = Prober(trainer, text, 0, torch.bfloat16)
+    found = [beside.ask() for _ in range(3)]
+    assert alone.rounding == 0.0 < found[0].rounding == found[2].rounding
+    assert all(probe.logprobs == alone.logprobs for probe in found), "what is rounded otherwise is no longer"
+    half = copy.deepcopy(trainer)
+    half.model.bfloat16()
+    check_probe(half, found[2], 1, None, {"float32", "bfloat16"}, "actor-0")
+
+
+class Drawing:
+    """Takes requests that fit into a context, and draws as many tokens as there is room for."""
+
+    def __init__(self, context: int) -> None:
+        self.context, self.lengths = context, list[int]()
+
+    def generate(self, requests):
+        completions = []
+        for request in requests:
+            room = self.context - len(request.prompt_ids)
+            assert len(request.prompt_ids) > 0 < room, (len(request.prompt_ids), self.context)
+            count = min(room, request.sampling.max_new_tokens)
+            self.lengths.append(len(request.prompt_ids) + count)
+            completions.append(Completion(request.id, [1] * count, [-1.0] * count, [0] * count))
+        return completions
+
+
+@given(
+    prompt=st.integers(1, 5000), response=st.integers(1, 5000), context=st.integers(3, 9000),
+    window=st.sampled_from([0, 24, 512, 4096]), chunk=st.sampled_from([0, 64, 2048]),
+)  # fmt: skip
+def test_what_is_drawn_fits_and_is_longer_than_a_window_where_the_runs_own_sequences_may_be(
+    prompt: int, response: int, context: int, window: int, chunk: int
+) -> None:
+    longest, engine = min(prompt + response, context - 1), Drawing(context)
+    length = long_text(prompt + response, window, chunk, context)
+    draws = draw(engine, 50, prompt, response, length, 0, 0)  # type: ignore[arg-type]
+    assert all(1 <= len(one.drawn) <= response and len(one.token_ids) <= longest for one in draws)
+    if longest > max(window, chunk) + 64 and prompt > max(window, chunk) + 64:
+        assert max(engine.lengths) > max(window, chunk)

@@ -1,0 +1,95 @@
+"""The trainer's rank with what rollout ranks may hand over, on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.extras import need_extra
+
+need_extra("llm")
+
+from rlhpc.algorithms.nonfinite import Skips
+from rlhpc.config.typed import typed, untouched
+from rlhpc.language.config.models import FrozenModelConfig
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.builtin import resolve_model
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.prompt_dispatch import PromptMap
+from rlhpc.language.workers.grpo_actor import GrpoActor
+
+TINY = {"hidden": 16, "layers": 1, "heads": 1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHPC_MODELS", str(tmp_path_factory.mktemp("models")))
+        return str(resolve_model(FrozenModelConfig(model_path="builtin:tiny", kwargs=TINY)))
+
+
+def actor(model: str, **algorithm: Any) -> GrpoActor:
+    """Of two prompts with two answers each; an optimizer step has two."""
+    given = {
+        "algorithm": {"group_size": 2, **algorithm}, "data": {"prompts_per_step": 2},
+        "actor": {"global_batch_size": 2, "model": {"model_path": model}}, "teacher": {"model": {"model_path": model}},
+    }  # fmt: skip
+    made = GrpoActor(typed(GrpoConfig, OmegaConf.merge(untouched(GrpoConfig), given)))
+    made.init_worker(1, PromptMap(2, 2, 1, 1))
+    return made
+
+
+def test_groups_without_samples_have_all_columns_and_train_nothing(model: str) -> None:
+    """A part of a step's groups has none at all, and so has a minibatch: one of two, for one sample."""
+    trainer = actor(
+        model,
+        update_epochs=1,
+        name="distillation",
+        distillation={"mode": "topk", "topk": 3},
+        recompute_logprobs=True,
+        kl_coef=0.1,
+    )
+    known = {
+        "rollout_logprobs": [torch.tensor([0.0, 0.0, -1.0, -2.0])],
+        "versions": [torch.tensor([-1.0, -1.0, 0.0, 0.0])],
+    }
+    some = TokenBatch.of([[5, 6, 7, 8]], [[False, False, True, True]], known)
+    some.episode, some.group = torch.tensor([3]), torch.tensor([1])
+    none = some.select(torch.zeros(0, dtype=torch.long))
+    assert not len(none) and not none.tokens
+    for part in (none, some):
+        trainer._score(part)
+    shapes = {name: tuple(values.shape) for name, values in TokenBatch.joined([none, some]).columns.items()}
+    assert shapes == {
+        "rollout_logprobs": (4,), "versions": (4,), "old_logprobs": (4,), "ref_logprobs": (4,),
+        "teacher_top_logprobs": (4, 4, 2),
+    }  # fmt: skip
+    trainer._parts, trainer._received, trainer._returns = [none, some], 1, None
+    found = trainer.update(1)
+    assert (found["updates"], found["empty_minibatches"], found["tokens"]) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_a_minibatch_without_a_trained_token_takes_no_step(model: str, on_nonfinite: str) -> None:
+    """Nor is it in a mean: momentum and weight decay move nothing, whatever follows numbers that are not finite."""
+    trainer = actor(model, update_epochs=2, adv_type="raw")
+    trainer.skips = Skips(on_nonfinite == "skip")
+    columns = {"rollout_logprobs": [torch.tensor([0.0, -1.0, -2.0])], "versions": [torch.tensor([-1.0, 0.0, 0.0])]}
+    some = TokenBatch.of([[5, 6, 7]], [[False, True, True]], columns)
+    some.reward = torch.ones(1)
+
+    def update(step: int, *parts: TokenBatch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        trainer._parts, trainer._received, trainer._returns = list(parts), step, None
+        metrics = trainer.update(step)
+        return metrics, {name: tensor.clone() for name, tensor in trainer.backend.held_tensors()}
+
+    metrics, before = update(1, some)
+    assert (metrics["updates"], metrics["empty_minibatches"]) == (2, 2), "the momentum is not 0"
+    assert metrics["entropy"] == pytest.approx(3.8, abs=0.3), "of a model of 45 tokens that has learned nothing"
+    none = some.select(torch.zeros(0, dtype=torch.long))
+    metrics, after = update(2, none)
+    assert (metrics["updates"], metrics["empty_minibatches"], metrics["tokens"]) == (0, 4, 0)
+    assert "loss" not in metrics and all(torch.equal(before[name], after[name]) for name in before)

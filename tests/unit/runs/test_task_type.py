@@ -1,0 +1,91 @@
+"""A kind of run has its own keys; one of another kind is refused, and the message says whose it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhpc import load_config
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.runs.task_type import all_kinds, find_kind, kind_of, kind_of_run
+from rlhpc.runtime.errors import ConfigError
+from tests.extras import need_extra
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+EMBODIED, LANGUAGE = CONFIGS / "quickstart.yaml", CONFIGS / "reasoning" / "gsm8k.yaml"
+FOREIGN = {
+    EMBODIED: [
+        "actor.optim.lr_scheduler=cosine", "actor.optim.lr_warmup_steps=5", "algorithm.kl_coef=0.1", "algorithm.kl_type=k1",
+        "algorithm.group_size=4", "algorithm.loss_agg=token-mean", "algorithm.recompute_logprobs=true",
+        "algorithm.filter_groups=true", "algorithm.overlong_buffer=3", "algorithm.tau=0.1", "algorithm.bc_loss=mse",
+        "rollout.temperature=0.5", "rollout.max_new_tokens=3", "rollout.rollout_backend=vllm", "rollout.agent=tool",
+        "actor.max_tokens_per_micro_batch=5", "actor.optim.value_lr=0.1",
+        "data.prompts_per_step=3", "reward.timeout_s=1", "demos.path=x.h5", "workflow.sft=x.yaml",
+    ],
+    LANGUAGE: [
+        "runner.stop_return=1", "runner.init_from=x", "algorithm.target_kl=0.1",
+        "algorithm.logprob_type=nonsense", "algorithm.reward_type=chunk_level",
+        "algorithm.rollout_steps=5", "actor.micro_batch_size=3",
+        "rollout.pipeline_stage_num=2", "actor.model.model_type=nonsense", "actor.model.hidden_sizes=[3]",
+        "env.train.num_envs=3", "demos.limit=1", "workflow.record_episodes=3",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "word"), [(config, word) for config, words in FOREIGN.items() for word in words])
+def test_a_key_of_another_kind_is_refused(config: Path, word: str) -> None:
+    key, own = word.partition("=")[0], "embodied" if config is EMBODIED else "reasoning"
+    with pytest.raises(ConfigError) as refused:
+        load_config(config, [word], training=False)
+    said = str(refused.value)
+    owners = [kind.name for kind in all_kinds() if key in kind.schema]
+    assert owners and own not in owners
+    assert said.startswith(f"override {word!r}: ") and f"that this one ({own}) is not: " in said
+    assert said.split("is not: ")[1].split(";")[0].split(", ")[0] in owners
+
+
+def test_an_unknown_key_is_not_somebody_elses() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key algorithm.klcoef; did you mean algorithm.\w+\?"):
+        load_config(LANGUAGE, ["algorithm.klcoef=1"])
+
+
+@pytest.mark.parametrize("kind", all_kinds(), ids=lambda kind: kind.name)
+def test_all_that_a_kind_names_is_there(kind) -> None:  # type: ignore[no-untyped-def]
+    """Workers, runner and what is imported beforehand; choices and ranges are of its keys, or its family's."""
+    import importlib
+
+    if kind.runner.startswith("rlhpc.language."):
+        need_extra("llm")
+    for name in (*kind.roles.values(), kind.runner):
+        module, _, attribute = name.partition(":")
+        assert callable(getattr(importlib.import_module(module), attribute))
+    for name in kind.preload:
+        importlib.import_module(name)
+    everywhere = {key for other in all_kinds() for key in other.schema.keys}
+    assert set(kind.choices) <= everywhere
+    assert find_kind(kind.name.upper()) is kind
+
+
+def test_kinds_are_found(tmp_path: Path) -> None:
+    assert kind_of(load_config(EMBODIED, training=False)).name == "embodied"
+    assert kind_of_run(RunPaths(tmp_path)).name == "embodied"  # nothing there
+    (tmp_path / "config.yaml").write_text("runner: {task_type: sft}\n")
+    assert kind_of_run(RunPaths(tmp_path)).name == "sft"
+    (tmp_path / "config.yaml").write_text("runner: {task_type: 'os:environ'}\n")
+    assert kind_of_run(RunPaths(tmp_path)).name == "embodied"  # nothing is imported
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("embodyd", r"did you mean 'embodied'\? allowed: embodied, off_policy, bc, reasoning, sft"),
+        ("no_such_module:KIND", "which cannot be imported"),
+        ("os:environ", "which is a _Environ and no Kind"),
+        ("3", "runner.task_type is .3.; allowed: embodied"),
+        ("[3]", "it must be the name of a kind of run"),
+    ],
+)
+def test_what_is_no_kind_is_refused(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(EMBODIED, [f"runner.task_type={word}"])

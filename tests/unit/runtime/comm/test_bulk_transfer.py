@@ -1,0 +1,308 @@
+"""Data between hosts: whole, only for those who know the secret, and an error that names who died."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import zmq
+
+from rlhpc.runtime.comm import bulk_transfer as bulk
+from rlhpc.runtime.comm.bulk_transfer import MAGIC, MOST_TRANSFERS, BulkClient
+from rlhpc.runtime.comm.payload import Origin, Packed, Share, once_for_all, unpack
+from rlhpc.runtime.comm.remote_fetch import Landing
+from rlhpc.runtime.comm.shared_memory import HEADER, Mappings, SegmentPool, bytes_in_use
+from rlhpc.runtime.comm.zero_copy import LEND_LIMIT
+from rlhpc.runtime.comm.zmq_sockets import Peers
+from rlhpc.runtime.errors import ChannelError, RlhpcError
+from rlhpc.runtime.registry import CurveKeys
+from rlhpc.runtime.scratch import Scratch
+from tests.serving import Serving
+
+SIZE = 3_000_017
+
+
+def nothing() -> None: ...
+
+
+@pytest.fixture
+def keys() -> CurveKeys:
+    return CurveKeys.fresh()
+
+
+@pytest.fixture
+def owner(scratch: Scratch, keys: CurveKeys) -> Iterator[Serving]:
+    made = Serving(scratch, keys, "owner-3")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def peers(keys: CurveKeys) -> Iterator[Peers]:
+    made = Peers(zmq.Context.instance(), keys, nothing)
+    yield made
+    made.close()
+
+
+def random_bytes(size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+@pytest.mark.parametrize("lend", [False, True])
+def test_what_arrives_is_what_was_packed(owner: Serving, scratch: Scratch, peers: Peers, lend: bool) -> None:
+    item = {
+        "a": random_bytes(SIZE),
+        "empty": np.empty(0),
+        "b": np.arange(777, dtype=np.float64),
+        "c": random_bytes(1, 2),
+    }
+    packed = Packed(item, owner.pool, Origin("there", "", owner.server.endpoint), loans=owner.loans if lend else None)
+    landing = Landing(1 << 30)
+
+    def fetch(origin: Origin, path: str, size: int, reader: int, share: object) -> memoryview:
+        memory = landing.take(HEADER + size)
+        peers.fetch(origin.bulk, path, HEADER, memory[HEADER:])
+        peers.release(origin.bulk, path, reader)
+        return memory
+
+    got = unpack(packed.frames(), "here", Mappings(), fetch)
+    packed.settle(True, nothing)
+    for number in range(3):  # what comes next does not land where somebody still looks
+        landing.take(SIZE + number)[:] = bytes(SIZE + number)
+    assert all(np.array_equal(got[name], item[name]) and got[name].dtype == item[name].dtype for name in item)
+
+
+def test_memory_is_used_again_when_nobody_looks_into_it() -> None:
+    landing = Landing(2 * SIZE)
+    first = np.frombuffer(landing.take(SIZE), np.uint8)[5:]
+    place = first.__array_interface__["data"][0]
+    second = np.frombuffer(landing.take(SIZE), np.uint8)
+    assert abs(second.__array_interface__["data"][0] - place) >= SIZE
+    del first
+    assert np.frombuffer(landing.take(SIZE), np.uint8).__array_interface__["data"][0] == place - 5
+    held = [landing.take(SIZE) for _ in range(8)]
+    held.clear()
+    assert landing._idle_bytes <= 2 * SIZE
+
+
+@pytest.mark.parametrize("start, count", [(HEADER, 100), (HEADER + 7, LEND_LIMIT + 64), (HEADER + LEND_LIMIT + 3, 60)])
+def test_any_part_of_a_loan_is_what_a_segment_would_hold(
+    owner: Serving, keys: CurveKeys, scratch: Scratch, start: int, count: int
+) -> None:
+    buffers = [random_bytes(LEND_LIMIT + 5).data, random_bytes(40, 1).data, random_bytes(3000, 2).data]
+    path, spans = SegmentPool(scratch).write(buffers)
+    loan = owner.loans.lend(buffers, 1)
+    client, target = BulkClient(owner.server.endpoint, keys, nothing), bytearray(count)
+    client.fetch(loan.name, start, memoryview(target))
+    with open(path, "rb") as file:
+        file.seek(start)
+        assert bytes(target) == file.read(count) and loan.spans == spans
+    client.close()
+
+
+def test_a_loan_that_nobody_waits_for_becomes_a_segment(owner: Serving, keys: CurveKeys, scratch: Scratch) -> None:
+    data = random_bytes(SIZE)
+    loan = owner.loans.lend([data.data], 1)
+    loan.settle(False, owner.pool, nothing)
+    expected, target = data.copy(), bytearray(SIZE)
+    data[:] = 0  # the caller goes on
+    client = BulkClient(owner.server.endpoint, keys, nothing)
+    client.fetch(loan.name, HEADER, memoryview(target))
+    assert np.array_equal(np.frombuffer(target, np.uint8), expected)
+    client.release(loan.name, 0)
+    assert wait_for(lambda: owner.loans.find(loan.name) is None and not bytes_in_use(scratch.shm))
+    with pytest.raises(ChannelError, match=r"owner-3 .* is gone"):
+        client.fetch(loan.name, HEADER, memoryview(target))
+    client.close()
+
+
+def test_a_loan_outlives_the_reader_that_dies(owner: Serving, keys: CurveKeys, scratch: Scratch) -> None:
+    """A consumer that is killed while it reads: the item is there for the next one, although the sender has gone on."""
+    data = random_bytes(64 << 20)
+    loan, expected = owner.loans.lend([data.data], 1), data.copy()
+    first = BulkClient(owner.server.endpoint, keys, nothing)
+    first._link.say(b"F" + bulk._RANGE.pack(HEADER, data.nbytes) + loan.name.encode())
+    assert first._link.hear(nothing) == b"+"
+    first.close()
+    loan.settle(True, owner.pool, nothing)
+    data[:] = 0
+    target = bytearray(data.nbytes)
+    BulkClient(owner.server.endpoint, keys, nothing).fetch(loan.name, HEADER, memoryview(target))
+    assert np.array_equal(np.frombuffer(target, np.uint8), expected)
+
+
+def wait_for(condition: Callable[[], bool]) -> bool:
+    pause = threading.Event()
+    return any(condition() or pause.wait(0.02) for _ in range(250))
+
+
+def test_more_transfers_than_are_served_at_a_time(owner: Serving, keys: CurveKeys) -> None:
+    data = [random_bytes(4 << 20, seed) for seed in range(3)]
+    paths = [owner.pool.write([each.data])[0] for each in data]
+
+    def fetch(number: int) -> bool:
+        client, target = BulkClient(owner.server.endpoint, keys, nothing), bytearray(4 << 20)
+        for _ in range(2):
+            client.fetch(paths[number % 3], HEADER, memoryview(target))
+        client.close()
+        return bytes(target) == data[number % 3].tobytes()
+
+    with ThreadPoolExecutor(3 * MOST_TRANSFERS) as pool:
+        assert all(pool.map(fetch, range(3 * MOST_TRANSFERS)))
+
+
+# -- who may ask, and for what ----------------------------------------------------------------------------------------
+
+
+def test_another_generations_key_is_refused_by_both_sides(owner: Serving, scratch: Scratch, keys: CurveKeys) -> None:
+    with pytest.raises(ChannelError, match=r"owner-3 at 127.0.0.1:\d+ did not prove to be of this run"):
+        BulkClient(owner.server.endpoint, CurveKeys.fresh(), nothing)
+    assert wait_for(lambda: owner.server.refused == 1)
+    stranger = Serving(scratch, CurveKeys.fresh(), "owner-3")
+    try:
+        with pytest.raises(ChannelError, match="did not prove"):
+            BulkClient(stranger.server.endpoint, keys, nothing)
+    finally:
+        stranger.close()
+
+
+def test_a_server_that_only_repeats_what_it_hears_is_refused(keys: CurveKeys) -> None:
+    """Without the secret: the client's own proof as the server's."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def impostor() -> None:
+            sock, _ = door.accept()
+            sock.sendall(MAGIC + secrets.token_bytes(32))
+            said = sock.recv(64, socket.MSG_WAITALL)
+            sock.sendall(said[32:] + b"\0\7owner-3")
+            sock.recv(1)
+            sock.close()
+
+        thread = threading.Thread(target=impostor)
+        thread.start()
+        with pytest.raises(ChannelError, match="does not know the generation's secret"):
+            BulkClient(f"owner-3@127.0.0.1:{door.getsockname()[1]}", keys, nothing)
+        thread.join()
+
+
+def test_a_forged_request_on_a_proven_connection_is_dropped(owner: Serving, keys: CurveKeys) -> None:
+    path, _ = owner.pool.write([random_bytes(SIZE).data])
+    client = BulkClient(owner.server.endpoint, keys, nothing)
+    body = b"F" + bulk._RANGE.pack(HEADER, 10) + path.encode()
+    client._link.sock.sendall(bulk.SIZE.pack(len(body)) + body + secrets.token_bytes(32))
+    with pytest.raises(ConnectionError):
+        client._link.hear(nothing)
+    client.close()
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "{shm}/../../etc/passwd", "{shm}/link", "{shm}/none", "loan:1-1", ""])
+def test_nothing_but_segments_is_served(owner: Serving, keys: CurveKeys, scratch: Scratch, path: str) -> None:
+    (scratch.shm / "link").symlink_to("/etc/passwd")
+    client, target = BulkClient(owner.server.endpoint, keys, nothing), bytearray(10)
+    with pytest.raises(ChannelError, match=r"owner-3 at .*(is gone|not a segment)"):
+        client.fetch(path.format(shm=scratch.shm), 0, memoryview(target))
+    real, _ = owner.pool.write([random_bytes(SIZE).data])
+    with pytest.raises(ChannelError, match="has no 10 bytes"):
+        client.fetch(real, 1 << 40, memoryview(target))
+    client.fetch(real, HEADER, memoryview(target))  # a refusal is not the end of the connection
+    assert bytes(target) == random_bytes(SIZE)[:10].tobytes()
+    client.close()
+
+
+def test_silent_strangers_keep_nobody_out(owner: Serving, keys: CurveKeys) -> None:
+    with contextlib.ExitStack() as stack:
+        address, _, port = owner.server.endpoint.rpartition("@")[2].rpartition(":")
+        for _ in range(200):
+            stack.enter_context(socket.create_connection((address, int(port))))
+        path, _ = owner.pool.write([random_bytes(SIZE).data])
+        target = bytearray(10)
+        BulkClient(owner.server.endpoint, keys, nothing).fetch(path, HEADER, memoryview(target))
+
+
+# -- deaths -----------------------------------------------------------------------------------------------------------
+
+
+def _dies_half_way(scratch: Scratch, keys: CurveKeys, told: socket.socket) -> None:
+    def send_half(sock: socket.socket, buffers: list[memoryview]) -> None:
+        sock.sendall(buffers[0][: len(buffers[0]) // 2])
+        os.kill(os.getpid(), 9)
+
+    bulk.send_all = send_half
+    owner = Serving(scratch, keys, "owner-3")
+    loan = owner.loans.lend([random_bytes(SIZE).data], 1)
+    told.sendall(f"{owner.server.endpoint} {loan.name}".encode())
+    owner._thread.join()
+
+
+def test_the_death_of_an_owner_is_an_error_that_names_it(scratch: Scratch, keys: CurveKeys, peers: Peers) -> None:
+    ours, theirs = socket.socketpair()
+    process = multiprocessing.get_context("fork").Process(target=_dies_half_way, args=[scratch, keys, theirs])
+    process.start()
+    endpoint, name = ours.recv(1000).decode().split()
+    with pytest.raises(ChannelError, match=rf"owner-3 at 127.0.0.1:\d+ died .* receiving|received {SIZE} bytes"):
+        peers.fetch(endpoint, name, HEADER, memoryview(bytearray(SIZE)))
+    process.join()
+    with pytest.raises(ChannelError, match=r"cannot reach owner-3 at 127.0.0.1"):
+        peers.fetch(endpoint, name, HEADER, memoryview(bytearray(SIZE)))
+
+
+def test_a_failed_run_ends_a_transfer(owner: Serving, keys: CurveKeys) -> None:
+    """The owner hangs in the middle; what the driver says about the run is what the receiver raises."""
+    hold = threading.Event()
+
+    class Failed(RlhpcError): ...
+
+    def check() -> None:
+        raise Failed("rank 7 is dead")
+
+    def stuck(sock: socket.socket, buffers: list[memoryview]) -> None:
+        hold.wait(30)
+
+    original, bulk.send_all = bulk.send_all, stuck
+    try:
+        loan = owner.loans.lend([random_bytes(SIZE).data], 1)
+        client = BulkClient(owner.server.endpoint, keys, check)
+        with pytest.raises(Failed):
+            client.fetch(loan.name, HEADER, memoryview(bytearray(SIZE)))
+        assert not client.in_step
+        client.close()
+    finally:
+        bulk.send_all = original
+        hold.set()
+
+
+# -- once a host ------------------------------------------------------------------------------------------------------
+
+
+def test_one_of_a_host_fetches_for_all(scratch: Scratch) -> None:
+    fetched: list[int] = []
+
+    def take(number: int) -> str:
+        def fetch() -> str:
+            fetched.append(number)
+            return "/the/segment"
+
+        return once_for_all(scratch.shm, Share("m", number, 4), fetch, nothing)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(take, (3, 1, 0, 2))) == {"/the/segment"}
+    assert len(fetched) == 1 and not list(scratch.shm.iterdir())
+
+
+def _fetches_and_dies(scratch: Scratch) -> None:
+    once_for_all(scratch.shm, Share("m", 0, 2), lambda: os.kill(os.getpid(), 9) or "", nothing)
+
+
+def test_when_the_one_that_fetches_dies_the_next_does(scratch: Scratch) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_fetches_and_dies, args=[scratch])
+    process.start()
+    process.join()
+    assert once_for_all(scratch.shm, Share("m", 1, 2), lambda: "/the/segment", nothing) == "/the/segment"

@@ -1,0 +1,128 @@
+"""What a failure means for the ranks that still live: tables of cases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from rlhpc.runtime.errors import RlhpcError, StaleGeneration, StepFailed, WorkerFailed
+from rlhpc.runtime.failure_detection import FailurePolicy, by_group
+from rlhpc.runtime.worker_spec import WorkerSpec
+
+SPEC = WorkerSpec("", 0, 1, "n1", 0, 0, 1, (), "r", "t", b"", "o", "e")
+
+
+@dataclass
+class Rank:
+    spec: WorkerSpec
+    state: str
+
+
+def ranks(words: str) -> list[Rank]:
+    """`actor-0:ready env-1:ended …`"""
+    found = []
+    for word in words.split():
+        name, state = word.split(":")
+        group, rank = name.rsplit("-", 1)
+        found.append(Rank(replace(SPEC, group=group, rank=int(rank)), state))
+    return found
+
+
+def died(group: str, rank: int | None = 0) -> WorkerFailed:
+    return WorkerFailed("killed", group=group, rank=rank, exit_signal=9)
+
+
+RAISED = WorkerFailed("raised", group="env", rank=0, remote_traceback="Traceback …")
+ALIVE = "actor-0:ready rollout-0:ready env-0:ended env-1:ready"
+
+
+@pytest.mark.parametrize(
+    ("failure", "expendable", "independent", "living", "spared"),
+    [
+        (died("env"), "", "", ALIVE, ""),  # nobody may be lost
+        (died("actor"), "rollout env", "env", ALIVE, ""),  # nor the one that all depend on
+        (died("env"), "env rollout", "", ALIVE, "actor-0"),  # the expendable go down together
+        (died("env"), "env", "", ALIVE, "actor-0 rollout-0"),
+        (died("env"), "env rollout", "env", ALIVE, "actor-0 rollout-0 env-1"),  # its group goes on without it
+        (died("env", 1), "env rollout", "env", ALIVE, "actor-0"),  # it has not ended: it may still hold something
+        (StepFailed("no step", group="env"), "env", "env", ALIVE, "actor-0 rollout-0"),  # of no rank alone
+        (RAISED, "env", "env", ALIVE, ""),  # it would raise again
+        (StaleGeneration("old"), "env", "env", ALIVE, ""),
+    ],
+)
+def test_who_is_spared(failure: RlhpcError, expendable: str, independent: str, living: str, spared: str) -> None:
+    policy = FailurePolicy(frozenset(expendable.split()), frozenset(independent.split()))
+    all_ranks = ranks(living)
+    assert policy.spared(failure, all_ranks) == set(spared.split())
+    assert policy.doomed(failure, all_ranks) == {r.spec.name for r in all_ranks} - set(spared.split())
+
+
+@pytest.mark.parametrize(
+    ("settled", "possible"),
+    [
+        ("actor-0:ready env-0:ended", True),
+        ("actor-0:ready env-0:ended env-1:ready", True),
+        ("actor-0:ended env-0:ended", False),  # one that is not expendable
+        ("env-0:ended env-1:ended", False),  # nobody is left
+        ("actor-0:ready env-0:stopping", False),  # one that does not end
+        ("actor-0:starting env-0:ended", False),  # one that has not arrived
+        ("actor-0:ready env-0:ended env-1:starting", True),  # one that was to join, and perhaps never will
+    ],
+)
+def test_what_can_be_recovered_from(settled: str, possible: bool) -> None:
+    assert FailurePolicy(expendable=frozenset({"env"})).recoverable(ranks(settled)) is possible
+
+
+def test_the_first_failure_counts() -> None:
+    policy, first = FailurePolicy(), died("env")
+    assert policy.take(first) and not policy.take(died("actor"))
+    assert policy.first is first and policy.past is None
+    policy.put_behind()
+    assert policy.first is None and policy.past is first
+    policy.put_behind()
+    assert policy.past is first, "nothing has failed since"
+    assert policy.take(died("actor"))
+
+
+def test_ranks_by_group() -> None:
+    assert by_group(ranks("env-1:ended env-0:ended actor-0:ended")) == {"actor": [0], "env": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("failure", "least", "living", "departs"),
+    [
+        (died("env", 0), 1, "actor-0:ready env-0:ended env-1:ready", True),
+        (died("env", 0), 1, "actor-0:ready env-0:ready env-1:ready", True),  # it gave no sign of life
+        (died("env", 0), 1, "actor-0:ready env-0:ended env-1:starting", False),  # nobody could take over
+        (died("env", 0), 2, "actor-0:ready env-0:ended env-1:ready", False),
+        (died("actor", 0), 1, "actor-0:ended env-0:ready env-1:ready", False),  # of no elastic group
+        (RAISED, 1, "actor-0:ready env-0:ready env-1:ready", False),  # a mistake is one for all
+        (StepFailed("no step", group="env"), 1, "env-0:ready env-1:ready", False),  # all of them are lost
+        (StepFailed("no step", group="env", rank=1), 1, "env-0:ready env-1:ended", True),  # it cannot be started again
+        (StepFailed("no step", group="env", rank=1), 1, "env-0:ended env-1:ended", False),
+    ],
+)
+def test_whom_a_group_does_without(failure: RlhpcError, least: int, living: str, departs: bool) -> None:
+    assert FailurePolicy(elastic={"env": least}).departs(failure, ranks(living)) == departs
+
+
+@pytest.mark.parametrize(
+    ("least", "living", "departs"),
+    [
+        (2, "env-0:ready env-1:ended env-2:ready env-3:ready", True),
+        (2, "env-0:ready env-1:ended env-2:ready env-3:starting", False),  # no whole replica is left
+        (2, "env-0:ready env-1:ended", False),
+    ],
+)
+def test_a_replica_departs_whole(least: int, living: str, departs: bool) -> None:
+    policy = FailurePolicy(elastic={"env": least}, together={"env": 2})
+    assert policy.departs(died("env", 1), ranks(living)) == departs
+    assert [policy.replica_of("env", rank) for rank in (0, 1, 5)] == [range(2), range(2), range(4, 6)]
+    assert policy.replica_of("actor", 3) == range(3, 4)
+
+
+def test_nobody_departs_from_a_run_that_fails() -> None:
+    policy = FailurePolicy(elastic={"env": 1})
+    assert policy.take(died("actor"))
+    assert not policy.departs(died("env"), ranks("env-0:ended env-1:ready"))

@@ -1,0 +1,121 @@
+"""Boxes, and who sends which: against tensors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhpc.checkpoint.tensor_slice import Box, box_of, cut, uncovered, whole
+from rlhpc.runtime.errors import RlhpcError
+from rlhpc.weights.transfer_plan import Held, route
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    starts = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    return Box(starts, tuple(draw(st.integers(1, size - start)) for size, start in zip(shape, starts, strict=True)))
+
+
+@given(st.data())
+def test_what_others_do_not_cover_is_the_rest(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    wanted, held = data.draw(boxes(shape)), data.draw(st.lists(boxes(shape), max_size=4))
+    mine, covered = torch.zeros(shape, dtype=torch.int), torch.zeros(shape, dtype=torch.bool)
+    for box in held:
+        cut(covered, box).fill_(True)
+    for rest in uncovered(wanted, held):
+        cut(mine, rest).add_(1)
+    expected = torch.zeros(shape, dtype=torch.bool)
+    cut(expected, wanted).fill_(True)
+    assert torch.equal(mine.bool(), expected & ~covered) and int(mine.max()) <= 1
+
+
+@given(st.data())
+def test_a_view_of_a_tensor_is_the_box_that_it_shows(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    box = data.draw(boxes(shape))
+    view = cut(torch.empty(shape, device="meta"), box)
+    found = box_of(view.storage_offset(), view.shape, view.stride(), shape)
+    assert found is not None and found.sizes == box.sizes
+    moved = [a != b and size > 1 for a, b, size in zip(found.starts, box.starts, box.sizes, strict=True)]
+    assert not any(moved)
+    squeezed = view.squeeze()
+    assert box_of(squeezed.storage_offset(), squeezed.shape, squeezed.stride(), shape) == found
+
+
+def test_what_is_turned_or_joined_is_no_box() -> None:
+    full = torch.empty(6, 4, device="meta")
+    assert box_of(0, full.T.shape, full.T.stride(), (6, 4)) is None
+    assert box_of(0, (24,), (1,), (6, 4)) is None
+    assert box_of(0, (3, 4), (8, 1), (6, 4)) is None  # every other row
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_whoever_wants_gets_it_once_from_those_who_have_it(data: st.DataObject) -> None:
+    shapes = {
+        f"layers.{i}.weight": tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=2))) for i in range(3)
+    }
+    ranks = data.draw(st.integers(1, 4))
+    held = [
+        [Held(n, s, 4, part) for n, s in shapes.items() for part in _rows_of(s, rank, ranks, data.draw(st.booleans()))]
+        for rank in range(ranks)
+    ]
+    everything = {name: [whole(shape)] for name, shape in shapes.items()}
+    complete = all(
+        not uncovered(whole(s), [h.box for own in held for h in own if h.name == n]) for n, s in shapes.items()
+    )
+    wanted = {n: (data.draw(boxes(s)), data.draw(boxes(s))) for n, s in shapes.items()}
+    if not complete:
+        with pytest.raises(RlhpcError, match="no rank of the trainer has"):
+            route(held, everything)
+        return
+    found = route(held, wanted)
+    assert found == route(held, wanted) and sum(found.sent().values()) == sum(p.nbytes for p in found.pieces)
+    for name, shape in shapes.items():
+        got = torch.zeros(shape, dtype=torch.int)
+        for piece in found.pieces:
+            if piece.name == name:
+                cut(got, piece.box).add_(1)
+                assert any(h.box.meet(piece.box) == piece.box for h in held[piece.source] if h.name == name)
+        expected = torch.zeros(shape, dtype=torch.int)
+        for box in wanted[name]:
+            cut(expected, box).fill_(1)
+        assert torch.equal(got, expected)
+
+
+def _rows_of(shape: tuple[int, ...], rank: int, ranks: int, all_of_it: bool) -> list[Box]:
+    if all_of_it:
+        return [whole(shape)]
+    size = math.ceil(shape[0] / ranks)
+    start, stop = rank * size, min((rank + 1) * size, shape[0])
+    return [Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))] if stop > start else []
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_copies_share_what_there_is_to_send(ranks: int) -> None:
+    """A model of which one matrix is most: no rank sends more than a tenth above its share."""
+    shapes = {"embed": (50_000, 64), **{f"layers.{i}.w": (256, 256) for i in range(12)}, "norm": (64,)}
+    held = [[Held(name, shape, 2, whole(shape)) for name, shape in shapes.items()] for _ in range(ranks)]
+    sent = route(held, None).sent()
+    assert max(sent.values()) <= 1.1 * sum(sent.values()) / ranks
+
+
+def test_layers_go_out_in_the_order_in_which_they_are() -> None:
+    names = [f"model.layers.{i}.w" for i in (10, 2, 0, 1)]
+    found = route([[Held(name, (4, 4), 4, whole((4, 4))) for name in names]], None)
+    assert [key for key, _ in itertools.groupby(p.name for p in found.pieces)] == sorted(
+        names, key=lambda n: int(n.split(".")[2])
+    )
+
+
+def test_what_nobody_has_is_named() -> None:
+    with pytest.raises(RlhpcError, match="the engine wants lm_head, and no rank"):
+        route([[Held("embed", (4,), 4, whole((4,)))]], {"lm_head": (whole((4,)),)})
+    with pytest.raises(RlhpcError, match="ranks of the trainer have w of shape"):
+        route([[Held("w", (4,), 4, whole((4,)))], [Held("w", (5,), 4, whole((5,)))]], None)

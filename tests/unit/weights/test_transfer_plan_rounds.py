@@ -1,0 +1,64 @@
+"""Shards as they lie side by side on their way over a process group, and what shows that they are what was handed over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhpc.checkpoint.tensor_slice import Box, whole
+from rlhpc.weights.reshard_collective import opened, packed
+from rlhpc.weights.transfer_plan import Held, Load, loads, route
+from rlhpc.weights.verification import WeightsDiffer
+
+SHAPES = {"a": (6, 5), "b": (40, 3), "c": (), "d": (7,)}
+DTYPES = {"a": "float32", "b": "bfloat16", "c": "int64", "d": "float64"}
+WHOLE = {
+    name: torch.arange(1, 1 + whole(shape).numel).view(shape).to(getattr(torch, DTYPES[name]))
+    for name, shape in SHAPES.items()
+}
+
+
+def held(rank: int) -> list[Held]:
+    """Of two ranks, each has half the rows of a matrix, and all of the rest."""
+    found = []
+    for name, shape in SHAPES.items():
+        half = shape[0] // 2 if len(shape) == 2 else 0
+        box = Box((half * rank, 0), (half, shape[1])) if half else whole(shape)
+        found.append(Held(name, shape, WHOLE[name].itemsize, box, False, DTYPES[name]))
+    return found
+
+
+ROUTES = route([held(0), held(1)], None)
+CUT = loads(ROUTES.pieces, 100)
+
+
+def values(piece: object) -> torch.Tensor:
+    name, box = piece[0], piece[1]  # type: ignore[index]
+    return WHOLE[name][tuple(slice(*ends) for ends in zip(box.starts, box.ends, strict=True))]
+
+
+def sent(load: Load) -> torch.Tensor:
+    flat = torch.empty(load.size, dtype=torch.uint8)
+    for rank, (start, end) in load.spans.items():
+        flat[start:end] = packed(load, rank, values, 3, lambda size: torch.empty(size, dtype=torch.uint8))
+    return flat
+
+
+def test_what_is_opened_is_what_was_packed() -> None:
+    assert [piece for load in CUT for piece in load.pieces] == list(ROUTES.pieces)
+    assert len(CUT) > 2 and any(len(load.spans) == 2 for load in CUT)
+    for load in CUT:
+        assert len(load.pieces) == 1 or sum(piece.nbytes for piece in load.pieces) <= 100
+        for piece, tensor in opened(load, sent(load), ROUTES.dtypes, 3):
+            assert torch.equal(tensor, values(piece))
+
+
+def test_a_bit_that_differs_is_noticed() -> None:
+    load = CUT[0]
+    for piece, at in zip(load.pieces, load.at, strict=True):
+        flat = sent(load)
+        flat[at + piece.nbytes - 1] ^= 1
+        with pytest.raises(
+            WeightsDiffer, match=rf"version 3: {piece.name}@.* rank {piece.source} of the trainer handed over"
+        ):
+            [*opened(load, flat, ROUTES.dtypes, 3)]
