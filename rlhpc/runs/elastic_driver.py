@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rlhpc.jobs.elastic.helper_plan import HelperPlacement, helper_plans
-from rlhpc.jobs.elastic.records import Attendance
+from rlhpc.jobs.elastic.helper_job import submit
+from rlhpc.jobs.elastic.helper_plan import (
+    ClusterState,
+    Decision,
+    HelperPlacement,
+    HelperPlan,
+    LiveHelperJob,
+    Rule,
+    helper_plans,
+)
+from rlhpc.jobs.elastic.records import Attendance, HelperJobRecord, HelperRecord, end_helpers, helpers_name
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import JobState, SlurmProbe
+from rlhpc.jobs.segment import read_json_file
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS, StopRequest
+from rlhpc.jobs.slurm import QueuedJob, jobs_named, scancel, starts_in
 from rlhpc.metrics import update_provenance
 from rlhpc.runs.run_folder import note
 from rlhpc.runtime.allocation import in_slurm_job
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.network import address_for_partition
+from rlhpc.runtime.ownership import make_private
+from rlhpc.runtime.slurm import give_up
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.session import Session
-import logging
-import shutil
-import threading
-import time
-from collections.abc import Callable, Collection
-
-from rlhpc.jobs.elastic.helper_job import submit
-from rlhpc.jobs.elastic.helper_plan import ClusterState, Decision, HelperPlan, LiveHelperJob, Rule
-from rlhpc.jobs.elastic.records import HelperJobRecord, HelperRecord, end_helpers, helpers_name
-from rlhpc.jobs.probes import JobState, SlurmProbe
-from rlhpc.jobs.segment import read_json_file
-from rlhpc.jobs.slurm import QueuedJob, jobs_named, scancel, starts_in
-from rlhpc.runtime.ownership import make_private
-from rlhpc.runtime.slurm import give_up
 
 log = logging.getLogger(__name__)
 

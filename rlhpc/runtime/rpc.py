@@ -11,15 +11,19 @@ import collections
 import itertools
 import pickle
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.comm.call_transport import CallLines
+from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.errors import (
     DeadlineExceeded,
     NonFinite,
+    RlhpcError,
     StaleGeneration,
     StrangerConnected,
     UserError,
@@ -28,16 +32,8 @@ from rlhpc.runtime.errors import (
 from rlhpc.runtime.host import process_key
 
 if TYPE_CHECKING:
-    from rlhpc.runtime.context import Context
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from rlhpc.runtime.comm.zmq_sockets import choose
-from rlhpc.runtime.errors import RlhpcError
-
-if TYPE_CHECKING:
     from rlhpc.runtime.comm.service import Service
+    from rlhpc.runtime.context import Context
 
 
 #: Seconds for all ranks together to say where they are.

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
+import pickle
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.devices import VIRTUAL
+from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import is_count, read_json
 from rlhpc.runtime.imports import import_paths
 from rlhpc.runtime.text import shown
@@ -17,13 +23,6 @@ from rlhpc.runtime.text import shown
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import Placement
-import contextlib
-import pickle
-import struct
-import threading
-from collections.abc import Callable, Mapping, Sequence
-
-from rlhpc.runtime.errors import ConfigError
 
 #: Requests of the driver to a rank besides its methods: to end; to pause, and to continue.
 EXIT, IDLE, RESUME = "\0exit", "\0idle", "\0resume"

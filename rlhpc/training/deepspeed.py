@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rlhpc.checkpoint.async_writer import write_file
@@ -29,7 +30,6 @@ from rlhpc.training.offload import ParkingBackend, tensors_in, tensors_of
 
 if TYPE_CHECKING:
     from rlhpc.training.backend import ActorSection
-import torch.distributed as dist
 
 
 @torch.no_grad()

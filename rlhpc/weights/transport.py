@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
+import threading
 from collections.abc import Callable, Container, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,9 +30,6 @@ from rlhpc.weights.transport_select import AUTO, Bucket, Receiving, Sending
 
 if TYPE_CHECKING:
     from rlhpc.runtime.worker import Worker
-import queue
-import threading
-from typing import TypeVar
 
 T = TypeVar("T")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -14,8 +16,6 @@ from rlhpc.weights.version_digest import digest, digests
 if TYPE_CHECKING:
     from rlhpc.weights.base import NamedUpdates, Update
     from rlhpc.weights.version_digest import Receipt
-import contextlib
-import time
 
 
 class Cost:

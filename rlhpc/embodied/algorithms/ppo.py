@@ -8,9 +8,11 @@ and the metrics once after the last. In between, the ranks exchange only gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -27,10 +29,6 @@ from rlhpc.training.flat_parameters import Reduce
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import PpoAlgorithmConfig
-import time
-from collections.abc import Sequence
-from functools import partial
-from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 

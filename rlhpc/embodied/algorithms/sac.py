@@ -12,16 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhpc.embodied.algorithms.off_policy import OffPolicyUpdate, TransitionBatch
-from rlhpc.embodied.models.off_policy import SACPolicy
+from rlhpc.embodied.algorithms.off_policy import OffPolicyUpdate, TargetNetwork, TransitionBatch
+from rlhpc.embodied.models.off_policy import BatchRenorm, CrossQPolicy, SACPolicy
 from rlhpc.training.flat_parameters import AdamOptions, FlatAdam
-
-if TYPE_CHECKING:
-    from rlhpc.embodied.config import SacAlgorithmConfig, SacOptimConfig
-from typing import TYPE_CHECKING
-
-from rlhpc.embodied.algorithms.off_policy import TargetNetwork
-from rlhpc.embodied.models.off_policy import BatchRenorm, CrossQPolicy
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import SacAlgorithmConfig, SacOptimConfig

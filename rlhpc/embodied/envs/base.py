@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from rlhpc.embodied.envs.observations import Obs, boxes_of
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
-from collections.abc import Iterable
 
 #: Counts that an env rank with robots reports with each rollout: see `Timing.news`.
 _COUNTS = ("late", "dropped", "held", "refused", "stopped", "lost")

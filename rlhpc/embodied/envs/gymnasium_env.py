@@ -9,8 +9,10 @@ import contextlib
 import ctypes
 import difflib
 import os
+import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -33,9 +35,6 @@ from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
-import pickle
-from collections.abc import Iterator
-from types import FunctionType, ModuleType
 
 _STRIPPED = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
 #: Errors of numpy and dicts for an observation that does not fit its buffer.

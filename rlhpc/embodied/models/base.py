@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -19,8 +21,6 @@ from rlhpc.runtime.env_references import to_plain
 
 if TYPE_CHECKING:
     pass
-import math
-from dataclasses import dataclass
 
 
 def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.checkpoint.export_folder import read_object
+from rlhpc.checkpoint.state import load_tensors
 from rlhpc.embodied.envs.observations import space_from_json
-from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.embodied.models.base import Policy
+from rlhpc.jobs.paths import MODEL
+from rlhpc.runtime.errors import CheckpointError, ConfigError, RlhpcError
 from rlhpc.runtime.plugins import Registry, load_attribute
 from rlhpc.runtime.trust import Trust, without_variables
 
@@ -16,13 +21,6 @@ if TYPE_CHECKING:
 
     from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig, PolicyConfig
     from rlhpc.embodied.models.base import Policy
-from pathlib import Path
-
-from rlhpc.checkpoint.export_folder import read_object
-from rlhpc.checkpoint.state import load_tensors
-from rlhpc.embodied.models.base import Policy
-from rlhpc.jobs.paths import MODEL
-from rlhpc.runtime.errors import CheckpointError
 
 #: Classes `(cfg, observation_space, action_space) -> Policy`, by name.
 MODELS: Registry[Any] = Registry(

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from rlhpc.checkpoint.start import find_weights
+from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.envs.base import Step, VectorEnv, env_failed
 from rlhpc.embodied.envs.observations import Obs as EnvObs
 from rlhpc.embodied.envs.observations import as_arrays, space_to_json
+from rlhpc.embodied.models.base import Obs, Policy
+from rlhpc.embodied.models.cnn import encode_obs, encoder_of
+from rlhpc.embodied.models.mlp import flat_width, mlp
 from rlhpc.embodied.models.registry import load_policy
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError
@@ -19,15 +25,6 @@ from rlhpc.runtime.trust import Trust
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import PlayedEnvConfig
-from typing import NoReturn
-
-from torch import Tensor
-from torch.nn import functional as F
-
-from rlhpc.embodied.config import PolicyConfig
-from rlhpc.embodied.models.base import Obs, Policy
-from rlhpc.embodied.models.cnn import encode_obs, encoder_of
-from rlhpc.embodied.models.mlp import flat_width, mlp
 
 _ENCODER, _CHANNELS = "encoder", "channels"
 

@@ -11,10 +11,13 @@ import contextlib
 import dataclasses
 import logging
 import queue
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
 
 from rlhpc.language.agents.chat_content import content_of, looker_of, message_text
 from rlhpc.language.data.images import Looker, PromptImages, joined
@@ -22,17 +25,11 @@ from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.data.tokenizer import without_end
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.language.policy_text import valid_text
+from rlhpc.language.rewards.base import Sample
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
-import threading
-from collections.abc import Callable
-from typing import Generic, TypeVar
-
-import numpy as np
-
-from rlhpc.language.rewards.base import Sample
 
 E = TypeVar("E")
 

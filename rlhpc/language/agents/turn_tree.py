@@ -8,27 +8,23 @@ one of them. So each sampled token is in exactly one loss mask, or is dropped fo
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.data.images import PromptImages
-
-if TYPE_CHECKING:
-    import numpy as np
 import functools
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.agents.chat_content import behind_reply, content_of
-from rlhpc.language.data.images import Looker, digest_of, joined
+from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.data.images import Looker, PromptImages, digest_of, joined
 from rlhpc.language.hugging_face import REPLY, render_chat
 from rlhpc.language.policy_text import parse_arguments, valid_text
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.runtime.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rlhpc.language.config.data import DataSourceConfig
-import operator
-from typing import TYPE_CHECKING
-
 from rlhpc.language.data.prompts import Prompt
-
-if TYPE_CHECKING:
-    from rlhpc.language.config.data import DataSourceConfig
-import functools
-from typing import TYPE_CHECKING
+from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.language.config.data import DataSourceConfig

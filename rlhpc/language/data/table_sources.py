@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
-from collections.abc import Callable
+import zlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rlhpc.language.data.chat_messages import Message, is_plain, last_turn, read_messages, read_tools, written
 from rlhpc.language.data.images import check_images, names_of, read_images
 from rlhpc.language.data.procedural import belongs
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home, find_files
+from rlhpc.runtime.files import expand_home, find_files, read_json
+from rlhpc.runtime.plugins import required
+from rlhpc.runtime.text import first_line
 
 if TYPE_CHECKING:
     from rlhpc.language.config.data import DataSourceConfig
-import gzip
-import zlib
-from array import array
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import Protocol
-
-from rlhpc.runtime.files import read_json
-from rlhpc.runtime.plugins import required
-from rlhpc.runtime.text import first_line
 
 Row = dict[str, Any]
 

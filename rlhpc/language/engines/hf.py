@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,6 @@ from rlhpc.weights.delta import Elements, put
 
 if TYPE_CHECKING:
     from rlhpc.language.config.run import LanguageConfig
-import numpy as np
 
 
 def uniforms(request: Request, count: int) -> np.ndarray:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import glob
+import itertools
 import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,20 +18,12 @@ import torch
 from rlhpc.language.data.images import has_vision
 from rlhpc.language.engines.vllm_images import register_images
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.host import host_id
 from rlhpc.runtime.scratch import cache_folder
 from rlhpc.runtime.text import first_line
 
 if TYPE_CHECKING:
     from rlhpc.language.engines.common import EngineOptions
-    from rlhpc.language.engines.multi_rank import EngineLink
-import glob
-import itertools
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from rlhpc.runtime.host import host_id
-
-if TYPE_CHECKING:
     from rlhpc.language.engines.multi_rank import EngineLink
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,16 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.hugging_face import no_progress_bar
+from rlhpc.language.models.tiny import maker_parser, run_maker
 from rlhpc.runtime.errors import ConfigError, UserError
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.host import node_name, process_id
 
 if TYPE_CHECKING:
     from rlhpc.language.config.models import FrozenModelConfig
-import importlib.util
-import sys
-
-from rlhpc.language.models.tiny import maker_parser, run_maker
 
 PREFIX = "builtin:"
 MODELS = ("tiny", "tiny_vl", "smollm2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import shutil
 import sys
@@ -13,18 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rlhpc.checkpoint.state import save_tensors
 from rlhpc.language.data.images import has_vision
 from rlhpc.language.hugging_face import no_progress_bar, transformers, turn_end
 from rlhpc.language.models.vision import place_by_token_type
 from rlhpc.runtime.devices import computes_bfloat16
 from rlhpc.runtime.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rlhpc.language.config.models import PretrainedConfig
-import copy
-from typing import TYPE_CHECKING
-
-from rlhpc.checkpoint.state import save_tensors
 from rlhpc.runtime.scratch import temporary_folder
 from rlhpc.training.lora import ADAPTER
 

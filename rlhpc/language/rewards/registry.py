@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.data.prompts import Located
+from rlhpc.language.data.registry import WordedDataset, _require_answers
 from rlhpc.language.rewards.base import ChecksProblems, Comparing, Reward
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import Registry
 
 if TYPE_CHECKING:
     pass
-from rlhpc.language.data.registry import WordedDataset, _require_answers
 
 #: Classes whose objects are called with a `Sample`, and functions of one.
 REWARDS: Registry[Callable[..., Any]] = Registry(

@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc.config.constraints import Fail, check_choice, check_name
+from rlhpc.config.typed import mapping, plain, typed, untouched
+from rlhpc.language.config.scoring import JUDGE_RANGES, JudgeConfig
+from rlhpc.language.engines.registry import ENGINES
 from rlhpc.language.scoring.groups import (
     AGENT,
     BUILT_IN,
     CRITIC,
     ENGINE,
+    JUDGE,
     RESERVED_NAMES,
     TEACHER,
     distils,
     explained,
     group_models,
     group_roles,
+    key_of,
     needs_critic,
     placed,
     process_groups,
     raters,
     scoring_groups,
 )
-from rlhpc.language.scoring.registry import check_scorer, rates
+from rlhpc.language.scoring.registry import ScoringGroup, check_scorer, rates
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.language.config.models import PretrainedConfig
     from rlhpc.language.config.run import GrpoConfig
     from rlhpc.language.scoring.registry import ScoringGroup
-import math
-from typing import TYPE_CHECKING, Any
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from rlhpc.config.typed import mapping, plain, typed, untouched
-from rlhpc.language.config.scoring import JUDGE_RANGES, JudgeConfig
-from rlhpc.language.engines.registry import ENGINES
-from rlhpc.language.scoring.groups import JUDGE, key_of
-from rlhpc.language.scoring.registry import ScoringGroup
-
-if TYPE_CHECKING:
-    from rlhpc.language.config.run import GrpoConfig
 
 
 MODES = ("grade", "compare")

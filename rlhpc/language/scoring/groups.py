@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
-from rlhpc.config.typed import plain, select
+from omegaconf import OmegaConf
+
+from rlhpc.config.typed import plain, select, typed
 from rlhpc.language.config.models import FrozenModelConfig
+from rlhpc.language.config.run import LanguageConfig
+from rlhpc.language.config.scoring import JudgeConfig, TeacherConfig
 from rlhpc.language.scoring.registry import ScoringGroup
+from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.config.sections import RunConfig
     from rlhpc.language.config.run import GrpoConfig, LanguageConfig
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from omegaconf import OmegaConf
-
-from rlhpc.config.typed import typed
-from rlhpc.language.config.run import LanguageConfig
-from rlhpc.language.config.scoring import JudgeConfig, TeacherConfig
-from rlhpc.runtime.errors import ConfigError
 
 #: Groups with a configuration section each → the scorer that runs on their ranks.
 BUILT_IN: Mapping[str, str] = {"reference": "logprobs", "teacher": "logprobs", "reward": "classifier", "judge": "judge"}

@@ -3,42 +3,33 @@ probes."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING
-
-import torch
-
-from rlhpc.language.config.run import GrpoConfig
-from rlhpc.language.engines.common import adapters_apart
-from rlhpc.language.scoring.groups import REFERENCE
-from rlhpc.language.training.prompt_dispatch import VERSIONS, PromptMap
-from rlhpc.runtime.worker import Worker
-from rlhpc.training.backend import Named
-from rlhpc.weights import WeightSync, make_sync, sends_shards
-from rlhpc.weights.reshard import SendsShards
-
-if TYPE_CHECKING:
-    from rlhpc.language.training.trainer import ModelTrainer
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Container, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import nn
 
+from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines.base import Request, SamplingParams, ScoresTexts
+from rlhpc.language.engines.common import adapters_apart
 from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.scoring.groups import REFERENCE
+from rlhpc.language.training.prompt_dispatch import VERSIONS, PromptMap
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.worker import Worker
+from rlhpc.training.backend import Named
+from rlhpc.weights import WeightSync, make_sync, sends_shards
+from rlhpc.weights.reshard import SendsShards
 from rlhpc.weights.verification import COST, WeightsDiffer
 
 if TYPE_CHECKING:
     from rlhpc.language.engines.base import RolloutBackend
-    from rlhpc.language.training.trainer import TokenTrainer
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-
-from torch import nn
+    from rlhpc.language.training.trainer import ModelTrainer, TokenTrainer
 
 
 @contextmanager

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from typing import TYPE_CHECKING, Any
-
-from rlhpc.runtime.context import current
-from rlhpc.runtime.devices import collective_backends, torch_device
-from rlhpc.runtime.worker_spec import WorkerSpec
-
-if TYPE_CHECKING:
-    import torch
-import contextlib
 import time
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from rlhpc.runtime.comm.zmq_sockets import choose
-from rlhpc.runtime.context import Context
+from rlhpc.runtime.context import Context, current
+from rlhpc.runtime.devices import collective_backends, torch_device
 from rlhpc.runtime.errors import DeadlineExceeded
+from rlhpc.runtime.worker_spec import WorkerSpec
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Collectives:

@@ -6,11 +6,6 @@ initialized one.
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    import torch
 import itertools
 import logging
 import math
@@ -18,10 +13,11 @@ import mmap
 import os
 import pickle
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -42,6 +38,9 @@ from rlhpc.runtime.comm.shared_memory import (
 from rlhpc.runtime.errors import ChannelError
 from rlhpc.runtime.host import has_ended, process_id
 from rlhpc.runtime.scratch import Scratch
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DeviceEvent(Protocol):

@@ -11,11 +11,6 @@ if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster, Node
     from rlhpc.runtime.errors import RlhpcError
     from rlhpc.runtime.worker_spec import WorkerSpec
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rlhpc.runtime.cluster import Cluster, Node
-    from rlhpc.runtime.worker_spec import WorkerSpec
 
 
 @dataclass(eq=False)

@@ -23,8 +23,9 @@ from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.observations import boxes_of, space_from_json, space_to_json
 from rlhpc.embodied.envs.wrappers import BUILT_IN
 from rlhpc.embodied.evaluation.episodes import Watch, evaluate_policy
-from rlhpc.embodied.export import SCRIPT, policy_card, program_of, wrapper_files
+from rlhpc.embodied.export import policy_card
 from rlhpc.embodied.models import build_model
+from rlhpc.embodied.standalone_policy import SCRIPT, program_of, wrapper_files
 from tests.extras import need_extra
 
 INF = float("inf")
