@@ -14,7 +14,7 @@ from typing import Any
 
 import mermaidx
 from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from pymdownx.superfences import SuperFencesException
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,7 +102,8 @@ def on_files(files: Files, config: Any) -> Files:
             name = f"files/{found.relative_to(ROOT).as_posix()}"
             if name not in _brought:
                 _brought[name] = found
-                files.append(File.generated(config, name, abs_src_path=str(found)))
+                copy = File.generated(config, name, abs_src_path=str(found), inclusion=InclusionLevel.NOT_IN_NAV)
+                files.append(copy)
                 if found.suffix == ".md":
                     left.append(found)
     return files

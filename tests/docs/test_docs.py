@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 import rlhpc
 from rlhpc import reference
@@ -109,17 +110,45 @@ def test_links_resolve(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_every_page_is_reached_from_the_index():
-    seen, left = set(), [DOCS / "README.md"]
-    while left:
-        page = left.pop()
-        if page in seen or not page.is_file():
-            continue
-        seen.add(page)
-        found = re.findall(r"\]\(([^)#\s]+\.md)(?:#[^)]*)?\)", page.read_text())
-        left += [(page.parent / target).resolve() for target in found if "://" not in target]
-    missing = [name_of(page) for page in PAGES if page.is_relative_to(DOCS) and page not in seen]
-    assert not missing
+#: Sections of the site's navigation, in order.
+SECTIONS = [
+    "Start",
+    "Language models",
+    "Robots",
+    "Agents",
+    "On a cluster",
+    "Extend",
+    "Reference",
+    "Explanation",
+    "Decisions",
+]
+
+
+def navigation() -> dict[str, list[str]]:
+    """Returns the pages of each section of the site, in order."""
+    (nav,) = re.findall(r"^nav:\n(?:  .*\n)+", (ROOT / "mkdocs.yml").read_text(), re.M)
+    return {name: pages for section in yaml.safe_load(nav)["nav"] for name, pages in section.items()}
+
+
+def test_the_navigation_has_every_page_once():
+    nav = navigation()
+    assert list(nav) == SECTIONS
+    placed = [page for pages in nav.values() for page in pages]
+    assert sorted(placed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_the_index_has_the_sections_and_pages_of_the_navigation():
+    text = (DOCS / "README.md").read_text()
+    index = {
+        title: re.findall(r"^(?:- |)\[[^]]*\]\(([^)#]+\.md)\)", content, re.M)
+        for title, content in re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    }
+    nav = navigation()
+    nav["Start"].remove("README.md")
+    nav["Decisions"] = nav["Decisions"][:1]
+    assert index == nav
+    decisions = re.findall(r"\]\((\d+-[^)]+\.md)\)", (DOCS / "decisions/README.md").read_text())
+    assert ["README.md", *decisions] == [Path(page).name for page in navigation()["Decisions"]]
     assert "docs/README.md" in (ROOT / "README.md").read_text()
 
 

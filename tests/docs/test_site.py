@@ -24,7 +24,9 @@ def site_of(folder: Path, text: str) -> Path:
     (folder / "docs").mkdir()
     (folder / "docs" / "index.md").write_text(text)
     options = {"docs_dir": str(folder / "docs"), "site_dir": str(folder / "site")}
-    build(load_config(str(ROOT / "mkdocs.yml"), **options))
+    config = load_config(str(ROOT / "mkdocs.yml"), **options)
+    config.nav = None
+    build(config)
     return folder / "site" / "index.html"
 
 
