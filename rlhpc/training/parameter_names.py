@@ -7,7 +7,6 @@ is converted, gathered or copied: transformers' own conversion would gather all 
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.torch_adapter import class_before_fsdp
 
 #: Prefix that peft gives the names of a wrapped module.
 _PREFIX = "base_model.model."
@@ -81,22 +81,6 @@ def checkpoint_parts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -
     return views
 
 
-@contextlib.contextmanager
-def _of_its_own_class(model: Any) -> Iterator[None]:
-    """Restores a model's original class for the block. FSDP2 changes the class of a wrapped module, and transformers looks up
-    some
-    conversions by the class's name.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    wrapped = type(model)
-    model.__class__ = next(one for one in wrapped.__mro__ if not issubclass(one, FSDPModule))
-    try:
-        yield
-    finally:
-        model.__class__ = wrapped
-
-
 class _Reverse:
     """transformers' checkpoint conversions of a model, in reverse."""
 
@@ -105,7 +89,7 @@ class _Reverse:
         from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
 
         self._rename: Any = rename_source_key
-        with _of_its_own_class(model):
+        with class_before_fsdp(model):
             every = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [conversion for conversion in every if not isinstance(conversion, PrefixChange)]
         backwards: list[tuple[Any, Any]] = [(one, one.reverse_transform()) for one in reversed(conversions)]

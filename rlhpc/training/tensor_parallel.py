@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.torch_adapter import replace_forward
 from rlhpc.training.lora import ADAPTER, adapted_layers
 from rlhpc.training.parameter_names import plain
 
@@ -228,7 +229,7 @@ def summed_gradient() -> Any:
                 finally:
                     module._parameters.update(held)
 
-            module.forward = forward
+            replace_forward(module, forward)
             return module
 
     return SummedGradient()

@@ -25,6 +25,9 @@ from mani_skill.utils.structs.articulation_joint import ArticulationJoint
 from mani_skill.utils.structs.base import PhysxRigidBodyComponentStruct
 from sapien import physx
 
+#: Versions whose sources were read for what is replaced below, behind `BatchedScene`.
+VERIFIED = {"mani_skill": "3.0"}
+
 
 class _PhysxBuffer:
     """Tensor behind the accessor that PhysX's GPU buffers have."""

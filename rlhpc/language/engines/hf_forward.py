@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rlhpc.language.engines.batch_invariance import Decoding, KeyValues, can_join, decoding_cache, join, present, tiles
 from rlhpc.language.models.vision import sub_attention
+from rlhpc.runtime.torch_adapter import replace_forward
 
 if TYPE_CHECKING:
     from rlhpc.language.data.images import PromptImages
@@ -74,7 +75,7 @@ class Forward:
         if self.batched and self._cpu:
             for module in model.modules():
                 if type(module) is nn.Linear:
-                    module.forward = self._of_rows(module.forward, module.out_features)  # type: ignore[method-assign]
+                    replace_forward(module, self._of_rows(module.forward, module.out_features))
         if self.batched:
             with torch.inference_mode():
                 expected = self._says(attention)
@@ -268,7 +269,7 @@ def _leave_undivided(model: nn.Module) -> None:
     kinds: Any = tuple({each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values()})
     for module in model.modules():
         if isinstance(module, kinds):
-            module.forward = _by_rows(module.forward)
+            replace_forward(module, _by_rows(module.forward))
 
 
 def _by_rows(function: Any) -> Any:

@@ -15,6 +15,7 @@ from rlhpc.checkpoint.tensor_slice import Box
 from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer
 from rlhpc.language.engines.base import Completion, Request
 from rlhpc.language.engines.common import EngineBase, EngineOptions, UpdateFailed, fitting_update
+from rlhpc.language.engines.vllm_adapter import set_adapter
 from rlhpc.language.engines.vllm_images import image_prompt
 from rlhpc.language.engines.vllm_launch import VLLMProcess
 from rlhpc.language.engines.vllm_logprobs import log_before_filters
@@ -134,54 +135,6 @@ class Adapters:
 
 def _pair(name: str) -> str:
     return name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
-
-
-def _unchanged(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Returns logits unchanged, in place of vLLM's addition of an adapter to the output layer.
-
-    vLLM adds one whether or not there is any, and assumes that the rows are the tokens sampled in this step: the log-probs of
-    a prompt have other rows. With concurrent requests that is an error on CPUs, and elsewhere another request's adapter.
-    """
-    del args, kwargs
-    return logits
-
-
-def take_adapters(worker: Any, tensors: dict[str, torch.Tensor], config: dict[str, Any], policy: int) -> int:
-    """Replaces the adapters of a policy, on vLLM's worker.
-
-    Args:
-        worker: The worker.
-        tensors: By the names of peft's files.
-        config: From `Adapters.config`.
-        policy: Index of the policy.
-
-    Returns:
-        Number of layers with an adapter.
-    """
-    from vllm.lora.peft_helper import PEFTHelper
-
-    manager = worker.model_runner.lora_manager
-    inner, helper = manager._adapter_manager, PEFTHelper.from_dict(config)
-    number = policy + 1
-    helper.validate_legal(manager.lora_config)
-    mapper = getattr(inner.model, "hf_to_vllm_mapper", None)
-    adapter = manager._lora_model_cls.from_lora_tensors(
-        number,
-        tensors,
-        helper,
-        device="cpu",
-        dtype=manager.lora_config.lora_dtype,
-        model_vocab_size=manager.vocab_size,
-        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
-    )
-    layers = len(adapter.loras)
-    if "lm_head" not in config["target_modules"]:
-        for wrapper in inner.punica_wrapper_mapping.values():
-            wrapper.add_lora_logits = _unchanged
-    inner.remove_adapter(number)
-    inner.add_adapter(adapter)
-    inner.activate_adapter(number)
-    return layers
 
 
 #: Name of the request for a text's log-probs.
@@ -421,8 +374,8 @@ class VLLMRollout(VLLMProcess, EngineBase):
         self._begin_load(version)
         if self._adapters is not None:
             for policy, tensors in enumerate(self._adapters.by_policy(self._adapters.fitting(named_tensors))):
-                arguments = (tensors, self._adapters.config(tensors), policy)
-                if not self._engine.collective_rpc(take_adapters, args=arguments)[0]:
+                arguments = (policy + 1, tensors, self._adapters.config(tensors))
+                if not self._engine.collective_rpc(set_adapter, args=arguments)[0]:
                     raise UpdateFailed(f"vLLM has put no adapter of version {version} anywhere")
             self._finish_load(version)
             return

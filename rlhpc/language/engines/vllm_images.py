@@ -7,16 +7,14 @@ implementation could place or cut an image differently.
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from rlhpc.language.data.images import make_looker
+from rlhpc.language.engines.vllm_adapter import import_image_model, processor_info
 
 if TYPE_CHECKING:
     from rlhpc.language.data.images import Looker, PromptImages
@@ -27,8 +25,6 @@ _MODELS = {
     "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
 }
 #: Modules of transformers that import torchvision for their classes; vLLM uses one function of each.
-_CUTTERS = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
-_CUTTERS_OF_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 _KIND = "image"
 
 
@@ -48,7 +44,7 @@ def register_images(config: Any, path: str, trust_remote_code: bool) -> None:
 
     looker = make_looker(path, trust_remote_code)
     module, name = _MODELS[config.model_type]
-    vllm_model: Any = getattr(_imported(f"vllm.model_executor.models.{module}"), name)
+    vllm_model: Any = getattr(import_image_model(f"vllm.model_executor.models.{module}"), name)
     model_class = type(name, (vllm_model,), {"__module__": vllm_model.__module__})
     registered = MULTIMODAL_REGISTRY.register_processor(
         _PatchProcessor, info=functools.partial(_info_of(vllm_model), looker=looker), dummy_inputs=_no_samples
@@ -93,7 +89,7 @@ def _places(images: PromptImages) -> list[Any]:
 
 def _info_of(model: Any) -> Any:
     """Returns vLLM's class with the limits of a model's images, derived from the class that its functions expect."""
-    base: Any = model._processor_factory.info
+    base: Any = processor_info(model)
 
     class Info(base):
         def __init__(self, ctx: Any, looker: Looker) -> None:
@@ -127,23 +123,3 @@ class _PatchProcessor:
         """Returns a prompt with the largest image, by which vLLM measures its memory."""
         del mm_counts
         return image_prompt([0] * self.info.max_image_tokens, self.info.looker.blank(self.info.max_image_tokens))
-
-
-def _imported(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "torchvision":
-            raise
-    with _by_pil():
-        return importlib.import_module(name)
-
-
-@contextmanager
-def _by_pil() -> Iterator[None]:
-    """Makes an import use transformers' module for PIL, which has the same functions and needs no torchvision."""
-    sys.modules[_CUTTERS] = importlib.import_module(_CUTTERS_OF_PIL)
-    try:
-        yield
-    finally:
-        del sys.modules[_CUTTERS]

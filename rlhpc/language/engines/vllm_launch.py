@@ -7,7 +7,6 @@ import glob
 import itertools
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhpc.language.data.images import has_vision
+from rlhpc.language.engines.vllm_adapter import launched_outside, restore_variables, restored_process, use_plain_lookup
 from rlhpc.language.engines.vllm_images import register_images
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.host import host_id
@@ -45,39 +45,22 @@ def one_of_several(link: EngineLink | None) -> Iterator[None]:
     if link is None:
         yield
         return
-    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.platforms import current_platform
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     name = link.ident.replace(":", "-").replace("/", "-")  # vLLM reads the text after the last colon
     if current_platform.is_cpu() and not cores_are_apart():
         name = f"{name}-{link.rank}"
     variables = {"RANK": str(link.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(link.size)}
     before = {name: os.environ.get(name) for name in variables}
-    queues, launched = MessageQueue.create_from_process_group, ExecutorWithExternalLauncher._distributed_args
-
-    def distributed_args(self: Any) -> tuple[str, int, int]:
-        return f"rlhpc:{name}", link.rank, 0
-
-    def none(*args: Any, **kwargs: Any) -> None:
-        return None
-
     os.environ.update(variables)
-    setattr(MessageQueue, "create_from_process_group", staticmethod(none))  # noqa: B010 (mypy knows its signature)
-    setattr(ExecutorWithExternalLauncher, "_distributed_args", distributed_args)  # noqa: B010 (as above)
-    _compile_no_lookup()
+    use_plain_lookup()
     try:
-        yield
+        with launched_outside(name, link.rank):
+            yield
     finally:
         for path in Path("/dev/shm").glob(f"{glob.escape(name)}-*-cpushm_*"):
             path.unlink(missing_ok=True)
-        setattr(MessageQueue, "create_from_process_group", staticmethod(queues))  # noqa: B010 (as above)
-        setattr(ExecutorWithExternalLauncher, "_distributed_args", launched)  # noqa: B010 (as above)
-        for variable, value in before.items():
-            if value is None:
-                os.environ.pop(variable, None)
-            else:
-                os.environ[variable] = value
+        restore_variables(before)
 
 
 def sees_all_cards(size: int) -> bool:
@@ -103,20 +86,6 @@ def cores_are_apart() -> bool:
     return not any(host == other and cores & other_cores for (host, cores), (other, other_cores) in pairs)
 
 
-def _compile_no_lookup() -> None:
-    """Replaces the compiled lookup of a sharded embedding by the plain function on CPUs.
-
-    torch compiles it by a C++ compiler: 15 seconds at the first step of every process, for two comparisons and a sum.
-    """
-    from vllm.model_executor.layers import vocab_parallel_embedding
-    from vllm.platforms import current_platform
-
-    compiled = vocab_parallel_embedding.get_masked_input_and_mask
-    if current_platform.is_cpu():
-        plain = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-        setattr(vocab_parallel_embedding, "get_masked_input_and_mask", plain)  # noqa: B010 (mypy knows its signature)
-
-
 log = logging.getLogger(__name__)
 
 #: Environment variables for vLLM, unless the user sets them. Its engine runs in this process: weights are passed as tensors,
@@ -127,11 +96,6 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
 }
-#: Variables that vLLM sets for its subprocesses; programs that the rank starts later do not need them.
-_LEAKED = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
-#: Packages hidden from vLLM while it builds an engine: it reads every attribute of all modules of the process, and trimesh's
-#: placeholders for missing packages raise on access. ManiSkill imports it.
-_UNSEEN = ("trimesh",)
 #: Default limit of the CPU build's cache.
 _CPU_CACHE_BYTES = 4 << 30
 #: Minimum number of tokens that the CPU build computes in a step.
@@ -243,7 +207,7 @@ class VLLMProcess:
                 **({"enable_expert_parallel": True} if options.divides_experts else {}),
                 **({} if self._on_cpu or sees_all_cards(self._link.size) else {"disable_custom_all_reduce": True}),
             }
-        with _leaving_no_trace(), _unseen_modules(), one_of_several(self._link), self._explained():
+        with restored_process(), one_of_several(self._link), self._explained():
             if self._has_images:
                 register_images(config, options.model_path, options.trust_remote_code)
             try:
@@ -330,32 +294,6 @@ def _cpu_cache_bytes(config: Any, options: EngineOptions) -> int:
     # Its blocks have up to 128 tokens; one sequence of full length must fit whatever the limit is.
     blocks = -(-length // 128) + 1
     return int(max(token * 128 * blocks * 2, min(_CPU_CACHE_BYTES, token * 128 * blocks * options.batch)))
-
-
-@contextmanager
-def _leaving_no_trace() -> Iterator[None]:
-    """Undoes the side effects on the process of building an engine."""
-    before = {name: os.environ.get(name) for name in _LEAKED}
-    set_num_threads = torch.set_num_threads
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads  # the CPU build replaces it by a function that warns
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _unseen_modules() -> Iterator[None]:
-    """Hides `_UNSEEN` from the process's modules for the duration of the block."""
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in _UNSEEN}
-    try:
-        yield
-    finally:
-        sys.modules.update(hidden)
 
 
 def _reason(error: BaseException) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhpc.language.engines.common import EngineOptions
+from rlhpc.language.engines.vllm_adapter import replace_sampling
 from rlhpc.language.engines.vllm_launch import VLLMProcess
 from rlhpc.language.hugging_face import load_model_config
 from rlhpc.language.models.divergence import FLOOR
@@ -58,22 +59,7 @@ def log_before_filters(worker: Any) -> bool:
 
     None of its modes does: `raw_logprobs` are before temperature, `processed_logprobs` after the filters.
     """
-    sampler = worker.model_runner.sampler
-    stage = getattr(sampler, "topk_topp_sampler", None)
-    if isinstance(stage, nn.Module):
-        sampler.topk_topp_sampler = _BeforeFilters(stage)
-        sampler.gather_logprobs = _own_logprobs
-        return True
-    inner = getattr(sampler, "_sample_random", None)  # the second model runner
-    if inner is None:
-        return False
-
-    def sample(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        tokens, _ = inner(logits.clone(), *args, **kwargs)
-        return tokens, logits
-
-    sampler._sample_random = sample
-    return True
+    return replace_sampling(worker, _BeforeFilters, _own_logprobs)
 
 
 def merged(logits: Tensor, top: int, width: int, temperature: float) -> Tensor:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhpc.checkpoint.tensor_slice import Box, box_of, whole
 from rlhpc.language.engines.common import UpdateFailed
+from rlhpc.language.engines.vllm_adapter import observed_reload, packing_layers, reload_packed, unregistered_layers
 from rlhpc.language.hugging_face import EXPERT_COUNTS
 from rlhpc.runtime.errors import ConfigError
 
@@ -83,23 +84,15 @@ def wanted_boxes(worker: Any, shapes: Mapping[str, tuple[int, ...]]) -> Boxes:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     cfg, copies = worker.vllm_config, _Copies()
-    compilation = cfg.compilation_config
-    # Layers register themselves here by name; the engine's layers are registered already.
-    saved_registries = {
-        name: getattr(compilation, name, None) for name in ("static_forward_context", "static_all_moe_layers")
-    }
-    try:
-        for name, value in saved_registries.items():
-            if value is not None:
-                setattr(compilation, name, type(value)())
-        with set_current_vllm_config(cfg), set_default_torch_dtype(worker.model_config.dtype), _WithoutMemory():
-            model = initialize_model(vllm_config=cfg)
-            with copies:
-                model.load_weights((name, copies.source(name, shape)) for name, shape in shapes.items())
-    finally:
-        for name, value in saved_registries.items():
-            if value is not None:
-                setattr(compilation, name, value)
+    with (
+        unregistered_layers(cfg.compilation_config),
+        set_current_vllm_config(cfg),
+        set_default_torch_dtype(worker.model_config.dtype),
+        _WithoutMemory(),
+    ):
+        model = initialize_model(vllm_config=cfg)
+        with copies:
+            model.load_weights((name, copies.source(name, shape)) for name, shape in shapes.items())
     return copies.boxes
 
 
@@ -164,32 +157,9 @@ class FileNames:
             yield from self._revert(self._model, {name: tensor}).items()
 
 
-def _packing(worker: Any) -> Iterator[tuple[Any, str]]:
-    """Yields expert layers whose kernel must process weights after loading, with the kernel's name."""
-    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
-
-    for layer in worker.model_runner.get_model().modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        if kernel is None:
-            continue
-        cls = type(kernel.fused_experts)
-        if cls.process_weights_after_loading is not FusedMoEExperts.process_weights_after_loading:
-            yield layer, cls.__name__
-
-
 def packing_kernels(worker: Any) -> list[str]:
     """Returns the names of the kernels that keep a packed form of the experts."""
-    return sorted({name for _, name in _packing(worker)})
-
-
-def reload_packed(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Runs vLLM's reload for kernels that pack: they pack only when they are built, so they are built again.
-
-    Not applicable if CUDA graphs may have recorded the kernel's tensors.
-    """
-    for layer, _ in list(_packing(worker)):
-        layer.quant_method.moe_kernel = None
-    worker.reload_weights(weights_iterator=weights)
+    return sorted({name for _, name in packing_layers(worker)})
 
 
 def tensors_of(
@@ -245,12 +215,9 @@ def reload_counted(worker: Any, weights: Iterable[tuple[str, Tensor]], packed: b
         weights: By the names that the loader knows.
         packed: Kernels that keep packed experts are built again (`reload_packed`).
     """
-    from vllm.model_executor.model_loader.reload import layerwise
-
     copied = collections.Counter[str]()
     idle: list[Any] = []
     now = ""
-    count, place = layerwise.get_numel_loaded, layerwise._place_kernel_tensors
 
     def passing() -> Iterator[tuple[str, Tensor]]:
         nonlocal now
@@ -258,27 +225,14 @@ def reload_counted(worker: Any, weights: Iterable[tuple[str, Tensor]], packed: b
             now = name
             yield name, tensor
 
-    def counting(loader: Any, arguments: Any) -> tuple[int, object]:
-        num_elements, result = count(loader, arguments)
+    def on_copy(num_elements: int) -> None:
         copied[now] += num_elements
-        return num_elements, result
 
-    def placing(layer: Any, info: Any) -> None:
-        # Buffers, such as the tables of rotary embeddings, are not weights. (vLLM places these after all weights.)
-        if info.load_numel <= 0 and info.kernel_tensors[0]:
-            idle.append(layer)
-        place(layer, info)
-
-    setattr(layerwise, "get_numel_loaded", counting)  # noqa: B010 (mypy knows its signature)
-    setattr(layerwise, "_place_kernel_tensors", placing)  # noqa: B010 (as above)
-    try:
+    with observed_reload(on_copy, idle.append):
         if packed:
             reload_packed(worker, passing())
         else:
             worker.reload_weights(weights_iterator=passing())
-    finally:
-        setattr(layerwise, "get_numel_loaded", count)  # noqa: B010 (as above)
-        setattr(layerwise, "_place_kernel_tensors", place)  # noqa: B010 (as above)
     return Loaded(dict(copied), tuple(_names(worker.model_runner.get_model(), idle)))
 
 

@@ -27,6 +27,7 @@ from rlhpc.language.models.loading import pretrained_in
 from rlhpc.language.models.packing import packs
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.torch_adapter import forward_replaced
 from rlhpc.training.lora import linear_base, products
 
 #: Elements of a chunk in float32 (64 MiB).
@@ -376,7 +377,7 @@ class LinearHead:
             values: Tensor = _FromHidden.apply(reader, vocabulary, *factors)
             return values
 
-        with self._giving(answer):
+        with forward_replaced(self.layer, answer):
             yield
 
     def rows(self, call: Callable[[], Tensor], places: Tensor) -> LogitRows:
@@ -387,7 +388,7 @@ class LinearHead:
             places: `[M]`: see `answering`.
         """
         with torch.no_grad():
-            with self._giving(lambda hidden: hidden.flatten(0, -2)[places]):
+            with forward_replaced(self.layer, lambda hidden: hidden.flatten(0, -2)[places]):
                 hidden = call()
             vocabulary, bias, *factors = self._factors(hidden)
         assert vocabulary is None, "a frozen model is whole on each rank"
@@ -400,19 +401,6 @@ class LinearHead:
         factors = (factor for pair in products(self.layer, hidden) for factor in pair)
         tensors = [one.to_local() if isinstance(one, DTensor) else one for one in (base.bias, *factors)]
         return (_vocabulary(base.weight), *tensors)
-
-    @contextlib.contextmanager
-    def _giving(self, answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        layer: Any = self.layer
-        before = layer.__dict__.get("forward")  # a tensor-parallel plan has replaced it
-        layer.forward = answer
-        try:
-            yield
-        finally:
-            if before is None:
-                del layer.forward
-            else:
-                layer.forward = before
 
 
 def _vocabulary(weight: Tensor) -> Vocabulary | None:

@@ -24,6 +24,7 @@ from rlhpc.language.models.context_parallel import RowShare
 from rlhpc.language.models.loading import pretrained_in
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.torch_adapter import replace_forward
 
 #: Column of the engines' choices.
 EXPERTS = "experts"
@@ -59,7 +60,7 @@ class Routing:
         if experts is not None and not self._wrapped:
             self._wrapped = True
             for number, router in enumerate(self._routers):
-                router.forward = self._wrap_router(router.forward, number, router)
+                replace_forward(router, self._wrap_router(router.forward, number, router))
         self._replayed = None if experts is None else experts.long().view(len(experts), len(self._routers), -1)
 
     def _wrap_router(self, inner: Any, number: int, router: Any) -> Any:

@@ -21,6 +21,7 @@ from rlhpc.language.models.loading import load_by, prepared, pretrained_in
 from rlhpc.language.models.packing import packs
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.torch_adapter import replace_forward
 
 if TYPE_CHECKING:
     from rlhpc.language.config.models import PretrainedConfig
@@ -39,6 +40,13 @@ class Head(nn.Linear):
         """Computes `[..., H]` to `[..., 1]` float32."""
         bias = None if self.bias is None else self.bias.float()
         return nn.functional.linear(input.float(), self.weight.float(), bias)
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> Head:
+        """Returns a head with the parameters of a layer, which are shared."""
+        head = cls(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        head.weight, head.bias = layer.weight, layer.bias
+        return head.train(layer.training)
 
 
 def load_scalar_model(
@@ -90,8 +98,8 @@ def load_scalar_model(
         raise ConfigError(f"{key}={model.model_path}: the folder has no weights for {absent[0]}")
     if not classifier and not empty:
         _initialize(head, _spread(module.config), seed)
-    head.__class__ = Head
-    module.forward = types.MethodType(_values, module)
+    setattr(module, HEAD, Head.of(head))
+    replace_forward(module, types.MethodType(_values, module))
     module.config.architectures = [type(module).__name__]
     module.config.pad_token_id = _pad(model, module.config)
     module.config.problem_type = "regression"  # vLLM then returns the value itself, rather than its sigmoid
@@ -128,7 +136,7 @@ def add_value_head(module: Any, seed: int) -> Any:
         logits = type(self).forward(self, *args, **kwargs).logits
         return {"logits": logits, "token_values": getattr(self, VALUE_HEAD)(read.pop()).squeeze(-1)}
 
-    module.forward = types.MethodType(forward, module)
+    replace_forward(module, types.MethodType(forward, module))
     return module
 
 

@@ -18,28 +18,23 @@ from __future__ import annotations
 import datetime
 import functools
 import hmac
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import logging
 import os
 import secrets
 import socket
 import stat
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import ModuleType
 from typing import Any
 
 from rlhpc.runtime.context import Context, installed
 from rlhpc.runtime.errors import StrangerConnected
 from rlhpc.runtime.host import node_name
+from rlhpc.runtime.torch_adapter import wrap_gloo_constructor
 
 log = logging.getLogger(__name__)
 
-_MODULE = "torch.distributed.distributed_c10d"
 #: After so long without a rank's proof it is none: all ranks have been there a moment before. A paused one may come back.
 PROOF_S = 60.0
 _PROOF_BYTES = 32
@@ -49,42 +44,7 @@ _TAG = 0x7268_7063
 
 def guard() -> None:
     """Guards the groups that this process will make; with torch not imported yet, from its import on."""
-    if _MODULE in sys.modules:
-        _patch()
-    elif not any(isinstance(finder, _OnImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _OnImport())
-
-
-class _OnImport(importlib.abc.MetaPathFinder):
-    """Calls `_patch` once torch.distributed has been imported, which a rank without torch never pays for."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_patch(module: ModuleType) -> None:
-                execute(module)
-                _patch()
-
-            spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
-        return spec
-
-
-def _patch() -> None:
-    from torch.distributed.distributed_c10d import is_gloo_available
-
-    if not is_gloo_available():
-        return
-    from torch.distributed.distributed_c10d import ProcessGroupGloo
-
-    if not hasattr(ProcessGroupGloo.__init__, "__wrapped__"):
-        ProcessGroupGloo.__init__ = _guarded(ProcessGroupGloo, ProcessGroupGloo.__init__)  # type: ignore[method-assign]
+    wrap_gloo_constructor(_guarded)
 
 
 def _guarded(kind: Any, make: Callable[..., None]) -> Callable[..., None]:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhpc.embodied.models.lerobot.library import mend_torchvision
+from rlhpc.runtime.torch_adapter import import_torchvision
 
-mend_torchvision()
+import_torchvision()
 
 import square
 from diffusers import DDPMScheduler

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.embodied.models.lerobot.library import mend_torchvision
+from rlhpc.runtime.torch_adapter import import_torchvision
 
-mend_torchvision()
+import_torchvision()
 ACTIONS = np.random.default_rng(0).uniform(-1, 1, (3, 7)).astype(np.float32)
 
 

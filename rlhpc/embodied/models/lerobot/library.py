@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +14,7 @@ from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, read_json
 from rlhpc.runtime.text import first_line
-
-_OPS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
-_DEFINED: list[Any] = []
-
-
-def mend_torchvision() -> None:
-    """Makes torchvision importable where its operators are of another build than torch, such as CUDA's with a CPU
-    torch: declares the shapes of two of them. Only its networks are used, which are plain torch.
-    """
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
-            raise
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        _DEFINED.append(torch.library.Library("torchvision", "DEF"))
-        for operator in _OPS:
-            _DEFINED[-1].define(operator)
-        importlib.import_module("torchvision")
+from rlhpc.runtime.torch_adapter import import_torchvision
 
 
 def load(described: Described, vlm: str | None = None) -> Any:
@@ -53,7 +29,7 @@ def load(described: Described, vlm: str | None = None) -> Any:
     """
     if not importable():
         raise needs_lerobot(f"model_type lerobot ({described.path})")
-    mend_torchvision()
+    import_torchvision()
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.policies.factory import get_policy_class
 

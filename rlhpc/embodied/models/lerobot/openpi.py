@@ -27,6 +27,9 @@ from transformers.models.gemma import modeling_gemma
 from transformers.models.gemma.modeling_gemma import GemmaDecoderLayer, GemmaForCausalLM, GemmaModel, GemmaRMSNorm
 from transformers.models.paligemma.modeling_paligemma import PaliGemmaForConditionalGeneration, PaliGemmaModel
 
+#: Versions whose sources were read for this (envs/lerobot.txt).
+VERIFIED = {"lerobot": "0.4", "transformers": "4.57"}
+
 _CHECK = "transformers.models.siglip.check"
 
 

@@ -1,0 +1,280 @@
+"""The places where code of vLLM is replaced or its private names are used, in one module.
+
+`VERIFIED` is the minor version whose sources were read for this; `tests/unit/language/engines/test_vllm_adapter.py` holds what
+is assumed of the installed one, the second model runner included, which is the default on GPUs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VERIFIED = {"vllm": "0.32", "transformers": "5.19"}
+
+#: Variables that vLLM sets for its subprocesses; programs that the rank starts later do not need them.
+_LEAKED = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+#: Packages hidden from vLLM while it builds an engine: it reads every attribute of all modules of the process, and trimesh's
+#: placeholders for missing packages raise on access. ManiSkill imports it.
+_HIDDEN = ("trimesh",)
+#: Module of transformers that vLLM's models import and that needs torchvision, and one with the same functions that needs PIL.
+_IMAGE_PROCESSOR = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+_IMAGE_PROCESSOR_OF_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+
+
+@contextmanager
+def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Replaces attributes of a class or a module for the duration of the block."""
+    before = {name: vars(owner)[name] for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+# --- build of an engine
+
+
+@contextmanager
+def restored_process() -> Iterator[None]:
+    """Undoes the side effects on the process of building an engine, and hides `_HIDDEN` from it meanwhile."""
+    variables = {name: os.environ.get(name) for name in _LEAKED}
+    set_num_threads = torch.set_num_threads
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in _HIDDEN}
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
+        torch.set_num_threads = set_num_threads  # the CPU build replaces it by a function that warns
+        restore_variables(variables)
+
+
+def restore_variables(variables: Mapping[str, str | None]) -> None:
+    """Sets environment variables to former values; None removes one."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextmanager
+def launched_outside(group: str, rank: int) -> Iterator[None]:
+    """Makes vLLM's executor for external launchers build rank `rank` of an engine, for the duration of the block.
+
+    - The name of the process group becomes that of the shared memory in which ranks on one host reduce tensors: vLLM takes
+      the text after the last colon.
+    - The message queue between ranks, which would open a port without authentication, is not made. Nothing here uses it.
+
+    Args:
+        group: Name of the process group, without colons and slashes.
+        rank: Of this process in the engine.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    def distributed_args(self: Any) -> tuple[str, int, int]:
+        return f"rlhpc:{group}", rank, 0
+
+    def no_queue(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(MessageQueue, create_from_process_group=staticmethod(no_queue)))
+        stack.enter_context(_replaced(ExecutorWithExternalLauncher, _distributed_args=distributed_args))
+        yield
+
+
+def use_plain_lookup() -> None:
+    """Replaces the compiled lookup of a sharded embedding by the plain function on CPUs.
+
+    torch compiles it by a C++ compiler: 15 seconds at the first step of every process, for two comparisons and a sum.
+    """
+    from vllm.model_executor.layers import vocab_parallel_embedding
+    from vllm.platforms import current_platform
+
+    compiled = vocab_parallel_embedding.get_masked_input_and_mask
+    if current_platform.is_cpu():
+        plain = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+        setattr(vocab_parallel_embedding, "get_masked_input_and_mask", plain)  # noqa: B010 (mypy knows its signature)
+
+
+# --- weights
+
+
+@contextmanager
+def unregistered_layers(compilation: Any) -> Iterator[None]:
+    """Empties the tables in which layers register themselves by name, for the duration of the block.
+
+    Args:
+        compilation: vLLM's `CompilationConfig`; the engine's layers are registered in it already.
+    """
+    tables = {name: getattr(compilation, name, None) for name in ("static_forward_context", "static_all_moe_layers")}
+    present = {name: table for name, table in tables.items() if table is not None}
+    for name, table in present.items():
+        setattr(compilation, name, type(table)())
+    try:
+        yield
+    finally:
+        for name, table in present.items():
+            setattr(compilation, name, table)
+
+
+@contextmanager
+def observed_reload(on_copy: Callable[[int], None], on_idle: Callable[[Any], None]) -> Iterator[None]:
+    """Observes vLLM's reload of weights by layers for the duration of the block.
+
+    Args:
+        on_copy: Gets the number of elements that each call of a loader copied.
+        on_idle: Gets each layer with weights that got none. Buffers, such as the tables of rotary embeddings, are not
+            weights, and vLLM places these layers after all weights.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    count, place = layerwise.get_numel_loaded, layerwise._place_kernel_tensors
+
+    def counting(loader: Any, arguments: Any) -> tuple[int, object]:
+        num_elements, result = count(loader, arguments)
+        on_copy(num_elements)
+        return num_elements, result
+
+    def placing(layer: Any, info: Any) -> None:
+        if info.load_numel <= 0 and info.kernel_tensors[0]:
+            on_idle(layer)
+        place(layer, info)
+
+    with _replaced(layerwise, get_numel_loaded=counting, _place_kernel_tensors=placing):
+        yield
+
+
+def packing_layers(worker: Any) -> Iterator[tuple[Any, str]]:
+    """Yields expert layers whose kernel must process weights after loading, with the kernel's name."""
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
+
+    for layer in worker.model_runner.get_model().modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is None:
+            continue
+        cls = type(kernel.fused_experts)
+        if cls.process_weights_after_loading is not FusedMoEExperts.process_weights_after_loading:
+            yield layer, cls.__name__
+
+
+def reload_packed(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Runs vLLM's reload for kernels that pack: they pack only when they are built, so they are built again.
+
+    Not applicable if CUDA graphs may have recorded the kernel's tensors.
+    """
+    for layer, _ in list(packing_layers(worker)):
+        layer.quant_method.moe_kernel = None
+    worker.reload_weights(weights_iterator=weights)
+
+
+def set_adapter(worker: Any, number: int, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
+    """Replaces one of the adapters on vLLM's worker, from tensors in memory: vLLM itself reads adapters from folders alone.
+
+    Args:
+        worker: The worker.
+        number: Of the adapter, from 1.
+        tensors: By the names of peft's files.
+        config: peft's configuration.
+
+    Returns:
+        Number of layers with an adapter.
+    """
+    from vllm.lora.peft_helper import PEFTHelper
+
+    manager = worker.model_runner.lora_manager
+    inner, helper = manager._adapter_manager, PEFTHelper.from_dict(dict(config))
+    helper.validate_legal(manager.lora_config)
+    mapper = getattr(inner.model, "hf_to_vllm_mapper", None)
+    adapter = manager._lora_model_cls.from_lora_tensors(
+        number,
+        dict(tensors),
+        helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+    )
+    layers = len(adapter.loras)
+    if "lm_head" not in config["target_modules"]:
+        for wrapper in inner.punica_wrapper_mapping.values():
+            wrapper.add_lora_logits = _unchanged
+    inner.remove_adapter(number)
+    inner.add_adapter(adapter)
+    inner.activate_adapter(number)
+    return layers
+
+
+def _unchanged(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Returns logits unchanged, in place of vLLM's addition of an adapter to the output layer.
+
+    vLLM adds one whether or not there is any, and assumes that the rows are the tokens sampled in this step: the log-probs of
+    a prompt have other rows. With concurrent requests that is an error on CPUs, and elsewhere another request's adapter.
+    """
+    del args, kwargs
+    return logits
+
+
+# --- sampling
+
+
+def replace_sampling(worker: Any, stage: Callable[[nn.Module], nn.Module], gather: Callable[..., Any]) -> bool:
+    """Replaces the stage of vLLM's sampler that filters and draws, so that log-probs are those before its filters.
+
+    Args:
+        worker: vLLM's.
+        stage: Takes vLLM's stage, and returns the one that replaces it (first model runner).
+        gather: Gets the log-probs of the drawn tokens (first model runner).
+
+    Returns:
+        Whether the sampler of this model runner is known.
+    """
+    sampler = worker.model_runner.sampler
+    inner_stage = getattr(sampler, "topk_topp_sampler", None)
+    if isinstance(inner_stage, nn.Module):
+        sampler.topk_topp_sampler = stage(inner_stage)
+        sampler.gather_logprobs = gather
+        return True
+    inner = getattr(sampler, "_sample_random", None)  # the second model runner
+    if inner is None:
+        return False
+
+    def sample(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        tokens, _ = inner(logits.clone(), *args, **kwargs)
+        return tokens, logits
+
+    sampler._sample_random = sample
+    return True
+
+
+# --- images
+
+
+def processor_info(model: Any) -> Any:
+    """Returns vLLM's class with the limits of a model's images, which its functions expect."""
+    return model._processor_factory.info
+
+
+def import_image_model(name: str) -> Any:
+    """Imports a module of vLLM with a model that reads images, also where torchvision is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torchvision":
+            raise
+    sys.modules[_IMAGE_PROCESSOR] = importlib.import_module(_IMAGE_PROCESSOR_OF_PIL)
+    try:
+        return importlib.import_module(name)
+    finally:
+        del sys.modules[_IMAGE_PROCESSOR]

@@ -1,0 +1,147 @@
+"""The places where code of torch is replaced, in one module. It imports torch only where a function says so.
+
+`VERIFIED` is the minor version whose sources were read for this; `tests/unit/runtime/test_torch_adapter.py` holds what is
+assumed of the installed one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+VERIFIED = {"torch": "2.13"}
+
+_DISTRIBUTED = "torch.distributed.distributed_c10d"
+_TORCHVISION_OPERATORS = ("nms", "qnms")
+#: Keeps the declarations of operators: they end with the object that made them.
+_libraries: list[Any] = []
+
+# --- modules
+
+
+def replace_forward(module: Any, forward: Callable[..., Any]) -> None:
+    """Makes calls of one module compute another function.
+
+    A hook cannot do this: it sees inputs and outputs, and the layer's own computation still runs. Hooks that are registered
+    on the module are called as before.
+
+    Args:
+        module: The module; its class stays as it is.
+        forward: Takes the arguments of the module's `forward`.
+    """
+    module.forward = forward
+
+
+@contextlib.contextmanager
+def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Makes calls of a module compute another function for the duration of the block (`replace_forward`)."""
+    before = vars(module).get("forward")  # one that was replaced before, e.g. by a tensor-parallel plan
+    replace_forward(module, forward)
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            replace_forward(module, before)
+
+
+@contextlib.contextmanager
+def class_before_fsdp(module: Any) -> Iterator[None]:
+    """Gives a module that FSDP2 wrapped its former class for the duration of the block.
+
+    FSDP2 changes the class of a module in place, and libraries look things up by the class's name.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    wrapped = type(module)
+    module.__class__ = next(each for each in wrapped.__mro__ if not issubclass(each, FSDPModule))
+    try:
+        yield
+    finally:
+        module.__class__ = wrapped
+
+
+# --- process groups
+
+
+def wrap_gloo_constructor(wrap: Callable[[Any, Callable[..., None]], Callable[..., None]]) -> None:
+    """Wraps the constructor of gloo's process groups, which every way from Python to a gloo group calls.
+
+    Args:
+        wrap: Takes the class and its constructor, and returns the new constructor. If torch is not imported yet, it is
+            called right after torch.distributed's import: a process without torch never pays for it.
+    """
+
+    def replace() -> None:
+        from torch.distributed.distributed_c10d import is_gloo_available
+
+        if not is_gloo_available():
+            return
+        from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+        if not hasattr(ProcessGroupGloo.__init__, "__wrapped__"):
+            ProcessGroupGloo.__init__ = wrap(ProcessGroupGloo, ProcessGroupGloo.__init__)  # type: ignore[method-assign]
+
+    if _DISTRIBUTED in sys.modules:
+        replace()
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(_DISTRIBUTED, replace))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Import finder that calls a function once a module has been imported, and removes itself."""
+
+    def __init__(self, module: str, function: Callable[[], None]) -> None:
+        self._module = module
+        self._function = function
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_call(module: ModuleType) -> None:
+                execute(module)
+                self._function()
+
+            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec
+
+
+# --- torchvision
+
+
+def import_torchvision() -> None:
+    """Imports torchvision, also where its operators are of another build than torch, such as CUDA's with a CPU torch.
+
+    It declares the shapes of two operators at its import, and fails if they do not exist: they are declared first. Only its
+    networks are used, which are plain torch.
+    """
+    try:
+        importlib.import_module("torchvision")
+        return
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+    import torch
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    library = torch.library.Library("torchvision", "DEF")
+    _libraries.append(library)
+    for operator in _TORCHVISION_OPERATORS:
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    importlib.import_module("torchvision")

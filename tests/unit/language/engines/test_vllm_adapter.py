@@ -1,0 +1,133 @@
+"""What `vllm_adapter` assumes of vLLM: the names it replaces exist, and their callers look them up where it replaces them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.extras import need_extra
+
+need_extra("llm", "vllm")
+from rlhpc.language.engines import vllm_adapter
+
+
+def source(path: str) -> str:
+    """Returns the source of a module, class or function `module:Qualified.name`."""
+    module, _, name = path.partition(":")
+    value: Any = __import__(module, fromlist=["_"])
+    for part in name.split(".") if name else ():
+        value = getattr(value, part)
+    return inspect.getsource(value)
+
+
+@pytest.mark.parametrize(
+    ("caller", "call"),
+    [
+        # The tuple of three that `launched_outside` returns in place of vLLM's.
+        ("vllm.v1.executor.uniproc_executor:UniProcExecutor._init_executor", "self._distributed_args()"),
+        ("vllm.distributed.parallel_state", "MessageQueue.create_from_process_group("),
+        # Modules that had imported these functions by name would not see the replacements.
+        ("vllm.model_executor.model_loader.reload.layerwise", "= get_numel_loaded("),
+        ("vllm.model_executor.model_loader.reload.layerwise", "_place_kernel_tensors(layer"),
+        ("vllm.model_executor.layers.vocab_parallel_embedding", "= get_masked_input_and_mask("),
+        ("vllm.v1.sample.sampler:Sampler.forward", "self.gather_logprobs("),
+        ("vllm.v1.worker.gpu.sample.sampler", "self._sample_random("),
+        ("vllm.lora.worker_manager", "self._lora_model_cls.from_lora_tensors"),
+    ],
+)
+def test_replaced_names_are_looked_up_where_they_are_replaced(caller: str, call: str) -> None:
+    text = source(caller)
+    if "from_lora_tensors" in call:
+        assert "_lora_model_cls" in text and "_adapter_manager" in text
+        return
+    assert call in text, f"{caller} no longer has {call!r}: read it, and change rlhpc/language/engines/vllm_adapter.py"
+
+
+def test_the_distributed_arguments_are_three() -> None:
+    """vLLM unpacks method, rank and local rank."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    before = ExecutorWithExternalLauncher._distributed_args
+    with vllm_adapter.launched_outside("group", 3):
+        executor: Any = SimpleNamespace()
+        assert ExecutorWithExternalLauncher._distributed_args(executor) == ("rlhpc:group", 3, 0)
+    assert ExecutorWithExternalLauncher._distributed_args is before
+    assert str(inspect.signature(before).return_annotation).count("int") == 2
+
+
+def test_no_message_queue_opens_a_port() -> None:
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    with vllm_adapter.launched_outside("group", 0):
+        queue: Any = MessageQueue.create_from_process_group
+        assert queue(None, 1, 1) is None
+    assert inspect.signature(MessageQueue.create_from_process_group).parameters
+
+
+def test_the_process_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an engine that could not be built."""
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    package = ModuleType("trimesh.fake")
+    monkeypatch.setitem(sys.modules, "trimesh.fake", package)
+    set_num_threads = torch.set_num_threads
+    with pytest.raises(ValueError, match="no memory"), vllm_adapter.restored_process():
+        assert "trimesh.fake" not in sys.modules
+        os.environ["LD_PRELOAD"], os.environ["LOCAL_WORLD_SIZE"] = "libiomp5.so", "1"
+        torch.set_num_threads = print
+        raise ValueError("no memory")
+    assert torch.set_num_threads is set_num_threads
+    assert "LD_PRELOAD" not in os.environ and os.environ["LOCAL_WORLD_SIZE"] == "2"
+    assert sys.modules["trimesh.fake"] is package
+
+
+def test_layers_register_in_tables_of_their_own() -> None:
+    compilation = SimpleNamespace(static_forward_context={"layer": 1}, static_all_moe_layers=["layer"])
+    with vllm_adapter.unregistered_layers(compilation):
+        assert compilation.static_forward_context == {} and compilation.static_all_moe_layers == []
+        compilation.static_forward_context["layer"] = 2
+    assert compilation.static_forward_context == {"layer": 1} and compilation.static_all_moe_layers == ["layer"]
+    fields = source("vllm.config.compilation:CompilationConfig")
+    assert all(name in fields for name in ("static_forward_context", "static_all_moe_layers"))
+
+
+def test_a_reload_is_observed() -> None:
+    """vLLM reports copied elements by one function, and places the layers that got none by the other."""
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+
+    copied: list[int] = []
+    idle: list[Any] = []
+    before = layerwise.get_numel_loaded, layerwise._place_kernel_tensors
+    with vllm_adapter.observed_reload(copied.append, idle.append):
+        target = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+        bound = inspect.signature(lambda param, loaded_weight: None).bind(target, torch.ones(2, 3))
+        loader: Any = lambda param, loaded_weight: param.copy_(loaded_weight)  # noqa: E731
+        layerwise.get_numel_loaded(loader, bound)
+        layers = [nn.Linear(1, 1) for _ in range(3)]
+        for layer, num_loaded in zip(layers, (0, 2, 0), strict=True):
+            info = LayerReloadingInfo(({}, {}), torch.device("cpu"), load_numel=num_loaded)
+            info.kernel_tensors = ({} if layer is layers[2] else dict(layer.named_parameters()), {})
+            layerwise._place_kernel_tensors(layer, info)
+    assert copied == [6]
+    assert idle == [layers[0]], "neither a layer that got weights nor one without parameters"
+    assert (layerwise.get_numel_loaded, layerwise._place_kernel_tensors) == before
+
+
+def test_the_lookup_of_a_sharded_embedding_has_a_plain_form() -> None:
+    from vllm.model_executor.layers import vocab_parallel_embedding
+
+    vllm_adapter.use_plain_lookup()
+    plain = vocab_parallel_embedding.get_masked_input_and_mask
+    assert not hasattr(plain, "_torchdynamo_orig_callable"), (
+        "still compiled: vLLM keeps the plain function elsewhere now"
+    )
+    ids, mask = plain(torch.tensor([0, 3, 9]), 2, 6, 0, 6, 6)
+    assert mask.tolist() == [True, False, True] and int(ids[1]) == 1

@@ -1,0 +1,99 @@
+"""What `torch_adapter` assumes of torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from rlhpc.runtime import torch_adapter
+
+
+def test_a_replaced_forward_is_called_between_the_modules_hooks() -> None:
+    layer = nn.Linear(2, 2)
+    seen: list[str] = []
+    layer.register_forward_pre_hook(lambda *_: seen.append("before"))
+    layer.register_forward_hook(lambda *_: seen.append("after"))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append("forward")
+        return 2 * x
+
+    torch_adapter.replace_forward(layer, forward)
+    assert layer(torch.ones(1, 2)).tolist() == [[2, 2]]
+    assert seen == ["before", "forward", "after"]
+
+
+@pytest.mark.parametrize("replaced_before", [False, True])
+def test_a_forward_is_replaced_for_a_block(replaced_before: bool) -> None:
+    layer = nn.Linear(2, 2)
+    if replaced_before:
+        torch_adapter.replace_forward(layer, lambda x: 3 * x)
+    x = torch.ones(1, 2)
+    before = layer(x).tolist()
+    with pytest.raises(ValueError, match="inside"), torch_adapter.forward_replaced(layer, lambda x: -x):
+        assert layer(x).tolist() == [[-1, -1]]
+        raise ValueError("inside")
+    assert layer(x).tolist() == before
+    assert ("forward" in vars(layer)) == replaced_before
+
+
+def test_fsdp_changes_the_class_of_a_module_in_place() -> None:
+    program = """
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from rlhpc.runtime.torch_adapter import class_before_fsdp
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+layer = nn.Linear(2, 2)
+fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+wrapped = type(layer)
+assert wrapped is not nn.Linear and isinstance(layer, FSDPModule), "fully_shard wraps in another way now"
+with class_before_fsdp(layer):
+    assert type(layer) is nn.Linear
+assert type(layer) is wrapped
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_gloo_group_is_made_by_the_wrapped_constructor() -> None:
+    """In a process that had not imported torch, and through `new_group`, which looks the class up at each call."""
+    program = """
+import sys
+from rlhpc.runtime.torch_adapter import wrap_gloo_constructor
+assert "torch" not in sys.modules
+made = []
+def wrap(kind, make):
+    def init(self, *args, **kwargs):
+        made.append(kind.__name__)
+        make(self, *args, **kwargs)
+    init.__wrapped__ = make
+    return init
+wrap_gloo_constructor(wrap)
+wrap_gloo_constructor(wrap)  # once is enough
+import torch.distributed as dist
+assert not [f for f in sys.meta_path if type(f).__name__ == "_AfterImport"]
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.new_group([0])
+wrap_gloo_constructor(wrap)  # torch is imported
+dist.new_group([0])
+print(made)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(["ProcessGroupGloo"] * 3)
+
+
+def test_gloos_options_are_those_that_are_set() -> None:
+    """`gloo_auth` gives devices of its own to the constructor."""
+    if not torch.distributed.is_gloo_available():
+        pytest.fail("this torch has no gloo: ranks without accelerators could not form a group")
+    kind = torch.distributed.ProcessGroupGloo
+    options = kind._Options()
+    assert all(hasattr(options, name) for name in ("_timeout", "_devices", "_threads"))
+    assert hasattr(kind, "create_device") and hasattr(kind, "create_default_device")
