@@ -22,6 +22,7 @@ from rlhpc.runs.config_changes import differing, saved_values
 from rlhpc.runs.preflight import Check
 from rlhpc.runs.task_type import Exporting, Headline, Kind, Parts, PlayOptions, Preparation, Rows, early_end
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 
 _CHOICES = {
     "algorithm.logprob_type": ("token_level", "action_level", "chunk_level"),
@@ -65,7 +66,6 @@ _PLAYED = (
     ("train/episode_return", "Return in training", "episode return"),
 )
 _EPISODES = (Headline("eval/success_once", "success once", "share"), Headline("eval/return_mean", "evaluated return"))
-_EXPENDABLE = frozenset({"rollout", "env"})
 _TIMES = {"throughput": "Environment steps per second", "time_per_phase": "Time per phase"}
 _RETURNS = {
     "return_vs_env_steps": "Return over experience",
@@ -200,8 +200,6 @@ class PlayingKind(EmbodiedKind[Playing]):
     headlines: tuple[Headline, ...] = (
         *_EPISODES, Headline("train/episode_return", "training return"), Headline("rollout/env_steps", "env steps", "count"),
     )  # fmt: skip
-    expendable: frozenset[str] = _EXPENDABLE
-    independent: frozenset[str] = _EXPENDABLE
 
     def goal(self, cfg: Playing) -> Any:
         """Returns the conditions of an early end, including the return at which the run stops."""
@@ -210,9 +208,20 @@ class PlayingKind(EmbodiedKind[Playing]):
             return cfg.runner.stop_return
         return [cfg.runner.stop_return, *early]
 
-    def elastic_of(self, cfg: Playing) -> dict[str, int]:
-        """Returns the elastic groups: env and rollout ranks, if they play ahead of the actors."""
-        return {"env": 1, "rollout": 1} if cfg.algorithm.max_staleness > 0 else {}
+    #: Part of a synchronous run's training data that is fixed.
+    fixed = ""
+
+    def policies(self, cfg: Playing, *, max_recoveries: int = 0) -> SessionPolicies:
+        """Returns the policies of env and rollout ranks, which are elastic if they play ahead of the actors: synchronous runs
+        are reproducible bit for bit.
+        """
+        is_elastic = cfg.algorithm.max_staleness > 0
+        policy = GroupPolicy(restartable=True, independent_ranks=True, min_ranks=1 if is_elastic else None)
+        reason = (
+            "env and rollout ranks can come and go where they play ahead of the actors (algorithm.max_staleness of 1 or "
+            f"more); in this run {self.fixed}: what the ranks that it started with play in it, with the newest weights"
+        )
+        return SessionPolicies({"env": policy, "rollout": policy}, max_recoveries, "" if is_elastic else reason)
 
     def most_useful(self, cfg: Playing, started: Mapping[str, int]) -> dict[str, int]:
         """Returns the largest useful number of ranks by group.
@@ -226,19 +235,7 @@ class PlayingKind(EmbodiedKind[Playing]):
             "env": max((1 + cfg.algorithm.max_staleness) * units, shared),
             "rollout": train.num_envs // (stages * train.group_size),
         }
-        return {name: max_ranks[name] for name in self.elastic_of(cfg)}
-
-    #: Part of a synchronous run's training data that is fixed.
-    fixed = ""
-
-    def why_fixed(self, cfg: Playing) -> str:
-        """Returns why ranks cannot join or leave: synchronous runs are reproducible bit for bit."""
-        if cfg.algorithm.max_staleness > 0:
-            return ""
-        return (
-            "env and rollout ranks can come and go where they play ahead of the actors (algorithm.max_staleness of 1 or "
-            f"more); in this run {self.fixed}: what the ranks that it started with play in it, with the newest weights"
-        )
+        return {name: max_ranks[name] for name in self.policies(cfg).elastic}
 
 
 @dataclass(frozen=True)

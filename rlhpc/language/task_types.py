@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +42,7 @@ from rlhpc.runs.config_changes import differing, saved_values
 from rlhpc.runs.preflight import Check, Need
 from rlhpc.runs.task_type import Exporting, Headline, Kind, Parts, PlayOptions, Preparation, Rows
 from rlhpc.runtime.errors import ConfigError, PlacementError
+from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 
 #: The configuration of a run that trains a language model; and of one whose model answers.
 Trained = TypeVar("Trained", bound=TrainedLanguageConfig)
@@ -465,28 +466,30 @@ class GrpoKind(LanguageKind[GrpoConfig]):
         """Returns all names that a component may have."""
         return [*self.roles, AGENT, CRITIC, *scoring_groups(cfg)]
 
-    def expendable_of(self, cfg: GrpoConfig) -> frozenset[str]:
-        """Returns the engines and the scoring groups."""
-        return self.expendable | (frozenset(group_roles(cfg)) - {CRITIC})
+    def policies(self, cfg: GrpoConfig, *, max_recoveries: int = 0) -> SessionPolicies:
+        """Returns the policies of the engines, the scoring groups and the agents' group.
 
-    def independent_of(self, cfg: GrpoConfig) -> frozenset[str]:
-        """Returns the scoring groups: their ranks are stateless and do not communicate with each other."""
-        return frozenset(group_roles(cfg)) - learning_groups(cfg)
+        The ranks of scoring groups are stateless and do not communicate with each other. Engines are elastic unless they are
+        offloaded in turn: other ranks take over the work of a lost one. A step waits for the episodes of the agents' group,
+        which other ranks restart at little cost, so its ranks are given up early.
+        """
+        stateless = frozenset(group_roles(cfg)) - learning_groups(cfg)
+        size = self.engine_size(cfg)
+        groups = {
+            name: GroupPolicy(restartable=True, independent_ranks=name in stateless)
+            for name in frozenset(group_roles(cfg)) - {CRITIC}
+        }
+        groups["rollout"] = GroupPolicy(
+            restartable=True, replica_size=size, min_ranks=None if cfg.actor.offload_in_rollout else size
+        )
+        if AGENT in placed(cfg):
+            groups[AGENT] = replace(groups.get(AGENT, GroupPolicy()), min_ranks=1, lease_s=_AGENT_LOST_S)
+        return SessionPolicies(groups, max_recoveries)
 
-    def elastic_of(self, cfg: GrpoConfig) -> dict[str, int]:
-        """Returns the agents' group, and the engines unless they are offloaded in turn: other ranks take over the work of a
-        lost one."""
-        engines = {} if cfg.actor.offload_in_rollout else self.together_of(cfg)
-        return {**engines, **({AGENT: 1} if AGENT in placed(cfg) else {})}
-
-    def patience_of(self, cfg: GrpoConfig) -> dict[str, float]:
-        """Returns the agents' group: a step waits for their episodes, which other ranks restart at little cost."""
-        del cfg
-        return {AGENT: _AGENT_LOST_S}
-
-    def together_of(self, cfg: GrpoConfig) -> dict[str, int]:
-        """Returns the ranks of an engine."""
-        return {"rollout": cfg.rollout.parallel.tensor or 1}
+    @staticmethod
+    def engine_size(cfg: GrpoConfig) -> int:
+        """Returns the number of ranks of an engine."""
+        return cfg.rollout.parallel.tensor or 1
 
     def placed(self, cfg: GrpoConfig, replicas: Mapping[str, int]) -> GrpoConfig:
         """Returns the configuration with the number of ranks of an engine."""
@@ -497,7 +500,7 @@ class GrpoKind(LanguageKind[GrpoConfig]):
         del started
         prompts = cfg.data.prompts_per_step
         agents = {AGENT: prompts * cfg.algorithm.group_size} if AGENT in placed(cfg) else {}
-        return {"rollout": prompts * self.together_of(cfg)["rollout"], **agents}
+        return {"rollout": prompts * self.engine_size(cfg), **agents}
 
     def evaluation_metrics(self, cfg: GrpoConfig) -> Sequence[str]:
         """Returns the metrics of the suites (`Kind.evaluation_metrics`)."""
@@ -568,7 +571,6 @@ GRPO = GrpoKind(
         Headline("train/reward", "training reward"),
         Headline("train/response_tokens", "tokens per response"),
     ),
-    expendable=frozenset({"rollout"}),
     trained=("train/reward", "training reward"),
     rate="time/tokens_per_s",
     workload="rlhpc.language.planning.workload:rl_workload",

@@ -77,7 +77,8 @@ def validate(
     _node_groups(cfg, fail)
     for index, raw in enumerate(read_key(cfg.cluster, "elastic", ())):
         _directives(mapping(raw), f"cluster.elastic[{index}]", fail)
-    check_elastic(cfg.cluster, kind.elastic_of(cfg), fail, kind.why_fixed(cfg))
+    policies = kind.policies(cfg)
+    check_elastic(cfg.cluster, policies.elastic, fail, policies.closed_reason)
     for key in ("cluster", "workflow.eval_job", "workflow.convert_job"):
         _directives(select(cfg, key), key, fail)
     kind.check(cfg, fail, training=training)

@@ -15,11 +15,9 @@ from rlhpc.jobs.elastic.helper_job import submit
 from rlhpc.jobs.elastic.helper_plan import (
     ClusterState,
     Decision,
-    HelperPlacement,
     HelperPlan,
     LiveHelperJob,
     Rule,
-    helper_plans,
 )
 from rlhpc.jobs.elastic.records import Attendance, HelperJobRecord, HelperRecord, end_helpers, helpers_name
 from rlhpc.jobs.paths import RunPaths
@@ -30,7 +28,6 @@ from rlhpc.jobs.slurm import QueuedJob, jobs_named, scancel, starts_in
 from rlhpc.metrics import update_provenance
 from rlhpc.runs.run_folder import note
 from rlhpc.runtime.allocation import in_slurm_job
-from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.network import address_for_partition
 from rlhpc.runtime.ownership import make_private
@@ -92,7 +89,7 @@ class HelperJobs:
         make_private(self.paths.submit, parents=True)
         self._thread.start()
 
-    def saw(self, row: Mapping[str, float]) -> None:
+    def record_step(self, row: Mapping[str, float]) -> None:
         """Records a step's metrics: the actor's wait for rollouts shows whether there are too few rollout ranks."""
         step_s = row.get("time/step_s", 0.0)
         if step_s > 0:
@@ -253,63 +250,61 @@ def asked_ranks(paths: RunPaths, group: str) -> int | None:
     return ranks if isinstance(ranks, int) else None
 
 
+def join_address(plans: Sequence[HelperPlan], cluster: Cluster) -> str | None:
+    """Returns the address to listen on for ranks on other hosts; None if no ranks can join, or if the run listens there
+    anyway.
+    """
+    if not plans or any(not node.is_local for node in cluster.nodes):
+        return None
+    try:
+        return address_for_partition(dict(plans[0].options).get("partition"), cluster.interface)
+    except ConfigError as error:
+        note(f"cluster.elastic: {error}; only ranks on this host can join")
+        return None
+
+
 class Elastic:
     """Elastic ranks of one start of a run.
 
     Args:
-        section: Section `cluster`.
+        plans: Plans of their jobs, from `helper_plans`.
         paths: The run.
-        placements: Placements of the ranks that it starts with, by group.
-        useful: Maximum number of ranks that can be used, by group.
+        useful: Maximum number of ranks that can be used in addition to those that the run started with, by group.
+        session: The run's session.
+        attendance: Log of joining ranks, to which the session reports.
     """
 
     def __init__(
         self,
-        section: ClusterConfig,
+        plans: Sequence[HelperPlan],
         paths: RunPaths,
-        placements: Mapping[str, Sequence[HelperPlacement]],
         useful: Mapping[str, int],
+        session: Session,
+        attendance: Attendance,
     ) -> None:
-        self._paths, self._plans = paths, helper_plans(section, placements)
-        self._useful = {name: max_ranks - len(placements.get(name) or ()) for name, max_ranks in useful.items()}
-        self._helpers: list[HelperJobs] = []
-        self._attendance: Attendance | None = None
-        self._restarts = False
-
-    def address(self, cluster: Cluster) -> str | None:
-        """Returns the address to listen on for ranks on other hosts; None if no ranks can join, or if the run listens there
-        anyway.
-        """
-        if not self._plans or any(not node.is_local for node in cluster.nodes):
-            return None
-        try:
-            return address_for_partition(dict(self._plans[0].options).get("partition"), cluster.interface)
-        except ConfigError as error:
-            note(f"cluster.elastic: {error}; only ranks on this host can join")
-            return None
-
-    def open(self, session: Session) -> None:
-        """Starts to record joining ranks, once the session runs."""
-        self._attendance = Attendance(self._paths.attendance)
-        session.membership.heard = self._attendance.note
+        self._paths, self._attendance = paths, attendance
         self._helpers = [
             HelperJobs(
-                self._paths, plan, self._useful.get(plan.group, plan.bounds.max_ranks), session.job_gone,
-                session.membership.by_job, session.membership.faulty,
+                paths,
+                plan,
+                useful.get(plan.group, plan.bounds.max_ranks),
+                session.job_gone,
+                session.membership.by_job,
+                session.membership.faulty,
             )
-            for plan in self._plans
-        ]  # fmt: skip
+            for plan in plans
+        ]
+        self._restarts = False
 
-    def start(self, session: Session) -> None:
-        """Lets ranks join, just before the first step."""
-        session.membership.is_open = True
+    def start(self) -> None:
+        """Starts to manage the jobs, just before the first step."""
         for helpers in self._helpers:
             helpers.start()
 
-    def saw(self, row: Mapping[str, float]) -> None:
+    def record_step(self, row: Mapping[str, float]) -> None:
         """Records a step's metrics."""
         for helpers in self._helpers:
-            helpers.saw(row)
+            helpers.record_step(row)
 
     def failed(self, error: BaseException) -> None:
         """Marks the start as failed; in a job it may be repeated."""
@@ -324,8 +319,7 @@ class Elastic:
         again = self._restarts or stop.exit_code == EXIT_REQUEUE
         for helpers in self._helpers:
             helpers.stop(again=again, killed=stop.exit_code > 128 and in_slurm_job(os.environ))
-        if self._attendance is not None:
-            self._attendance.close("its driver ended, and another takes the run up" if again else "the run ended")
+        self._attendance.close("its driver ended, and another takes the run up" if again else "the run ended")
         if self._helpers:
             jobs = [asdict(job) for helpers in self._helpers for job in helpers.jobs]
             update_provenance(self._paths, helpers=jobs)

@@ -68,7 +68,7 @@ class Replicas:
         restarts: Returns how often ranks may be restarted.
         cost: Cost of the loss of a rank, as a text for the user.
         restart: Restarts ended ranks, if that takes more than the group's own restart.
-        size: Ranks of a replica. If one of them ends, the others end with it (`FailurePolicy.together`).
+        size: Ranks of a replica. If one of them ends, the others end with it (`GroupPolicy.replica_size`).
     """
 
     def __init__(

@@ -51,9 +51,7 @@ class Runner(Generic[Cfg]):
     Attributes:
         step: Steps done.
         elapsed: Seconds of training so far, over all starts.
-        max_recoveries: Maximum number of restarts of expendable groups without a new checkpoint in between.
         recoveries: Number of restarts so far.
-        saw: Called with each step's row.
         stateless: Groups that carry no state from one step to the next (see `unharmed`).
     """
 
@@ -74,9 +72,7 @@ class Runner(Generic[Cfg]):
         self.saves = Saves(groups, cfg.runner.async_save, self.timeout)
         self._saved_step, self._still_s = -1, 0.0
         self._ready = False
-        self.max_recoveries = 0
         self.recoveries = 0
-        self.saw: Callable[[dict[str, float]], None] = lambda row: None
         self._num_futile, self._recovered_from = 0, -1
         self._before, self._started = 0.0, active_s()
 
@@ -179,8 +175,17 @@ class Runner(Generic[Cfg]):
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
-    def run(self) -> dict[str, Any]:
+    @property
+    def max_recoveries(self) -> int:
+        """Maximum number of restarts of restartable groups without a new checkpoint in between (`SessionPolicies`)."""
+        session = Session.running()
+        return session.failures.policies.max_recoveries if session else 0
+
+    def run(self, on_step: Callable[[dict[str, float]], None] = lambda row: None) -> dict[str, Any]:
         """Trains until the end of this start, or until a stop is requested.
+
+        Args:
+            on_step: Called with each step's row of metrics.
 
         Returns:
             global_step, stop_reason, finished (whether this start reached its end), checkpoint, elapsed_s, and the entries
@@ -192,7 +197,7 @@ class Runner(Generic[Cfg]):
         resumed = None if folder.resume.path is None else self.step
         while True:
             try:
-                self._train(resumed)
+                self._train(resumed, on_step)
                 break
             except (WorkerFailed, StepFailed, ChannelError) as error:
                 resumed = self._recover(error)
@@ -212,7 +217,7 @@ class Runner(Generic[Cfg]):
             "elapsed_s": self.elapsed,
         }
 
-    def _train(self, resumed: int | None) -> None:
+    def _train(self, resumed: int | None, on_step: Callable[[dict[str, float]], None]) -> None:
         """Runs the loop from the present step to the end of this start."""
         cfg, folder = self.cfg, self.folder
         public = public_config(plain(cfg, resolve=False), plain(cfg))
@@ -235,7 +240,7 @@ class Runner(Generic[Cfg]):
                     bar.message(f"rlhpc: {self.stop.reason}: saving step {self.step}; Ctrl-C again ends at once")
                     break
                 row = self._timed_step()
-                self.saw(row)
+                on_step(row)
                 if "first_step" not in folder.marks:
                     folder.mark("first_step")
                     folder.write_marks(current().registry.root)
@@ -272,7 +277,7 @@ class Runner(Generic[Cfg]):
     # -- after a failure ------------------------------------------------------------------------------------------
 
     def _recover(self, error: RlhpcError) -> int:
-        """Restarts the expendable ranks and goes back to the newest checkpoint; the other ranks stay alive.
+        """Restarts the failed ranks and goes back to the newest checkpoint; the other ranks stay alive.
 
         Returns:
             The step to continue from.
@@ -283,7 +288,7 @@ class Runner(Generic[Cfg]):
         """
         session = Session.running()
         stateless = error.group in self.stateless
-        if session is None or not session.failures.expendable or self.stop.requested:
+        if session is None or not session.failures.policies.restartable or self.stop.requested:
             raise error
         newest_checkpoint = newest_valid(self.folder.paths, checksums=False)
         saving = self.saves.under_way
@@ -297,10 +302,7 @@ class Runner(Generic[Cfg]):
         lost_ranks = session.recover()
         ranks = ", ".join(f"{role}[{rank}]" for role, role_ranks in lost_ranks.items() for rank in role_ranks)
         reason = str(error).splitlines()[0]
-        session.interrupted = (
-            self.stop.check
-        )  # a stop during the recovery loses only steps that are not in the checkpoint
-        try:
+        with session.recovering():
             self.rebuild(lost_ranks)
             self._saved(self.saves.settle)
             newest = newest_valid(self.folder.paths, checksums=False).path
@@ -315,8 +317,6 @@ class Runner(Generic[Cfg]):
                 note(f"{reason}; {ranks} start again from {newest.name}, all other ranks stay")
                 self.forget()
                 self._restore(newest)
-        finally:
-            session.interrupted = lambda: None
         self.count_lost(sum(map(len, lost_ranks.values())), before)
         self.recoveries += 1
         return self.step

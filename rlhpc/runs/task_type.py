@@ -24,6 +24,7 @@ from rlhpc.runs.preflight import Check
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_file, read_yaml
 from rlhpc.runtime.plugins import Registry, import_attribute, nearest, offered
+from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from rlhpc.runtime.text import shown
 
 
@@ -216,34 +217,18 @@ class Kind(Generic[Cfg]):
         """Returns the names that `cluster.component_placement` may have, for messages."""
         return list(self.roles_of(cfg))
 
-    def expendable_of(self, cfg: Cfg) -> frozenset[str]:
-        """Returns the expendable groups of a run with this configuration."""
-        del cfg
-        return self.expendable
+    def policies(self, cfg: Cfg, *, max_recoveries: int = 0) -> SessionPolicies:
+        """Returns the failure handling of each group of a run with this configuration.
 
-    def independent_of(self, cfg: Cfg) -> frozenset[str]:
-        """Returns the independent groups of a run with this configuration."""
-        del cfg
-        return self.independent
-
-    def elastic_of(self, cfg: Cfg) -> dict[str, int]:
-        """Returns the groups that continue without ranks that have ended, and the minimum number of ranks of each."""
-        del cfg
-        return {}
-
-    def patience_of(self, cfg: Cfg) -> dict[str, float]:
-        """Returns the seconds of silence after which ranks of a group are declared lost, for elastic groups with a shorter
-        time than usual.
+        Args:
+            cfg: The configuration.
+            max_recoveries: Maximum number of restarts of restartable groups without a new checkpoint in between.
         """
         del cfg
-        return {}
-
-    def why_fixed(self, cfg: Cfg) -> str:
-        """Returns the reason why this run has no elastic groups, and the change that would allow them, for messages; "" if no
-        change would.
-        """
-        del cfg
-        return ""
+        groups = {
+            name: GroupPolicy(restartable=True, independent_ranks=name in self.independent) for name in self.expendable
+        }
+        return SessionPolicies(groups, max_recoveries)
 
     def most_useful(self, cfg: Cfg, started: Mapping[str, int]) -> dict[str, int]:
         """Returns the maximum number of ranks that each elastic group can use at a time.
@@ -297,11 +282,6 @@ class Kind(Generic[Cfg]):
         """
         del cfg, ranks
         return iter(())
-
-    def together_of(self, cfg: Cfg) -> dict[str, int]:
-        """Returns the number of neighbouring ranks that form one replica, by group; they join, leave and end as a unit."""
-        del cfg
-        return {}
 
     def placed(self, cfg: Cfg, replicas: Mapping[str, int]) -> Cfg:
         """Returns the configuration with the values that follow from the placement.

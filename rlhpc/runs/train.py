@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.attempt_logs import mark_start
 from rlhpc.jobs.driver_lock import require_hosts, require_live_allocation, require_no_driver, sole_driver
+from rlhpc.jobs.elastic.helper_plan import helper_plans
+from rlhpc.jobs.elastic.records import Attendance
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.signals import MAX_RESTARTS, StopRequest
 from rlhpc.runs.config_changes import check_resume
-from rlhpc.runs.elastic_driver import Elastic
+from rlhpc.runs.elastic_driver import Elastic, join_address
 from rlhpc.runs.preflight import run_checks
 from rlhpc.runs.run_folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
 from rlhpc.runs.run_identity import make_longer
@@ -21,9 +25,11 @@ from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import Stopped
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.placement import HybridComponentPlacement
+from rlhpc.runtime.placement import HybridComponentPlacement, Placement, PlacementStrategy
 from rlhpc.runtime.plugins import load_attribute
 from rlhpc.runtime.session import Session
+from rlhpc.runtime.worker import Worker
+from rlhpc.runtime.worker_group import WorkerGroup
 
 
 def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) -> dict[str, Any]:
@@ -76,55 +82,42 @@ def _train(
     user_cfg: Cfg,
     run: RunFolder,
     cluster: Cluster,
-    strategies: dict[str, Any],
-    placements: dict[str, Any],
+    strategies: Mapping[str, PlacementStrategy],
+    placements: Mapping[str, Sequence[Placement]],
 ) -> dict[str, Any]:
+    """Opens the run folder, starts the session, the groups and the runner, and trains."""
     roles = kind.roles_of(cfg)
     classes = {role: load_attribute(name, f"role {role} of the kind {kind.name}") for role, name in roles.items()}
     make_runner = load_attribute(kind.runner, f"the runner of the kind {kind.name}")
+    # A submitted run recovers by itself after a failure; a run at a terminal reports the failure and ends.
+    policies = kind.policies(cfg, max_recoveries=int(os.environ.get(MAX_RESTARTS, "0")))
+    num_started = {role: len(ranks) for role, ranks in placements.items()}
+    useful = {role: n - num_started.get(role, 0) for role, n in kind.most_useful(cfg, num_started).items()}
+    helper_jobs = helper_plans(cfg.cluster, placements)
     run.open(user_cfg)
-    mark_start(run.paths.segment_logs(run.segment or 0))
+    logs = run.paths.segment_logs(run.segment or 0)
+    mark_start(logs)
     run.record_placement({role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
+    attendance = Attendance(run.paths.attendance)
     runner: Runner[Cfg] | None = None
-    useful = kind.most_useful(cfg, {role: len(ranks) for role, ranks in placements.items()})
-    helpers = Elastic(cfg.cluster, run.paths, placements, useful)
     with StopRequest() as stop:
         session = Session.start(
-            registry_root=run.paths.registry, log_dir=run.paths.segment_logs(run.segment or 0), preload=kind.preload,
-            interface=cluster.interface, tcp_address=helpers.address(cluster),
-        )  # fmt: skip
-        helpers.open(session)
-        session.interrupted = stop.check  # until the first step there is nothing to save
+            registry_root=run.paths.registry,
+            log_dir=logs,
+            preload=kind.preload,
+            interface=cluster.interface,
+            tcp_address=join_address(helper_jobs, cluster),
+            check_stop=stop.check,
+            on_membership=attendance.note,
+        )
+        elastic = Elastic(helper_jobs, run.paths, useful, session, attendance)
         try:
-            groups = {
-                role: cls.create_group(cfg).launch(
-                    cluster,
-                    placement_strategy=strategies[role],
-                    name=role,
-                    timeout=cfg.runner.rendezvous_timeout_s,
-                    wait=False,
-                )
-                for role, cls in classes.items()
-            }
-            run.mark("launched")
-            for group in groups.values():
-                group.wait_ready()
-            run.mark("ranks")
+            groups = _launch(cfg, classes, cluster, strategies, run)
             runner = active_runner = make_runner(cfg, **groups, run=run, stop=stop)
             active_runner.init_workers()
-            # A submitted run recovers by itself after a failure; a run at a terminal reports the failure and ends.
-            active_runner.max_recoveries = int(os.environ.get(MAX_RESTARTS, "0"))
-            session.failures.expendable = kind.expendable_of(cfg) if active_runner.max_recoveries else frozenset()
-            session.failures.independent = kind.independent_of(cfg)
-            session.failures.elastic, session.failures.together = kind.elastic_of(cfg), kind.together_of(cfg)
-            session.membership.why_fixed = kind.why_fixed(cfg)
-            session.leases.patience = kind.patience_of(cfg)
-            session.interrupted = lambda: None
-            active_runner.saw = helpers.saw
-            helpers.start(session)
-            result = active_runner.run()
-            session.membership.is_open = False
-            session.failures.expendable, session.failures.elastic = frozenset(), {}
+            with session.training(policies):
+                elastic.start()
+                result = active_runner.run(on_step=elastic.record_step)
             for group in groups.values():
                 group.shutdown()
         except Stopped as stopped:
@@ -135,11 +128,36 @@ def _train(
         except BaseException as error:
             keep_traceback(run, error)
             fail_status(run, runner.step if runner else run.resume.step, error)
-            helpers.failed(error)
+            elastic.failed(error)
             raise
         finally:
             session.stop()
-            helpers.close(stop)
+            elastic.close(stop)
         if run.segment is not None and result["finished"]:
             result.update(run.finish_segment(result["global_step"], result["stop_reason"]))
         return {**result, "exit_code": 0 if result["finished"] else stop.exit_code}
+
+
+def _launch(
+    cfg: RunConfig,
+    classes: dict[str, type[Worker]],
+    cluster: Cluster,
+    strategies: Mapping[str, PlacementStrategy],
+    run: RunFolder,
+) -> dict[str, WorkerGroup]:
+    """Starts the ranks of all groups and waits until they are ready; returns the groups by role."""
+    groups = {
+        role: cls.create_group(cfg).launch(
+            cluster,
+            placement_strategy=strategies[role],
+            name=role,
+            timeout=cfg.runner.rendezvous_timeout_s,
+            wait=False,
+        )
+        for role, cls in classes.items()
+    }
+    run.mark("launched")
+    for group in groups.values():
+        group.wait_ready()
+    run.mark("ranks")
+    return groups

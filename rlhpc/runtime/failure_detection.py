@@ -7,11 +7,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlhpc.runtime.errors import RlhpcError, StepFailed, WorkerFailed
 from rlhpc.runtime.launchers import Member
+from rlhpc.runtime.policies import NEXT_PHASES, SessionPhase, SessionPolicies
 from rlhpc.runtime.worker_spec import WorkerSpec
 
 
@@ -24,28 +24,40 @@ class Rank(Protocol):
     def state(self) -> str: ...
 
 
-@dataclass
+_STRICT = SessionPolicies()
+
+
 class FailurePolicy:
-    """The failures of a session.
+    """The failures of a session, and what each means for the ranks that still live.
 
     Attributes:
-        expendable: Groups whose failure leaves the other groups alive.
-        independent: Expendable groups whose ranks do not need one another: a rank that dies leaves the other ranks of its
-            group alive.
-        elastic: Groups whose ranks may join and leave, with the number that must remain: the end of a rank beyond that is no
-            failure.
-        together: Groups with the number of neighbours that form one replica, such as an engine: they join, leave and end
-            together.
+        phase: SessionPhase of the session.
         first: The failure that caused all others; None while nothing has failed.
         past: The failure from which the session has recovered.
     """
 
-    expendable: frozenset[str] = frozenset()
-    independent: frozenset[str] = frozenset()
-    elastic: Mapping[str, int] = field(default_factory=dict)
-    together: Mapping[str, int] = field(default_factory=dict)
-    first: RlhpcError | None = None
-    past: RlhpcError | None = None
+    def __init__(self) -> None:
+        self.phase = SessionPhase.STARTING
+        self.first: RlhpcError | None = None
+        self.past: RlhpcError | None = None
+        self._policies = _STRICT
+
+    @property
+    def policies(self) -> SessionPolicies:
+        """The policies that apply in the present phase: none while the ranks that the run starts with start or end."""
+        return self._policies if self.phase in (SessionPhase.RUNNING, SessionPhase.RECOVERING) else _STRICT
+
+    def enter(self, phase: SessionPhase, policies: SessionPolicies | None = None) -> None:
+        """Enters a phase; `policies` replaces those of the training phases.
+
+        Raises:
+            RlhpcError: The phase cannot follow the present one.
+        """
+        if phase not in NEXT_PHASES[self.phase]:
+            raise RlhpcError(f"a session that is {self.phase} cannot be {phase} next")
+        self.phase = phase
+        if policies is not None:
+            self._policies = policies
 
     def take(self, failure: RlhpcError) -> bool:
         """Records a failure; returns whether it is the first, of which later ones are consequences."""
@@ -61,19 +73,24 @@ class FailurePolicy:
         other ranks will raise a fault of the program, too.
         """
         group, rank = failure.group, failure.rank
-        if group not in self.elastic or rank is None or not isinstance(failure, (WorkerFailed, StepFailed)):
+        elastic = self.policies.elastic
+        if group not in elastic or rank is None or not isinstance(failure, (WorkerFailed, StepFailed)):
             return False
         joined = any((r.spec.group, r.spec.rank) == (group, rank) and r.spec.rank >= r.spec.world_size for r in ranks)
         if isinstance(failure, WorkerFailed) and failure.remote_traceback and not joined:
             return False
         replica = self.replica_of(group, rank)
         remaining = [r for r in ranks if r.spec.group == group and r.state == "ready" and r.spec.rank not in replica]
-        return self.first is None and len(remaining) >= self.elastic[group]
+        return self.first is None and len(remaining) >= elastic[group]
 
     def replica_of(self, group: str, rank: int) -> range:
         """Returns the ranks of a rank's replica, including itself."""
-        size = self.together.get(group, 1)
+        size = self.policies.of(group).replica_size
         return range(rank - rank % size, rank - rank % size + size)
+
+    def forgive(self) -> None:
+        """Forgets the first failure: the session recovers from it."""
+        self.first = None
 
     def put_behind(self) -> None:
         """Treats the failure as past when new groups are launched: it happened before them."""
@@ -83,16 +100,16 @@ class FailurePolicy:
     def spared(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
         """Returns the names of the ranks that may live on.
 
-        If an expendable group has failed: the ranks of the groups that are not expendable. If a single rank of an independent
-        group has failed and ended: all other ranks, too.
+        If a restartable group has failed: the ranks of the groups that are not restartable. If a single rank of a group of
+        independent ranks has failed and ended: all other ranks, too.
         """
-        group, rank = failure.group, failure.rank
-        if group not in self.expendable or not failure.restartable:
+        group, rank, restartable = failure.group, failure.rank, self.policies.restartable
+        if group not in restartable or not failure.restartable:
             return set()
-        alone = group in self.independent and any(
+        alone = self.policies.of(group).independent_ranks and any(
             r.spec.rank == rank and r.state == "ended" for r in ranks if r.spec.group == group
         )
-        return {r.spec.name for r in ranks if (alone and r.state != "ended") or r.spec.group not in self.expendable}
+        return {r.spec.name for r in ranks if (alone and r.state != "ended") or r.spec.group not in restartable}
 
     def doomed(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
         """Returns the names of the ranks that must end with the failure."""
@@ -101,12 +118,12 @@ class FailurePolicy:
     def recoverable(self, ranks: Collection[Rank]) -> bool:
         """Returns whether the run can continue with the other ranks, once those that had to end have ended.
 
-        All ended ranks must be expendable, some rank must remain, and none may be in an intermediate state, except those that
+        All ended ranks must be restartable, some rank must remain, and none may be in an intermediate state, except those that
         are about to join: no other rank needs them, and they may never arrive.
         """
         states = [r.state for r in ranks if r.state != "starting" or r.spec.rank < r.spec.world_size]
         ended_groups = {r.spec.group for r in ranks if r.state == "ended"}
-        return ended_groups <= self.expendable and "ready" in states and {*states} <= {"ended", "ready"}
+        return ended_groups <= self.policies.restartable and "ready" in states and {*states} <= {"ended", "ready"}
 
 
 def by_group(ranks: Iterable[Rank]) -> dict[str, list[int]]:
@@ -140,18 +157,18 @@ class Leases:
         fail: Called with the failure of a rank that is lost.
         has_ended: Returns whether the process of a rank's record is known to have ended. Called only for ranks that have
             joined: the starter of other ranks reports their end, but the starter of these may have been killed with them.
-
-    Attributes:
-        patience: Groups with a shorter limit: seconds of silence after which a rank counts as lost.
+        failures: Failure policy, which knows the groups with a lease of their own.
     """
 
     def __init__(
-        self, fail: Callable[[RlhpcError], None], has_ended: Callable[[Mapping[str, Any]], bool] = lambda record: False
+        self,
+        fail: Callable[[RlhpcError], None],
+        has_ended: Callable[[Mapping[str, Any]], bool],
+        failures: FailurePolicy,
     ) -> None:
-        self._fail, self._has_ended = fail, has_ended
+        self._fail, self._has_ended, self._failures = fail, has_ended, failures
         #: Incarnations that another process of their host has found to have ended.
         self._unreachable = set[str]()
-        self.patience: Mapping[str, float] = {}
         self.looked = time.monotonic()
 
     def record_note(self, member: Member, event: str) -> None:
@@ -179,7 +196,7 @@ class Leases:
             if joined and member.record and (spec.incarnation in self._unreachable or self._has_ended(member.record)):
                 self._unreachable.discard(spec.incarnation)
                 self._fail(_lost_rank_error(spec, "has ended, and so has whoever started it"))
-            elif silent > self.patience.get(spec.group, usual):
+            elif silent > (self._failures.policies.of(spec.group).lease_s or usual):
                 self._fail(_lost_rank_error(spec, f"gave no sign of life for {silent:.0f} s"))
             elif silent > SUSPECT_S and not member.suspect:
                 member.suspect = True

@@ -25,6 +25,7 @@ from rlhpc.runtime.failure_detection import FailurePolicy
 from rlhpc.runtime.host import host_id, process_key
 from rlhpc.runtime.imports import fingerprint
 from rlhpc.runtime.launchers import JoinedStarter, Member, Starter
+from rlhpc.runtime.policies import SessionPhase
 from rlhpc.runtime.registry import DEPARTED, GenerationFolder
 from rlhpc.runtime.reporting import logged
 from rlhpc.runtime.rpc import RpcClient
@@ -253,17 +254,21 @@ class Membership:
         failures: Failure policy, which knows the elastic groups.
         log_dir: Folder of the ranks' logs.
         listens: Whether processes of other hosts reach this run.
+        on_event: Called with events of joined ranks: `event` (joined, works, left), who, where and why.
 
     Attributes:
         epoch: How often a rank has come or gone since the groups were launched.
-        is_open: Whether ranks may join at present; other requests are answered to ask again. Initially not.
-        heard: Called with events of joined ranks: `event` (joined, works, left), who, where and why.
         faulty: Jobs of which a rank has raised an exception.
-        why_fixed: Reason why no group takes ranks, if the user can change that; for messages.
     """
 
     def __init__(
-        self, ranks: RankTable, registry: GenerationFolder, failures: FailurePolicy, log_dir: Path, listens: bool
+        self,
+        ranks: RankTable,
+        registry: GenerationFolder,
+        failures: FailurePolicy,
+        log_dir: Path,
+        listens: bool,
+        on_event: Callable[[dict[str, Any]], None],
     ) -> None:
         self._ranks, self._registry, self._failures = ranks, registry, failures
         self._log_dir, self._listens = log_dir, listens
@@ -273,11 +278,9 @@ class Membership:
         self._jobs: dict[str, tuple[str, Member]] = {}
         #: Ranks that take part or did so, by incarnation: their jobs.
         self._at_work: dict[str, str] = {}
-        self.is_open = False
-        self.heard: Callable[[dict[str, Any]], None] = lambda event: None
+        self._on_event = on_event
         self.epoch = 0
         self.faulty = set[str]()
-        self.why_fixed = ""
 
     def left(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
         """Registers that a rank of a group that continues without it has ended, or is considered lost.
@@ -361,7 +364,7 @@ class Membership:
     def _tell(self, event: dict[str, Any]) -> None:
         """Passes on an event of a rank that has joined. The account of these is for users: a run does not end by it."""
         with logged(f"cannot record that {event['incarnation']} has {event['event']}"):
-            self.heard(event)
+            self._on_event(event)
 
     def why_left(self, group: str, rank: int) -> str:
         """Returns the reason of a rank that left after a notice; "" for a rank that ended otherwise."""
@@ -462,12 +465,13 @@ class Membership:
         return self._failures.replica_of(group, last - 1).stop
 
     def _allow(self, group: str, wish: Mapping[str, Any]) -> None:
-        if not self.is_open:
+        policies = self._failures.policies
+        if self._failures.phase not in (SessionPhase.RUNNING, SessionPhase.RECOVERING):
             raise TooEarly("the ranks that the run starts with are starting or ending")
-        elastic = self._failures.elastic
+        elastic = policies.elastic
         if group not in elastic:
             elastic_text = f"groups that take some: {', '.join(elastic) or 'none'}"
-            why = f"; {self.why_fixed}" if self.why_fixed else ""
+            why = f"; {policies.closed_reason}" if policies.closed_reason else ""
             raise ChannelError(f"no rank can join group {group!r} of this run; {elastic_text}{why}")
         if wish["code"] != fingerprint():
             raise ChannelError(

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from rlhpc.runtime.membership import (
     said_before_its_log,
 )
 from rlhpc.runtime.network import own_address
+from rlhpc.runtime.policies import SessionPhase, SessionPolicies
 from rlhpc.runtime.registry import MEMBERS, CurveKeys, GenerationFolder, RegistryWatch
 from rlhpc.runtime.reporting import guarded, logged
 from rlhpc.runtime.rpc import RpcClient, worker_failed
@@ -65,6 +66,9 @@ class Session:
         tcp_address: This host's address, if processes on other hosts take part. By default, in a Slurm job of several nodes,
             the address on the route to them; otherwise None opens no TCP port at all.
         interface: Network interface to take that address from instead, on every node.
+        check_stop: Raises if this process was asked to end. All waits of the main thread call it while ranks start or recover,
+            when there is nothing to save.
+        on_membership: Called with events of ranks that join and leave (`Membership`).
     """
 
     _running: Session | None = None
@@ -77,6 +81,8 @@ class Session:
         wait_deadline: float | None = None,
         tcp_address: str | None = None,
         interface: str | None = None,
+        check_stop: Callable[[], None] = lambda: None,
+        on_membership: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:
         steps = steps_possible()
         if tcp_address is None and steps:
@@ -85,8 +91,7 @@ class Session:
         # where ranks are job steps the fork server only clears up behind a driver that was killed
         server = ForkServerProcess.take(None if steps else preload)
         self.scratch = server.scratch
-        #: Called by all waits of this process; raises if it was asked to end and there is nothing to save.
-        self.interrupted: Callable[[], None] = lambda: None
+        self._check_stop = check_stop
         self._pid = os.getpid()
         root = registry_root or self.scratch.sockets / "registry"
         job = os.environ.get("SLURM_JOB_ID")
@@ -101,8 +106,10 @@ class Session:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.ranks = RankTable(lambda processes: self.service.members_changed(self.service.epoch + 1, processes))
         self.failures, self._recovery = FailurePolicy(), 0
-        self.membership = Membership(self.ranks, self.registry, self.failures, self.log_dir, bool(tcp_address))
-        self.leases = Leases(self.fail, lambda record: self.service.peers.knows_ended(record))
+        self.membership = Membership(
+            self.ranks, self.registry, self.failures, self.log_dir, bool(tcp_address), on_membership
+        )
+        self.leases = Leases(self.fail, lambda record: self.service.peers.knows_ended(record), self.failures)
         self.service = Service(
             "driver", keys, self.scratch, tcp_address,
             check=self.check, tick_s=TICK_S, on_tick=lambda _: self.leases.look(self.ranks.all()),
@@ -230,7 +237,7 @@ class Session:
                 starter.kill(members)
 
     def recover(self, patience_s: float = 20.0) -> dict[str, list[int]]:
-        """Recovers from the failure of an expendable group or of an independent rank: ends the failed ranks and frees the
+        """Recovers from the failure of a restartable group or of an independent rank: ends the failed ranks and frees the
         others.
 
         The other ranks abandon their present call as soon as they wait for another rank, and drop the messages that they have
@@ -251,7 +258,7 @@ class Session:
             if not self.failures.recoverable(self.ranks.all()):
                 raise failure
             failed, survivors = ([m for m in self.ranks.all() if m.state == state] for state in ("ended", "ready"))
-            self.failures.first = None
+            self.failures.forgive()
         self._recovery += 1
         self.ranks.announce(self.service, failed)
         for name in {m.spec.group for m in self.ranks.all()}:
@@ -267,12 +274,36 @@ class Session:
                     handle.wait(patience_s)
         except (RlhpcError, OSError) as error:
             log.warning("the ranks of %s are not free again: %s", {m.spec.group for m in survivors}, error)
-            self.failures.expendable = frozenset()
+            self.failures.enter(SessionPhase.CLOSING)
             if self.failure is None:
                 self.fail(failure)
             self.check()
             raise failure from error
         return by_group(failed)
+
+    # -- phases ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def training(self, policies: SessionPolicies) -> Iterator[None]:
+        """Applies the policies, and lets ranks join elastic groups, until the block ends; then the session is closing."""
+        self.failures.enter(SessionPhase.RUNNING, policies)
+        try:
+            yield
+        finally:
+            self.failures.enter(SessionPhase.CLOSING)
+
+    @contextlib.contextmanager
+    def recovering(self) -> Iterator[None]:
+        """Ends waits at a request to stop, as while ranks start: a stop now loses only steps that are not saved anyway."""
+        self.failures.enter(SessionPhase.RECOVERING)
+        try:
+            yield
+        finally:
+            self.failures.enter(SessionPhase.RUNNING)
+
+    def _raise_if_stopped(self) -> None:
+        if self.failures.phase in (SessionPhase.STARTING, SessionPhase.RECOVERING):
+            self._check_stop()
 
     def check(self) -> None:
         """Raises the first failure, once the groups have been stopped and their shared memory freed.
@@ -283,7 +314,7 @@ class Session:
         if self.service.stopped:
             self.service.check()
         if threading.current_thread() is threading.main_thread():
-            self.interrupted()
+            self._raise_if_stopped()
         failure = self.failure
         if failure is None:
             return
@@ -353,7 +384,7 @@ class Session:
                 if self.failures.past is not None and any(m.state == "ended" for m in started):
                     break  # they failed before another group was launched
                 self.ranks.changed.wait(min(remaining_s, _LOOK_S))
-                self.interrupted()
+                self._raise_if_stopped()
         if self.failures.past is not None and self.failure is None and any(m.state == "ended" for m in started):
             self.fail(self.failures.past)
         self.check()

@@ -22,6 +22,7 @@ from pathlib import Path
 from rlhpc import Cluster, Worker
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.placement import NodePlacementStrategy
+from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from rlhpc.runtime.session import Session
 
 class Probe(Worker):
@@ -54,23 +55,23 @@ if __name__ == "__main__":
     cluster = Cluster(ClusterConfig(num_nodes=2))
     driver = Session.start(registry_root=Path("registry").absolute(), log_dir=Path("logs").absolute())
     many = Probe.create_group().launch(cluster, NodePlacementStrategy([0, 1, 1]), "many")
-    driver.failures.elastic, driver.leases.patience = {"many": 1}, {"many": 6.0}
-    pids = many.processes().wait(60)
-    nodes = [record["node"] for record in many._records]
-    os.kill(pids[rank][0], signal.SIGSTOP)
-    until(lambda: rank not in many.present, "it is given up")
-    given_up = time.time()
-    others = [0, 1, 2]
-    others.remove(rank)
-    assert many.add(1).wait(20) == [other + 1 for other in others], "the others go on"
-    assert many.restart(30.0) == [rank], "it can start again"
-    assert not any(is_there(pid) for pid in pids[rank]), "its processes are gone before its successor starts"
-    until(many.admit, "the successor arrives")
-    after = many.processes().wait(60)
-    assert many.present == [0, 1, 2] and after[rank] != pids[rank]
-    assert [after[other] for other in others] == [pids[other] for other in others], "the others are the same processes"
-    assert all(is_there(pid) for both in after for pid in both)
-    print("RESULT", json.dumps({"nodes": nodes}))
+    with driver.training(SessionPolicies({"many": GroupPolicy(min_ranks=1, lease_s=6.0)})):
+        pids = many.processes().wait(60)
+        nodes = [record["node"] for record in many._records]
+        os.kill(pids[rank][0], signal.SIGSTOP)
+        until(lambda: rank not in many.present, "it is given up")
+        given_up = time.time()
+        others = [0, 1, 2]
+        others.remove(rank)
+        assert many.add(1).wait(20) == [other + 1 for other in others], "the others go on"
+        assert many.restart(30.0) == [rank], "it can start again"
+        assert not any(is_there(pid) for pid in pids[rank]), "its processes are gone before its successor starts"
+        until(many.admit, "the successor arrives")
+        after = many.processes().wait(60)
+        assert many.present == [0, 1, 2] and after[rank] != pids[rank]
+        assert [after[other] for other in others] == [pids[other] for other in others], "the others are the same processes"
+        assert all(is_there(pid) for both in after for pid in both)
+        print("RESULT", json.dumps({"nodes": nodes}))
     driver.stop()
 """
 

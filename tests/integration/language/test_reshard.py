@@ -16,6 +16,7 @@ from reshard_ranks import FROZEN, LARGE, PART, SHAPES, Engine, Trainer, wanted
 
 from rlhpc import FlexiblePlacementStrategy, NodePlacementStrategy, Session, WorkerGroup
 from rlhpc.checkpoint.tensor_slice import whole
+from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from tests.accelerators import OTHERS_ON_CARD, cluster_of
 
 Groups = dict[str, WorkerGroup]
@@ -128,13 +129,12 @@ def test_who_is_lost_in_the_middle_costs_the_others_nothing(groups: Groups) -> N
         group.shutdown()
         group.relaunch().wait_ready()
     wait_all(trainer.open("4", "off", False, GROUP), near.open(False, GROUP), far.open(False, GROUP))
-    session.failures.elastic = {"near": 1}
-    for version in range(4):
-        handles = [trainer.send(version), far.take(), near.execute_on(0).take()]
-        if version < 3:
-            handles.append(near.execute_on(1).take() if version < 2 else near.execute_on(1).die())
-        _, *taken = wait_all(*handles)
-        found = [result for group in taken[: 2 + (version < 2)] for result in group]
-        assert [(came, wrong) for came, _, wrong, _ in found] == [(version, [])] * (3 + (version < 2))  # type: ignore[misc]
-        assert any(nbytes for *_, nbytes in found) == (version == 1), "else it goes through the host"  # type: ignore[misc]
-    session.failures.elastic = {}
+    with session.training(SessionPolicies({"near": GroupPolicy(min_ranks=1)})):
+        for version in range(4):
+            handles = [trainer.send(version), far.take(), near.execute_on(0).take()]
+            if version < 3:
+                handles.append(near.execute_on(1).take() if version < 2 else near.execute_on(1).die())
+            _, *taken = wait_all(*handles)
+            found = [result for group in taken[: 2 + (version < 2)] for result in group]
+            assert [(came, wrong) for came, _, wrong, _ in found] == [(version, [])] * (3 + (version < 2))  # type: ignore[misc]
+            assert any(nbytes for *_, nbytes in found) == (version == 1), "else it goes through the host"  # type: ignore[misc]

@@ -17,6 +17,7 @@ from weight_ranks import CARD, RECEIVERS, Actor, Trainer
 from rlhpc import FlexiblePlacementStrategy, Session, WorkerGroup
 from rlhpc.runtime.comm.shared_memory import bytes_in_use
 from rlhpc.runtime.errors import WorkerFailed
+from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from tests.accelerators import OTHERS_ON_CARD, cluster_of, placed
 from tests.extras import need_extra
 
@@ -121,31 +122,30 @@ def test_who_is_lost_in_the_middle_costs_the_others_nothing(groups: Groups, how:
     trainer, near, far = groups["trainer"], groups["near"], groups["far"]
     session = Session.running()
     assert session is not None
-    session.failures.elastic = {"near": 1}
-    for handle in [trainer.open("off", GROUP), *(group.open("off", False, GROUP) for group in (near, far))]:
-        handle.wait()
-    found, late = [], None
-    for version in range(40):
-        handles = [trainer.send(version, 0.5), far.take(), near.execute_on(0).take()]
-        if version == 2:
-            fallen = near.execute_on(1).fall(how)
-            if how == "breaks off":
-                late = near.execute_on(1).take()  # of the next version
-        else:
-            handles.append(late or near.execute_on(1).take())
-            late = None
-        (sent,), *taken = [handle.wait(30) for handle in handles]
-        assert [result for group in taken for result in group] == [(version, sent)] * len(handles)
-        if version == 2 and how == "dies":
-            fallen.wait(30)
-            near.restart()
-            wait_until(lambda: 1 in near.admit(), timeout=60)
-            near.took_in(1)
-            near.execute_on(1).open("off", False, GROUP).wait()
-        found += [carried for carried, _ in trainer.carried().wait()]
-        if version > 3 and found[-1] > found[-2]:  # on a busy machine the host may be the way of one more before
-            break
-    session.failures.elastic = {}
+    with session.training(SessionPolicies({"near": GroupPolicy(min_ranks=1)})):
+        for handle in [trainer.open("off", GROUP), *(group.open("off", False, GROUP) for group in (near, far))]:
+            handle.wait()
+        found, late = [], None
+        for version in range(40):
+            handles = [trainer.send(version, 0.5), far.take(), near.execute_on(0).take()]
+            if version == 2:
+                fallen = near.execute_on(1).fall(how)
+                if how == "breaks off":
+                    late = near.execute_on(1).take()  # of the next version
+            else:
+                handles.append(late or near.execute_on(1).take())
+                late = None
+            (sent,), *taken = [handle.wait(30) for handle in handles]
+            assert [result for group in taken for result in group] == [(version, sent)] * len(handles)
+            if version == 2 and how == "dies":
+                fallen.wait(30)
+                near.restart()
+                wait_until(lambda: 1 in near.admit(), timeout=60)
+                near.took_in(1)
+                near.execute_on(1).open("off", False, GROUP).wait()
+            found += [carried for carried, _ in trainer.carried().wait()]
+            if version > 3 and found[-1] > found[-2]:  # on a busy machine the host may be the way of one more before
+                break
     news = [after - before for before, after in zip([0, *found], found, strict=False)]
     assert 0 < news[2] < 36, "of more than 40 parts"
     assert news[-1] > 0

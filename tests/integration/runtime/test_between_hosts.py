@@ -15,6 +15,7 @@ import torch
 from rlhpc import Channel, Session
 from rlhpc.runtime.comm.shared_memory import bytes_in_use
 from rlhpc.runtime.errors import ChannelError, RlhpcError
+from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 
 ELSEWHERE = {"RLHPC_HOST_ID": "elsewhere"}
 
@@ -107,9 +108,9 @@ def test_a_death_in_the_middle_is_named_and_leaves_nothing(
 def test_a_home_that_has_gone_is_not_waited_for(session: Session, launch: Callable[..., Any]) -> None:
     """Its end closes no connection; the driver knows of it all the same, and others keep the channel."""
     far = launch(2, "far", env_vars=ELSEWHERE)
-    session.failures.elastic = {"far": 1}
-    os.kill(session.members["far-1"].pid, signal.SIGKILL)
-    assert soon(lambda: far.present == [0])
+    with session.training(SessionPolicies({"far": GroupPolicy(min_ranks=1)})):
+        os.kill(session.members["far-1"].pid, signal.SIGKILL)
+        assert soon(lambda: far.present == [0])
     with pytest.raises(ChannelError, match="died while this one waited for the home of channel 'kept'"):
         Channel.create("kept", home="far")
     channel = Channel.create("kept", home="far", ranks=[0])

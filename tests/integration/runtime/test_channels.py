@@ -14,6 +14,7 @@ import torch
 from rlhpc import Channel, ChannelError, DeadlineExceeded, QueueEmpty, QueueFull, Session, WorkerFailed
 from rlhpc.runtime.comm import unix_sockets
 from rlhpc.runtime.comm.shared_memory import bytes_in_use
+from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from rlhpc.runtime.registry import CurveKeys
 
 
@@ -152,44 +153,46 @@ def test_waits_have_deadlines_that_say_for_what(launch):
     assert channel.get() == "still here", "the waiter that gave up did not swallow it"
 
 
+#: A group that may fail and be restarted.
+FRAGILE = SessionPolicies({"fragile": GroupPolicy(restartable=True)}, max_recoveries=1)
+
+
 @pytest.mark.parametrize("how", ["get_nowait", "empty"])
 @pytest.mark.parametrize("home", [None, "poller"])
 def test_who_asks_again_and_again_is_freed_as_well(launch, how, home):
     """A rank that polls never blocks; it has to notice by what it asks that the others wait for it to give up."""
     poller, fragile = launch(1, "poller"), launch(1, "fragile")
     session = Session.running()
-    session.failures.expendable = frozenset({"fragile"})
-    channel = Channel.create(f"polled-{how}-{home}", home=home)
-    handle = poller.poll(channel, how)
-    fragile.leave(9)
-    with pytest.raises(WorkerFailed):
-        handle.wait(20)
-    assert session.recover(5.0) == {"fragile": [0]}
-    fragile.relaunch().wait_ready()
-    assert poller.add(1).wait() == [1] and fragile.add(2).wait() == [2]
-    session.failures.expendable = frozenset()
+    with session.training(FRAGILE):
+        channel = Channel.create(f"polled-{how}-{home}", home=home)
+        handle = poller.poll(channel, how)
+        fragile.leave(9)
+        with pytest.raises(WorkerFailed):
+            handle.wait(20)
+        assert session.recover(5.0) == {"fragile": [0]}
+        fragile.relaunch().wait_ready()
+        assert poller.add(1).wait() == [1] and fragile.add(2).wait() == [2]
 
 
 def test_the_request_to_give_up_may_come_late(launch, monkeypatch):
     """It goes to another socket and thread of the rank than its calls: behind the end of the recovery it asks for nothing."""
     steady, fragile = launch(1, "steady"), launch(1, "fragile")
     session = Session.running()
-    session.failures.expendable = frozenset({"fragile"})
-    held = []
-    post = session.service.peers.post
-    monkeypatch.setattr(
-        session.service.peers, "post", lambda *what: held.append(what) if what[1] == b"ABORT" else post(*what)
-    )
-    with pytest.raises(WorkerFailed):
-        fragile.leave(9).wait(20)
-    session.recover(5.0)
-    assert steady.add(1).wait() == [1]
-    for what in held:
-        post(*what)
-    # By the same road: once it is answered, they have arrived.
-    told = session.service.peers.request(held[0][0], b"DOING", [], 5.0, "steady")
-    assert told and steady.add(2).wait() == [2]
-    session.failures.expendable = frozenset()
+    with session.training(FRAGILE):
+        held = []
+        post = session.service.peers.post
+        monkeypatch.setattr(
+            session.service.peers, "post", lambda *what: held.append(what) if what[1] == b"ABORT" else post(*what)
+        )
+        with pytest.raises(WorkerFailed):
+            fragile.leave(9).wait(20)
+        session.recover(5.0)
+        assert steady.add(1).wait() == [1]
+        for what in held:
+            post(*what)
+        # By the same road: once it is answered, they have arrived.
+        told = session.service.peers.request(held[0][0], b"DOING", [], 5.0, "steady")
+        assert told and steady.add(2).wait() == [2]
 
 
 def test_connect_waits_for_create_and_gives_up():

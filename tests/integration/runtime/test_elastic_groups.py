@@ -23,6 +23,7 @@ from rlhpc.runtime.comm.zmq_sockets import Peers
 from rlhpc.runtime.errors import ConfigError, RlhpcError, WorkerFailed
 from rlhpc.runtime.joining import JoinPoint, JoinRefused, Leaving, NotYet, stay, wish_of
 from rlhpc.runtime.placement import NodePlacementStrategy
+from rlhpc.runtime.policies import GroupPolicy, SessionPhase, SessionPolicies
 from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.session import Session
 from rlhpc.runtime.worker_group import WorkerGroup
@@ -32,16 +33,20 @@ pytestmark = pytest.mark.long(together=True)
 
 
 @pytest.fixture
-def groups() -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+def events() -> list[dict[str, Any]]:
+    """Events of ranks that join and leave."""
+    return []
+
+
+@pytest.fixture
+def groups(events: list[dict[str, Any]]) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     """Three ranks of which one must stay, and a rank of which none may be lost."""
+    session = Session.start(on_membership=events.append)
     cluster = Cluster(ClusterConfig(num_nodes=1))
     many = Probe.create_group().launch(cluster, NodePlacementStrategy([0, 0, 0]), "many")
     other = Probe.create_group().launch(cluster, name="other")
-    session = Session.running()
-    assert session is not None
-    session.failures.elastic, session.membership.is_open = {"many": 1}, True
-    yield many, other
-    session.failures.elastic = {}
+    with session.training(SessionPolicies({"many": GroupPolicy(min_ranks=1)})):
+        yield many, other
     session.stop()
 
 
@@ -151,10 +156,11 @@ def helper(
     assert not stays.is_alive()
 
 
-def test_what_a_rank_that_joined_raises_is_its_own_affair(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+def test_what_a_rank_that_joined_raises_is_its_own_affair(
+    groups: tuple[WorkerGroup, WorkerGroup], events: list[dict[str, Any]]
+) -> None:
     many, other = groups
-    session, heard = Session.running(), list[dict[str, object]]()
-    session.membership.heard = heard.append
+    session = Session.running()
     with helper(Leaving(), "78") as said:
         until(lambda: many.admit() == [3])
         assert many.add(1).wait() == [1, 2, 3, 4]
@@ -164,19 +170,20 @@ def test_what_a_rank_that_joined_raises_is_its_own_affair(groups: tuple[WorkerGr
         )
     assert session.failure is None and many.present == [0, 1, 2] and other.add(1).wait() == [1]
     assert session.membership.faulty == {"78"}
-    assert [event["event"] for event in heard] == ["joined", "left"] and "kaboom" in str(heard[-1]["why"])
+    assert [event["event"] for event in events] == ["joined", "left"] and "kaboom" in str(events[-1]["why"])
 
 
-def test_a_job_has_joined_when_a_rank_of_it_takes_part(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+def test_a_job_has_joined_when_a_rank_of_it_takes_part(
+    groups: tuple[WorkerGroup, WorkerGroup], events: list[dict[str, Any]]
+) -> None:
     """One whose rank fails while it loads is not worth another."""
     many, _ = groups
-    membership, heard = Session.running().membership, list[dict[str, object]]()
-    membership.heard = heard.append
+    membership = Session.running().membership
     with helper(Leaving(), "77"):
         until(lambda: many.admit() == [3])
         assert membership.by_job() == {}
         many.took_in(3)
-        assert membership.by_job() == {"77": 1} and [event["event"] for event in heard] == ["joined", "works"]
+        assert membership.by_job() == {"77": 1} and [event["event"] for event in events] == ["joined", "works"]
     until(lambda: membership.by_job() == {"77": 0})
 
 
@@ -336,7 +343,7 @@ def test_who_may_not_join(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
         ):
             with pytest.raises(JoinRefused, match=said):
                 door.ask({**wish, **change})
-        session.membership.is_open = False
+        session.failures.enter(SessionPhase.CLOSING)
         with pytest.raises(NotYet, match="the ranks that the run starts with are starting or ending"):
             door.ask(wish)
         assert len(session.members) == 4 and session.failure is None

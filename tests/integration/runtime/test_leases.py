@@ -12,6 +12,7 @@ import pytest
 
 from rlhpc import Session, WorkerFailed
 from rlhpc.runtime import failure_detection
+from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from rlhpc.runtime.worker_process import HEARTBEAT_S
 
 SUSPECT_S = 1.5 * HEARTBEAT_S
@@ -74,14 +75,15 @@ def test_a_rank_that_stays_silent_is_lost(own: bool, launch, leases):
     group = launch(2, "silent")
     facts = group.identity().wait()
     leases(SUSPECT_S, 600.0 if own else SUSPECT_S + 4.0)
-    if own:
-        Session.current().leases.patience = {"silent": SUSPECT_S + 4.0}
-    os.kill(facts[0]["pid"], signal.SIGSTOP)
-    handle = group.add(1)
-    with pytest.raises(
-        WorkerFailed, match=r"silent\[0\] on node .* gave no sign of life for \d+ s \(log .*\)"
-    ) as caught:
-        handle.wait(timeout=60)
+    policies = SessionPolicies({"silent": GroupPolicy(lease_s=SUSPECT_S + 4.0 if own else None)})
+    with (
+        Session.current().training(policies),
+        pytest.raises(
+            WorkerFailed, match=r"silent\[0\] on node .* gave no sign of life for \d+ s \(log .*\)"
+        ) as caught,
+    ):
+        os.kill(facts[0]["pid"], signal.SIGSTOP)
+        group.add(1).wait(timeout=60)
     lost = caught.value
     assert (lost.group, lost.rank, lost.node) == ("silent", 0, os.uname().nodename)
     assert lost.log_path and lost.log_path in str(lost) and os.path.exists(lost.log_path)

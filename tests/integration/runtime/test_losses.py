@@ -14,6 +14,7 @@ import pytest
 
 from rlhpc import Channel, ChannelError, Cluster, NodePlacementStrategy, Session, WorkerFailed, WorkerGroup
 from rlhpc.runtime.comm.shared_memory import bytes_in_use
+from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -31,9 +32,8 @@ def groups(request: pytest.FixtureRequest) -> Iterator[tuple[WorkerGroup, Worker
     env = {"RLHPC_HOST_ID": "elsewhere"} if far else {}
     stays = Loser.create_group().launch(cluster, NodePlacementStrategy([0]), "stays")
     lossy = Loser.create_group().launch(cluster, NodePlacementStrategy([0, 0]), "lossy", env_vars=env)
-    session.failures.elastic = {"lossy": 1}
-    yield stays, lossy
-    session.failures.elastic = {}
+    with session.training(SessionPolicies({"lossy": GroupPolicy(min_ranks=1)})):
+        yield stays, lossy
     session.stop()
 
 

@@ -21,6 +21,7 @@ from rlhpc.runtime.errors import StorageError, WorkerFailed
 from rlhpc.runtime.failure_detection import _lost_rank_error
 from rlhpc.runtime.launchers import local
 from rlhpc.runtime.placement import NodePlacementStrategy
+from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from rlhpc.runtime.registry import DEPARTED
 from rlhpc.runtime.session import Session
 from rlhpc.runtime.worker_group import WorkerGroup
@@ -36,9 +37,8 @@ def groups() -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     other = Probe.create_group().launch(cluster, name="other")
     driver = Session.running()
     assert driver is not None
-    driver.failures.elastic = {"many": 1}
-    yield many, other
-    driver.failures.elastic = {}
+    with driver.training(SessionPolicies({"many": GroupPolicy(min_ranks=1)})):
+        yield many, other
     driver.stop()
 
 

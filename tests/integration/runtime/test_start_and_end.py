@@ -23,6 +23,7 @@ from rlhpc import Channel, Cluster, DeadlineExceeded, NodePlacementStrategy, Ses
 from rlhpc.runtime.comm import background
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.os_resources import MIN_OPEN_FILES
+from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from tests import warm
 from tests.eventually import wait_until
 
@@ -42,10 +43,10 @@ def test_a_session_that_was_stopped_leaves_nothing_in_its_process() -> None:
     def use(tcp_address: str | None) -> None:
         session = Session.start(tcp_address=tcp_address)
         group = Probe.create_group().launch(Cluster.local(1, 0), NodePlacementStrategy([0, 0]), "many")
-        session.failures.elastic, session.membership.is_open = {"many": 1}, True
-        Channel.create("of it").put(np.arange(300_000))
-        os.kill(group.execute_on(1).identity().wait()[0]["pid"], signal.SIGKILL)
-        wait_until(lambda: group.present == [0], 60)
+        with session.training(SessionPolicies({"many": GroupPolicy(min_ranks=1)})):
+            Channel.create("of it").put(np.arange(300_000))
+            os.kill(group.execute_on(1).identity().wait()[0]["pid"], signal.SIGKILL)
+            wait_until(lambda: group.present == [0], 60)
         session.stop()
 
     def left() -> tuple[int, int]:

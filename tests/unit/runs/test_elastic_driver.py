@@ -86,7 +86,7 @@ def test_a_decision_has_a_deadline(
     calls = commands(**{hang: HANGS})
     helpers = helpers_of(tmp_path)
     helpers.start()
-    helpers.saw({"time/step_s": 1.0, "time/rollout_s": 0.9})  # nobody waits here
+    helpers.record_step({"time/step_s": 1.0, "time/rollout_s": 0.9})  # nobody waits here
     end = time.monotonic() + 60
     while calls.read_text().count(hang) < 3:
         assert time.monotonic() < end, calls.read_text()
@@ -234,7 +234,7 @@ def test_the_budget_is_never_exceeded(seed: int, tmp_path: Path, monkeypatch: py
         if draw.random() < 0.05:
             paths.asked_ranks.write_text(json.dumps({"rollout": draw.choice([0, 2, 8, None])}))
         cluster.answers = draw.random() < 0.9
-        helpers.saw({"time/step_s": 1.0, "time/rollout_s": draw.random()})
+        helpers.record_step({"time/step_s": 1.0, "time/rollout_s": draw.random()})
         with contextlib.suppress(SubmitError):
             helpers.look()
         assert cluster.hours() <= budget
