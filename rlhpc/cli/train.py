@@ -171,7 +171,7 @@ def _submit(args: argparse.Namespace) -> int:
     from rlhpc.jobs.plan import build_plan
     from rlhpc.jobs.probes import ProcessId
     from rlhpc.jobs.segment import SegmentFiles
-    from rlhpc.jobs.submit import choose_executor, driver_command, submit_segment
+    from rlhpc.jobs.submit import Submission, SubmitRequest, WaitOptions, choose_executor, driver_command
     from rlhpc.jobs.wait_client import Wait, hand_over
     from rlhpc.jobs.waiter import Waiter
     from rlhpc.runs.checks import check_planned
@@ -204,24 +204,24 @@ def _submit(args: argparse.Namespace) -> int:
     def wait_elsewhere(waiter: Waiter) -> None:
         hand_over(Wait.of(waiter, answers=answers))
 
-    result = submit_segment(
-        args.config,
-        args.overrides,
+    request = SubmitRequest(
         run_root=paths.root,
         command=driver_command(submitted.path, flags, segment=args.segment),
-        on_found=submitted,
         segment=args.segment,
         executor=executor,
-        environment={"RLHPC_SITE": str(find_site(args.site).absolute())} if args.site else None,
-        slurm=build_plan(cfg, launcher="slurm").submitit_parameters() if executor == "slurm" else None,
-        wait=not args.no_wait,
-        deadline_s=args.deadline,
+        environment={"RLHPC_SITE": str(find_site(args.site).absolute())} if args.site else {},
+        slurm=build_plan(cfg, launcher="slurm").submitit_parameters() if executor == "slurm" else {},
         max_restarts=cfg.runner.max_restarts,
         attempt=args.attempt,
-        asked_by=ProcessId.of(args.asked_by) if args.asked_by is not None else None,
+        on_decision=submitted,
+    )
+    wait = WaitOptions(
+        enabled=not args.no_wait,
+        deadline_s=args.deadline,
+        requester=ProcessId.of(args.asked_by) if args.asked_by is not None else None,
         hand_over=wait_elsewhere if args.whole_process else lambda waiter: None,
     )
-    tell(result, answers=answers)
+    tell(Submission(request, wait).run(), answers=answers)
     return 0
 
 

@@ -53,18 +53,6 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
     Raises:
         RlhpcError: A job runs on another host, or scancel failed.
         UserError: The run is another user's, or names a job or a process that does not belong to the run.
-
-    Args:
-        paths: The run.
-        segment: End only this segment's job; by default those of all segments.
-        grace_s: How long the driver may take to save.
-
-    Returns:
-        A sentence for every job that was ended; empty if none was running.
-
-    Raises:
-        RlhpcError: A job runs on another host, or scancel failed.
-        UserError: The run is another user's, or names a job or a process that is not the run's.
     """
     require_own(paths)
     sentences = []

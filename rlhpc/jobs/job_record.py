@@ -196,14 +196,6 @@ def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool 
 
     Raises:
         ConfigError: A finished segment would end at another step, and not just because the last one grows.
-
-    Args:
-        paths: The run.
-        ends: The step at which each segment is to end now.
-        goal_moved: The goal of a segment that ended by reaching it (`runner.stop_return`) is a different one now.
-
-    Raises:
-        ConfigError: A finished segment is to end at another step now, and not just because the last one grows.
     """
     done = {k: marker for k in range(len(ends)) if (marker := read_json_file(paths.segment_done(k))) is not None}
     later = [k for k in _finished(paths) if k >= len(ends)]

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,7 +27,7 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
 from rlhpc.jobs.segment import Claim, SegmentFiles, read_json_file
 from rlhpc.jobs.slurm import nothing_queued
-from rlhpc.jobs.submit_backoff import NotNow, Patience, not_now, room_words
+from rlhpc.jobs.submit_backoff import Backoff, NotNow, not_now, room_words
 from rlhpc.jobs.submit_lock import SubmitLock
 from rlhpc.jobs.waiter import (
     DriverFailed,
@@ -53,11 +53,13 @@ __all__ = [
     "JobLost",
     "JobRecord",
     "NotNow",
+    "Submission",
+    "SubmitRequest",
     "WaitInterrupted",
+    "WaitOptions",
     "cancel",
     "choose_executor",
     "driver_command",
-    "submit_segment",
 ]
 
 EXECUTORS = ("auto", "local", "slurm")
@@ -74,151 +76,296 @@ def driver_command(config_path: str | Path, overrides: Sequence[str] = (), *, se
     return run_module("rlhpc.cli", "train", config, *part, *overrides)
 
 
-def submit_segment(
-    config_path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    run_root: Path,
-    segment: int = 0,
-    executor: str = "auto",
-    wait: bool = True,
-    command: Sequence[str] | None = None,
-    environment: Mapping[str, str] | None = None,
-    slurm: Mapping[str, Any] | None = None,
-    poll_s: float = 0.5,
-    progress_s: float = 5.0,
-    deadline_s: float | None = None,
-    save_grace_s: float = 600.0,
-    max_restarts: int = 0,
-    on_found: Callable[[bool], None] = lambda live: None,
-    attempt: int = 1,
-    patient: bool = True,
-    asked_by: ProcessId | None = None,
-    hand_over: Callable[[Waiter], None] = lambda waiter: None,
-    stream: TextIO | None = None,
-) -> dict[str, Any]:
-    """Starts the driver of a segment as a job, or finds the one that is running, and waits for it.
+@dataclass(frozen=True)
+class SubmitRequest:
+    """Driver of a segment that is to run as a job.
 
-    It is always safe to call this again: a finished segment returns at once, a live job is waited for, and a dead one
-    is followed by a new job, which resumes. Two concurrent callers start only one job.
-
-    Args:
-        config_path: The run's configuration.
-        overrides: `key=value` arguments, passed on to the driver.
+    Attributes:
         run_root: The run folder.
+        command: argv of the driver, from `driver_command`.
         segment: Number of the segment, from 0.
         executor: "local", "slurm", or "auto": Slurm if sbatch exists and this process is not inside a job.
-        wait: False returns as soon as the job is submitted.
-        command: argv of a driver to run instead.
         environment: Variables to set for the driver.
         slurm: submitit's Slurm parameters (`partition`, `time`, `setup`, `additional_parameters`, …) from the plan.
+        save_grace_s: Maximum time for the driver to save when its job must end.
+        max_restarts: Maximum number of restarts of a killed driver in a row, without a new checkpoint in between.
+        attempt: Number of this try by a workflow engine. From 2 on it is a retry, which does not restart a cancelled job.
+        on_decision: Called under the submission's lock, with whether a live job exists, before a job is submitted or
+            attached to; an exception from it ends the submission.
+    """
+
+    run_root: Path
+    command: Sequence[str]
+    segment: int = 0
+    executor: str = "auto"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    slurm: Mapping[str, Any] = field(default_factory=dict)
+    save_grace_s: float = 600.0
+    max_restarts: int = 0
+    attempt: int = 1
+    on_decision: Callable[[bool], None] = lambda live: None
+
+
+@dataclass(frozen=True)
+class WaitOptions:
+    """Wait for a segment.
+
+    Attributes:
+        enabled: False returns as soon as the job is submitted.
         poll_s: Seconds between two checks for the marker file.
         progress_s: Seconds between two lines of progress.
         deadline_s: Waiting longer than this is an error; the job goes on.
-        save_grace_s: Maximum time for the driver to save when its job must end.
-        max_restarts: Maximum number of restarts of a killed driver in a row, without a new checkpoint in between.
-        on_found: Called under the submission's lock, with whether a live job exists, before a job is submitted or
-            attached to; an exception from it ends the submission.
-        attempt: Number of this try by a workflow engine. From 2 on it is a retry, which does not restart a cancelled job.
         patient: Wait while the site accepts no more jobs or Slurm does not answer; False raises `NotNow` instead.
-        asked_by: Waiting ends when this process has ended; the job goes on.
+        requester: Waiting ends when this process has ended; the job goes on.
         hand_over: Called once, when only the wait for this job remains; may have another process do the waiting,
             and then does not return.
-        stream: Stream for progress; stderr by default.
+        stream: Stream for progress; None for stderr.
+    """
 
-    Returns:
-        `{"state": "finished" | "submitted" | "attached", "segment", "executor", "job_id", "result"}`; `result` is the
-        content of `segments/<k>.json`, None while the segment has not finished.
+    enabled: bool = True
+    poll_s: float = 0.5
+    progress_s: float = 5.0
+    deadline_s: float | None = None
+    patient: bool = True
+    requester: ProcessId | None = None
+    hand_over: Callable[[Waiter], None] = lambda waiter: None
+    stream: TextIO | None = None
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """The segment had finished before."""
+
+    result: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Busy:
+    """No job could be submitted at present."""
+
+    refusal: NotNow
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The job to wait for.
+
+    Attributes:
+        record: Its record.
+        attached_at: When it was found, in monotonic seconds; None if this submission has started it.
+    """
+
+    record: JobRecord
+    attached_at: float | None
+
+    @property
+    def state(self) -> str:
+        return "submitted" if self.attached_at is None else "attached"
+
+    @property
+    def is_new(self) -> bool:
+        """True while the job, if it ends now, was probably ending already when it was found."""
+        return self.attached_at is not None and time.monotonic() - self.attached_at <= DYING_S
+
+
+class Submission:
+    """Start of a segment's driver as a job, or attachment to the job that is running, and the wait for it.
+
+    It is always safe to submit again: a finished segment returns at once, a live job is waited for, and a dead one is followed
+    by a new job, which resumes. Two concurrent submissions start only one job.
+
+    Args:
+        request: What to run.
+        wait: How to wait.
 
     Raises:
-        SubmitError: The job could not be submitted.
-        DriverRejected: The driver found the configuration wrong.
-        DriverFailed: The driver failed, with its first error; JobLost if it was killed, JobCancelled if it was cancelled.
-        WaitInterrupted: Ctrl-C, or `asked_by` has ended.
-        DeadlineExceeded: `deadline_s` is over.
+        SubmitError: The executor does not exist.
     """
-    files = SegmentFiles(RunPaths(expand_home(run_root).absolute()), segment)
-    done = read_json_file(files.marker)
-    if done is not None:
-        return answer("finished", JobRecord.read(files), segment, done)
-    kind = choose_executor(executor)
-    out = stream or sys.stderr
-    argv = list(command) if command is not None else driver_command(config_path, overrides, segment=segment)
-    began = time.monotonic()
-    room = Patience(deadline_s)
-    cancel_mark = read_json_file(files.cancel)
-    tried = False
-    _make_folders(files)
 
-    def wanted_still() -> None:
-        if read_json_file(files.cancel) != cancel_mark and (waiting := JobRecord.read(files)) is not None:
-            raise cancelled_error(files, waiting)
-        if asked_by is not None and asked_by.alive() is False:
-            raise WaitInterrupted(f"stopped waiting: who asked for segment {segment} of {files.paths.root} is gone")
+    def __init__(self, request: SubmitRequest, wait: WaitOptions | None = None) -> None:
+        self.request, self.wait = request, wait or WaitOptions()
+        self.files = SegmentFiles(RunPaths(expand_home(request.run_root).absolute()), request.segment)
+        self.executor = choose_executor(request.executor)
+        self._out = self.wait.stream or sys.stderr
+        self._began = time.monotonic()
+        self._backoff = Backoff(self.wait.deadline_s)
+        #: Content of the cancel marker at the beginning: a cancellation from before is no reason to stop.
+        self._cancel_mark = read_json_file(self.files.cancel)
+        self._handed_over = False
 
-    while True:
-        _await_orphan(files, save_grace_s, out)
-        refusal = None
-        with SubmitLock(files):
-            done = read_json_file(files.marker)
-            if done is not None:
-                return answer("finished", JobRecord.read(files), segment, done)
+    def run(self) -> dict[str, Any]:
+        """Submits or attaches, then waits.
+
+        Returns:
+            `{"state": "finished" | "submitted" | "attached", "segment", "executor", "job_id", "result"}`; `result` is the
+            content of `segments/<k>.json`, None while the segment has not finished.
+
+        Raises:
+            SubmitError: The job could not be submitted.
+            DriverRejected: The driver found the configuration wrong.
+            DriverFailed: The driver failed, with its first error; JobLost if it was killed, JobCancelled if it was cancelled.
+            WaitInterrupted: Ctrl-C, or the requester has ended.
+            DeadlineExceeded: The deadline is over.
+        """
+        files, segment = self.files, self.request.segment
+        if (result := read_json_file(files.marker)) is not None:
+            return answer("finished", JobRecord.read(files), segment, result)
+        _make_folders(files)
+        while True:
+            _await_orphan(files, self.request.save_grace_s, self._out)
+            outcome = self._submit_or_attach()
+            if isinstance(outcome, _Finished):
+                return answer("finished", JobRecord.read(files), segment, outcome.result)
+            if isinstance(outcome, _Busy):
+                say(self._out, f"{files.paths.root.name} segment {segment}: {room_words(outcome.refusal)}")
+                self._backoff.wait(outcome.refusal, self._check_still_requested)
+                continue
+            if not self.wait.enabled:
+                return answer(outcome.state, outcome.record, segment, None)
+            say(self._out, started_line(files, outcome.record, outcome.state))
             try:
-                record, state = find_job(files), "attached"
-                if record is not None:
-                    on_found(True)
-                else:
-                    cancelled = was_cancelled(files) if attempt > 1 else None
-                    if cancelled is not None:
-                        raise cancelled_error(files, cancelled)
-                    wanted_still()
-                    on_found(False)
-                    record, state = (
-                        _submit(files, argv, kind, dict(environment or {}), slurm or {}, save_grace_s, max_restarts),
-                        "submitted",
-                    )
-            except NotNow as error:
-                refusal = error
-                if not patient:
+                return self._wait(outcome)
+            except (JobLost, JobCancelled) as error:
+                if not self._was_ending_when_found(outcome, error):
                     raise
-        if refusal is not None or record is None:
-            assert refusal is not None
-            say(out, f"{files.paths.root.name} segment {segment}: {room_words(refusal)}")
-            room.wait(refusal, wanted_still)
-            continue
-        if not wait:
-            return answer(state, record, segment, None)
-        say(out, started_line(files, record, state))
-        attached = time.monotonic() if state == "attached" else None
-        remaining_s = None if deadline_s is None else max(0.0, deadline_s - (time.monotonic() - began))
+
+    def _submit_or_attach(self) -> _Finished | _Busy | _Job:
+        """Decides under the submit lock, so that two submissions start only one job."""
+        files, request = self.files, self.request
+        with SubmitLock(files):
+            if (result := read_json_file(files.marker)) is not None:
+                return _Finished(result)
+            try:
+                if (record := find_job(files)) is not None:
+                    request.on_decision(True)
+                    return _Job(record, time.monotonic())
+                if request.attempt > 1 and (cancelled := was_cancelled(files)) is not None:
+                    raise cancelled_error(files, cancelled)
+                self._check_still_requested()
+                request.on_decision(False)
+                return _Job(self._start_job(), None)
+            except NotNow as refusal:
+                if not self.wait.patient:
+                    raise
+                return _Busy(refusal)
+
+    def _check_still_requested(self) -> None:
+        """Raises if the segment was cancelled since the beginning, or if the requester has ended."""
+        files = self.files
+        if read_json_file(files.cancel) != self._cancel_mark and (waiting := JobRecord.read(files)) is not None:
+            raise cancelled_error(files, waiting)
+        if self.wait.requester is not None and self.wait.requester.alive() is False:
+            raise WaitInterrupted(
+                f"stopped waiting: who asked for segment {files.segment} of {files.paths.root} is gone"
+            )
+
+    # -- the wait -------------------------------------------------------------------------------------------------
+
+    def _wait(self, job: _Job) -> dict[str, Any]:
+        """Waits for the job; returns the answer for a finished segment."""
+        options = self.wait
+        elapsed_s = time.monotonic() - self._began
         waiter = Waiter(
-            files, record, lambda line: say(out, line), poll_s=poll_s, progress_s=progress_s, deadline_s=remaining_s,
-            asked_by=asked_by,
-        )  # fmt: skip
-
-        def settled(waiter: Waiter = waiter, attached: float | None = attached) -> None:
-            # until then, another job would be submitted if the job that was found ended
-            dying = cancel_mark is not None and cancel_mark.get("token") == waiter.record.token
-            nonlocal tried
-            if not tried and (attached is None or (time.monotonic() - attached > DYING_S and not dying)):
-                tried = True
-                hand_over(waiter)
-
+            self.files,
+            job.record,
+            lambda line: say(self._out, line),
+            poll_s=options.poll_s,
+            progress_s=options.progress_s,
+            deadline_s=None if options.deadline_s is None else max(0.0, options.deadline_s - elapsed_s),
+            asked_by=options.requester,
+        )
         try:
-            done = waiter.wait(settled)
-        except JobLost:
-            # it was already ending when found, as after a kill and restart of the run
-            if attached is None or time.monotonic() - attached > DYING_S:
-                raise
-            continue
-        except JobCancelled:
-            # likewise for a job that was cancelled before this command started
-            if attempt > 1 or cancel_mark is None or read_json_file(files.cancel) != cancel_mark:
-                raise
-            continue
+            return waiter.answer(waiter.wait(lambda: self._hand_over(job, waiter)))
         except KeyboardInterrupt:
-            raise WaitInterrupted(goes_on(files, owner_of(files, record))) from None
-        return waiter.answer(done)
+            raise WaitInterrupted(goes_on(self.files, owner_of(self.files, job.record))) from None
+
+    def _hand_over(self, job: _Job, waiter: Waiter) -> None:
+        """Hands the wait over once it is certain that no other job has to be submitted for one that was ending."""
+        cancelled_before = self._cancel_mark is not None and self._cancel_mark.get("token") == waiter.record.token
+        if self._handed_over or job.is_new or (job.attached_at is not None and cancelled_before):
+            return
+        self._handed_over = True
+        self.wait.hand_over(waiter)
+
+    def _was_ending_when_found(self, job: _Job, error: JobLost | JobCancelled) -> bool:
+        """Returns whether another job is to follow: the job that was found was already ending, as after a kill and restart of
+        the run, or it was cancelled before this command started.
+        """
+        if isinstance(error, JobLost):
+            return job.is_new
+        return (
+            self.request.attempt == 1
+            and self._cancel_mark is not None
+            and read_json_file(self.files.cancel) == self._cancel_mark
+        )
+
+    # -- the job --------------------------------------------------------------------------------------------------
+
+    def _start_job(self) -> JobRecord:
+        """Submits a `DriverJob` through submitit; the caller holds the lock."""
+        files, request, command = self.files, self.request, list(self.request.command)
+        before = JobRecord.read(files)
+        record = JobRecord(
+            segment=files.segment,
+            attempt=before.attempt + bool(before.job_id) if before else 1,
+            token=secrets.token_hex(8),
+            executor=self.executor,
+            command=command,
+            job_name=segment_job_name(files),
+            submitted=time.time(),
+            logs={"out": str(files.driver_out), "err": str(files.driver_err)},
+        )
+        job = DriverJob(
+            run_root=str(files.paths.root),
+            segment=files.segment,
+            command=command,
+            token=record.token,
+            executor=self.executor,
+            environment=dict(request.environment),
+            save_grace_s=request.save_grace_s,
+            max_restarts=request.max_restarts,
+        )
+        record.write(files)
+        try:
+            submitted = self._submitit_executor(record.job_name).submit(job)
+        except RlhpcError:
+            raise
+        except Exception as error:  # submitit raises RuntimeError, CalledProcessError's text, OSError, ValueError, …
+            raise self._explain_refusal(record, error) from error
+        job_id = str(submitted.job_id)
+        record = replace(
+            record,
+            job_id=job_id,
+            phase="submitted",
+            process=ProcessId.of(int(job_id)) if self.executor == "local" else None,
+            job_log=str(submitted.paths.stderr),
+        )
+        record.write(files)
+        return record
+
+    def _explain_refusal(self, record: JobRecord, error: Exception) -> SubmitError:
+        """Returns the error for a job that was not accepted, `NotNow` if waiting may help; the record then says why."""
+        files = self.files
+        refusal = not_now(files.segment, str(error)) if self.executor == "slurm" else None
+        if refusal is None:
+            message = f"segment {files.segment} could not be submitted ({self.executor}): {error}"
+            replace(record, phase="refused", reason=message.splitlines()[0]).write(files)
+            return SubmitError(message)
+        if "PerUser" in refusal.reason and nothing_queued():
+            replace(record, phase="refused", reason=f"could not be submitted: {refusal.reason}").write(files)
+            return SubmitError(
+                f"{refusal}\n  no job of yours is in the queue, so this one will never be let in: it has as many components "
+                "as the run has node groups; ask for another QOS (cluster.qos), or for fewer node groups"
+            )
+        if not refusal.silent:  # without an answer from Slurm, the job may be in the queue
+            replace(record, phase="waiting", reason=refusal.reason).write(files)
+        return refusal
+
+    def _submitit_executor(self, name: str) -> Any:
+        folder = str(self.files.paths.submit)
+        if self.executor == "local":
+            return make_local_executor(folder, timeout_min=NO_LIMIT_MIN, max_num_timeout=_NO_COUNT)
+        return make_slurm_executor(folder, name, self.request.slurm, max_num_timeout=_NO_COUNT)
 
 
 def started_line(files: SegmentFiles, record: JobRecord, state: str) -> str:
@@ -264,73 +411,3 @@ def _await_orphan(files: SegmentFiles, grace_s: float, out: TextIO) -> None:
                 end_process(claim.driver, files.paths, signal.SIGKILL)
             end += 10.0
         time.sleep(0.2)
-
-
-def _submit(
-    files: SegmentFiles,
-    argv: list[str],
-    kind: str,
-    environment: dict[str, str],
-    slurm: Mapping[str, Any],
-    save_grace_s: float,
-    max_restarts: int = 0,
-) -> JobRecord:
-    """Submits a `DriverJob` through submitit; the caller holds the lock."""
-    before = JobRecord.read(files)
-    record = JobRecord(
-        segment=files.segment,
-        attempt=before.attempt + bool(before.job_id) if before else 1,
-        token=secrets.token_hex(8),
-        executor=kind,
-        command=argv,
-        job_name=segment_job_name(files),
-        submitted=time.time(),
-        logs={"out": str(files.driver_out), "err": str(files.driver_err)},
-    )
-    job = DriverJob(
-        run_root=str(files.paths.root),
-        segment=files.segment,
-        command=argv,
-        token=record.token,
-        executor=kind,
-        environment=environment,
-        save_grace_s=save_grace_s,
-        max_restarts=max_restarts,
-    )
-    record.write(files)
-    try:
-        submitted = _executor(kind, files, record.job_name, slurm).submit(job)
-    except Exception as error:  # submitit raises RuntimeError, CalledProcessError's text, OSError, ValueError, …
-        if isinstance(error, RlhpcError):
-            raise
-        refusal = not_now(files.segment, str(error)) if kind == "slurm" else None
-        if refusal is None:
-            message = f"segment {files.segment} could not be submitted ({kind}): {error}"
-            replace(record, phase="refused", reason=message.splitlines()[0]).write(files)
-            raise SubmitError(message) from error
-        if "PerUser" in refusal.reason and nothing_queued():
-            replace(record, phase="refused", reason=f"could not be submitted: {refusal.reason}").write(files)
-            raise SubmitError(
-                f"{refusal}\n  no job of yours is in the queue, so this one will never be let in: it has as many components "
-                "as the run has node groups; ask for another QOS (cluster.qos), or for fewer node groups"
-            ) from error
-        if not refusal.silent:  # without an answer from Slurm, the job may be in the queue
-            replace(record, phase="waiting", reason=refusal.reason).write(files)
-        raise refusal from error
-    job_id = str(submitted.job_id)
-    record = replace(
-        record,
-        job_id=job_id,
-        phase="submitted",
-        process=ProcessId.of(int(job_id)) if kind == "local" else None,
-        job_log=str(submitted.paths.stderr),
-    )
-    record.write(files)
-    return record
-
-
-def _executor(kind: str, files: SegmentFiles, name: str, slurm: Mapping[str, Any]) -> Any:
-    folder = str(files.paths.submit)
-    if kind == "local":
-        return make_local_executor(folder, timeout_min=NO_LIMIT_MIN, max_num_timeout=_NO_COUNT)
-    return make_slurm_executor(folder, name, slurm, max_num_timeout=_NO_COUNT)

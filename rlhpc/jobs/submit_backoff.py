@@ -54,7 +54,7 @@ def room_words(refusal: NotNow) -> str:
     return f"not submitted yet: {refusal.reason}; " + ("tries again" if refusal.silent else "waits for room")
 
 
-class Patience:
+class Backoff:
     """Pauses between submit attempts.
 
     Args:

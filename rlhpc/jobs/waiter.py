@@ -79,7 +79,7 @@ def say(out: TextIO, text: str) -> None:
 
 
 def answer(state: str, record: JobRecord | None, segment: int, result: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the result of a submission; see `submit_segment`."""
+    """Returns the result of a submission; see `Submission.run`."""
     return {
         "state": state,
         "segment": segment,
@@ -135,17 +135,6 @@ class Waiter:
         deadline_s: Waiting longer than this is an error; the job goes on.
         asked_by: Waiting ends when this process has ended.
         began: Start of the wait, in monotonic seconds, if another process waited before; now by default.
-
-    Args:
-        files: The segment.
-        record: Its job.
-        out: Called with each line of progress.
-        find_probe: Makes the probe that asks about a job; by default one of this waiter's own.
-        poll_s: Least time between two looks.
-        progress_s: Least time between two lines of progress; grows to a minute.
-        deadline_s: Waiting longer than this is an error; the job goes on.
-        asked_by: Waiting ends when this process is gone.
-        began: When the wait began, in monotonic seconds, if another process waited before; now by default.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,11 @@ from rlhpc.jobs.submit import (
     JobCancelled,
     JobRecord,
     NotNow,
+    Submission,
+    SubmitRequest,
     WaitInterrupted,
+    WaitOptions,
     cancel,
-    submit_segment,
 )
 from rlhpc.jobs.submit_lock import SubmitLock
 from rlhpc.runtime.errors import DeadlineExceeded, SubmitError, UserError
@@ -96,7 +98,7 @@ from rlhpc.runtime import env_references
 from rlhpc.jobs.wait_client import Wait, hand_over
 from rlhpc.jobs.probes import ProcessId
 from rlhpc.jobs import submit
-from rlhpc.jobs.submit import submit_segment
+from rlhpc.jobs.submit import Submission, SubmitRequest, WaitOptions
 submit.DYING_S = float(os.environ.get("DYING_S", submit.DYING_S))
 # as at a terminal, also where the tests run in the background of a shell that has SIGINT ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -106,8 +108,9 @@ if "KEY_OF_MINE" in os.environ:  # as a configuration would
     env_references.watch()
     OmegaConf.create({"key": "${oc.env:KEY_OF_MINE}"}).key
 def main():
-    tell(submit_segment("c.yaml", run_root=Path(sys.argv[1]), executor="local", command=sys.argv[2:], poll_s=0.1,
-         asked_by=asked_by, hand_over=lambda waiter: hand_over(Wait.of(waiter, answers=True))), answers=True)
+    request = SubmitRequest(Path(sys.argv[1]), sys.argv[2:], executor="local")
+    wait = WaitOptions(poll_s=0.1, requester=asked_by, hand_over=lambda waiter: hand_over(Wait.of(waiter, answers=True)))
+    tell(Submission(request, wait).run(), answers=True)
     return 0
 sys.exit(report_errors(main))
 """
@@ -139,9 +142,17 @@ class Run:
     def command(self, seconds: float = 1.0, mode: str = "ok") -> list[str]:
         return [sys.executable, str(self.script), str(self.root), str(seconds), mode]
 
-    def submit(self, seconds: float = 1.0, mode: str = "ok", **kw: Any) -> dict[str, Any]:
-        options: dict[str, Any] = {"executor": "local", "poll_s": 0.05, "progress_s": 0.2, "stream": self.out, **kw}
-        return submit_segment("c.yaml", run_root=self.root, command=self.command(seconds, mode), **options)
+    def submission(self, seconds: float = 1.0, mode: str = "ok", **options: Any) -> Submission:
+        """A submission with options of `SubmitRequest` and of `WaitOptions`."""
+        names = {field.name for field in fields(SubmitRequest)}
+        request = {"command": self.command(seconds, mode), "executor": "local"}
+        wait: dict[str, Any] = {"poll_s": 0.05, "progress_s": 0.2, "stream": self.out}
+        for name, value in options.items():
+            (request if name in names else wait)[name] = value
+        return Submission(SubmitRequest(self.root, **request), WaitOptions(**wait))
+
+    def submit(self, seconds: float = 1.0, mode: str = "ok", **options: Any) -> dict[str, Any]:
+        return self.submission(seconds, mode, **options).run()
 
     def waiter(self, seconds: float = 1.0, mode: str = "ok") -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -201,7 +212,7 @@ def test_errors_of_the_driver_reach_the_caller(run: Run) -> None:
     with pytest.raises(DriverFailed, match=r"exit code 0 but left no .*segments/0.json"):
         run.submit(mode="nomarker")
     with pytest.raises(DriverFailed, match="cannot start /no/such/driver"):
-        submit_segment("c", run_root=run.root, executor="local", command=["/no/such/driver"], stream=run.out)
+        run.submit(command=["/no/such/driver"])
     assert run.submit()["state"] == "finished"  # none of them is in the way of the next
     assert JobRecord.read(run.files).attempt == 5  # type: ignore[union-attr]
 
@@ -271,7 +282,7 @@ def test_concurrent_submitters_start_one_job(run: Run) -> None:
 
 @pytest.mark.parametrize("victims", ["driver", "job", "controller", "all"])
 def test_killed_processes(run: Run, victims: str) -> None:
-    run.submit(3.0, wait=False)
+    run.submit(3.0, enabled=False)
     claim = run.claim()
     record = JobRecord.read(run.files)
     assert record is not None and record.process is not None and claim.driver is not None
@@ -320,7 +331,7 @@ def test_a_folder_that_is_removed_is_what_the_waiter_names(run: Run, gone: str) 
 
 
 def test_submitter_killed_between_submission_and_record(run: Run) -> None:
-    run.submit(3.0, wait=False)
+    run.submit(3.0, enabled=False)
     claim = run.claim()
     record = JobRecord.read(run.files)
     assert record is not None
@@ -331,18 +342,16 @@ def test_submitter_killed_between_submission_and_record(run: Run) -> None:
 
 
 def test_second_job_gives_way(run: Run) -> None:
-    from rlhpc.jobs import submit
-
-    run.submit(2.0, wait=False)
+    run.submit(2.0, enabled=False)
     first = run.claim()
     # behind everybody's back: no lock, no look
-    second = submit._submit(run.files, run.command(2.0), "local", {}, {}, 10.0)
-    answer = submit_segment("c", run_root=run.root, executor="local", command=run.command(2.0), stream=run.out)
+    second = run.submission(2.0, save_grace_s=10.0)._start_job()
+    answer = run.submit(2.0)
     assert second.job_id != first.job_id and answer["state"] == "finished" and len(run.starts()) == 1
 
 
 def test_signal_saves_and_requeues(run: Run) -> None:
-    run.submit(2.0, wait=False)
+    run.submit(2.0, enabled=False)
     claim = run.claim()
     os.kill(claim.job.pid, signal.SIGUSR2)
     answer = run.submit(2.0)
@@ -386,7 +395,7 @@ def test_waiting_ends_with_who_asked(run: Run) -> None:
     reaper = threading.Thread(target=engine.wait)
     reaper.start()
     with pytest.raises(WaitInterrupted, match=r"local job .* goes on"):
-        run.submit(60.0, asked_by=ProcessId.of(engine.pid))
+        run.submit(60.0, requester=ProcessId.of(engine.pid))
     reaper.join()
     assert run.claim().alive_here()
 
@@ -401,7 +410,7 @@ def test_bad_arguments(run: Run, tmp_path: Path) -> None:
         run.submit(executor="pbs")
     (tmp_path / "file").touch()
     with pytest.raises(SubmitError, match="cannot write to the run folder"):
-        submit_segment("c", run_root=tmp_path / "file" / "run", executor="local", stream=run.out)
+        Submission(SubmitRequest(tmp_path / "file" / "run", ["true"], executor="local")).run()
 
 
 def test_one_process_submits_at_a_time(run: Run) -> None:
@@ -421,7 +430,7 @@ def test_one_process_submits_at_a_time(run: Run) -> None:
 
 
 def test_status_and_logs(run: Run) -> None:
-    run.submit(60.0, wait=False)
+    run.submit(60.0, enabled=False)
     claim = run.claim()
     members = run.paths.generation("local", 0) / "members"
     members.mkdir(parents=True)
@@ -451,7 +460,7 @@ def test_status_and_logs(run: Run) -> None:
 
 def test_status_is_of_the_newest_attempt(run: Run) -> None:
     """What an earlier attempt left says nothing about this one, and a run that is over says how long it ran in all."""
-    run.submit(60.0, wait=False)
+    run.submit(60.0, enabled=False)
     claim = run.claim()
     assert claim.driver is not None
     other = {"state": "failed", "stop_reason": "env[0] was killed", "pid": claim.driver.pid + 1, "step": 7}
@@ -528,7 +537,7 @@ def test_status_of_all_runs(tmp_path: Path, fake_slurm: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
 def test_a_colleague_sees_what_is_open_to_all(run: Run) -> None:
-    run.submit(60.0, wait=False)
+    run.submit(60.0, enabled=False)
     driver = run.claim().driver
     assert driver is not None
     still = [psutil.Process(driver.pid), *psutil.Process(driver.pid).children(recursive=True)]
@@ -590,14 +599,14 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_slurm_submits_requeues_and_finishes(run: Run, fake_slurm: Path) -> None:
     slurm = {"partition": "gpu", "time": 60, "setup": ["#SBATCH hetjob", "#SBATCH --partition=cpu"]}
-    answer = run.submit(2.0, executor="auto", slurm=slurm, wait=False)
+    answer = run.submit(2.0, executor="auto", slurm=slurm, enabled=False)
     assert answer == {"state": "submitted", "segment": 0, "executor": "slurm", "job_id": "42", "result": None}
     script = (fake_slurm / "script.sh").read_text()
     for line in ("#SBATCH --partition=gpu", "#SBATCH hetjob", "#SBATCH --signal=B:USR2@120", "#SBATCH --requeue"):
         assert line in script
     assert f"exec {sys.executable} -P -u -m submitit.core._submit" in script and "\nsrun" not in script
     claim = run.claim()
-    assert run.submit(2.0, executor="slurm", wait=False)["state"] == "attached"
+    assert run.submit(2.0, executor="slurm", enabled=False)["state"] == "attached"
     os.kill(claim.job.pid, signal.SIGUSR2)
     answer = run.submit(2.0, executor="slurm")
     assert (answer["state"], answer["job_id"]) == ("finished", "42")
