@@ -30,10 +30,15 @@ FOR_OTHERS = (f"{ROOT}/rlhpc/config/",)
 FUNCTIONS_FOR_OTHERS = ("read_key",)
 #: What passes over whole configurations.
 LOOKS_ONLY = (
-    "/checks.py", "/provenance.py", "/environment_values.py", "/changes.py", "/same_run.py", "/resuming.py", "/card.py",
-    "/report.py", "/curves.py", "/compare.py", "/conditions.py", "/config/ranges.py", "/runs/configuration.py",
-    "/language/memory/roles.py", "/embodied/memory.py",
+    "/checks.py", "/metrics/provenance.py", "/runtime/env_references.py", "/runs/config_changes.py", "/runs/run_identity.py",
+    "/embodied/export.py", "/checkpoint/export_folder.py", "/report.py", "/metrics/curves.py", "/runs/compare.py",
+    "/language/reporting/sample_pages.py", "/conditional_keys.py", "/config/constraints.py", "/runs/configuration.py",
+    "/language/planning/memory_accounts.py", "/embodied/planning/memory.py",
 )  # fmt: skip
+for _ending in LOOKS_ONLY:
+    assert any(str(path).endswith(_ending) for path in (ROOT / "rlhpc").rglob("*.py")), (
+        f"no module is named {_ending} any more"
+    )
 _seen: set[str] = set()
 
 
