@@ -1,34 +1,35 @@
-"""python -m bench.measured: the table at the end of the page of benchmarks, which code each result was measured with."""
+"""Lines of the benchmark page that name each result's command, date, commit and machine: `python -m bench.measured`."""
 
 from __future__ import annotations
 
 import json
+import re
 
 from bench.machine import RESULTS
 from rlhpc.runtime.repository import run_git
 
 PAGE = RESULTS.parents[1] / "docs" / "reference" / "benchmarks.md"
-_HEAD = "| result | measured on | code of |\n|---|---|---|\n"
+#: A result's line on the page.
+LINE = re.compile(r"^- `(\w+)\.json`.*$", re.M)
 
 
-def table() -> str:
-    """Formats a row for each result, the oldest first. Results without a commit have the commit that added the file."""
-    rows = []
-    for path in RESULTS.glob("*.json"):
-        machine = json.loads(path.read_text())["machine"]
-        rows.append((machine["date"], path.stem, machine.get("commit") or _brought_by(path.name)))
-    return _HEAD + "".join(f"| `{name}.json` | {date} | {commit} |\n" for date, name, commit in sorted(rows))
-
-
-def _brought_by(name: str) -> str:
-    return run_git(RESULTS, "log", "-1", "--format=%h", "--", name)
+def line_of(result: str) -> str:
+    """Formats the line of a result. Results without a commit have the commit that added the file."""
+    path = RESULTS / f"{result}.json"
+    content = json.loads(path.read_text())
+    machine = content["machine"]
+    command = re.sub(r" --(folder|out) \S*/\S*", "", content["command"]).replace("; ", "`, `")
+    commit = machine.get("commit") or run_git(RESULTS, "log", "-1", "--format=%h", "--", path.name)
+    cpu = machine["cpu"].replace("(R)", "").replace(" Processor", "")
+    return (
+        f"- `{result}.json`: `{command}`; {machine['date']}, commit {commit[:7]}; "
+        f"{machine['cores']} cores ({cpu}), load {machine['load']:.1f}"
+    )
 
 
 def main() -> None:
-    """Writes the table in the place of the one that is there."""
-    before, heading, _ = PAGE.read_text().partition(_HEAD)
-    assert heading, f"{PAGE} has no table to replace"
-    PAGE.write_text(before + table())
+    """Writes every line of the page anew."""
+    PAGE.write_text(LINE.sub(lambda match: line_of(match[1]), PAGE.read_text()))
 
 
 if __name__ == "__main__":

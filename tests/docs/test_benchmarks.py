@@ -1,19 +1,30 @@
-"""The page of benchmarks says of each result when it was measured, and of which code: `python -m bench.measured`."""
+"""The benchmark page gives each result's command, date, commit and machine: `python -m bench.measured`."""
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-ROW = re.compile(r"^\| `(\w+)\.json` \| (\d{4}-\d\d-\d\d) \| ([0-9a-f]{7,})\S* \|$", re.M)
+from bench.machine import RESULTS
+from bench.measured import LINE, PAGE, line_of
+
+#: The commit of a result that does not name one is in the history, which a shallow clone may lack.
+COMMIT = re.compile(r"commit [0-9a-f]{7}")
 
 
-def test_every_result_has_its_date_and_code() -> None:
-    page = (ROOT / "docs" / "reference" / "benchmarks.md").read_text()
-    rows = {name: (date, commit) for name, date, commit in ROW.findall(page)}
-    files = {path.stem: json.loads(path.read_text())["machine"] for path in (ROOT / "bench" / "results").glob("*.json")}
-    assert {name: date for name, (date, _) in rows.items()} == {name: one["date"] for name, one in files.items()}
-    for name, machine in files.items():
-        assert machine.get("commit", rows[name][1]).startswith(rows[name][1]), name
+def test_every_result_has_its_line() -> None:
+    lines = {match[1]: match[0] for match in LINE.finditer(PAGE.read_text())}
+    assert set(lines) == {path.stem for path in RESULTS.glob("*.json")}
+    for result, line in lines.items():
+        assert COMMIT.search(line), result
+        if '"commit"' in (RESULTS / f"{result}.json").read_text():
+            assert line == line_of(result)
+        else:
+            assert COMMIT.sub("", line) == COMMIT.sub("", line_of(result))
+
+
+def test_a_result_has_one_line_below_a_question() -> None:
+    text = PAGE.read_text()
+    assert len(LINE.findall(text)) == len(set(LINE.findall(text)))
+    for section in re.split(r"^### ", text, flags=re.M)[1:]:
+        assert section.splitlines()[0].endswith("?")
+        assert LINE.search(section), section.splitlines()[0]
