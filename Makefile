@@ -26,7 +26,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Pythons beside that of $(VENV), each with the packages of its file in envs/: some exclude those of another.
 PYTHONS := agents lerobot libero loggers metaworld simulators verifiers
 
-.PHONY: help setup setup-llm setup-robot setup-system setup-tests $(PYTHONS:%=setup-%) quickstart demo-llm demo-agent demo-robot demo-vla test test-gpu test-slurm test-slurm-24 test-slurm-26 test-all combinations chaos chaos-helpers leftovers attack bad-inputs lint bench bench-gpu docs docs-reference constraints resolve clean
+.PHONY: help setup setup-llm setup-robot setup-system setup-tests $(PYTHONS:%=setup-%) quickstart demo-llm demo-agent demo-robot demo-vla test test-changed test-gpu test-slurm test-slurm-24 test-slurm-26 test-all combinations chaos chaos-helpers leftovers attack bad-inputs lint bench bench-gpu docs docs-reference constraints resolve clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -92,6 +92,11 @@ quickstart: setup  ## train, evaluate, export and report a first policy (RUN=con
 
 test: setup-system $(if $(EXTRAS),setup,setup-tests)  ## the tests, with all that they need (WORKERS=0: in one process; PYTEST_ARGS=… for some; LONG=1/1: all long ones; EXTRAS=dev: in the smallest environment)
 	RLHPC_TESTS_LONG=$(LONG) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# Fewer processes than for all: each imports what it tests, which takes longer than the tests.
+test-changed: WORKERS = $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 2 || echo 0)
+test-changed: setup  ## the tests of a change, in two minutes (BASE=main: of what differs from it; default: uncommitted changes, else the last commit)
+	python -m tests.changed $(if $(BASE),--base $(BASE)) -n $(WORKERS) $(PYTEST_ARGS)
 
 demo-llm: setup-llm  ## a language model from nothing: SFT, then GRPO, at three seeds (SEEDS=1 for one)
 	python -m bench.demo_llm --seeds $(SEEDS)

@@ -13,8 +13,10 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SEED, PART, LONG = "RLHPC_TESTS_SEED", "RLHPC_TESTS_PART", "RLHPC_TESTS_LONG"
 #: Without a word of the environment's.
 USUAL = {PART: "1/20", LONG: "1/1"}
+#: Long tests that the draw left out, by their ids; of a process of xdist the names under which it passes them on.
+_OMITTED = pytest.StashKey[set[str]]()
+_OUTPUT = "omitted_long_tests"
 
 
 def commit() -> str:
@@ -90,7 +95,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     taken = {*drawn("long tests", alone, which=LONG), *drawn("long files", together, which=LONG)}
     left = {id(item) for name, group in (alone | together).items() if name not in taken for item in group}
     if left:
-        config.hook.pytest_deselected(items=[item for item in items if id(item) in left])
+        omitted = [item for item in items if id(item) in left]
+        config.hook.pytest_deselected(items=omitted)
+        config.stash.setdefault(_OMITTED, set()).update(item.nodeid for item in omitted)
         items[:] = [item for item in items if id(item) not in left]
 
 
@@ -101,3 +108,34 @@ def pytest_report_header() -> str:
     )
     again = f"make test-all SEED={seed()} PART={k}/{n} takes it again"
     return f"part {k}/{n} of what there are hundreds of, drawn by {seed()}: {again}; {long}"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Passes the omitted tests on, where xdist runs the tests in several processes."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output[_OUTPUT] = sorted(session.config.stash.get(_OMITTED, set()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes over the omitted tests of a process of xdist; one that crashed passed none on."""
+    output = getattr(node, "workeroutput", None) or {}
+    node.config.stash.setdefault(_OMITTED, set()).update(output.get(_OUTPUT, ()))
+
+
+def omitted_line(names: Iterable[str]) -> str:
+    """Returns the line about the long tests that were not run: how many of which folders, and the command that runs them."""
+    folders = Counter(str(Path(name.partition("::")[0]).parent) for name in names)
+    counts = ", ".join(f"{count} of {folder}" for folder, count in sorted(folders.items()))
+    command = "make test LONG=1/1 PYTEST_ARGS=\"-m 'long and not gpu and not slurm'\""
+    return f"{folders.total()} long tests were not run ({counts}); {command} runs all long tests"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Prints the last line, after pytest's own summary."""
+    names = config.stash.get(_OMITTED, set())
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if names and reporter and not hasattr(config, "workerinput"):
+        reporter.write_line(omitted_line(names))

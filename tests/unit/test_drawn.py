@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.drawn import LONG, PART, SEED, commit, drawn, pytest_report_header
+from tests.drawn import LONG, PART, SEED, commit, drawn, omitted_line, pytest_report_header
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [f"name {n}" for n in range(47)]
@@ -58,13 +58,16 @@ FILES = {
 }
 
 
-def ran(folder: Path, *words: str, long: str = "") -> set[str]:
-    """The tests of `FILES` that a run takes."""
+def ran(folder: Path, *words: str, long: str = "", omitted: int = 0) -> set[str]:
+    """Returns the tests of `FILES` that a run takes; its last line says how many long ones the draw omitted, if any."""
     environment = {name: value for name, value in os.environ.items() if name not in (PART, LONG)}
     environment |= {SEED: "some commit", **({LONG: long} if long else {})}
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *words]
     done = warm.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    line = f"{omitted} long tests were not run ({omitted} of .); make test LONG=1/1 "
+    assert last.startswith(line) if omitted else "not run" not in done.stdout
     return set(re.findall(r"(test_\w+\.py::\S+)", done.stdout))
 
 
@@ -77,7 +80,7 @@ def test_long_tests_are_drawn_each_or_by_files_and_who_names_some_gets_them(tmp_
         (tmp_path / name).write_text(f"import pytest\n{text}")
     every = ran(tmp_path)
     assert len(every) == 17
-    parts = [ran(tmp_path, "-n", "2", long="1/2"), ran(tmp_path, long="2/2")]
+    parts = [ran(tmp_path, "-n", "2", long="1/2", omitted=8), ran(tmp_path, long="2/2", omitted=8)]
     assert parts[0] | parts[1] == every and parts[0] & parts[1] == {"test_alone.py::test_short"}
     for part in parts:
         assert sum("test_one" in name for name in part) == 4 and sum("together" in name for name in part) == 4
@@ -91,3 +94,11 @@ def test_what_is_no_part_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) 
     monkeypatch.setenv(PART, text)
     with pytest.raises(pytest.UsageError, match="must be k/n"):
         drawn("names", NAMES)
+
+
+def test_the_last_line_counts_what_was_omitted_by_folder() -> None:
+    names = ["tests/integration/runs/test_a.py::test_1", "tests/integration/runs/test_b.py::test_1[x::y]"]
+    line = omitted_line([*names, "tests/docs/test_docs.py::test_2"])
+    assert line.startswith(
+        "3 long tests were not run (1 of tests/docs, 2 of tests/integration/runs); make test LONG=1/1 "
+    )
