@@ -24,7 +24,7 @@ from rlhpc.training.backend import Blueprint
 from rlhpc.training.data_parallel import ReplicatedBackend
 from rlhpc.weights.sender import Publisher
 from tests.extras import need_extra
-from tests.unit.weights.test_weights import Receiver, send
+from tests.unit.weights.test_receiver import Receiver, send
 
 CARD = "card"
 

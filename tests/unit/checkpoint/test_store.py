@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import resource
 import shutil
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -19,88 +15,20 @@ from rlhpc.checkpoint import (
     CheckpointWriter,
     clean_leftovers,
     find_resumable,
-    manifest,
     move_newer_aside,
     newest_valid,
     prune,
     read_manifest,
-    store,
     verify,
 )
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError
 from tests import warm
-
-
-@pytest.fixture
-def paths(tmp_path: Path) -> RunPaths:
-    return RunPaths.of(tmp_path, "run")
-
-
-def save(paths: RunPaths, step: int, text: str = "weights") -> Path:
-    with CheckpointWriter(paths, step) as writer:
-        writer.add_bytes("model.safetensors", f"{text} {step}".encode() * 100)
-        writer.path("actor-0.pt").write_bytes(b"written by a worker")
-        return writer.commit({"env_steps": step * 10})
-
-
-def names(paths: RunPaths) -> list[str]:
-    return sorted(path.name for path in paths.checkpoints.iterdir())
+from tests.unit.checkpoint.saving import _flip, names, save
 
 
 def steps(paths: RunPaths) -> list[int]:
     return [step for step, _ in paths.checkpoint_steps()]
-
-
-def test_save_has_manifest_and_nothing_else_left(paths: RunPaths, tmp_path: Path) -> None:
-    (tmp_path / "source").write_text("runner: {}")
-    with CheckpointWriter(paths, 3) as writer:
-        writer.add_bytes("runner.json", b"{}")
-        writer.add_bytes("nested/part.bin", b"x")
-        writer.add_file("config.yaml", tmp_path / "source")
-        final = writer.commit({"env_steps": 7})
-    assert final == paths.checkpoint(3)
-    assert names(paths) == ["global_step_3"]
-    assert verify(final) == []
-    manifest = json.loads((final / "manifest.json").read_text())
-    assert manifest["format"] == 1 and manifest["global_step"] == 3 and manifest["meta"] == {"env_steps": 7}
-    assert set(manifest["files"]) == {"runner.json", "nested/part.bin", "config.yaml"}
-    assert manifest["files"]["runner.json"]["size"] == 2
-
-
-@pytest.fixture
-def many_cores(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """A machine of four cores, where any file is worth a thread; the threads that hashed."""
-    seen: set[str] = set()
-    monkeypatch.setattr(manifest, "_WORTH_THREADS", 0)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    digest = manifest.digest
-
-    def watched(path: Path) -> tuple[int, str]:
-        seen.add(threading.current_thread().name)
-        time.sleep(0.02)
-        return digest(path)
-
-    for module in (manifest, store):
-        monkeypatch.setattr(module, "digest", watched)
-    return seen
-
-
-def test_files_are_hashed_side_by_side(paths: RunPaths, many_cores: set[str]) -> None:
-    contents = {f"{n:02}.bin": os.urandom(50 + n) for n in range(12)}
-    with CheckpointWriter(paths, 1) as writer:
-        for name, content in contents.items():
-            writer.add_bytes(name, content)
-        final = writer.commit({})
-    found = read_manifest(final)["files"]
-    assert found == {
-        name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        for name, content in contents.items()
-    }
-    assert len(many_cores) == 4 and verify(final) == []
-    for name in ("03.bin", "09.bin"):
-        (final / name).write_bytes(bytes(len(contents[name])))
-    assert [fault.partition(":")[0] for fault in verify(final)] == ["03.bin", "09.bin"]
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "", "manifest.json", "COMPLETE", "a/../b"])
@@ -122,90 +50,6 @@ def test_empty_checkpoint_is_refused(paths: RunPaths) -> None:
     with pytest.raises(CheckpointError, match="nothing was written"), CheckpointWriter(paths, 1) as writer:
         writer.commit()
     assert names(paths) == []
-
-
-def _truncate(path: Path) -> None:
-    part = path / "model.safetensors"
-    part.write_bytes(part.read_bytes()[:-5])
-
-
-def _flip(path: Path) -> None:
-    part = path / "model.safetensors"
-    data = bytearray(part.read_bytes())
-    data[len(data) // 2] ^= 1
-    part.write_bytes(data)
-
-
-def _alter_manifest(path: Path) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["meta"]["env_steps"] += 1
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-def _drop_entry(path: Path) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["files"]["actor-0.pt"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-def _escape(path: Path) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["../../secret"] = {"size": 1, "sha256": ""}
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-DAMAGE = {
-    "truncated": (_truncate, "model.safetensors", "truncated"),
-    "bit flip": (_flip, "model.safetensors", "checksum"),
-    "missing file": (lambda p: (p / "actor-0.pt").unlink(), "actor-0.pt", "missing"),
-    "empty file": (lambda p: (p / "actor-0.pt").write_bytes(b""), "actor-0.pt", "0 bytes"),
-    "missing COMPLETE": (lambda p: (p / "COMPLETE").unlink(), "COMPLETE", "did not end"),
-    "empty COMPLETE": (lambda p: (p / "COMPLETE").write_bytes(b""), "COMPLETE", "altered"),
-    "missing manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json", "missing"),
-    "altered manifest": (_alter_manifest, "manifest.json", "altered"),
-    "dropped entry": (_drop_entry, "manifest.json", "altered"),
-    "manifest not JSON": (lambda p: (p / "manifest.json").write_text("{"), "manifest.json", "not JSON"),
-    "manifest a list": (lambda p: (p / "manifest.json").write_text("[]"), "manifest.json", "not a JSON object"),
-    "manifest binary": (lambda p: (p / "manifest.json").write_bytes(b"\xff\xfe\x00"), "manifest.json", "not JSON"),
-    "other format": (lambda p: (p / "manifest.json").write_text('{"format": 9}'), "manifest.json", "format 9"),
-    "path outside": (_escape, "manifest.json", "bad entry"),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_skipped_by_auto_and_an_error_by_name(paths: RunPaths, kind: str) -> None:
-    damage, file, reason = DAMAGE[kind]
-    good, bad = save(paths, 10), save(paths, 20)
-    damage(bad)
-
-    faults = verify(bad)
-    assert any(file in fault and reason in fault for fault in faults), faults
-
-    found = find_resumable(paths, "auto")
-    assert (found.path, found.step) == (good, 10)
-    assert [path for path, _ in found.skipped] == [bad]
-    assert file in found.skipped[0][1] and reason in found.skipped[0][1]
-
-    for asked in (bad, "global_step_20"):
-        with pytest.raises(CheckpointError) as caught:
-            find_resumable(paths, asked)
-        for part in (str(bad), file, reason, "resume_dir=auto"):
-            assert part in str(caught.value)
-
-
-def test_wrong_step_folder_and_plain_file(paths: RunPaths) -> None:
-    save(paths, 1).rename(paths.checkpoint(2))
-    assert "is of step 1" in verify(paths.checkpoint(2))[0]
-    paths.checkpoint(3).write_text("a file")
-    assert verify(paths.checkpoint(3)) == ["not a folder"]
-    assert verify(paths.checkpoint(4)) == ["no such folder"]
-    assert find_resumable(paths, "auto").path is None
-
-
-def test_sizes_only_does_not_read(paths: RunPaths) -> None:
-    path = save(paths, 1)
-    _flip(path)
-    assert verify(path, checksums=False) == [] and verify(path) != []
 
 
 def test_find_resumable_choices(paths: RunPaths, tmp_path: Path) -> None:
@@ -427,72 +271,3 @@ def test_death_at_every_call_that_changes_the_disk(paths: RunPaths, when: str, s
             path.rename(paths.root / "old")
             shutil.rmtree(paths.root / "old")
     assert "pruned" in process.stdout and deaths >= 15
-
-
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
-def test_files_of_checkpoints_and_exports_follow_the_umask(paths: RunPaths, umask: int, mode: int) -> None:
-    """A colleague may evaluate what is not kept from him; safetensors by itself makes files that are the owner's alone."""
-    import torch
-
-    from rlhpc.checkpoint.export_folder import filled_folder
-    from rlhpc.checkpoint.state import save_tensors
-
-    before = os.umask(umask)
-    try:
-        with CheckpointWriter(paths, 1) as writer:
-            save_tensors(writer.path("model.safetensors"), {"w": torch.zeros(2)})
-            writer.add_bytes("runner.json", b"{}")
-            checkpoint = writer.commit()
-        with filled_folder(paths.export(1)) as staging:
-            save_tensors(staging / "model.safetensors", {"w": torch.zeros(2)})
-    finally:
-        os.umask(before)
-    files = [path for folder in (checkpoint, paths.export(1)) for path in folder.iterdir()]
-    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: oct(mode) for path in files}
-    assert not verify(checkpoint)
-
-
-def test_the_manifest_has_every_file_that_a_rank_wrote_whatever_the_listing_shows(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The driver's node may list a folder as it was some time ago. Each rank's own node knows what the rank wrote, in whatever
-    way: summed on the way, copied first and written later, written by a library, or linked."""
-    import random
-
-    import torch
-
-    from rlhpc.checkpoint.async_writer import HostBuffers, Writes, write_file
-    from rlhpc.runs.checkpointing import merge_checksums
-
-    listed = Path.rglob
-    large = torch.arange(1 << 19, dtype=torch.float32)
-    save(paths, 1)
-    for step in range(2, 8):
-        draw = random.Random(step)
-        with CheckpointWriter(paths, step) as writer:
-            reports = []
-            for rank in range(2):
-                writes = Writes(writer.staging, HostBuffers())
-                with writes.collecting():
-                    write_file(writer.staging / f"actor-{rank}.pt", {"weights": large}, lambda f, v: torch.save(v, f))
-                    write_file(writer.staging / f"small-{rank}.pt", {"step": step}, lambda f, v: torch.save(v, f))
-                    (writer.staging / f"library-{rank}").mkdir()
-                    (writer.staging / f"library-{rank}" / "shard.pt").write_bytes(b"by a library")
-                    os.link(paths.checkpoint(1) / "actor-0.pt", writer.staging / f"linked-{rank}.npy")
-                reports.append(writes.write())
-            everything = {path.relative_to(writer.staging).as_posix() for path in listed(writer.staging, "*.*")}
-            with monkeypatch.context() as patch:
-                stale = {path for path in listed(writer.staging, "*") if draw.random() < 0.5}
-                patch.setattr(
-                    Path, "rglob", lambda self, pattern, stale=stale: (p for p in listed(self, pattern) if p in stale)
-                )
-                final = writer.commit({}, merge_checksums(reports))
-        assert {*read_manifest(final)["files"]} == everything and len(everything) == 8
-        assert verify(final) == []
-        for name in everything:
-            file = final / name
-            content = file.read_bytes()
-            file.unlink()
-            file.write_bytes(b"damage")
-            assert verify(final), name
-            file.write_bytes(content)

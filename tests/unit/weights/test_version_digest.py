@@ -17,7 +17,7 @@ from rlhpc.weights.sender import Publisher
 from rlhpc.weights.verification import Proof, WeightsDiffer
 from rlhpc.weights.version_digest import digest, digests
 
-from .test_weights import Receiver, scratch  # noqa: F401 (a fixture)
+from .test_receiver import Receiver, scratch  # noqa: F401 (a fixture)
 
 #: An optimizer's smallest steps: in half precision few elements of a weight move at all.
 RATE = 1e-6

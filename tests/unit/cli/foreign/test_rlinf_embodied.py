@@ -1,0 +1,130 @@
+"""Import of RLinf's embodied configurations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.unit.cli.foreign.rlinf_configs import (
+    CRITIC,
+    KINDS,
+    LANGUAGE,
+    PPO,
+    SAC,
+    _kinds,
+    flat,
+    imported,
+    merged,
+    put,
+    translation,
+)
+
+_kinds()
+
+
+def test_a_value_model_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = merged(LANGUAGE, CRITIC)
+    del source["cluster"]["component_placement"]["actor,rollout,reward"]
+    cfg, _, report = imported(put(tmp_path, "values.yaml", source), capsys)
+    assert report.endswith("rlhpc plan also looks at the files that they name\n")
+    wanted = {
+        "cluster.component_placement": {"actor,critic,rollout": "0-15"}, "algorithm.adv_type": "gae",
+        "algorithm.gae_lambda": 0.9, "algorithm.gamma": 1.0, "algorithm.value_clip": 0.5, "critic.training_backend": "fsdp",
+        "critic.optim.lr": 1e-5, "critic.optim.clip_grad": 1.0, "critic.optim.lr_scheduler": "linear",
+        "critic.model.dtype": "bfloat16", "critic.model.model_path": "models/one", "critic.warmup_steps": 0,
+    }  # fmt: skip
+    assert {key: OmegaConf.select(cfg, key) for key in wanted} == wanted
+    assert (
+        cfg.reward.terms[0].weight == 10.0
+    )  # RLinf's answers are worth -5 or 5, which the clip of values is relative to
+    assert "there is no critic" not in report
+
+
+def test_ppo_becomes_a_run_of_ours(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg, text, report = imported(put(project, "push.yaml", PPO), capsys, "runner.keep_checkpoints=5")
+    assert report.endswith("rlhpc plan also looks at the files that they name\n")
+    wanted = {
+        "runner.task_type": "embodied", "runner.name": "push_a_cube", "runner.seed": 7, "runner.max_steps": 60,
+        "runner.keep_checkpoints": 5, "cluster.accelerators_per_node": 2, "algorithm.loss_type": "ppo",
+        "algorithm.normalize_advantages": "batch", "algorithm.clip_ratio_low": 0.1, "algorithm.clip_ratio_high": 0.3,
+        "algorithm.value_coef": 1.0, "algorithm.entropy_coef": 0.01, "algorithm.update_epochs": 8,
+        "algorithm.rollout_steps": 40, "algorithm.rollout_parts": 2,
+        "env.train.num_envs": 64, "env.train.env_id": "PushCube-v1", "env.train.max_episode_steps": 40,
+        "env.eval.num_envs": 16, "env.eval.num_episodes": 32, "env.eval.video_episodes": 4,
+        "rollout.pipeline_stage_num": 2, "actor.model.model_type": "mlp", "actor.optim.name": "adamw", "actor.optim.lr": 3e-4,
+        "actor.optim.adam_eps": 1e-8, "actor.global_batch_size": 1280,
+    }  # fmt: skip
+    assert {key: OmegaConf.select(cfg, key) for key in wanted} == wanted
+    assert list(cfg.actor.model.hidden_sizes) == [256, 256, 256]
+    assert cfg.env.train.kwargs == {
+        "obs_mode": "state", "sim_config": {"control_freq": 20}, "control_mode": "pd_ee_delta_pos"
+    }  # fmt: skip
+    assert cfg.algorithm.clip_ratio_c is None  # RLinf's embodied losses do not get it
+    assert "update_epochs: 8  # algorithm.update_epoch\n" in text
+    assert "algorithm.huber_delta: 10.0 (the value loss" in text and "actor.optim.value_lr" in text
+
+
+def test_rounds_without_auto_reset_become_parts(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = {
+        "algorithm": {"adv_type": "grpo", "loss_type": "actor", "group_size": 8},
+        "env": {"train": {"auto_reset": False, "group_size": 8, "use_fixed_reset_state_ids": True}},
+    }
+    cfg, _, report = imported(put(project, "push.yaml", merged(PPO, own)), capsys)
+    assert (cfg.env.train.num_envs, cfg.algorithm.rollout_steps, cfg.env.train.group_size) == (64, 40, 8)
+    assert cfg.algorithm.rollout_parts == 2
+    assert (cfg.algorithm.normalize_advantages, cfg.algorithm.value_coef) == ("none", 0.0)
+    assert not cfg.env.train.use_fixed_reset_state_ids  # ours is for the whole run, theirs for a rollout
+    own["algorithm"] = {"loss_type": "decoupled_actor_critic", "staleness_threshold": 1}
+    cfg, _, report = imported(put(project, "push.yaml", merged(PPO, own)), capsys)
+    assert (cfg.env.train.num_envs, cfg.algorithm.rollout_steps, cfg.algorithm.rollout_parts) == (128, 20, 1)
+    assert "2 rounds of 64 slots became 128 slots" in " ".join(report.split())
+
+
+def test_sac_counts_updates_by_transitions(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg, _, report = imported(put(project, "push.yaml", merged(PPO, SAC)), capsys)
+    assert report.endswith("rlhpc plan also looks at the files that they name\n")
+    assert (cfg.runner.task_type, cfg.actor.model.model_type) == ("off_policy", "sac")
+    assert (cfg.algorithm.update_to_data, cfg.algorithm.rollout_steps) == (
+        0.25,
+        2,
+    )  # 32 updates for 64 slots of 2 decisions
+    assert (cfg.algorithm.auto_entropy_tuning, cfg.algorithm.initial_alpha, cfg.algorithm.random_steps) == (
+        False,
+        0.02,
+        0,
+    )
+    assert (cfg.actor.optim.value_lr, cfg.algorithm.alpha_lr) == (2e-4, 1e-4)
+    assert "RLinf counts trajectories, rlhpc counts transitions" in report
+
+
+def test_adapters_are_not_scaled_as_in_rlinf() -> None:
+    lora = {"actor.model.is_lora": True, "actor.model.lora_rank": 24}
+    for kind, model in (("fsdp", {}), ("embodied", {"actor.model.model_type": "openvla_oft"})):
+        ours = translation({**flat(KINDS[kind][0]), **model, **lora}).ours
+        assert (ours["actor.lora.rank"], ours["actor.lora.alpha"]) == (24, 24), kind
+        assert "actor.lora.rank" not in translation({**flat(KINDS[kind][0]), **model}).ours
+
+
+@pytest.mark.parametrize("slots", [7, 49, 64, 3_000_000])
+def test_sac_makes_as_many_updates_as_rlinf(slots: int) -> None:
+    leaves = flat(KINDS["off_policy"][0]) | {"env.train.total_num_envs": slots, "algorithm.update_epoch": 3}
+    ours = translation(leaves).ours
+    transitions = slots * ours["algorithm.rollout_steps"]
+    assert [int(ours["algorithm.update_to_data"] * step * transitions + 1e-6) for step in (1, 10, 100)] == [3, 30, 300]
+
+
+def test_openvla_oft_becomes_openvla(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {
+        "model_type": "openvla_oft", "model_path": "/models/oft", "num_action_chunks": 8, "use_proprio": True,
+        "use_film": True, "unnorm_key": "libero_10_no_noops", "center_crop": True, "attn_implementation": "flash_attention_2",
+    }  # fmt: skip
+    batches = {"global_batch_size": 256, "micro_batch_size": 64}
+    cfg, _, report = imported(put(project, "push.yaml", merged(PPO, {"actor": {**batches, "model": model}})), capsys)
+    found = cfg.actor.model
+    assert (found.model_type, found.model_path, found.attn_implementation) == ("openvla", "/models/oft", "sdpa")
+    assert found.kwargs == {
+        "head": "parallel", "proprio": True, "unnorm_key": "libero_10_no_noops", "center_crop": True,
+    }  # fmt: skip
+    assert "rlhpc's openvla has no FiLM" in " ".join(report.split())

@@ -1,0 +1,58 @@
+"""Program that the doctor runs on a node."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhpc.jobs.doctor import node_checks as nodes
+from rlhpc.jobs.doctor import node_probe, torch_probe
+from rlhpc.jobs.doctor.probe_jobs import source_of
+from tests.unit.jobs.doctor.cluster import hello, probed
+
+
+def test_a_child_says_what_torch_sees() -> None:
+    """The real one, where no GPU is to be seen; and one that hangs, and one that dies."""
+    found = probed(hello("n1", mask=""), gpus=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        found.jobs[0].torch["n1"] = node_probe.ask_torch(source_of(torch_probe), 120)
+    [line] = nodes.gpus_in_torch(found, {})
+    assert line.level == "fail" and line.found.startswith(
+        f"n1: granted 1, torch sees 0: torch {torch.__version__} is built "
+    )
+    assert ("for the CPU;" if torch.version.cuda is None else "finds 0 of them") in line.found
+    assert "RLHPC_TORCH=" in line.do
+    first = 'print(\'{"driver": "", "torch": "2.13"}\', flush=True); print(\'is\', \'loading\', flush=True); '
+    hangs = node_probe.ask_torch(f"{first} import time; time.sleep(60)", 2)
+    assert hangs == {"driver": "", "torch": "2.13", "words": "is loading", "hung_s": 2}
+    assert node_probe.ask_torch(f"{first} import os; os._exit(3)", 60)["code"] == 3
+
+
+def test_the_probe_needs_nothing_but_python(tmp_path: Path) -> None:
+    """Its text alone, as a node gets it; it says in short lines what it sees."""
+    canary = tmp_path / "canary"
+    canary.mkdir()
+    (canary / "login").write_text("token")
+    (canary / "second").write_text("token")
+    plan = {
+        "token": "token", "canary": str(canary), "patience_s": 2, "limit_s": 60, "packages": ["json", "nonesuch"],
+        "torch": "print('{\"torch\": \"2.13\"}')", "torch_s": 30,
+    }  # fmt: skip
+    told = {"peers": [], "second": True}
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", Path(node_probe.__file__).read_text()],
+        input=f"{json.dumps(plan)}\n{json.dumps(told)}\n\n", capture_output=True, text=True, timeout=60,
+        env={"SLURM_PROCID": "3", "SLURMD_NODENAME": "n3", "CUDA_VISIBLE_DEVICES": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert {(words[0], words[1]) for words in lines} == {(node_probe.MARK, "3")}
+    assert [words[2] for words in lines if words[3] == "0"] == ["hello", "clock", "peers", "torch"]
+    assert max(map(len, done.stdout.splitlines())) < 700
+    assert (canary / "node-n3").read_text() == "token"
