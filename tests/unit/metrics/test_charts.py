@@ -19,7 +19,6 @@ from rlhpc.metrics.charts import (
     is_empty,
     line_chart,
     log_bars,
-    number,
     stacked_bars,
     standalone,
     statement,
@@ -28,7 +27,6 @@ from rlhpc.metrics.charts import (
     ticks,
 )
 from rlhpc.metrics.curves import Metric, color_of, metric_charts
-from rlhpc.metrics.page import figures
 
 #: DejaVu Sans at 13 px: the widest of the fonts that a page falls back to.
 MEASURED = {
@@ -170,32 +168,10 @@ def test_every_line_tells_its_values_where_the_pointer_is() -> None:
     assert "<script" not in chart
 
 
-def test_charts_without_data_take_no_room_on_a_page() -> None:
-    empty, full = line_chart("a", "x", "y", []), line_chart("b", "x", "y", [Line("", [1.0, 2.0], [1.0, 2.0])])
-    assert is_empty(empty) and not is_empty(full)
-    assert figures([empty, full]).count("<figure>") == 1 and figures([empty]) == ""
-
-
 def test_several_charts_in_one_drawing() -> None:
     chart = line_chart("a", "x", "y", [Line("", [1.0, 2.0], [1.0, 2.0])], CHART)
     whole = ElementTree.fromstring(standalone(arrange_in_rows([chart] * 4, CHART, 3)))
     assert whole.attrib["viewBox"] == "0 0 1092 480" and len(whole.findall("{http://www.w3.org/2000/svg}svg")) == 4
-
-
-@pytest.mark.parametrize("value", [0.0, 0.5, 1e-4, -3.0, 2.5e7])
-@pytest.mark.parametrize("count", [1, 2, 50])
-def test_a_number_that_never_changes_is_a_sentence(value: float, count: int) -> None:
-    """Also where rounding moves it."""
-    y = [value * (1 + 1e-12 * (i % 3)) + 1e-9 * (i % 2) for i in range(count)]
-    chart = line_chart("Learning rate", "global step", "learning rate", [Line("", range(count), y)])
-    sentence = statement(chart)
-    assert sentence is not None and f"Learning rate: {number(value)}" in sentence.replace("1e-9", "0")
-    assert "<figure" not in figures([chart]) and f"<li>{sentence}</li>" in figures([chart])
-    assert ElementTree.fromstring(standalone(chart).partition("?>")[2]) is not None
-    moving = line_chart(
-        "Learning rate", "global step", "learning rate", [Line("", [1, 2], [value, value + 1e-4 + abs(value) / 9])]
-    )
-    assert statement(moving) is None and "<figure" in figures([moving])
 
 
 def test_a_single_evaluation_is_a_number_with_its_interval() -> None:

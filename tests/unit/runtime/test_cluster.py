@@ -12,14 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from rlhpc.runtime.allocation import (
-    expand_counts,
-    expand_hostlist,
-    gpus_in,
-    gpus_per_node,
-    granted_cpus,
-    visible_accelerators,
-)
+from rlhpc.runtime.allocation import expand_counts, expand_hostlist, gpus_in, granted_cpus, visible_accelerators
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.cluster_config import ClusterConfig, NodeGroupConfig
 from rlhpc.runtime.errors import ConfigError
@@ -377,20 +370,3 @@ class TestTexts:
     )  # fmt: skip
     def test_gres(self, text: str | None, count: int | None) -> None:
         assert gpus_in(text) == count
-
-
-@pytest.mark.parametrize(
-    ("fields", "count"),
-    [
-        ("NumNodes=2 NumTasks=2 TresPerJob=gres:gpu:4", 2),  # 22.05
-        ("NumNodes=2 NumTasks=4 TresPerTask=gres:gpu:2", 4),
-        ("NumNodes=2 NumTasks=2 TresPerNode=gres:gpu:3", 3),
-        ("NumNodes=2 NumTasks=2 TresPerJob=gres/gpu:fake:4", 2),  # 24.11 and 26.05
-        ("NumNodes=2 NumTasks=2 TresBind=gres/gpu:per_task:2 TresPerTask=cpu=2,gres/gpu=2", 2),
-        ("NumNodes=2 NumTasks=2 TresPerNode=gres/gpu:3 TresPerTask=cpu=2", 3),
-        ("NumNodes=2 NumTasks=2 TresPerJob=gres/gpu:3", None),
-        ("NumNodes=2 NumTasks=2 TresPerTask=cpu=2", None),
-    ],
-)
-def test_gpus_of_a_job_however_they_were_asked_for(fields: str, count: int | None) -> None:
-    assert gpus_per_node(dict(field.split("=", 1) for field in fields.split())) == count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import signal
@@ -16,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from rlhpc.jobs.segment import write_json
-from rlhpc.runtime.disk_errors import advice, explained, full_among, log_stream, mount_of
-from rlhpc.runtime.errors import RegistryError, StorageError, WorkerFailed
+from rlhpc.runtime.disk_errors import explained, log_stream
+from rlhpc.runtime.errors import RegistryError, StorageError
 from rlhpc.runtime.files import follow_umask, replace_durably
 from rlhpc.runtime.registry import write_atomic
 from tests.users import needs_root
@@ -62,22 +61,6 @@ def test_a_short_write_leaves_the_old_file(writer: Writer, tmp_path: Path) -> No
     assert "file.json" in str(caught.value)
 
 
-@pytest.fixture
-def full(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a small filesystem with a good file on it, and no room any more."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
-    try:
-        (folder / "file.json").write_bytes(b"old")
-        with pytest.raises(OSError, match="No space left"), (folder / "filler").open("wb", buffering=0) as filler:
-            while True:
-                filler.write(bytes(4096))
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 @needs_root
 def test_a_full_filesystem_leaves_the_old_file(writer: Writer, full: Path) -> None:
     with pytest.raises((OSError, StorageError)) as caught:
@@ -89,42 +72,6 @@ def test_a_full_filesystem_leaves_the_old_file(writer: Writer, full: Path) -> No
     assert f"{full}/file.json: No space left on device. The filesystem at {full} is full, 0.0 of 1 MiB are free" in str(
         said
     )
-
-
-@needs_root
-def test_a_failed_write_that_does_not_say_where_is_traced_to_the_full_filesystem(
-    full: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(full)
-    assert full_among(["/proc", "."]) == Path(".")
-    error = explained(OSError(errno.ENOSPC, "No space left on device"), "this rank")
-    assert isinstance(error, StorageError) and f"The filesystem at {full} is full" in str(error)
-    wrapped = RuntimeError("torch.save failed")
-    wrapped.__cause__ = OSError(errno.ENOSPC, "No space left on device")
-    assert f"The filesystem at {full} is full" in str(explained(wrapped, "this rank"))
-
-
-def test_a_limit_on_files_is_named_where_the_file_is_not_known() -> None:
-    said = str(explained(OSError(errno.EFBIG, "File too large"), "this rank"))
-    assert (
-        "this rank: File too large. The limit on the size of a file is reached: raise it (ulimit -f), then continue"
-        in said
-    )
-
-
-def test_what_means_something_else_stays_what_it_is() -> None:
-    for error in (ValueError("x"), OSError(errno.EACCES, "Permission denied", "/x"), WorkerFailed("lost")):
-        assert explained(error, "it") is error
-    rejected = StorageError("said already")
-    rejected.__cause__ = OSError(errno.ENOSPC, "No space left on device")
-    assert explained(rejected, "it") is rejected
-
-
-def test_quota_limit_and_read_only_are_told_apart() -> None:
-    assert "Your quota on the filesystem at /proc" in advice(OSError(errno.EDQUOT, "x"), "/proc/self/none")
-    assert "ulimit -f" in advice(OSError(errno.EFBIG, "x"), "/proc")
-    assert "at /proc is read-only" in advice(OSError(errno.EROFS, "x"), "/proc/none/of/these")
-    assert mount_of("/proc/none/of/these") == Path("/proc")
 
 
 def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path) -> None:

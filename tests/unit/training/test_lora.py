@@ -12,86 +12,14 @@ from rlhpc.config.sections import LoraConfig
 from rlhpc.language.planning.model_size import size_of
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.training import lora as merging
-from rlhpc.training.lora import ADAPTER, attach_lora, full_weights
-from rlhpc.training.shard_layout import pieces
+from rlhpc.training.lora import attach_lora, full_weights
 from tests.extras import need_extra
 
 need_extra("llm")
+
 import transformers
 
-#: Families: by name, their configuration, what gets adapters, and where that is. GPT-2 stores its weights transposed.
-MODELS: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "dense": (
-        lambda: transformers.LlamaConfig(
-            vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1,
-        ), "q_proj", "model.layers.0.self_attn.q_proj",
-    ),
-    "transposed": (
-        lambda: transformers.GPT2Config(vocab_size=32, n_embd=64, n_layer=1, n_head=2, n_positions=32),
-        "c_attn", "transformer.h.0.attn.c_attn",
-    ),
-    "experts": (
-        lambda: transformers.Qwen3MoeConfig(  # type: ignore[call-arg]
-            vocab_size=32, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_experts=4,
-            num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        ), "q_proj", "model.layers.0.self_attn.q_proj",
-    ),
-}  # fmt: skip
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-RATES = pytest.mark.parametrize("rate", [1e-6, 1e-3])
-
-
-class Adapted:
-    """A model with adapters on one of its layers."""
-
-    def __init__(self, family: str, dtype: torch.dtype) -> None:
-        torch.manual_seed(0)
-        config, target, layer = MODELS[family]
-        model = transformers.AutoModelForCausalLM.from_config(config()).to(dtype)
-        self.name = f"{layer}.weight"
-        self.model: Any = attach_lora(model, LoraConfig(rank=4, alpha=8, target_modules=[target]), seed=0)
-        self.layer = self.model.get_submodule(f"base_model.model.{layer}")
-        self.base = self.layer.base_layer.weight.data
-
-    def step(self, rate: float) -> None:
-        """As Adam makes them: each element moves by so much."""
-        for factor in (self.layer.lora_B[ADAPTER].weight, self.layer.lora_A[ADAPTER].weight):
-            factor.data += rate * torch.randn(factor.shape).sign()
-
-    def delta(self) -> torch.Tensor:
-        product = 2.0 * (self.layer.lora_B[ADAPTER].weight.data @ self.layer.lora_A[ADAPTER].weight.data)
-        return product.T if self.layer.fan_in_fan_out else product
-
-    def sent(self, in_parts: bool = False) -> torch.Tensor:
-        if in_parts:  # as to engines that take what each rank holds
-            held = pieces(self.model, None, lambda tensor: tensor)
-            return next(values for region, values in held if region.name == self.name)()
-        return dict(full_weights(self.model, lambda tensor: tensor))[self.name]
-
-
-@RATES
-@DTYPES
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("how", ["by peft", "by hand"])
-def test_adapters_that_were_merged_already_are_not_merged_again(
-    how: str, family: str, rate: float, dtype: torch.dtype
-) -> None:
-    """Also after one step at the smallest learning rate, wherever it changes a bit of the base at all."""
-    adapted = Adapted(family, dtype)
-    before = adapted.base.clone()
-    assert torch.equal(adapted.sent(), before)
-    adapted.step(rate)
-    expected = (before.float() + adapted.delta()).to(dtype)
-    for _ in range(3):
-        assert torch.equal(adapted.sent(), expected)
-    if how == "by peft":
-        adapted.model.merge_adapter()
-    else:
-        adapted.base += adapted.delta().to(dtype)
-    assert not torch.equal(adapted.base, before)
-    with pytest.raises(RlhpcError, match=rf"^{adapted.name} has changed, .* merged twice"):
-        adapted.sent()
+from tests.unit.training.adapters import DTYPES, MODELS, RATES, Adapted
 
 
 def twice(base: torch.Tensor, delta: torch.Tensor, kept: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -138,33 +66,6 @@ def test_a_merge_that_is_wrong_is_noticed_at_the_first_update_that_it_spoils(
         assert torch.equal(sent, expected), "sent, though it is not what was trained"
         adapted.step(rate)
     pytest.fail("nothing was noticed")
-
-
-@DTYPES
-@pytest.mark.parametrize("family", MODELS)
-def test_a_thousand_sound_updates_are_all_sent(family: str, dtype: torch.dtype) -> None:
-    """200 a family and dtype, from where rounding hides them to where they are larger than the weights."""
-    adapted = Adapted(family, dtype)
-    before = adapted.base.clone()
-    for update in range(200):
-        assert torch.equal(adapted.sent(update % 2 == 1), (before.float() + adapted.delta()).to(dtype))
-        adapted.step(10.0 ** (update % 8 - 7))
-
-
-def test_factors_that_a_kernel_rounds_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To ten bits, as some accelerators' do where they are asked for it."""
-    adapted, sound = Adapted("dense", torch.float32), merging._sum
-
-    def rounded(factor: torch.Tensor) -> torch.Tensor:
-        return ((factor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
-
-    monkeypatch.setattr(merging, "_sum", lambda base, a, b, *more: sound(base, rounded(a), rounded(b), *more))
-    before = adapted.base.clone()
-    for update in range(50):
-        adapted.step(10.0 ** (update % 6 - 6))
-        sent = adapted.sent()
-        torch.testing.assert_close(sent, before + adapted.delta(), rtol=1e-2, atol=1e-2)
-    assert not torch.equal(sent, before + adapted.delta())
 
 
 SMALL: dict[str, Any] = {

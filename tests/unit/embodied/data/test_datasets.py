@@ -8,16 +8,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 
 from rlhpc.cli import main
 from rlhpc.embodied.data.lerobot_writer import LeRobotWriter
-from rlhpc.embodied.data.minari import _space, joined_spaces
 from rlhpc.embodied.data.trajectories import read_trajectories
 from rlhpc.embodied.envs.observations import encode_text
 from tests.extras import find_python, need_extra
+from tests.unit.embodied.data.dataset_files import data
 from tests.unit.embodied.data.test_trajectories import assert_same, episode, write
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -32,10 +31,6 @@ def episodes(**kind: Any) -> list[dict[str, Any]]:
     two |= {"terminations": np.zeros(9, bool), "truncations": np.arange(9) == 8}
     two["success"] = None if one["success"] is None else np.zeros(9, bool)
     return [one, two]
-
-
-def data(*words: object) -> None:
-    assert main(["data", *map(str, words)]) == 0
 
 
 @pytest.mark.parametrize("kind", [{}, {"rgb": True}, {"discrete": True, "success": None}], ids=str)
@@ -257,51 +252,3 @@ def test_bad_input_is_one_message_and_leaves_nothing(
     error = capsys.readouterr().err
     assert said in error and error.count("rlhpc: error:") == 1 and "Traceback" not in error
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def discrete(folder: Path, *lengths: int, declared: int | None = None) -> Path:
-    """A Minari dataset as FrozenLake's: places and moves are numbers."""
-    (folder / "data").mkdir(parents=True)
-    with h5py.File(folder / "data/main_data.hdf5", "w") as file:
-        for i, n in enumerate(lengths):
-            group = file.create_group(f"episode_{i}")
-            group["observations"], group["actions"] = np.arange(n + 1), np.arange(n) % 2
-            group["rewards"] = np.zeros(n)
-            group["terminations"], group["truncations"] = np.arange(n) == n - 1, np.zeros(n, bool)
-    if declared is not None:
-        space = {"type": "Discrete", "dtype": "int64", "start": 0, "n": declared}
-        names = ("observation_space", "action_space")
-        (folder / "data/metadata.json").write_text(json.dumps(dict.fromkeys(names, json.dumps(space))))
-    return folder
-
-
-@pytest.mark.parametrize(("declared", "places", "moves"), [(None, 9, 2), (16, 16, 16), (4, 9, 4)])
-@pytest.mark.parametrize("lengths", [(3, 8), (8, 3)])
-def test_minari_s_numbers_of_places_and_moves(
-    tmp_path: Path, lengths: tuple[int, ...], declared: int | None, places: int, moves: int
-) -> None:
-    """Those that the source declares, and at least those that occur."""
-    source, there = discrete(tmp_path / "a", *lengths, declared=declared), tmp_path / "b"
-    data("convert", source, "--to", "minari", "--output", there)
-    described = json.loads((there / "data/metadata.json").read_text())
-    found = [json.loads(described[name])["n"] for name in ("observation_space", "action_space")]
-    assert found == [places, moves]
-    for one, two in zip(read_trajectories(source), read_trajectories(there), strict=True):
-        assert_same(one["obs"], two["obs"])
-        assert_same(one["actions"], two["actions"])
-
-
-def test_minari_s_spaces_of_several_episodes() -> None:
-    number = {"type": "Discrete", "dtype": "int64", "start": 0, "n": 3}
-    box = {"type": "Box", "dtype": "float32", "shape": [2], "low": [-1, -1], "high": [1, 1]}
-    wide = {**box, "low": [-np.inf] * 2, "high": [np.inf] * 2}
-    both = {"type": "Dict", "subspaces": {"a": number, "b": box}}
-    assert joined_spaces(number, {**number, "n": 5, "start": -1}) == {**number, "start": -1, "n": 5}
-    assert joined_spaces(box, wide) == box
-    assert joined_spaces(both, {"type": "Dict", "subspaces": {"a": {**number, "n": 9}, "b": wide}}) == {
-        "type": "Dict", "subspaces": {"a": {**number, "n": 9}, "b": box}}  # fmt: skip
-    for other in (box, {**box, "shape": [3]}, {"type": "Dict", "subspaces": {"a": number}}, None):
-        assert joined_spaces(both if other is None else number, other) is None
-    assert joined_spaces(box, {**box, "shape": [3]}) is None
-    ints = np.zeros((4, 2), np.int64)
-    assert _space(ints)["low"] == [np.iinfo(np.int64).min] * 2 and _space(ints > 0)["high"] == [True, True]

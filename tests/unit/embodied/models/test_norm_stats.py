@@ -17,11 +17,8 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
+from tests.unit.embodied.models.norm_stats import ACTIONS, FILE, STATE, pi0
 from tests.unit.embodied.models.test_action_tokens import ACTION, SPACE, observations, section
-
-STATE = {"mean": [0.1, 0.2, 0.3, 0.4, 0.5], "std": [1.0, 2.0, 0.5, 1.0, 3.0], "q01": [-1.0] * 5, "q99": [3.0] * 5}
-ACTIONS = {"mean": [5.0, -4.0, 0.0], "std": [0.5, 2.0, 1.0], "q01": [-1.0, 0.0, 2.0], "q99": [1.0, 4.0, 2.5]}
-FILE = {"norm_stats": {"state": STATE, "actions": ACTIONS}}
 
 
 def test_the_equations_are_openpis() -> None:
@@ -48,25 +45,6 @@ def test_released_weights_without_statistics_are_refused(tmp_path: Path) -> None
     for place in (given, given / "norm_stats.json"):
         assert read_norm_stats(str(place), str(tmp_path)) == FILE["norm_stats"]
     assert read_norm_stats("bounds", str(tmp_path)) is None and read_norm_stats(None, "builtin:tiny") is None
-
-
-def test_a_policy_of_released_weights_asks_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    need_extra("llm")
-    from rlhpc.embodied.models import pi0 as module
-
-    tiny = section("pi0")
-    monkeypatch.setattr(module, "load_vlm", lambda cfg, *rest, load=module.load_vlm: load(tiny, *rest))
-    with pytest.raises(ConfigError, match=r"looked for .*norm_stats.json"):
-        build_model(section("pi0", model_path=str(tmp_path)), SPACE, ACTION)
-    (tmp_path / "norm_stats.json").write_text(json.dumps(FILE))
-    policy = build_model(section("pi0", model_path=str(tmp_path)), SPACE, ACTION)
-    assert policy.action_stats is not None and policy.state_stats is not None
-
-
-def pi0(tmp_path: Path, **kwargs: Any) -> Any:
-    file = tmp_path / "norm_stats.json"
-    file.write_text(json.dumps(FILE))
-    return build_model(section("pi0", kwargs={"statistics": str(file), **kwargs}), SPACE, ACTION, seed=1).eval()
 
 
 @pytest.mark.parametrize("normalisation", ["mean_std", "quantiles"])
@@ -105,17 +83,6 @@ def test_a_checkpoint_has_the_statistics(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_one_message(tmp_path: Path, kwargs: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         pi0(tmp_path, **kwargs)
-
-
-def test_times_are_drawn_as_openpi_does(tmp_path: Path) -> None:
-    """Beta(1.5, 1) · 0.999 + 0.001, near 1, which is noise, more often."""
-    need_extra("llm")
-    torch.manual_seed(0)
-    times = pi0(tmp_path).draw_times(200_000)
-    expected = 0.999 * torch.distributions.Beta(1.5, 1.0).sample((200_000,)) + 0.001
-    assert times.min() >= 0.001 and times.max() <= 1
-    torch.testing.assert_close(times.quantile(torch.tensor([0.1, 0.5, 0.9])), expected.quantile(torch.tensor([0.1, 0.5, 0.9])),
-                               atol=0.01, rtol=0)  # fmt: skip
 
 
 def test_a_released_openvla_without_statistics_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

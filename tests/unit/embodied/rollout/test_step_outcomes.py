@@ -1,15 +1,10 @@
 """Rollout outcomes and next values, against a plain loop over slots and steps."""
 
-from types import SimpleNamespace
-from typing import Any
+from __future__ import annotations
 
 import numpy as np
-import pytest
-import torch
 
 from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, in_order, next_values
-from rlhpc.embodied.workers.env import EnvWorker
-from rlhpc.embodied.workers.rollout import MultiStepRolloutWorker
 
 
 def play(rng, size, steps):
@@ -89,49 +84,3 @@ def test_episodes_are_in_the_same_order_whatever_the_partition():
     assert len(whole["return"]) > 3
     for name in whole:
         np.testing.assert_array_equal(whole[name], split[name])
-
-
-class Half:
-    """Lanes to two rollout ranks, one of which has gone."""
-
-    def __init__(self, *parts: np.ndarray | None) -> None:
-        self.parts = list(zip((range(8, 10), range(10, 12)), parts, strict=True))
-
-    def get(self, stage: int) -> list[tuple[range, np.ndarray | None]]:
-        return self.parts
-
-
-def test_episodes_in_which_nobody_acted_for_a_while_are_left_out() -> None:
-    """Their slots get actions of others meanwhile; where nobody acts at all, there are none."""
-    rank = object.__new__(EnvWorker)
-    rank.shares, rank._mixed, rank._waited = [range(8, 12)], [np.zeros(4, bool)], 0.0
-    rank.links = Half(np.array([[[0.1]], [[0.2]]]), np.array([[[0.3]], [[0.4]]]))  # type: ignore[assignment]
-    chosen = rank._receive(0)
-    assert chosen is not None and chosen.ravel().tolist() == [0.1, 0.2, 0.3, 0.4]
-    assert rank._acted_by_policy(0, np.arange(4)).tolist() == [0, 1, 2, 3]
-    rank.links = Half(None, np.array([[[0.3]], [[0.4]]]))  # type: ignore[assignment]
-    chosen = rank._receive(0)
-    assert chosen is not None and chosen.ravel().tolist() == [0.3, 0.4, 0.3, 0.4]
-    assert rank._acted_by_policy(0, np.array([0, 3])).tolist() == [3], "slot 1 is still in such an episode"
-    assert rank._acted_by_policy(0, np.array([0, 1])).tolist() == [0]
-    rank.links = Half(None, None)  # type: ignore[assignment]
-    assert rank._receive(0) is None
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_a_value_pass_has_no_more_rows_than_a_stage_has_slots(named: bool) -> None:
-    """However many episodes a rollout has ended."""
-    passes: list[int] = []
-
-    def value(obs: Any) -> torch.Tensor:
-        rows = obs["state"] if named else obs
-        passes.append(len(rows))
-        return 2 * rows[:, 0]
-
-    worker: Any = object.__new__(MultiStepRolloutWorker)
-    worker.shares, worker.device = [range(4), range(8, 15)], torch.device("cpu")
-    worker.policy = SimpleNamespace(value=value)
-    obs = np.arange(61, dtype=np.float32)[:, None]
-    values = worker._value({"state": obs} if named else obs)
-    np.testing.assert_array_equal(values, 2 * obs[:, 0])
-    assert max(passes) == 7 and sum(passes) == 61

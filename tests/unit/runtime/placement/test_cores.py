@@ -8,17 +8,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from rlhpc import Cluster
 from rlhpc.runtime import devices, os_resources, worker_process
 from rlhpc.runtime.placement import Placement
 from rlhpc.runtime.worker_spec import spec_of
-from tests.accelerators import ON_CPU
 
 CARDS = ("0000:1b:00.0", "0001:e3:00.0")
 #: Binds itself as told, then says what it and a child of it may use.
@@ -88,16 +85,6 @@ def test_otherwise_it_keeps_what_it_was_granted(
     assert found["mine"] == granted[granted_of] and found["said"].startswith(said)
 
 
-def test_addresses_are_those_of_the_devices_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = [SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0),
-             SimpleNamespace(pci_domain_id=1, pci_bus_id=0xE3, pci_device_id=0)]  # fmt: skip
-    assert devices.pci_addresses() == [] or not ON_CPU
-    monkeypatch.setattr(devices, "accelerator", lambda: "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
-    assert devices.pci_addresses() == list(CARDS)
-
-
 def test_ranks_with_accelerators_do_so_unless_told_not_to(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,11 +110,3 @@ def test_ranks_with_accelerators_do_so_unless_told_not_to(
     assert start() == [], "a rank without an accelerator is not bound"
     assert start(0, bind_cores=False) == []
     assert not Cluster.local(1, 1).bind_cores, "imaginary accelerators are near nothing"
-
-
-@pytest.mark.gpu
-def test_the_kernel_knows_the_devices_of_this_machine() -> None:
-    found = devices.pci_addresses()
-    assert len(found) == (0 if ON_CPU else torch.accelerator.device_count())
-    for address in found:
-        assert (os_resources.PCI / address / "local_cpulist").is_file()

@@ -10,34 +10,9 @@ import torch
 from torch import nn
 
 from rlhpc.embodied.algorithms.ppo import PolicyUpdate
-from rlhpc.embodied.data.minibatches import local_minibatches, permutation, permutation_by_part
-from rlhpc.runtime.errors import CheckpointError
-from rlhpc.training.flat_parameters import AdamOptions, FlatModule
+from rlhpc.embodied.data.minibatches import permutation
 from tests.replicas import replicated
-
-TOTAL, BATCH = 48, 16
-OPTIM = SimpleNamespace(
-    name="adam", lr=1e-2, adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-5, weight_decay=0.0, clip_grad=0.5
-)
-
-
-class Tiny(nn.Module):
-    """A policy over two actions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.critic = nn.Linear(3, 2, dtype=torch.float64), nn.Linear(3, 1, dtype=torch.float64)
-
-    def forward(self, work):
-        return work(self)
-
-    def default_forward(self, inputs, compute_logprobs, compute_entropy, compute_values):
-        logp = torch.log_softmax(self.body(inputs["obs"]), -1)
-        return {
-            "logprobs": logp.gather(-1, inputs["actions"][:, None])[:, 0],
-            "entropy": -(logp.exp() * logp).sum(-1),
-            "values": self.critic(inputs["obs"])[:, 0],
-        }
+from tests.unit.embodied.algorithms.ppo_updates import BATCH, OPTIM, TOTAL, Tiny
 
 
 def algorithm(**changes):
@@ -170,65 +145,6 @@ def test_the_update_is_that_of_plain_ppo():
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_minibatches_partition_the_transitions():
-    order = permutation(TOTAL, 1, 2, 3)
-    assert sorted(order.tolist()) == list(range(TOTAL))
-    assert order.tolist() == permutation(TOTAL, 1, 2, 3).tolist() != permutation(TOTAL, 1, 2, 4).tolist()
-    halves = [local_minibatches(order, BATCH, held) for held in (range(24), range(24, 48))]
-    for m, (low, high) in enumerate(zip(*halves, strict=True)):
-        assert sorted([*low.tolist(), *(high + 24).tolist()]) == sorted(order[m * BATCH : (m + 1) * BATCH].tolist())
-
-
-def loss_of(module):
-    inputs = {"obs": torch.ones(2, 3, dtype=torch.float64), "actions": torch.tensor([0, 1])}
-    return (
-        module.default_forward(inputs, True, True, True)["logprobs"].sum() + module.critic(inputs["obs"]).square().sum()
-    )
-
-
-@pytest.mark.parametrize(("name", "kind"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_the_optimizer_is_torchs(name, kind, decay):
-    module, other = Tiny(), Tiny()
-    other.load_state_dict(module.state_dict())
-    options = SimpleNamespace(**{**vars(OPTIM), "name": name, "weight_decay": decay, "clip_grad": None})
-    backend = FlatModule(module, AdamOptions.of(options))
-    reference = kind(other.parameters(), lr=1e-2, eps=1e-5, weight_decay=decay)
-    for _ in range(5):
-        backend.zero_grad()
-        loss_of(module).backward()
-        backend.optimizer_step(1e-2)
-        reference.zero_grad()
-        loss_of(other).backward()
-        reference.step()
-    for a, b in zip(module.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-
-
-def test_optimizer_state_survives_a_round_trip():
-    backend, other = FlatModule(Tiny(), AdamOptions.of(OPTIM)), FlatModule(Tiny(), AdamOptions.of(OPTIM))
-    for b in (backend, other):
-        if b is other:
-            other.module.load_state_dict(backend.module.state_dict())
-            other.load_state_dict(backend.state_dict())
-        for _ in range(2 if b is backend else 0):
-            b.zero_grad()
-            loss_of(b.module).backward()
-            b.optimizer_step(1e-2)
-    for b in (backend, other):
-        b.zero_grad()
-        loss_of(b.module).backward()
-        b.optimizer_step(1e-2)
-    for a, b in zip(backend.module.parameters(), other.module.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-def test_the_optimizer_of_another_model_is_refused():
-    state = FlatModule(nn.Linear(2, 2), AdamOptions.of(OPTIM)).state_dict()
-    with pytest.raises(CheckpointError, match="other parameters"):
-        FlatModule(nn.Linear(3, 2), AdamOptions.of(OPTIM)).load_state_dict(state)
-
-
 def test_a_step_ends_before_the_update_of_the_first_minibatch_that_passes_the_kl_limit():
     torch.manual_seed(0)
     initial = torch.cat([p.detach().flatten() for p in Tiny().parameters()])
@@ -240,12 +156,3 @@ def test_a_step_ends_before_the_update_of_the_first_minibatch_that_passes_the_kl
     for other, found in train(2, None, target_kl=1e-6).values():
         assert found["epochs"] == 0
         torch.testing.assert_close(other, initial)
-
-
-def test_parts_come_one_after_the_other() -> None:
-    slots, steps, parts = 3, 8, 2
-    order = permutation_by_part(slots, steps, parts, 7, 1)
-    first, second = ((order[:12] % steps).tolist(), (order[12:] % steps).tolist())
-    assert sorted(order.tolist()) == list(range(slots * steps))
-    assert max(first) == 3 and min(second) == 4
-    assert (order[:12] - order[12:] + 4).any(), "each in an order of its own"
