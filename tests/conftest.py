@@ -35,7 +35,7 @@ LONG = (
     "integration/language/test_training_backends.py", "integration/cli/test_terminal.py",
     "integration/language/test_rollout_backends.py", "integration/language/test_agent_runs.py",
     "integration/runtime/test_elastic_groups.py", "integration/embodied/test_own_python.py",
-    "integration/embodied/test_sharded_policies.py", "unit/language/data/test_data_procedural.py",
+    "integration/embodied/test_sharded_policies.py", "unit/language/data/test_reasoning_gym.py",
     "integration/language/test_sandbox.py", "integration/language/test_distillation.py",
     "integration/jobs/test_handover.py", "integration/runs/test_saving.py",
     "integration/language/test_engine_of_several.py", "integration/language/test_agent_clients.py",

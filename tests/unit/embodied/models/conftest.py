@@ -6,10 +6,6 @@ import json
 
 import pytest
 
-from tests.extras import need_extra
-
-need_extra("llm")
-
 from tests.unit.embodied.models.released import STATISTICS
 
 

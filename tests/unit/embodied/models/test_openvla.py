@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,12 +18,12 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from tests.unit.embodied.models.released import BOUNDS, HERE, PROPRIO
+from tests.unit.embodied.models.released import BOUNDS, PROPRIO
 from tests.unit.embodied.models.test_action_tokens import ACTION, LORA, SPACE, observations, section
 
 #: The actions by openvla/openvla (tokens) and moojink/openvla-oft with its attention, which goes both ways (parallel, l1), on
 #: timm, from the folder that `release` writes of `known_policy`; logits of other tokens than the bins left out.
-ANSWERS = json.loads((HERE / "released_actions.json").read_text())
+ANSWERS = json.loads(Path(__file__).with_name("released_actions.json").read_text())
 
 
 def test_actions_are_scaled_as_the_datasets_say():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,10 +24,12 @@ from rlhpc.embodied.models.prismatic import (
     ViT,
     vit_shape,
 )
-from tests.unit.embodied.models.released import HERE, STATISTICS
+from tests.unit.embodied.models.released import STATISTICS
 from tests.unit.embodied.models.test_action_tokens import ACTION, SPACE, section
 
-TIMM = json.loads((HERE / "timm_vits.json").read_text())["models"]
+#: What timm says of the two vision transformers: names and shapes of the weights with 224 pixels a side (of one block, and
+#: how many there are), and what the last layer but one gives of tiny ones, every other patch and every fourth feature.
+TIMM = json.loads(Path(__file__).with_name("timm_vits.json").read_text())["models"]
 DINO, SIGLIP = TIMM
 
 

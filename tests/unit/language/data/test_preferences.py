@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.extras import need_extra
 
@@ -16,12 +15,9 @@ need_extra("llm")
 from rlhpc.language.config.data import PreferenceSourceConfig
 from rlhpc.language.data.preferences import PreferenceRow, Preferences, encode
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.data.tokenizer import PromptTokenizer
-from rlhpc.language.evaluation.reward_model import batch_of, cut, rewards_of
-from rlhpc.language.models.tiny import character_tokenizer
 from rlhpc.runtime.errors import ConfigError
+from tests.unit.language.data.pairs import encoder
 
-NONE = torch.zeros(0, dtype=torch.long)
 GOOD = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 
 
@@ -145,13 +141,6 @@ def test_a_bad_row_is_named(tmp_path: Path, form: str, keys: dict, row: Any, sai
         read(file_of(tmp_path, good, row), form, **keys)
 
 
-def encoder(**options: Any) -> PromptTokenizer:
-    tokenizer = character_tokenizer()
-    if options.pop("end_pads", False):
-        tokenizer.pad_token = tokenizer.eos_token
-    return PromptTokenizer(tokenizer, 8, **options)
-
-
 def test_the_reward_is_read_at_the_end_token_unless_that_is_padding() -> None:
     row = PreferenceRow(Prompt(0, ({"role": "user", "content": "1+1="},)), ("2", "34"), 0.0)
     chosen, rejected = encode(row, encoder(), 16)
@@ -170,28 +159,3 @@ def test_rows_that_are_too_long(tmp_path: Path) -> None:
     assert rows.fit(encoder(overlong="drop"), 12) == 2 and len(rows) == 1
     with pytest.raises(ConfigError, match=r"data\.train: all 1 rows are too long"):
         rows.fit(encoder(overlong="drop"), 2)
-
-
-def test_a_rank_without_rows_takes_part() -> None:
-    """In an evaluation of fewer rows than ranks."""
-    asked = []
-
-    def forward(batch: Any) -> torch.Tensor:
-        asked.append(len(batch))
-        return torch.zeros(batch.tokens)
-
-    found = rewards_of([], encoder(), 32, 0, 60, forward, lambda parts, whole: [*parts, (NONE, whole.nothing())])
-    assert found == [] and asked == [1]
-
-
-def test_the_responses_of_a_pair_share_a_micro_batch() -> None:
-    prompt = Prompt(0, ({"role": "user", "content": "1+1="},))
-    rows = [PreferenceRow(prompt, ("2" * n, "3" * (9 - n)), float(n)) for n in range(1, 9)]
-    whole = batch_of(rows, encoder(), 32, 0)
-    parts = cut(whole, 2, 60)
-    assert len(parts) > 2 and sorted(place for part, _ in parts for place in part.tolist()) == list(range(8))
-    for part, batch in parts:
-        assert len(batch) == 2 * len(part) and len(batch) * batch.width <= 60
-        assert batch.reward.tolist() == [float(place + 1) for place in part.tolist() for _ in range(2)]
-        for place, lengths in zip(part.tolist(), batch.lengths.view(-1, 2).tolist(), strict=True):
-            assert lengths == [len(text) + 6 for text in rows[place].responses]

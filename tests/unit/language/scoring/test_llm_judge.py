@@ -3,83 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from tests.extras import need_extra
 
 need_extra("llm")
 
-from transformers import AutoTokenizer
-
-from rlhpc.config.typed import untouched
-from rlhpc.language.config.run import GrpoConfig
-from rlhpc.language.engines.base import Completion, Request
-from rlhpc.language.models.tiny import character_tokenizer
 from rlhpc.language.rewards import Sample
 from rlhpc.language.scoring.groups import group_roles, scoring_groups
 from rlhpc.language.scoring.llm_judge import Judge, better_in, both_say, pairs, score_in, shares
-from rlhpc.language.workers.scoring import JudgeWorker
 from rlhpc.runtime.errors import ConfigError
-
-CHAT = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n[TURN]{{ m['content'] }}[/TURN]<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n"
-)
-
-
-class Scripted:
-    """An engine that replies what `reply` makes of a question; None is cut off at the length limit."""
-
-    reply: Callable[[str], str | None]
-    asked: list[str]
-    forkable = False
-
-    def __init__(self, cfg: Any, *, model_path: str, device: Any, seed: int) -> None:
-        self.cfg, self.tokenizer, self.context = cfg, AutoTokenizer.from_pretrained(model_path), 4096
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        found = []
-        for request in requests:
-            text = self.tokenizer.decode(list(request.prompt_ids))
-            assert request.sampling.temperature == 0.0
-            Scripted.asked.append(text)
-            said = Scripted.reply(text)
-            ids = self.tokenizer("cut" if said is None else said, add_special_tokens=False)["input_ids"]
-            found.append(Completion(request.id, ids, finish_reason="length" if said is None else "stop"))
-        return found
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("judge")
-    tokenizer = character_tokenizer(string.printable, 4096)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def judge(model: Path) -> Iterator[Callable[..., Judge]]:
-    Scripted.asked = []
-
-    def made(reply: Callable[[str], str | None] = lambda text: "Score: 5", **keys: Any) -> Judge:
-        Scripted.reply = staticmethod(reply)
-        section = {"model": {"model_path": str(model)}, "rollout_backend": f"{__name__}:Scripted", **keys}
-        cfg: Any = OmegaConf.merge(untouched(GrpoConfig), {"judge": section})
-        return Judge(cfg, torch.device("cpu"), scoring_groups(cfg)["judge"])
-
-    yield made
+from tests.unit.language.scoring.judges import Scripted, build_judge, judge_model, second  # noqa: F401 (fixtures)
 
 
 def samples(*responses: str) -> list[Sample]:
@@ -254,44 +193,12 @@ def test_a_reply_may_have_its_beginning_given(judge: Callable[..., Judge]) -> No
     assert Scripted.asked[0].endswith("<|im_start|>assistantScore:")
 
 
-def second(model: Path, /, **kwargs: Any) -> Any:
-    own = {"name": "second", "scorer": "judge", "model": {"model_path": str(model)}, "kwargs": kwargs}
-    terms = [{"name": "second"}]
-    return OmegaConf.merge(untouched(GrpoConfig), {"groups": [own], "reward": {"terms": terms}})
-
-
 def test_a_second_judge_has_its_keys_in_kwargs(judge: Callable[..., Judge], model: Path) -> None:
     judge(lambda text: "Score: 3")
-    cfg = second(model, rollout_backend=f"{__name__}:Scripted", scale=[1, 5])
+    cfg = second(model, rollout_backend=f"{Scripted.__module__}:Scripted", scale=[1, 5])
     one = Judge(cfg, torch.device("cpu"), scoring_groups(cfg)["second"], **scoring_groups(cfg)["second"].kwargs)
     assert one.rate(samples("4")) == [0.5]
     assert group_roles(cfg)["second"].endswith(":JudgeWorker")
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "said"),
-    [
-        (
-            {"rubic": "{response}"},
-            "groups[second].kwargs: a judge has no key 'rubic'; did you mean 'rubric'? allowed: cache_size, ",
-        ),
-        ({"model": {}}, "a judge's model stands in groups[second].model"),
-        ({"max_requests": 0}, "groups[second].kwargs.max_requests is 0; it must be greater than 0"),
-        ({"mode": "garde"}, "groups[second].kwargs.mode: did you mean 'grade'? allowed: grade, compare"),
-    ],
-)
-def test_a_second_judges_mistakes(kwargs: dict[str, Any], said: str, model: Path) -> None:
-    from rlhpc.language.scoring.checks import section_of
-
-    cfg = second(model, **kwargs)
-    with pytest.raises(ConfigError) as refused:
-        section_of(cfg, scoring_groups(cfg)["second"])
-    assert said in str(refused.value)
-
-
-def test_ranks_are_forked_where_all_engines_allow_it(model: Path) -> None:
-    assert JudgeWorker.forks(second(model, rollout_backend="hf"))
-    assert not JudgeWorker.forks(second(model, rollout_backend=f"{__name__}:Scripted"))
 
 
 def test_an_engines_message_names_the_judges_keys(judge: Callable[..., Judge], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from rlhpc.language.rollout.validation import validation_metrics as answer_metri
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.task_type import kind_of
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs/reasoning"
+CONFIGS = Path(__file__).resolve().parents[4] / "configs/reasoning"
 EVERY = "runner.val_check_interval=5"
 
 

@@ -9,60 +9,12 @@ from typing import Any
 
 import h5py
 import pytest
-from omegaconf import OmegaConf
 
-from rlhpc.language.config.data import DataSourceConfig
 from rlhpc.language.data import Prompt, make_dataset, register_source
 from rlhpc.language.data.procedural import is_held_out
 from rlhpc.runtime.errors import ConfigError
 from tests.extras import need_extra
-
-ROWS = [
-    {"question": f"What is {i} + {i}?", "answer": 2 * i, "subject": "even" if i % 2 == 0 else "odd", "hint": f"add {i}"}
-    for i in range(200)
-]
-
-
-def config(**fields: Any) -> Any:
-    return OmegaConf.structured(DataSourceConfig(**fields))
-
-
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def write(source: str, folder: Path, rows: list[dict[str, Any]]) -> str:
-    """The same rows as each source keeps them."""
-    if source == "jsonl":
-        return write_jsonl(folder / "rows.jsonl", rows)
-    if source == "hdf5":
-        with h5py.File(folder / "rows.h5", "w") as file:
-            for name in rows[0]:
-                values = [row[name] for row in rows]
-                if isinstance(values[0], list):
-                    column = file.create_dataset(name, data=[json.dumps(v) for v in values], dtype=h5py.string_dtype())
-                    column.attrs["encoding"] = "json"
-                elif isinstance(values[0], str):
-                    file.create_dataset(name, data=values, dtype=h5py.string_dtype())
-                else:
-                    file.create_dataset(name, data=values)
-        return str(folder / "rows.h5")
-    if source == "parquet":
-        need_extra("llm")
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet", row_group_size=7)
-        return str(folder / "rows.parquet")
-    need_extra("llm")
-    import datasets
-
-    datasets.Dataset.from_list(rows).save_to_disk(str(folder / "rows"))
-    return str(folder / "rows")
-
-
-SOURCES = ["jsonl", "parquet", "hdf5", "hf"]
+from tests.unit.language.data.problem_files import ROWS, SOURCES, config, write, write_jsonl
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -104,29 +56,6 @@ def test_a_column_that_is_not_there(source: str, tmp_path: Path) -> None:
     assert message.endswith("has no such column; it has: question, answer, subject, hint") or source == "hdf5"
     with pytest.raises(ConfigError, match=r"answer_key is 'solution'.*set data\.train\.answer_key=null"):
         make_dataset(config(source=source, path=path, prompt_key="question", answer_key="solution"))
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_the_two_sides_of_eval_fraction_share_nothing_and_miss_nothing(source: str, tmp_path: Path) -> None:
-    path = write(source, tmp_path, ROWS)
-    cfg = config(source=source, path=path, prompt_key="question", eval_fraction=0.3)
-    train, held_out = ({p.id for p in make_dataset(cfg, part)} for part in ("train", "eval"))
-    assert not train & held_out
-    assert train | held_out == set(range(200))
-    assert 40 <= len(held_out) <= 80
-
-
-def test_the_side_depends_on_the_problem_and_not_on_its_place_or_wording(tmp_path: Path) -> None:
-    first = config(path=write_jsonl(tmp_path / "a.jsonl", ROWS), prompt_key="question", eval_fraction=0.25)
-    other = config(
-        path=write_jsonl(tmp_path / "b.jsonl", [*ROWS[100:], ROWS[7], *ROWS[:100]]),
-        prompt_key="question",
-        eval_fraction=0.25,
-        seed=9,
-        system_prompt="Think.",
-    )
-    one, two = ({p.messages[-1]["content"] for p in make_dataset(cfg, "eval")} for cfg in (first, other))
-    assert one == two
 
 
 def test_which_problems_are_held_out_never_changes() -> None:
@@ -188,33 +117,6 @@ def test_split_names_a_part_of_a_dataset_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="no folder written by save_to_disk"):
         make_dataset(config(source="hf", path=str(tmp_path / "empty")))
-
-
-def test_wording(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    template = "Question: {prompt}\nHint: {hint}. Answer in \\boxed{} {nothing}."
-    cfg = config(path=path, prompt_key="question", prompt_template=template, system_prompt="Be brief.")
-    assert make_dataset(cfg)[1].messages == (
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Question: What is 1 + 1?\nHint: add 1. Answer in \\boxed{} {nothing}."},
-    )
-    with pytest.raises(ConfigError, match=r"prompt_template is 'Solve it'; it must contain \{prompt\}"):
-        make_dataset(config(path=path, prompt_key="question", prompt_template="Solve it"))
-
-
-def test_wording_leaves_what_the_question_says_alone(tmp_path: Path) -> None:
-    path = write_jsonl(
-        tmp_path / "rows.jsonl", [{"prompt": "Explain {answer} and {hint}.", "answer": "", "hint": "secret"}]
-    )
-    problem = make_dataset(config(path=path, prompt_template="Q: {prompt}"))[0]
-    assert problem.messages[0]["content"] == "Q: Explain {answer} and {hint}."
-
-
-def test_wording_of_a_conversation(tmp_path: Path) -> None:
-    talk = [{"role": "system", "content": "Be rude."}, {"role": "user", "content": "hi"}]
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": talk, "answer": ""}])
-    problem = make_dataset(config(path=path, system_prompt="Be kind.", prompt_template="<{prompt}>"))[0]
-    assert problem.messages == ({"role": "system", "content": "Be kind."}, {"role": "user", "content": "<hi>"})
 
 
 def test_demonstrations(tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ def test_the_pools_process_is_killed(tmp_path):
     script = f"""
         import os, sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_rewards_pool import *
+        from test_pool import *
         from rlhpc.language.rewards.code_reward import CodeReward
         terms = [Term("moody", moody), Term("code", CodeReward, 1.0, {{"timeout_s": 50}})]
         pool = RewardPool(terms, timeout_s=60, processes=2)

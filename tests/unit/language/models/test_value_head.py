@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc import Worker
-from rlhpc.config.sections import LoraConfig
 from rlhpc.language.config.models import LanguageModelConfig
-from rlhpc.language.config.training import LanguageActorConfig
 from rlhpc.language.models.loading import export_model
 from rlhpc.language.models.packing import pack
-from rlhpc.language.models.tiny import make_tiny_model
-from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.models.value_head import last_values, load_scalar_model, token_values
-from rlhpc.language.training.trainer import ScalarTrainer
-from rlhpc.runtime.errors import CheckpointError, ConfigError
-
-SAMPLES = [[1, 5, 6, 7, 2], [1, 8, 2], [1, 9, 9, 9, 9, 9, 2], [1]]
-
-
-@pytest.fixture(scope="module")
-def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "causal"
-    make_tiny_model(folder, hidden=32, layers=2)
-    return folder
-
-
-def batch_of(samples: list[list[int]], pad: int = 0) -> TokenBatch:
-    return TokenBatch.of(samples, [[True] * len(sample) for sample in samples], pad_id=pad)
-
-
-def section_of(path: Path, rank: int = 0) -> Any:
-    section = LanguageActorConfig(model=LanguageModelConfig(model_path=str(path)), lora=LoraConfig(rank=rank))
-    return OmegaConf.structured(section)
+from rlhpc.runtime.errors import ConfigError
+from tests.unit.language.models.scalar_models import SAMPLES, batch_of
 
 
 def saved(module: torch.nn.Module, folder: Path, path: Path) -> Path:
@@ -112,54 +86,6 @@ def test_a_rank_without_tokens_values_none(causal: Path, packed: bool) -> None:
 def test_the_head_computes_in_float32(causal: Path) -> None:
     module = load_scalar_model(LanguageModelConfig(model_path=str(causal)), dtype=torch.bfloat16)
     assert token_values(module, batch_of(SAMPLES)).dtype is torch.float32
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_it_is_trained_saved_and_exported_like_other_models(causal: Path, tmp_path: Path, rank: int) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForSequenceClassification
-
-    section = section_of(causal, rank)
-    section.model.gradient_checkpointing = True
-    section.optim.lr = 0.01
-    trainer, batch = ScalarTrainer(section, Worker(), seed=1), batch_of(SAMPLES)
-
-    def loss(values: torch.Tensor, given: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        value = (values - 5).square().sum()
-        return value, {"loss": value}
-
-    losses = []
-    for _ in range(3):
-        one, nothing = trainer.forward_backward([batch, batch.nothing()], loss)
-        assert trainer.optimizer_step(0.01) > 0 and nothing["loss"] == 0
-        losses.append(one["loss"].item())
-    assert losses[0] > losses[1] > losses[2]
-    values = trainer.forward(batch)
-    trainer.save(tmp_path / "checkpoint")
-    other = ScalarTrainer(section, Worker(), seed=2)
-    other.load(tmp_path / "checkpoint")
-    assert torch.equal(other.forward(batch), values)
-    trainer.export(tmp_path / "whole")
-    ids, mask = batch.padded(batch.ids, 0), batch.attended()
-    with torch.no_grad():
-        theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole").eval()
-        torch.testing.assert_close(theirs(ids, attention_mask=mask).logits[:, 0], last_values(values, batch))
-        if rank:
-            trainer.export(tmp_path / "adapter", adapter_only=True)
-            base = AutoModelForSequenceClassification.from_pretrained(causal, num_labels=1, pad_token_id=0)
-            adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-            torch.testing.assert_close(adapted(ids, attention_mask=mask).logits[:, 0], last_values(values, batch))
-
-
-def test_another_kind_of_checkpoint_is_refused(causal: Path, tmp_path: Path) -> None:
-    trainer = ScalarTrainer(section_of(causal), Worker(), seed=1)
-    trainer.save(tmp_path)
-    path = tmp_path / "backend.json"
-    record = json.loads(path.read_text())
-    assert record["head"] == "score"
-    path.write_text(json.dumps({name: value for name, value in record.items() if name != "head"}))
-    with pytest.raises(CheckpointError, match="head None, this configuration 'score'"):
-        trainer.load(tmp_path)
 
 
 def test_what_has_no_head_for_values_says_so(causal: Path, tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -13,18 +10,7 @@ from hypothesis import strategies as st
 
 from rlhpc.language.models.micro_batching import micro_batches
 from rlhpc.language.models.token_batch import TokenBatch, cumulated
-from rlhpc.runtime.errors import ConfigError
-
-lengths_of_samples = st.lists(st.integers(1, 40), min_size=1, max_size=30)
-
-
-def batch_of(lengths: list[int]) -> TokenBatch:
-    return TokenBatch.of(
-        [[100 * i + t for t in range(n)] for i, n in enumerate(lengths)],
-        [[t > 0 for t in range(n)] for n in lengths],
-        {"advantage": [[float(t) for t in range(n)] for n in lengths]},
-        pad_id=-1,
-    )
+from tests.unit.language.models.batches import batch_of, lengths_of_samples
 
 
 def same(one: TokenBatch, other: TokenBatch) -> bool:
@@ -34,27 +20,6 @@ def same(one: TokenBatch, other: TokenBatch) -> bool:
     return one.columns.keys() == other.columns.keys() and all(
         a.dtype == b.dtype and torch.equal(a, b) for a, b in fields + columns
     )
-
-
-@settings(max_examples=200, deadline=None)
-@given(lengths_of_samples, st.integers(40, 200))
-def test_every_token_is_in_exactly_one_micro_batch_and_none_is_too_large(lengths, max_tokens):
-    whole, seen, widths = batch_of(lengths), [], []
-    for samples in micro_batches(whole.lengths, max_tokens):
-        batch = whole.select(samples)
-        ids, advantage = batch.padded(batch.ids, batch.pad_id), batch.padded(batch.columns["advantage"])
-        assert ids.numel() <= max_tokens and ids.dtype == torch.int64
-        widths.append(ids.shape[1])
-        for row, index in enumerate(samples.tolist()):
-            n = lengths[index]
-            assert batch.attended()[row].tolist() == [True] * n + [False] * (ids.shape[1] - n)  # right padding
-            assert ids[row, :n].tolist() == [100 * index + t for t in range(n)]
-            assert (ids[row, n:] == -1).all() and (advantage[row, n:] == 0).all()
-            assert advantage[row, :n].tolist() == [float(t) for t in range(n)]
-            assert int(batch.episode[row]) == index
-            seen.append(index)
-    assert sorted(seen) == list(range(len(lengths)))
-    assert widths == sorted(widths, reverse=True)
 
 
 @settings(max_examples=100, deadline=None)
@@ -85,42 +50,6 @@ def test_gradients_go_through_rectangles():
     rectangle = torch.randn(3, 3, requires_grad=True)
     batch.flat(rectangle).sum().backward()
     assert rectangle.grad is not None and torch.equal(rectangle.grad, batch.attended().float())
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(2, 12), min_size=1, max_size=7), st.integers(12, 40))
-def test_no_cut_of_the_sorted_lengths_costs_less(lengths, max_tokens):
-    def cost(shapes):
-        return sum(rows * width + max_tokens // 16 for rows, width in shapes)
-
-    ordered = sorted(lengths, reverse=True)
-    every = []
-    for cuts in itertools.product([False, True], repeat=len(ordered) - 1):
-        edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(ordered)]
-        shapes = [(b - a, ordered[a]) for a, b in itertools.pairwise(edges)]
-        if all(rows * width <= max_tokens for rows, width in shapes):
-            every.append(cost(shapes))
-    found = [(len(part), max(lengths[i] for i in part)) for part in micro_batches(lengths, max_tokens)]
-    assert cost(found) == min(every)
-
-
-def test_cutting_is_deterministic_and_wastes_little():
-    rng = random.Random(0)
-    lengths = [int(min(4096, 64 + rng.expovariate(1 / 600))) for _ in range(512)]
-    first, again = (micro_batches(lengths, 16384) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert 1 - sum(lengths) / sum(len(part) * max(lengths[i] for i in part) for part in first) < 0.05
-    in_order = 1 - sum(lengths) / sum(
-        len(lengths[i : i + 4]) * max(lengths[i : i + 4]) for i in range(0, len(lengths), 4)
-    )
-    assert in_order > 0.4  # what padding samples as they come would waste
-    assert len(first) <= sum(lengths) / 16384 * 1.5 + 1
-
-
-def test_a_sample_that_does_not_fit_names_the_key():
-    with pytest.raises(ConfigError, match=r"41 tokens.*actor\.max_tokens_per_micro_batch\(40\)"):
-        micro_batches([3, 41], 40)
-    assert [part.tolist() for part in micro_batches([3, 40], 40)] == [[1], [0]]
 
 
 def test_a_column_of_another_length_is_refused():

@@ -1,0 +1,78 @@
+"""Trainer of models with a value head: saved, exported and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.extras import need_extra
+
+need_extra("llm")
+
+from rlhpc import Worker
+from rlhpc.config.sections import LoraConfig
+from rlhpc.language.config.models import LanguageModelConfig
+from rlhpc.language.config.training import LanguageActorConfig
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.value_head import last_values
+from rlhpc.language.training.trainer import ScalarTrainer
+from rlhpc.runtime.errors import CheckpointError
+from tests.unit.language.models.scalar_models import SAMPLES, batch_of
+
+
+def section_of(path: Path, rank: int = 0) -> Any:
+    section = LanguageActorConfig(model=LanguageModelConfig(model_path=str(path)), lora=LoraConfig(rank=rank))
+    return OmegaConf.structured(section)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_it_is_trained_saved_and_exported_like_other_models(causal: Path, tmp_path: Path, rank: int) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    section = section_of(causal, rank)
+    section.model.gradient_checkpointing = True
+    section.optim.lr = 0.01
+    trainer, batch = ScalarTrainer(section, Worker(), seed=1), batch_of(SAMPLES)
+
+    def loss(values: torch.Tensor, given: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        value = (values - 5).square().sum()
+        return value, {"loss": value}
+
+    losses = []
+    for _ in range(3):
+        one, nothing = trainer.forward_backward([batch, batch.nothing()], loss)
+        assert trainer.optimizer_step(0.01) > 0 and nothing["loss"] == 0
+        losses.append(one["loss"].item())
+    assert losses[0] > losses[1] > losses[2]
+    values = trainer.forward(batch)
+    trainer.save(tmp_path / "checkpoint")
+    other = ScalarTrainer(section, Worker(), seed=2)
+    other.load(tmp_path / "checkpoint")
+    assert torch.equal(other.forward(batch), values)
+    trainer.export(tmp_path / "whole")
+    ids, mask = batch.padded(batch.ids, 0), batch.attended()
+    with torch.no_grad():
+        theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole").eval()
+        torch.testing.assert_close(theirs(ids, attention_mask=mask).logits[:, 0], last_values(values, batch))
+        if rank:
+            trainer.export(tmp_path / "adapter", adapter_only=True)
+            base = AutoModelForSequenceClassification.from_pretrained(causal, num_labels=1, pad_token_id=0)
+            adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+            torch.testing.assert_close(adapted(ids, attention_mask=mask).logits[:, 0], last_values(values, batch))
+
+
+def test_another_kind_of_checkpoint_is_refused(causal: Path, tmp_path: Path) -> None:
+    trainer = ScalarTrainer(section_of(causal), Worker(), seed=1)
+    trainer.save(tmp_path)
+    path = tmp_path / "backend.json"
+    record = json.loads(path.read_text())
+    assert record["head"] == "score"
+    path.write_text(json.dumps({name: value for name, value in record.items() if name != "head"}))
+    with pytest.raises(CheckpointError, match="head None, this configuration 'score'"):
+        trainer.load(tmp_path)

@@ -1,0 +1,106 @@
+"""Placement strategies: packed, flexible and by node."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhpc.runtime.cluster import Cluster
+from rlhpc.runtime.errors import PlacementError
+from rlhpc.runtime.placement import FlexiblePlacementStrategy, NodePlacementStrategy, PackedPlacementStrategy
+from tests.unit.runtime.placement.clusters import mixed, spots
+
+
+class TestStrategies:
+    def test_packed(self) -> None:
+        cluster = Cluster.local(2, 4)
+        places = PackedPlacementStrategy(0, 7, num_accelerators_per_process=2).place(cluster)
+        assert spots(places) == [(0, (0, 1)), (0, (2, 3)), (1, (0, 1)), (1, (2, 3))]
+        assert [(p.rank, p.local_rank, p.local_world_size) for p in places] == [
+            (0, 0, 2),
+            (1, 1, 2),
+            (2, 0, 2),
+            (3, 1, 2),
+        ]
+
+    def test_packed_with_a_stride(self) -> None:
+        places = PackedPlacementStrategy(0, 7, 2, stride=2).place(Cluster.local(2, 4))
+        assert spots(places) == [(0, (0, 2)), (0, (1, 3)), (1, (0, 2)), (1, (1, 3))]
+
+    def test_packed_in_a_group(self) -> None:
+        cluster = Cluster.local(3, 2, [{"label": "b", "node_ranks": "1-2"}])
+        places = PackedPlacementStrategy(1, 2, node_group="b").place(cluster)
+        assert spots(places) == [(1, (1,)), (2, (0,))] and places[0].node_group == "b"
+
+    def test_packed_without_accelerators_counts_nodes(self) -> None:
+        assert spots(PackedPlacementStrategy(1, 2).place(Cluster.local(3, 0))) == [(1, ()), (2, ())]
+        with pytest.raises(PlacementError, match="without accelerators each process has one node"):
+            PackedPlacementStrategy(0, 1, 2).place(Cluster.local(3, 0))
+        assert spots(PackedPlacementStrategy(0, 1, node_group="node").place(Cluster.local(2, 4))) == [(0, ()), (1, ())]
+
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [((1, 0), "start must not be after end"), ((-1, 0), "negative"), ((0, 2, 2), "do not divide"),
+         ((0, 3, 2, 4), "num_accelerators_per_process(2) * stride(4)"), ((0, 3, 0), "do not divide")],
+    )  # fmt: skip
+    def test_packed_violations(self, arguments: tuple[int, ...], says: str) -> None:
+        with pytest.raises(PlacementError, match=re.escape(says)):
+            PackedPlacementStrategy(*arguments)
+
+    def test_flexible(self) -> None:
+        places = FlexiblePlacementStrategy([[0, 2], [5], [1]]).place(Cluster.local(2, 4))
+        assert spots(places) == [(0, (0, 2)), (1, (1,)), (0, (1,))]
+        assert [(p.local_rank, p.local_world_size) for p in places] == [(0, 2), (0, 1), (1, 2)]
+
+    @pytest.mark.parametrize(
+        ("ranks", "says"),
+        [([], "every process needs"), ([[]], "every process needs"), ([[1, 0]], "ascending and unique"),
+         ([[0, 0]], "ascending and unique"), ([[3, 4]], "share one node"), ([[8]], "accelerator 8 does not exist")],
+    )  # fmt: skip
+    def test_flexible_violations(self, ranks: list[list[int]], says: str) -> None:
+        with pytest.raises(PlacementError, match=says):
+            FlexiblePlacementStrategy(ranks).place(Cluster.local(2, 4))
+
+    def test_by_node(self) -> None:
+        places = NodePlacementStrategy([0, 0, 1]).place(Cluster.local(2, 4))
+        assert spots(places) == [(0, ()), (0, ()), (1, ())]
+        assert [(p.rank, p.local_rank, p.local_world_size) for p in places] == [(0, 0, 2), (1, 1, 2), (2, 0, 1)]
+        assert spots(NodePlacementStrategy([1], node_group="cpu").place(mixed())) == [(3, ())]
+
+    @pytest.mark.parametrize("ranks", [[], [2], [-1]])
+    def test_by_node_violations(self, ranks: list[int]) -> None:
+        with pytest.raises(PlacementError, match=r"NodePlacementStrategy\("):
+            NodePlacementStrategy(ranks).place(Cluster.local(2, 4))
+
+    @pytest.mark.parametrize(
+        "strategy",
+        [PackedPlacementStrategy(0, 0, node_group="x"), FlexiblePlacementStrategy([[0]], "x"),
+         NodePlacementStrategy([0], "x")],
+    )  # fmt: skip
+    def test_group_that_does_not_exist(self, strategy: Any) -> None:
+        with pytest.raises(PlacementError, match="no node group 'x'"):
+            strategy.place(Cluster.local(1, 1))
+
+    @given(
+        nodes=st.integers(1, 4), per_node=st.integers(1, 8), each=st.integers(1, 4), stride=st.integers(1, 4),
+        start=st.integers(0, 8), count=st.integers(1, 16),
+    )  # fmt: skip
+    def test_packed_uses_each_accelerator_once(
+        self, nodes: int, per_node: int, each: int, stride: int, start: int, count: int
+    ) -> None:
+        cluster = Cluster.local(nodes, per_node)
+        try:
+            places = PackedPlacementStrategy(start, start + count - 1, each, stride).place(cluster)
+        except PlacementError:
+            return
+        used = [cluster.accelerator_rank(p.node_rank, i) for p in places for i in p.accelerators]
+        assert sorted(used) == list(range(start, start + count))
+        assert [p.rank for p in places] == list(range(len(places))) and {len(p.accelerators) for p in places} == {each}
+        for node in range(nodes):
+            here = [p for p in places if p.node_rank == node]
+            assert [p.local_rank for p in here] == list(range(len(here)))
+            assert all(p.local_world_size == len(here) for p in here)
