@@ -31,7 +31,7 @@ def blocks(length: int) -> int:
     return -(-length // BLOCK) * BLOCK
 
 
-class KeyValues:
+class KVCache:
     """KV cache of all layers, `[rows, heads, columns, width]` each.
 
     Each row begins at column 0, whatever the lengths of the others. When a row joins or leaves, no other row is copied, except
@@ -131,7 +131,7 @@ class KeyValues:
         self.keys, self.values = grown[:half], grown[half:]
 
 
-def decoding_cache(store: KeyValues) -> Any:
+def decoding_cache(store: KVCache) -> Any:
     """Returns `store` as a cache of transformers' models, for one token at a time of `store.present`.
 
     For a single row, layers return the row's part. Otherwise they return all rows, and attention has to select the columns of
@@ -207,7 +207,7 @@ class _Group:
 class Decoding:
     """Decoding of one token for each row of a cache, the token's column included."""
 
-    def __init__(self, store: KeyValues, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, store: KVCache, dtype: torch.dtype, device: torch.device) -> None:
         self._lengths = store.length[: store.rows] + 1
         self._dtype = dtype
         self._device = device

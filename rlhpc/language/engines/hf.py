@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer, first_line
 from rlhpc.language.engines.base import Completion, Request, beyond_context
-from rlhpc.language.engines.batch_invariance import KeyValues, moves_into_places
+from rlhpc.language.engines.batch_invariance import KVCache, moves_into_places
 from rlhpc.language.engines.common import EngineBase, EngineOptions, fitting_update
 from rlhpc.language.engines.hf_forward import Forward
 from rlhpc.language.hugging_face import load_model_config, no_progress_bar, transformers
@@ -228,7 +228,7 @@ class HFRollout(EngineBase):
 
     It does not use `generate`, which takes a fixed batch and ends with its slowest sequence; there, no request can join, no
     weights can change, and rows have no separate random numbers. Here the next request replaces a row that ends, and each step
-    is one `forward` of all rows with a cache that is never copied (`KeyValues`).
+    is one `forward` of all rows with a cache that is never copied (`KVCache`).
 
     Tokens and log-probs of a request depend, bit for bit, only on its prompt, seed, sampling parameters and the weights:
     not on other running requests, the time of its arrival, or `rollout.max_batch_size` (`Forward`). That holds on CPUs of one
@@ -246,7 +246,7 @@ class HFRollout(EngineBase):
     updates_in_part = True
 
     @property
-    def _kv(self) -> KeyValues:
+    def _kv(self) -> KVCache:
         return self._forward.kv
 
     def __init__(self, cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int = 0) -> None:
@@ -329,7 +329,7 @@ class HFRollout(EngineBase):
     def _advance(self) -> list[Completion]:
         with torch.inference_mode(), self._memory():
             if self._stale:
-                self._recompute()
+                self._recompute_kv_cache()
             free = self._max_rows - self._kv.rows
             done: list[Completion] = []
             if self._waiting and free >= min(len(self._waiting), max(1, self._max_rows // _ADMIT)):
@@ -390,7 +390,7 @@ class HFRollout(EngineBase):
             self._rows = Rows(self._ledger.requests, self.vocabulary, self._device)
         return self._draw(0, logits, self._rows)
 
-    def _recompute(self) -> None:
+    def _recompute_kv_cache(self) -> None:
         """Recomputes the cache of prompts and responses so far with the current weights."""
         ledger = self._ledger
         self._kv.clear()

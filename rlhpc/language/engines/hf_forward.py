@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhpc.language.engines.batch_invariance import Decoding, KeyValues, can_join, decoding_cache, join, present, tiles
+from rlhpc.language.engines.batch_invariance import Decoding, KVCache, can_join, decoding_cache, join, present, tiles
 from rlhpc.language.models.vision import sub_attention
 from rlhpc.runtime.torch_adapter import replace_forward
 
@@ -62,7 +62,7 @@ class Forward:
         self._max_rows = max_rows
         self._context = context
         self._vocabulary = vocabulary
-        self.kv = KeyValues(max_rows)
+        self.kv = KVCache(max_rows)
         self._cache: Any = None
         self._filled: Any = None
         self._rows: tuple[int, int] | None = None
@@ -244,7 +244,7 @@ class Forward:
     def _logits(self, texts: Sequence[Sequence[int]], tokens: Sequence[Tensor]) -> list[Tensor]:
         """Returns logits `[rows, V]` behind texts, and behind each further token of each."""
         saved_kv, fixed = self.kv, self._max_rows
-        self.kv, self._cache, self._max_rows = KeyValues(len(texts)), None, max(fixed, len(texts))
+        self.kv, self._cache, self._max_rows = KVCache(len(texts)), None, max(fixed, len(texts))
         logits = [self.prefill(texts, range(len(texts)))]
         logits += [self.decode(each.to(self._device)) for each in tokens]
         self.kv, self._cache, self._max_rows = saved_kv, None, fixed

@@ -406,10 +406,14 @@ class VLLMRollout(VLLMProcess, EngineBase):
         """Returns the LoRA request of a policy; None without adapters."""
         return None if self._adapters is None else self._adapters.request(policy)
 
+    def _reset_kv_cache(self) -> None:
+        """Drops the KV cache: running requests are prefilled again, with the current weights."""
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+
     def _finish_load(self, version: int) -> None:
         """Finishes an update whose tensors are all loaded: resets caches and sets the version."""
         if not self._options.keeps_cache:
-            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._reset_kv_cache()
         if self._has_images:  # computed with the old weights
             self._engine.reset_encoder_cache()
         for running, token_ids, _ in self._so_far():
@@ -458,7 +462,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         """Returns to the accelerator (`RolloutBackend.reload`); running requests are prefilled again."""
         super().reload()
         if self._slept:
-            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._reset_kv_cache()
             self._slept = False
 
     def close(self) -> None:

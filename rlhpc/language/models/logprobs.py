@@ -352,8 +352,8 @@ _PROBE = ((-900.0, -1.0, 0.1, 7.0, 600.0),)
 
 
 @dataclass(frozen=True)
-class LinearHead:
-    """LM head that computes a reader's results instead of logits.
+class ChunkedHead:
+    """LM head that computes a reader's results instead of logits, a chunk of rows at a time (chunked loss).
 
     Attributes:
         layer: A linear layer, or an adapter around one.
@@ -374,7 +374,7 @@ class LinearHead:
             vocabulary, *factors = self._factors(hidden.flatten(0, -2)[places])
             if vocabulary is not None and reader.divided:
                 reader.divided_by(vocabulary)
-            values: Tensor = _FromHidden.apply(reader, vocabulary, *factors)
+            values: Tensor = _ChunkedHeadFunction.apply(reader, vocabulary, *factors)
             return values
 
         with forward_replaced(self.layer, answer):
@@ -412,7 +412,7 @@ def _vocabulary(weight: Tensor) -> Vocabulary | None:
     return Vocabulary(first, mesh.get_group())
 
 
-def linear_head(model: nn.Module) -> LinearHead | None:
+def linear_head(model: nn.Module) -> ChunkedHead | None:
     """Returns the head of the causal language model in a module; None if the model must compute complete logits."""
     causal = pretrained_in(model)
     head = None if causal is None else causal.get_output_embeddings()
@@ -422,7 +422,7 @@ def linear_head(model: nn.Module) -> LinearHead | None:
         _plain[causal] = _gives_as_is(causal, head)
         if not _plain[causal]:
             log.info("%s makes whole logits: its head is more than a linear layer", type(causal).__name__)
-    return LinearHead(head) if _plain[causal] else None
+    return ChunkedHead(head) if _plain[causal] else None
 
 
 def _gives_as_is(causal: Any, head: nn.Module) -> bool:
@@ -472,7 +472,7 @@ class _TrunkOutput:
         return (self.last_hidden_state,)[at]
 
 
-class _FromHidden(torch.autograd.Function):
+class _ChunkedHeadFunction(torch.autograd.Function):
     """`[M, H]` times `[V, H]`, plus further such products, plus a bias `[V]`, to a reader's results for these logits.
 
     The sum is rounded as the first product is, which is how a layer with an adapter rounds. A chunk's logits are computed

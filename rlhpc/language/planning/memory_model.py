@@ -172,7 +172,7 @@ def process(accelerated: bool) -> MemoryTerm:
 
 #: Memory of vLLM except weights and cache: the largest batch's activations and its graphs.
 _GRAPHS = 2.5 * (1 << 30)
-#: Columns of the cache of engine `hf`: half more than required when it grew, in blocks (`engines.kv.KeyValues`).
+#: Columns of the cache of engine `hf`: half more than required when it grew, in blocks (`batch_invariance.KVCache`).
 _GROWTH, _BLOCK, _MORE = 1.5, 32, 64
 #: Bytes of a bucket of an update, and number of buckets in flight (`weights.publish`, `weights.window`).
 PART, PARTS = 256 * MIB, 3

@@ -20,7 +20,7 @@ from rlhpc.language.config.run import GrpoConfig, SftConfig
 from rlhpc.language.data.tokenizer import end_tokens
 from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams, make_rollout
 from rlhpc.language.engines.base import DropsRequests, HasContext, ScoresTexts
-from rlhpc.language.engines.batch_invariance import KeyValues
+from rlhpc.language.engines.batch_invariance import KVCache
 from rlhpc.language.engines.common import EngineOptions, UpdateFailed
 from rlhpc.language.engines.hf import Rows, draw
 from rlhpc.language.engines.registry import awaiting_weights
@@ -659,7 +659,7 @@ class _Layer:
 def test_cache_rows_come_and_go() -> None:
     """Against lists: what a row holds stays its own through growing, moving and other rows' leaving."""
     rng = random.Random(0)
-    store, mine = KeyValues(9), list[list[float]]()
+    store, mine = KVCache(9), list[list[float]]()
     counter = 0.0
     for _ in range(400):
         action = rng.random()
