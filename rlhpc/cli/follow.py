@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.metrics.progress import ProgressBar
+from rlhpc.metrics.logger import ProgressBar
 
 #: Description of each rule. `{step}` and `{suite}` are its wildcards.
 _WORDS = {

@@ -309,7 +309,7 @@ def ending_early() -> Iterator[None]:
 
 
 def _quiet_terminal() -> contextlib.AbstractContextManager[None]:
-    from rlhpc.metrics.progress import quiet_terminal
+    from rlhpc.metrics.logger import quiet_terminal
 
     return quiet_terminal()
 

@@ -49,7 +49,7 @@ _SHAPES = (
 )  # fmt: skip
 _PLAYING = (
     "rlhpc.embodied.workers.ppo_actor", "rlhpc.embodied.workers.rollout", "rlhpc.embodied.workers.env",
-    "rlhpc.weights.broadcast",
+    "rlhpc.weights.transport",
     "rlhpc.training", "rlhpc.embodied.models.mlp", "rlhpc.embodied.envs.gymnasium_env",
 )  # fmt: skip
 _COMPARED = (

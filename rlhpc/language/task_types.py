@@ -58,7 +58,7 @@ _PRELOAD = (
     "rlhpc.language.workers.supervised_actors",
     "rlhpc.language.workers.critic",
     "rlhpc.language.workers.evaluation",
-    "rlhpc.weights.broadcast",
+    "rlhpc.weights.transport",
     "transformers",
     "transformers.models.auto.modeling_auto",
 )

@@ -1,8 +1,7 @@
 """Metric rows, progress, phase times, provenance and the report's parts."""
 
-from rlhpc.metrics.logger import MetricLogger, read_metrics
+from rlhpc.metrics.logger import MetricLogger, ProgressBar, read_metrics
 from rlhpc.metrics.phase_times import PhaseTimers
-from rlhpc.metrics.progress import ProgressBar
 from rlhpc.metrics.provenance import read_provenance, update_provenance, write_provenance
 
 __all__ = [

@@ -20,12 +20,12 @@ from rlhpc.jobs.paths import CONFIG
 from rlhpc.jobs.signals import StopRequest, end_of_job
 from rlhpc.metrics import MetricLogger, ProgressBar
 from rlhpc.metrics.loggers.base import public_config
+from rlhpc.metrics.phase_times import active_s
 from rlhpc.metrics.provenance import update_provenance
 from rlhpc.runs.best_checkpoint import PATIENCE, BestCheckpoint
 from rlhpc.runs.checkpointing import Saves
 from rlhpc.runs.run_folder import RunFolder, note, segment_end
 from rlhpc.runs.task_type import Cfg
-from rlhpc.runtime.active_time import active_s
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, StepFailed, WorkerFailed
 from rlhpc.runtime.files import read_json

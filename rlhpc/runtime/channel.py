@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.device_memory import address
-from rlhpc.runtime.comm.payload import Packed
+from rlhpc.runtime.comm.payload import Packed, owned
 from rlhpc.runtime.comm.queues import ChannelRefused, Item, PutEstimate, Taker
-from rlhpc.runtime.comm.serialization import owned
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES
 from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.context import Context, current

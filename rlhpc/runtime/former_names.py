@@ -81,6 +81,7 @@ FORMER_MODULES: dict[str, str] = {
     "rlhpc.language.tokens.scores": "rlhpc.language.models.logprobs",
     "rlhpc.language.tokens.trainer": "rlhpc.language.training.trainer",
     "rlhpc.metrics.bars": "rlhpc.metrics.charts",
+    "rlhpc.metrics.progress": "rlhpc.metrics.logger",
     "rlhpc.metrics.results": "rlhpc.metrics.provenance",
     "rlhpc.metrics.svg": "rlhpc.metrics.charts",
     "rlhpc.runs.changes": "rlhpc.runs.config_changes",
@@ -94,9 +95,10 @@ FORMER_MODULES: dict[str, str] = {
     "rlhpc.runtime.process": "rlhpc.runtime.worker_process",
     "rlhpc.runtime.spec": "rlhpc.runtime.worker_spec",
     "rlhpc.training.regions": "rlhpc.training.shard_layout",
+    "rlhpc.weights.broadcast": "rlhpc.weights.transport",
     "rlhpc.weights.elements": "rlhpc.weights.delta",
     "rlhpc.weights.publish": "rlhpc.weights.sender",
-    "rlhpc.weights.receipt": "rlhpc.weights.version_digest",
+    "rlhpc.weights.receipt": "rlhpc.weights.verification",
     "rlhpc.weights.target": "rlhpc.weights.receiver",
 }
 

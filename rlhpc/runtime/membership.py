@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.runtime.comm.background import in_background
+from rlhpc.runtime.comm.payload import pickled
 from rlhpc.runtime.comm.queues import TooEarly
-from rlhpc.runtime.comm.serialization import pickled
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.errors import ChannelError, RlhpcError, StaleGeneration, UserError, WorkerFailed

@@ -158,7 +158,6 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
     # Imported here: imported before the fork, they would start ZeroMQ's threads in the fork server.
     from rlhpc.runtime import context
     from rlhpc.runtime.comm import p2p
-    from rlhpc.runtime.comm.call_transport import CallDoor
     from rlhpc.runtime.comm.gloo_auth import guard
     from rlhpc.runtime.comm.service import Service
     from rlhpc.runtime.comm.shared_memory import remove_idle_of_the_dead
@@ -166,7 +165,7 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
     from rlhpc.runtime.errors import CallAborted, DeadlineExceeded
     from rlhpc.runtime.os_resources import raise_limit
     from rlhpc.runtime.registry import GenerationFolder
-    from rlhpc.runtime.rpc import main_stack
+    from rlhpc.runtime.rpc import CallDoor, main_stack
     from rlhpc.runtime.scratch import Scratch
 
     raise_limit()

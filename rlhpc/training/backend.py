@@ -1,13 +1,15 @@
 """Interface of training backends, independent of the trained module.
 
 A backend knows neither tokens nor observations. It gets a `Blueprint` of the module from a task package, keeps weights,
-gradients and optimizer in its own way, and runs the task package's functions on the module.
+gradients and optimizer in its own way, and runs the task package's functions on the module. `ParkingBackend` offloads
+accelerator memory to the host and back, with every view of it intact.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ import torch
 from torch import nn
 
 from rlhpc.config.parallel import MeshSizes, undivided
-from rlhpc.runtime.devices import torch_device
+from rlhpc.runtime.devices import empty_cache, host_memory, synchronize, torch_device
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import write_durably
 from rlhpc.runtime.text import first_line
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, OptimConfig, ParallelConfig
     from rlhpc.training.mesh import Mesh
     from rlhpc.training.shard_layout import Region
+
 
 __all__ = ["ActorSection", "Blueprint", "Full", "Named", "TrainingBackend", "TrainingRanks", "transformer_layers"]
 
@@ -398,3 +401,161 @@ def explained_out_of_memory(knobs: str) -> Iterator[None]:
             "actor.training_backend=fsdp set actor.fsdp.cpu_offload=true, with deepspeed actor.deepspeed.cpu_offload=true "
             f"({reason})"
         ) from error
+
+
+_ALIGN = 64
+
+
+class HostMemory:
+    """Host memory for offloaded tensors, kept between uses: locking pages costs more than copying into them."""
+
+    def __init__(self) -> None:
+        self._flat: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Number of retained bytes."""
+        return 0 if self._flat is None else self._flat.nbytes
+
+    def blocks(self, sizes: list[int], device: str) -> list[torch.Tensor]:
+        """Returns memory of these sizes in bytes, uint8, in place of the blocks that were returned before.
+
+        Args:
+            sizes: Bytes of each block.
+            device: Kind of the device that will copy.
+        """
+        rounded = [size + -size % _ALIGN for size in sizes]
+        if self.nbytes < sum(rounded):
+            self._flat = None  # free it before the next allocation
+            self._flat = host_memory(sum(rounded), device)
+        if self._flat is None:
+            return []
+        parts = self._flat[: sum(rounded)].split(rounded)
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+class Parked:
+    """Contents of some tensors' storages on the host. The tensors cannot be used until `restore`.
+
+    Args:
+        tensors: Tensors of one device; memory that they share is stored once. Other tensors that share the same memory are
+            emptied with it.
+        scratch: More tensors to empty, whose contents need not be kept.
+        host: Memory for the contents; a new one by default.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[torch.Tensor],
+        scratch: Iterable[torch.Tensor] = (),
+        host: HostMemory | None = None,
+    ) -> None:
+        self._storage_ids: set[int] = set()
+        emptied, contents = self._storages(scratch), self._storages(tensors)
+        self._device = device = contents[0].device.type if contents else "cpu"
+        self._host = HostMemory() if host is None else host
+        blocks = self._host.blocks([storage.nbytes() for storage in contents], device)
+        synchronize(device)  # another stream may still write into them
+        for storage, block in zip(contents, blocks, strict=True):
+            block.copy_(_bytes_of(storage), non_blocking=True)
+        synchronize(device)
+        self._contents = [(storage, storage.nbytes(), block) for storage, block in zip(contents, blocks, strict=True)]
+        self._emptied = [(storage, storage.nbytes()) for storage in emptied]
+        for storage in (*contents, *emptied):
+            storage.resize_(0)
+
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+        """Returns the tensors' storages, each once."""
+        storages = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._storage_ids and storage.nbytes() and storage.resizable():
+                self._storage_ids.add(storage._cdata)
+                storages.append(storage)
+        return storages
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that were freed."""
+        return sum(size for _, size, _ in self._contents) + sum(size for _, size in self._emptied)
+
+    def restore(self) -> None:
+        """Allocates the memory again and restores the contents; those of scratch tensors are undefined."""
+        for storage, size in self._emptied:
+            storage.resize_(size)
+        for storage, size, block in self._contents:
+            storage.resize_(size)
+            _bytes_of(storage).copy_(block, non_blocking=True)
+        synchronize(self._device)  # before other data overwrites the host copy
+        self._contents, self._emptied = [], []
+
+
+class ParkingBackend(TrainingBackend):
+    """Backend that empties its memory while another role has the accelerator. A subclass lists its tensors (`belongings`), and
+    reads or writes them inside `awake`.
+    """
+
+    _parked: Parked | None = None
+    _host: HostMemory | None = None
+
+    @property
+    def away(self) -> bool:
+        """True while the tensors are views of empty memory."""
+        return self._parked is not None
+
+    def offload(self) -> None:
+        """Moves everything to the host."""
+        if self.device.type != "cpu" and not self.away:
+            self.park()
+            empty_cache()
+
+    def park(self) -> int:
+        """Empties the tensors of this rank on its device; returns the number of bytes freed."""
+        self._host = self._host or HostMemory()
+        contents, scratch = ([t for t in tensors if t.device.type == self.device.type] for tensors in self.belongings())
+        self._parked = Parked(contents, scratch, self._host)
+        return self._parked.nbytes
+
+    def reload(self) -> None:
+        """Moves back what `offload` moved away."""
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
+            self.returned()
+
+    @abc.abstractmethod
+    def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        """Returns the tensors to keep, in any order, on any device, and those that are unused or can be recreated."""
+
+    def returned(self) -> None:
+        """Recreates the tensors that were not kept."""
+
+
+def tensors_of(*modules: torch.nn.Module | None) -> Iterator[torch.Tensor]:
+    """Yields parameters and buffers of the modules that are not None."""
+    for module in modules:
+        if module is not None:
+            yield from module.parameters()
+            yield from module.buffers()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def tensors_in(value: Any, depth: int = 5) -> Iterator[torch.Tensor]:
+    """Yields tensors, and their gradients, in nested lists, tuples, sets, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        if value.is_leaf and value.grad is not None:
+            yield value.grad
+        return
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple, set)):
+        return
+    if depth > 0:
+        for child in value:
+            yield from tensors_in(child, depth - 1)

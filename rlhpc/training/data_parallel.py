@@ -17,9 +17,8 @@ from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.devices import moved
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training import lora
-from rlhpc.training.backend import Blueprint, Named, TrainingRanks
+from rlhpc.training.backend import Blueprint, Named, ParkingBackend, TrainingRanks, tensors_of
 from rlhpc.training.flat_parameters import FlatModule
-from rlhpc.training.offload import ParkingBackend, tensors_of
 
 if TYPE_CHECKING:
     from rlhpc.training.backend import ActorSection

@@ -23,10 +23,18 @@ from rlhpc.runtime.devices import collective_backends, moved
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import fsync_folder, write_durably
 from rlhpc.runtime.plugins import required
-from rlhpc.training.backend import Batch, Blueprint, Metrics, Named, TrainingRanks
+from rlhpc.training.backend import (
+    Batch,
+    Blueprint,
+    Metrics,
+    Named,
+    ParkingBackend,
+    TrainingRanks,
+    tensors_in,
+    tensors_of,
+)
 from rlhpc.training.deepspeed_checkpoint import as_universal, files_of, require_harmless
 from rlhpc.training.deepspeed_config import KEY, deepspeed_config
-from rlhpc.training.offload import ParkingBackend, tensors_in, tensors_of
 
 if TYPE_CHECKING:
     from rlhpc.training.backend import ActorSection

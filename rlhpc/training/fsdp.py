@@ -28,10 +28,18 @@ from rlhpc.checkpoint.tensor_slice import cut
 from rlhpc.runtime.devices import collective_backends, empty_cache
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import write_durably
-from rlhpc.training.backend import Batch, Blueprint, Named, Outputs, TrainingRanks
+from rlhpc.training.backend import (
+    Batch,
+    Blueprint,
+    Named,
+    Outputs,
+    ParkingBackend,
+    TrainingRanks,
+    tensors_in,
+    tensors_of,
+)
 from rlhpc.training.distributed_checkpoint import load_sharded, save_sharded
 from rlhpc.training.mesh import Mesh, shared_by
-from rlhpc.training.offload import ParkingBackend, tensors_in, tensors_of
 from rlhpc.training.safetensors_reader import Slices
 from rlhpc.training.safetensors_writer import fill, missing
 from rlhpc.training.shard_layout import Region, boxes, pieces

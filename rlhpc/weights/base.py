@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rlhpc.runtime.worker import Worker
     from rlhpc.weights.delta import Elements
-    from rlhpc.weights.version_digest import Receipt
+    from rlhpc.weights.verification import Receipt
 
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 NamedUpdates = Iterator[tuple[str, "torch.Tensor | Elements"]]
@@ -75,13 +75,13 @@ def frozen_names(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad)
 
 
-_BROADCAST = "rlhpc.weights.broadcast:BroadcastSync"
+_BROADCAST = "rlhpc.weights.transport:BroadcastSync"
 #: `auto` is the fastest strategy for the topology: broadcast, both on one host and between hosts.
 STRATEGIES: Registry[Callable[..., WeightSync]] = Registry(
     "weight sync", "rollout.weight_sync", "rlhpc.weight_syncs",
     {
         "auto": _BROADCAST, "broadcast": _BROADCAST, "shards": "rlhpc.weights.reshard:ShardSync",
-        **{name.lower(): f"rlhpc.weights.broadcast:{name}Sync" for name in ("Host", "Ipc", "Nccl", "Gloo")},
+        **{name.lower(): f"rlhpc.weights.transport:{name}Sync" for name in ("Host", "Ipc", "Nccl", "Gloo")},
     },
 )  # fmt: skip
 register_sync = STRATEGIES.register

@@ -26,8 +26,7 @@ from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.weights.process_group import GroupLost, Presence, RankAddress, WeightProcessGroup
 from rlhpc.weights.transfer_plan import DIGEST, Held, Load, Piece, Routes, SliceReaders, loads, route
 from rlhpc.weights.transport_select import HOST
-from rlhpc.weights.verification import COST, WeightsDiffer
-from rlhpc.weights.version_digest import digests
+from rlhpc.weights.verification import COST, WeightsDiffer, digests
 
 log = logging.getLogger(__name__)
 

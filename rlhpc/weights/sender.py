@@ -30,8 +30,7 @@ from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.weights.base import DELTAS, NamedTensors
 from rlhpc.weights.delta import Elements, Shadow
 from rlhpc.weights.transport_select import Cargo, Carries
-from rlhpc.weights.verification import COST
-from rlhpc.weights.version_digest import Receipt, digests
+from rlhpc.weights.verification import COST, Receipt, digests
 
 #: Destination and source of each copy: flat, uint8, of the same size.
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]

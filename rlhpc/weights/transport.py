@@ -1,4 +1,4 @@
-"""Transport of weight updates between worker groups.
+"""Weight sync by broadcast: one copy per host, written from the sender's tensors and mapped by all receivers.
 
 Announcements go to every receiver's inbox. Receivers map the parts, or fetch them from the sender's host.
 """
@@ -16,8 +16,7 @@ import numpy as np
 
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.device_memory import DevicePool
-from rlhpc.runtime.comm.payload import Origin, Share
-from rlhpc.runtime.comm.remote_fetch import Above
+from rlhpc.runtime.comm.payload import Above, Origin, Share
 from rlhpc.runtime.comm.shared_memory import HEADER, SegmentGone, SegmentPool, discard, map_private
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import RlhpcError
@@ -26,10 +25,15 @@ from rlhpc.weights.base import NamedTensors, Update
 from rlhpc.weights.process_group import GroupLost
 from rlhpc.weights.receiver import Piece, Subscriber, entries_of
 from rlhpc.weights.sender import PART_BYTES, PARTS, Announcement, ChunkWindow, Publisher, WeightChunk
-from rlhpc.weights.transport_select import AUTO, Bucket, Receiving, Sending
+from rlhpc.weights.transport_select import AUTO, GLOO, HOST, IPC, NCCL, Bucket, Receiving, Sending
 
 if TYPE_CHECKING:
     from rlhpc.runtime.worker import Worker
+
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.worker import Worker
+
 
 T = TypeVar("T")
 
@@ -361,3 +365,74 @@ class WeightReceiver:
             ) from None
         discard(part.path, place.reader)
         return mapped
+
+
+class BroadcastSync:
+    """The built-in strategy.
+
+    Args:
+        worker: The worker that sends or receives.
+        src: Group and rank of the sender.
+        receivers: Groups and ranks that receive.
+        delta: `rollout.weight_delta`.
+        whole: Make every update complete, with tensors only.
+
+    Attributes:
+        road: Transport, one of those of `transport_select`.
+        part_bytes: Size of a part.
+    """
+
+    road = AUTO
+    part_bytes = PART_BYTES
+
+    def __init__(
+        self,
+        worker: Worker,
+        src: tuple[str, int],
+        receivers: list[tuple[str, list[int]]],
+        delta: str = "frozen",
+        whole: bool = False,
+    ) -> None:
+        sends = (worker.group_name, worker.rank) == tuple(src)
+        self._sender = WeightSender(worker, receivers, delta, self.part_bytes, self.road) if sends else None
+        self._receiver = None if sends else WeightReceiver(worker, src, whole=whole, road=self.road)
+
+    def send(self, version: int, tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
+        """Sends a version to all receivers (`WeightSync.send`)."""
+        assert self._sender is not None
+        self._sender.send(version, tensors, frozen=frozen)
+
+    def receive(self) -> Update:
+        """Waits for the next version (`WeightSync.receive`)."""
+        assert self._receiver is not None
+        return self._receiver.receive()
+
+    def forget(self) -> None:
+        """Makes the next version a complete one (`WeightSync.forget`)."""
+        for end in (self._sender, self._receiver):
+            if end is not None:
+                end.forget()
+
+
+class HostSync(BroadcastSync):
+    """Through shared memory and TCP alone."""
+
+    road = HOST
+
+
+class IpcSync(BroadcastSync):
+    """Between processes that compute on one accelerator."""
+
+    road = IPC
+
+
+class NcclSync(BroadcastSync):
+    """Between accelerators, by NCCL."""
+
+    road = NCCL
+
+
+class GlooSync(BroadcastSync):
+    """As `NcclSync`, through the host's memory."""
+
+    road = GLOO

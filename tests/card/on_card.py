@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rlhpc.config.sections import DeepspeedConfig, OptimConfig, ParallelConfig
-from rlhpc.runtime.comm.serialization import dumps, loads
+from rlhpc.runtime.comm.payload import dumps, loads
 from rlhpc.runtime.comm.shared_memory import SegmentPool
 from rlhpc.runtime.devices import SideCopies, accelerator, host_memory, moved, torch_device
 from rlhpc.runtime.errors import ConfigError

@@ -77,7 +77,7 @@ PRELOAD_WITH = {
         "rlhpc.language.engines.hf",
         "rlhpc.language.evaluation.evaluate",
         "rlhpc.language.export",
-        "rlhpc.weights.broadcast",
+        "rlhpc.weights.transport",
     ),
     "deepspeed": (
         "deepspeed",

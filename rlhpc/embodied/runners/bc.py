@@ -7,9 +7,9 @@ from typing import Any
 from rlhpc.embodied.config import BcConfig
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
+from rlhpc.metrics.phase_times import active_s
 from rlhpc.runs.run_folder import RunFolder
 from rlhpc.runs.runner import Runner
-from rlhpc.runtime.active_time import active_s
 
 
 class BcRunner(Runner[BcConfig]):

@@ -28,9 +28,9 @@ from rlhpc.embodied.runners.rollout_sources import RolloutSources
 from rlhpc.embodied.training.blueprint import check_backend
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
+from rlhpc.metrics.phase_times import active_s
 from rlhpc.runs.run_folder import RunFolder, note
 from rlhpc.runs.runner import Runner
-from rlhpc.runtime.active_time import active_s
 from rlhpc.runtime.worker_group import WorkerGroup
 
 

@@ -46,7 +46,7 @@ from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.rewards.registry import check_problems
 from rlhpc.language.scoring.reward_aggregator import Judges, judging_here
 from rlhpc.language.training.prompt_dispatch import seed_of
-from rlhpc.metrics.progress import ProgressBar
+from rlhpc.metrics.logger import ProgressBar
 from rlhpc.metrics.provenance import describe_samples
 from rlhpc.runtime.devices import accelerator
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, NonFinite

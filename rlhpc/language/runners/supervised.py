@@ -12,9 +12,9 @@ from rlhpc.language.config.run import DpoConfig, RewardRunConfig, SftConfig
 from rlhpc.language.evaluation.reward_model import preference_validation_metrics
 from rlhpc.language.rollout.validation import validation_metrics
 from rlhpc.language.training.prompt_dispatch import PromptMap
+from rlhpc.metrics.phase_times import active_s
 from rlhpc.runs.run_folder import RunFolder
 from rlhpc.runs.runner import Runner
-from rlhpc.runtime.active_time import active_s
 from rlhpc.runtime.rpc import Handle
 from rlhpc.runtime.worker_group import WorkerGroup
 

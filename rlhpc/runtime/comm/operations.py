@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from rlhpc.runtime.comm.device_memory import Crossing, DeviceMappings, DevicePool, NotReadable
-from rlhpc.runtime.comm.payload import Origin
+from rlhpc.runtime.comm.payload import Origin, rebuild_tensor
 from rlhpc.runtime.comm.queues import ChannelState, Refusal, RemoteAnswer, Taker
-from rlhpc.runtime.comm.serialization import rebuild_tensor
 from rlhpc.runtime.comm.shared_memory import SegmentPool, discard
 from rlhpc.runtime.comm.zmq_sockets import Peers, choose
 from rlhpc.runtime.errors import ChannelError

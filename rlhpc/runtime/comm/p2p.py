@@ -12,9 +12,8 @@ from typing import Any
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.device_memory import address
-from rlhpc.runtime.comm.payload import Packed, Share, forgo
+from rlhpc.runtime.comm.payload import Packed, Share, forgo, owned
 from rlhpc.runtime.comm.queues import ChannelState, Item, PutEstimate, Taker
-from rlhpc.runtime.comm.serialization import owned
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES, INBOX, Service
 from rlhpc.runtime.comm.shared_memory import SegmentGone, discard
 from rlhpc.runtime.comm.zmq_sockets import choose

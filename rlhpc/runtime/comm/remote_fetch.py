@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.runtime.comm.payload import Origin, Share, once_for_all
+from rlhpc.runtime.comm.payload import Above, Origin, Share, once_for_all
 from rlhpc.runtime.comm.shared_memory import HEADER, Mappings, SegmentPool, capacity_of, default_idle, discard
 from rlhpc.runtime.comm.zero_copy import Withdrawn
 from rlhpc.runtime.comm.zmq_sockets import Peers
@@ -70,21 +70,6 @@ class Landing:
 
 #: Seconds that a host has to receive the data it forwards, before it is no longer asked.
 _PATIENCE_S = 10.0
-
-
-class Above:
-    """A process on another host that forwards the same data, at some time.
-
-    Args:
-        bulk: Endpoint where it serves data.
-
-    Attributes:
-        is_lost: Whether it has ended, or has not received the data in time: the owner is asked instead.
-    """
-
-    def __init__(self, bulk: str) -> None:
-        self.bulk = bulk
-        self.is_lost = False
 
 
 class Fetching:

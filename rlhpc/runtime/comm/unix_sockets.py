@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from rlhpc.runtime.comm.serialization import owned
+from rlhpc.runtime.comm.payload import owned
 from rlhpc.runtime.registry import CurveKeys
 
 _COUNT = struct.Struct("<I")

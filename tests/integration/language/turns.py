@@ -17,11 +17,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rlhpc.language.engines.hf import HFRollout
-from rlhpc.training.backend import TrainingBackend
+from rlhpc.training.backend import HostMemory, Parked, ParkingBackend, TrainingBackend
 from rlhpc.training.data_parallel import ReplicatedBackend
 from rlhpc.training.deepspeed import DeepSpeedBackend
 from rlhpc.training.fsdp import FsdpBackend
-from rlhpc.training.offload import HostMemory, Parked, ParkingBackend
 
 
 def resident(host: HostMemory | None = None) -> int:

@@ -16,8 +16,8 @@ from rlhpc.runs.device import own_device
 from rlhpc.runtime.comm import device_memory
 from rlhpc.runtime.context import current
 from rlhpc.weights import frozen_names, make_sync
-from rlhpc.weights.broadcast import BroadcastSync, GlooSync
 from rlhpc.weights.receiver import apply
+from rlhpc.weights.transport import BroadcastSync, GlooSync
 from tests.stand_in_device import StandIn
 
 #: The trainer's accelerator.

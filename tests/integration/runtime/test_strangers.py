@@ -14,9 +14,9 @@ import pytest
 from stranger_roles import Meeting, Stranger
 
 from rlhpc import Cluster, NodePlacementStrategy, Session
-from rlhpc.runtime.comm.call_transport import CallLines
 from rlhpc.runtime.comm.zmq_sockets import PIECE
 from rlhpc.runtime.errors import StrangerConnected, WorkerFailed
+from rlhpc.runtime.rpc import CallLines
 
 as_another = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
 

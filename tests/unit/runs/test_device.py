@@ -9,7 +9,7 @@ import torch
 
 from rlhpc import Cluster, PackedPlacementStrategy, Worker
 from rlhpc.runs.device import own_device
-from rlhpc.runtime.comm.serialization import dumps, loads, rebuild_tensor
+from rlhpc.runtime.comm.payload import dumps, loads, rebuild_tensor
 from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import ConfigError
 

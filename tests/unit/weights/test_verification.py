@@ -14,8 +14,7 @@ from rlhpc.weights import sender as publish
 from rlhpc.weights import verification as proof
 from rlhpc.weights.base import Update
 from rlhpc.weights.sender import Publisher
-from rlhpc.weights.verification import COST, Cost, Proof
-from rlhpc.weights.version_digest import Receipt
+from rlhpc.weights.verification import COST, Cost, Proof, Receipt
 
 from .test_version_digest import pool, scratch  # noqa: F401 (fixtures)
 

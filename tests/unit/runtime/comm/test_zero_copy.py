@@ -14,8 +14,8 @@ from rlhpc.runtime.comm import bulk_transfer as bulk
 from rlhpc.runtime.comm import remote_fetch as fetching
 from rlhpc.runtime.comm import zero_copy as offers
 from rlhpc.runtime.comm.bulk_transfer import BulkServer
-from rlhpc.runtime.comm.payload import Origin
-from rlhpc.runtime.comm.remote_fetch import Above, Fetching
+from rlhpc.runtime.comm.payload import Above, Origin
+from rlhpc.runtime.comm.remote_fetch import Fetching
 from rlhpc.runtime.comm.shared_memory import HEADER, Mappings, SegmentPool
 from rlhpc.runtime.comm.zero_copy import Offers, Withdrawn
 from rlhpc.runtime.comm.zmq_sockets import Peers

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.runtime.comm import serialization
-from rlhpc.runtime.comm.serialization import dumps, loads, owned, pickled
+from rlhpc.runtime.comm import payload as serialization
+from rlhpc.runtime.comm.payload import dumps, loads, owned, pickled
 
 CODE = "def solve():\n    ...\n\nif __name__ == '__main__':\n    solve()\n"
 
@@ -51,7 +51,7 @@ def test_text_that_speaks_of_main_is_pickled_once(obj: Any, monkeypatch: pytest.
 SCRIPT = """
 import enum, pickle, sys
 from dataclasses import dataclass
-from rlhpc.runtime.comm.serialization import dumps, pickled
+from rlhpc.runtime.comm.payload import dumps, pickled
 
 @dataclass
 class Thing:

@@ -14,8 +14,7 @@ from rlhpc.weights import receiver as target
 from rlhpc.weights.base import NamedUpdates, Update
 from rlhpc.weights.delta import Elements, put
 from rlhpc.weights.sender import Publisher
-from rlhpc.weights.verification import Proof, WeightsDiffer
-from rlhpc.weights.version_digest import digest, digests
+from rlhpc.weights.verification import Proof, WeightsDiffer, digest, digests
 
 from .test_receiver import Receiver, scratch  # noqa: F401 (a fixture)
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 
-from rlhpc.metrics.progress import ProgressBar
-from rlhpc.runtime.active_time import ActiveClock, active_s
+from rlhpc.metrics.logger import ProgressBar
+from rlhpc.metrics.phase_times import ActiveClock, active_s
 
 
 class Source:
@@ -44,7 +44,7 @@ def test_an_estimate_leaves_the_stop_out() -> None:
 
 STOPPED = """
 import sys, time
-from rlhpc.runtime.active_time import ActiveClock
+from rlhpc.metrics.phase_times import ActiveClock
 clock = ActiveClock(0.05, 1.0).start()
 began, active = time.perf_counter(), clock()
 print("ready", flush=True)

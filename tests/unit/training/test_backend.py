@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlhpc.training.offload import HostMemory, Parked
+from rlhpc.training.backend import HostMemory, Parked
 
 
 def test_every_view_is_right_again_and_scratch_is_not_moved() -> None:
