@@ -71,6 +71,11 @@ class Farewell:
 _LOOK_S = 1.0
 
 
+def default_wait_deadline_s() -> float:
+    """Returns the seconds after which any wait gives up: `RLHPC_WAIT_DEADLINE_S`, or half an hour."""
+    return float(os.environ.get("RLHPC_WAIT_DEADLINE_S", 1800))
+
+
 @dataclass
 class Context:
     """Identity and connections of this process in the run.
@@ -89,7 +94,7 @@ class Context:
     registry: GenerationFolder
     service: Service
     check: Callable[[], None] = lambda: None
-    wait_deadline: float = float(os.environ.get("RLHPC_WAIT_DEADLINE_S", 1800))
+    wait_deadline: float = field(default_factory=default_wait_deadline_s)
     host: str = field(default_factory=host_id)
     farewell: Farewell = field(default_factory=Farewell)
     tell_driver: Callable[[str, str, str], None] = lambda what, name, incarnation: None

@@ -3,6 +3,8 @@
 Calls travel over UNIX sockets within a host, over ZeroMQ between hosts. No thread stands between a call and its sockets: the
 thread that waits for a result reads them itself. Data that a socket does not take at once is sent by a short-lived thread, so
 that neither side waits for the other to read. The driver and any worker that attaches to another group use the same client.
+
+A rank imports this module after its fork: ZeroMQ's threads must not start in the fork server.
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from rlhpc.runtime.comm import unix_sockets
+from rlhpc.runtime.comm import p2p, unix_sockets
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.zmq_sockets import TcpPort, choose, divided, join_pieces, make_socket
+from rlhpc.runtime.disk_errors import explained
 from rlhpc.runtime.errors import (
+    CallAborted,
     DeadlineExceeded,
     NonFinite,
     RlhpcError,
@@ -36,9 +41,10 @@ from rlhpc.runtime.errors import (
     WorkerFailed,
 )
 from rlhpc.runtime.host import host_id, process_id, process_key
+from rlhpc.runtime.worker_spec import EXIT, IDLE, RESUME
 
 if TYPE_CHECKING:
-    from rlhpc.runtime.comm.service import Service
+    from rlhpc.runtime.comm.payload import Packed
     from rlhpc.runtime.context import Context
 
 
@@ -73,8 +79,7 @@ class _Line:
 
     def close(self) -> None:
         with self._lock:
-            self.connection.closed = True
-            self.connection.sock.close()
+            self.connection.close()
 
 
 def _received(socket: zmq.Socket[Any]) -> list[list[bytes]]:
@@ -204,7 +209,7 @@ class CallLines:
     def _send_far(self, endpoint: str, frames: list[Any]) -> None:
         if self._router is None:
             self._router = make_socket(self._service.context, zmq.ROUTER, self._service.keys, server=False)
-            self._router.router_mandatory = True
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._epoll.register(int(self._router.FD), select.EPOLLIN)
         route = self._routes.get(endpoint)
         if route is None:
@@ -238,6 +243,84 @@ class CallLines:
         os.close(self._wake)
         if self._router is not None:
             self._router.close()
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """Returns the report of an exception to the driver: text, traceback, exit code, and the exception itself if it pickles."""
+    error = explained(error, "this rank")
+    try:
+        body = pickle.dumps(error)
+        pickle.loads(body)
+    except Exception:
+        body = b""
+    return {
+        "text": f"{type(error).__name__}: {error}",
+        "traceback": "".join(traceback.format_exception(error)),
+        "exit_code": error.exit_code if isinstance(error, RlhpcError) else 1,
+        "pickled": body,
+    }
+
+
+class CallServer:
+    """Server of a rank: executes its calls one after another, on the main thread.
+
+    Args:
+        context: Context of this process.
+        door: Endpoint at which the calls arrive.
+        instance: The user's object, whose methods are called.
+    """
+
+    def __init__(self, context: Context, door: CallDoor, instance: Any) -> None:
+        self._context, self._service, self._door, self._instance = context, context.service, door, instance
+
+    def run(self) -> int:
+        """Executes calls until the rank ends; returns its exit status."""
+        farewell = self._context.farewell
+        while True:
+            if farewell.has_notice:
+                farewell.say()
+            if farewell.over:
+                return 1  # its run continues: a status different from an end that the driver requested
+            call = self._door.next()
+            if call is None:  # it has just got a notice to leave
+                continue
+            caller, (number, method, *frames) = call
+            name, _, epoch = method.decode().partition(" ")
+            self._service.members_changed(int(epoch or 0))
+            if name == RESUME:
+                self._resume(frames)
+            if name in (EXIT, IDLE, RESUME):
+                self._door.answer(caller, [number, b"ok", b"0", *self._service.pack(None).frames()])
+                if name == EXIT:
+                    return 0
+                continue
+            status, seconds, packed = self._execute(name, frames)
+            self._door.answer(caller, [number, status, b"%.9f" % seconds, *packed.frames()])
+
+    def _resume(self, frames: list[bytes]) -> None:
+        """Drops the messages from before a recovery, which has ended."""
+        (recovery,), _ = self._service.unpack(frames)
+        p2p.clear_inbox(self._service)
+        self._service.resume(recovery)
+
+    def _execute(self, name: str, frames: list[bytes]) -> tuple[bytes, float, Packed]:
+        """Executes one call; returns its status, its seconds, and its result or the report of its error."""
+        started = time.perf_counter()
+        try:
+            self._service.check()
+            args, kwargs = self._service.unpack(frames)
+            result = getattr(self._instance, name)(*args, **kwargs)
+            args = kwargs = None
+            self._service.peers.confirm(self._context.wait_deadline)
+            status, packed = b"ok", self._service.pack(result)
+        except BaseException as error:
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            self._service.peers.forget_unconfirmed()
+            if not isinstance(error, CallAborted):
+                traceback.print_exc()
+            status, packed = b"error", self._service.pack(describe_error(error))
+        return status, time.perf_counter() - started, packed
 
 
 #: Seconds for all ranks together to say where they are.
@@ -298,7 +381,7 @@ _POLL_MS = 200
 
 
 def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> WorkerFailed:
-    """Returns the driver-side exception for an error that a worker reported with `process.describe`."""
+    """Returns the driver-side exception for an error that a worker reported with `describe_error`."""
     cause = pickle.loads(error["pickled"]) if error["pickled"] else None
     where = f"raised in {doing} on node {record['node']} (pid {record['pid']}, log {record['log_err']})"
     message = f"{error['text']}\n  {where}\n{error['traceback'].rstrip()}"

@@ -116,9 +116,8 @@ class Session:
             on_note=self._note, on_join=self.membership.join,
             on_broken=lambda error: self.fail(RlhpcError(f"the driver cannot be reached any more: {error}")),
         )  # fmt: skip
-        self.context = contexts.Context("driver", self.registry, self.service, check=self.check)
-        if wait_deadline is not None:
-            self.context.wait_deadline = wait_deadline
+        limit_s = contexts.default_wait_deadline_s() if wait_deadline is None else wait_deadline
+        self.context = contexts.Context("driver", self.registry, self.service, self.check, limit_s)
         contexts.install(self.context)
         self.rpc = RpcClient(self.context, self.fail, self.check)
         self._forked = ForkedStarter(server, self.log_dir, self)

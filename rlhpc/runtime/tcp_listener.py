@@ -64,7 +64,6 @@ class TcpListener:
         self._owners = PeerOwners(family, self._local)
         self._spare = os.eventfd(0, os.EFD_CLOEXEC)  # its number is for a connection where there is no other
         self._name = ctypes.create_string_buffer(128)
-        self._size = ctypes.c_uint32()
         self._interfaces, self._until = frozenset[ipaddress.IPv4Address | ipaddress.IPv6Address](), 0.0
 
     def accept(self) -> list[socket.socket]:
@@ -111,9 +110,9 @@ class TcpListener:
             self._spare = os.eventfd(0, os.EFD_CLOEXEC)
 
     def _accept(self) -> int:
-        self._size.value = len(self._name)
+        size = ctypes.c_uint32(len(self._name))
         flags = socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-        return int(libc.accept4(self.sock.fileno(), self._name, ctypes.byref(self._size), flags))
+        return int(libc.accept4(self.sock.fileno(), self._name, ctypes.byref(size), flags))
 
     def _parsed(self) -> tuple[bytes, int]:
         raw = self._name.raw

@@ -15,17 +15,20 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from rlhpc.runtime.context import Farewell
+from rlhpc.runtime.context import Context, Farewell, install
 from rlhpc.runtime.devices import pci_addresses
 from rlhpc.runtime.disk_errors import explained, log_stream
-from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.runtime.known_warnings import quiet_known_warnings
-from rlhpc.runtime.os_resources import stay_near
+from rlhpc.runtime.os_resources import raise_limit, stay_near
 from rlhpc.runtime.proxies import without_proxy
 from rlhpc.runtime.registry import MEMBERS
-from rlhpc.runtime.worker_spec import EXIT, IDLE, RESUME, WorkerSpec
+from rlhpc.runtime.worker_spec import WorkerSpec
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.comm.service import Service
 
 HEARTBEAT_S = 5.0
 _LOG_FORMAT = "%(asctime)s %(levelname)s [{name}] %(message)s"
@@ -124,28 +127,77 @@ def _stay_near_devices(spec: WorkerSpec) -> None:
         logging.getLogger(__name__).info("cores: %s", stay_near(addresses, spec.threads))
 
 
-def describe(error: BaseException) -> dict[str, Any]:
-    """Returns the report of an exception to the driver: text, traceback, exit code, and the exception itself if it pickles."""
-    error = explained(error, "this rank")
-    try:
-        body = pickle.dumps(error)
-        pickle.loads(body)
-    except Exception:
-        body = b""
-    return {
-        "text": f"{type(error).__name__}: {error}",
-        "traceback": "".join(traceback.format_exception(error)),
-        "exit_code": error.exit_code if isinstance(error, RlhpcError) else 1,
-        "pickled": body,
-    }
+class _Rank:
+    """Connections of a rank's process to its run.
 
+    Args:
+        spec: Specification of the rank.
+        farewell: Graceful leave of the rank.
 
-def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, farewell: Farewell | None = None) -> int:
-    """Runs a worker from start to end; returns its exit status.
-
-    `on_sigterm` is called before SIGTERM ends it. `farewell` has the action of a joined rank before it leaves, after SIGTERM
-    or another notice.
+    Attributes:
+        context: Context of the process.
+        door: Endpoint of the rank's calls.
+        record: Entry in the registry: endpoints, process and log files.
     """
+
+    def __init__(self, spec: WorkerSpec, farewell: Farewell) -> None:
+        # Imported here: imported before the fork, they would start ZeroMQ's threads in the fork server.
+        from rlhpc.runtime.comm.service import Service
+        from rlhpc.runtime.comm.shared_memory import remove_idle_of_the_dead
+        from rlhpc.runtime.comm.zmq_sockets import choose
+        from rlhpc.runtime.registry import GenerationFolder
+        from rlhpc.runtime.rpc import CallDoor, main_stack
+        from rlhpc.runtime.scratch import Scratch
+
+        self._spec, self._driver = spec, choose(spec.driver)
+        registry, scratch = GenerationFolder(Path(spec.registry)), Scratch(spec.token)
+        scratch.ensure()
+        remove_idle_of_the_dead(scratch.shm)
+        self._service = Service(
+            spec.name, registry.load_keys(), scratch, spec.tcp_address, on_tick=self._heartbeat, tick_s=HEARTBEAT_S,
+            on_broken=lambda _: os._exit(1), doing=main_stack,
+        )  # fmt: skip
+        self.door = CallDoor(self._service, spec.tcp_address)
+        farewell.wake = self.door.interrupt
+        farewell.announce = lambda: self._tell_driver("leaving", spec.name, spec.incarnation)
+        self.context = Context(
+            spec.name, registry, self._service, check=self._service.check, wait_deadline=spec.wait_deadline,
+            farewell=farewell, tell_driver=self._tell_driver,
+        )  # fmt: skip
+        self.record = {
+            "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),
+            "host": self._service.endpoint["host"], "rpc": self.door.record, "data": self._service.endpoint,
+            "log_out": spec.log_out, "log_err": spec.log_err, "incarnation": spec.incarnation,
+            "accelerators": list(spec.accelerators), "state": "running", "started": time.time(), "step": _step_id(),
+        }  # fmt: skip
+
+    def publish(self) -> None:
+        """Makes the process a part of its run: other processes can reach it from now on."""
+        install(self.context)
+        self.context.registry.put(MEMBERS, self._spec.name, self.record)
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Sends the driver a note about this rank."""
+        self._post(self._note(event, **facts))
+
+    def _note(self, event: str, **facts: Any) -> dict[str, Any]:
+        spec = self._spec
+        return {"note": event, "name": spec.name, "incarnation": spec.incarnation, "pid": os.getpid(), **facts}
+
+    def _post(self, note: dict[str, Any]) -> None:
+        self._service.peers.post(self._driver, b"NOTE", [pickle.dumps(note)])
+
+    def _tell_driver(self, event: str, name: str, incarnation: str) -> None:
+        self._post({"note": event, "name": name, "incarnation": incarnation})
+
+    def _heartbeat(self, service: Service) -> None:
+        # the first may come before this object has the service
+        with contextlib.suppress(DeadlineExceeded):  # the service must not wait for a driver that does not read
+            service.peers.post(self._driver, b"NOTE", [pickle.dumps(self._note("alive"))], timeout=0.0)
+
+
+def _prepare_process(spec: WorkerSpec, on_sigterm: Callable[[], None] | None, farewell: Farewell | None) -> None:
+    """Prepares log files, signals, environment and limits of a rank's process."""
     _redirect(spec)
     faulthandler.enable()  # shows which Python lines led to a fault in a library's own code
     ignore_job_signals()
@@ -155,126 +207,54 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, f
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT.format(name=spec.name), force=True)
     quiet_known_warnings()
     _stay_near_devices(spec)
-    # Imported here: imported before the fork, they would start ZeroMQ's threads in the fork server.
-    from rlhpc.runtime import context
-    from rlhpc.runtime.comm import p2p
-    from rlhpc.runtime.comm.gloo_auth import guard
-    from rlhpc.runtime.comm.service import Service
-    from rlhpc.runtime.comm.shared_memory import remove_idle_of_the_dead
-    from rlhpc.runtime.comm.zmq_sockets import choose
-    from rlhpc.runtime.errors import CallAborted, DeadlineExceeded
-    from rlhpc.runtime.os_resources import raise_limit
-    from rlhpc.runtime.registry import GenerationFolder
-    from rlhpc.runtime.rpc import CallDoor, main_stack
-    from rlhpc.runtime.scratch import Scratch
-
     raise_limit()
+
+
+def _build_instance(spec: WorkerSpec) -> Any:
+    """Builds the user's object."""
+    from rlhpc.runtime.worker import bind_spec
+
+    bind_spec(spec)
+    cls, args, kwargs = pickle.loads(spec.body)
+    return cls(*args, **kwargs)
+
+
+def _close(instance: Any, name: str) -> None:
+    """Frees what the user's object holds, before the rank ends."""
+    if isinstance(instance, Closing):
+        try:
+            instance.close()
+        except Exception:
+            logging.getLogger(__name__).exception("%s.close() failed; this rank ends all the same", name)
+
+
+def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, farewell: Farewell | None = None) -> int:
+    """Runs a worker from start to end; returns its exit status.
+
+    Args:
+        spec: Specification of the rank.
+        on_sigterm: Called before SIGTERM ends the process.
+        farewell: Has the action of a joined rank before it leaves, after SIGTERM or another notice.
+    """
+    _prepare_process(spec, on_sigterm, farewell)
+    # Imported here: imported before the fork, they would start ZeroMQ's threads in the fork server.
+    from rlhpc.runtime.comm.gloo_auth import guard
+    from rlhpc.runtime.rpc import CallServer, describe_error
+
     guard()
-    registry, scratch = GenerationFolder(Path(spec.registry)), Scratch(spec.token)
-    scratch.ensure()
-    remove_idle_of_the_dead(scratch.shm)
-    keys = registry.load_keys()
-    driver = choose(spec.driver)
-    note = {"name": spec.name, "incarnation": spec.incarnation, "pid": os.getpid()}
-
-    def heartbeat(service: Service) -> None:
-        with contextlib.suppress(DeadlineExceeded):  # the service must not wait for a driver that does not read
-            service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "alive", **note})], timeout=0.0)
-
-    #: The last recovery that has ended. The request to give up comes by another way than calls: it may come behind this.
-    resumed = 0
-
-    def check() -> None:
-        if service.aborted > resumed:
-            raise CallAborted(f"{spec.name} gave up a call: another group failed")
-
-    service = Service(
-        spec.name, keys, scratch, spec.tcp_address, check=check, on_tick=heartbeat, tick_s=HEARTBEAT_S,
-        on_broken=lambda _: os._exit(1), doing=main_stack,
-    )  # fmt: skip
-    door = CallDoor(service, spec.tcp_address)
-    record = {
-        "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),
-        "host": service.endpoint["host"], "rpc": door.record, "data": service.endpoint, "log_out": spec.log_out,
-        "log_err": spec.log_err, "incarnation": spec.incarnation, "accelerators": list(spec.accelerators),
-        "state": "running", "started": time.time(), "step": _step_id(),
-    }  # fmt: skip
-    farewell = farewell or Farewell()
-    farewell.wake = door.interrupt
-
-    def tell_driver(event: str, name: str = spec.name, incarnation: str = spec.incarnation) -> None:
-        message = {"note": event, "name": name, "incarnation": incarnation}
-        service.peers.post(driver, b"NOTE", [pickle.dumps(message)])
-
-    farewell.announce = lambda: tell_driver("leaving")
-    ctx = context.Context(
-        spec.name, registry, service, check=check, wait_deadline=spec.wait_deadline, farewell=farewell,
-        tell_driver=tell_driver,
-    )  # fmt: skip
-    context.install(ctx)
-    registry.put(MEMBERS, spec.name, record)
+    rank = _Rank(spec, farewell or Farewell())
+    rank.publish()
     try:
-        from rlhpc.runtime.worker import bind_spec
-
-        bind_spec(spec)
-        cls, args, kwargs = pickle.loads(spec.body)
-        instance = cls(*args, **kwargs)
+        instance = _build_instance(spec)
     except BaseException as error:
         traceback.print_exc()
-        service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "failed", **note, "error": describe(error)})])
+        rank.note("failed", error=describe_error(error))
         time.sleep(0.2)  # let the note leave before the process does
         return 1
-    service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "ready", **note, "record": record})])
-
-    def close() -> None:
-        if isinstance(instance, Closing):
-            try:
-                instance.close()
-            except Exception:
-                logging.getLogger(__name__).exception("%s.close() failed; this rank ends all the same", spec.name)
-
-    while True:
-        if farewell.has_notice:
-            farewell.say()
-        if farewell.over:
-            close()
-            return 1  # its run continues: a status different from an end that the driver requested
-        call = door.next()
-        if call is None:  # it has just got a notice to leave
-            continue
-        caller, (number, method, *frames) = call
-        name, _, epoch = method.decode().partition(" ")
-        service.members_changed(int(epoch or 0))
-        if name == EXIT:
-            door.answer(caller, [number, b"ok", b"0", *service.pack(None).frames()])
-            close()
-            return 0
-        if name in (IDLE, RESUME):
-            if name == RESUME:
-                p2p.clear_inbox(service)
-                service.lane.forget()
-                ((resumed,), _), frames = service.unpack(frames), []
-            door.answer(caller, [number, b"ok", b"0", *service.pack(None).frames()])
-            continue
-        started = time.perf_counter()
-        try:
-            check()
-            args, kwargs = service.unpack(frames)
-            frames = []
-            result = getattr(instance, name)(*args, **kwargs)
-            args = kwargs = None
-            service.peers.confirm(ctx.wait_deadline)
-            status, packed = b"ok", service.pack(result)
-            result = None
-        except BaseException as error:
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise
-            service.peers.forget_unconfirmed()
-            if not isinstance(error, CallAborted):
-                traceback.print_exc()
-            status, packed = b"error", service.pack(describe(error))
-        seconds = b"%.9f" % (time.perf_counter() - started)
-        door.answer(caller, [number, status, seconds, *packed.frames()])
+    rank.note("ready", record=rank.record)
+    status = CallServer(rank.context, rank.door, instance).run()
+    _close(instance, spec.name)
+    return status
 
 
 def live(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, farewell: Farewell | None = None) -> int:

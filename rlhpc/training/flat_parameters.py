@@ -91,8 +91,10 @@ class FlatAdam:
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Updates the parameter from the gradient."""
+    def step(self, lr: float | None = None) -> None:
+        """Updates the parameter from the gradient, with this learning rate from now on."""
+        if lr is not None:
+            self.lr = lr
         self.steps += 1
         if self.fuses:
             self._fused_step()
@@ -107,6 +109,10 @@ class FlatAdam:
         first, second = 1 - self.beta1**self.steps, 1 - self.beta2**self.steps
         denominator = self.exp_avg_sq.sqrt().mul_(second**-0.5).add_(self.eps)
         self.parameter.addcdiv_(self.exp_avg, denominator, value=-self.lr / first)
+
+    def resume_at(self, steps: int) -> None:
+        """Continues after this number of steps, with averages that have been restored."""
+        self.steps = steps
 
     @property
     def fuses(self) -> bool:
@@ -253,8 +259,7 @@ class FlatModule:
         """Clips by the `gradient_norm`, and updates."""
         if self.clip_grad > 0:
             self._gradients.mul_((self.clip_grad / (norm + 1e-6)).clamp_(max=1.0))
-        self.optimizer.lr = lr
-        self.optimizer.step()
+        self.optimizer.step(lr)
         self._copied()
 
     @torch.no_grad()
@@ -310,7 +315,7 @@ class FlatModule:
                 raise foreign
             for kind, flat in averages:
                 flat.copy_(torch.cat([saved[name][kind].reshape(-1) for name in self.names]))
-        self.optimizer.steps = int(state["steps"])
+        self.optimizer.resume_at(int(state["steps"]))
 
     def state(self) -> tuple[torch.Tensor, ...]:
         """Returns the tensors that cannot be recreated: weights and the optimizer's averages."""

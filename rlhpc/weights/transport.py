@@ -200,8 +200,8 @@ class WeightSender:
         sent: Announcement | None = None
         for announcement in itertools.chain(announcements, [None]):
             self.roads.settle()
-            if sent is not None and self.roads.lost_bucket is not None and self._publisher is not None:
-                (bucket, flat), self.roads.lost_bucket = self.roads.lost_bucket, None
+            if sent is not None and self._publisher is not None and (lost := self.roads.pop_lost_bucket()) is not None:
+                bucket, flat = lost
                 yield self._publisher.again(sent, bucket.tensors(flat))
             if announcement is not None:
                 sent = announcement

@@ -239,6 +239,11 @@ class Sending:
             self.road, self._why, self._group = HOST, "the group has ended", None
             self.lost_bucket, self._sent = self._sent, None
 
+    def pop_lost_bucket(self) -> tuple[Bucket, torch.Tensor] | None:
+        """Returns the last bucket and its memory if some receivers did not get it, and forgets it."""
+        lost, self.lost_bucket = self.lost_bucket, None
+        return lost
+
     def forget(self, *, tell: bool = False) -> None:
         """Ends the group, since its members may change; `tell` makes them abort what they are doing."""
         group, self._group, self._sent, self.lost_bucket = self._group, None, None, None

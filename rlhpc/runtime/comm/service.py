@@ -42,7 +42,7 @@ from rlhpc.runtime.comm.zmq_sockets import (
     readable,
     shut_where_crowded,
 )
-from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
+from rlhpc.runtime.errors import CallAborted, ChannelError, DeadlineExceeded
 from rlhpc.runtime.host import host_id, process_id
 from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
@@ -233,6 +233,9 @@ class Service:
         self.held = HeldValues()
         #: Number of the newest recovery for which the driver wants the main thread's present call to be given up.
         self.aborted = 0
+        #: Number of the last recovery that has ended. The request to give up comes by another way than calls: it may come
+        #: behind this.
+        self._resumed = 0
         #: By connection: reason for the refusal of an item whose sender waits for no answer.
         self._refusals: dict[str, bytes] = {}
         #: How often ranks have come or gone, as far as is known: records that were read earlier are read again.
@@ -279,10 +282,17 @@ class Service:
         return self._stopping
 
     def check(self) -> None:
-        """Raises when the run has failed, or when this process is leaving it."""
+        """Raises when the run has failed, when this process is leaving it, or when its present call is to be given up."""
         if self._stopping:
             raise ChannelError(f"{self.name} has left the run: its session ended while it waited")
+        if self.aborted > self._resumed:
+            raise CallAborted(f"{self.name} gave up a call: another group failed")
         self._run_failed()
+
+    def resume(self, recovery: int) -> None:
+        """Takes calls again after a recovery, which has this number; messages from before it are dropped."""
+        self.lane.forget()
+        self._resumed = recovery
 
     def reply(self, peer: UnixConnection | bytes, frames: list[Any]) -> None:
         """Queues a reply; the thread that leads the loop sends it."""

@@ -285,6 +285,11 @@ class UnixConnection:
             self._out.extend(map(memoryview, owned(views)))
         return bool(views)
 
+    def close(self) -> None:
+        """Closes the socket; what is queued is dropped."""
+        self.closed = True
+        self.sock.close()
+
     def flush(self) -> bool:
         """Sends as much of the queue as the peer takes; True when something is left."""
         try:

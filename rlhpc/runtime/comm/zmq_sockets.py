@@ -140,7 +140,7 @@ class ZapDoor:
 
     def __init__(self, context: zmq.Context[Any], keys: CurveKeys) -> None:
         self.socket = context.socket(zmq.REP)
-        self.socket.linger = 0
+        self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind("inproc://zeromq.zap.01")
         self._allowed = z85.decode(keys.public)
         self.refused = 0
