@@ -16,7 +16,7 @@ from rlhpc.weights.base import Update
 from rlhpc.weights.sender import Publisher
 from rlhpc.weights.verification import COST, Cost, Proof, Receipt
 
-from .test_version_digest import pool, scratch  # noqa: F401 (fixtures)
+from .test_verification_digest import pool, scratch  # noqa: F401 (fixtures)
 
 
 def test_what_is_within_counts_once() -> None:
