@@ -200,8 +200,8 @@ class WeightSender:
         sent: Announcement | None = None
         for announcement in itertools.chain(announcements, [None]):
             self.roads.settle()
-            if sent is not None and self._publisher is not None and (lost := self.roads.pop_lost_bucket()) is not None:
-                bucket, flat = lost
+            if sent is not None and self._publisher is not None and (retry := self.roads.pop_lost_bucket()) is not None:
+                bucket, flat = retry
                 yield self._publisher.again(sent, bucket.tensors(flat))
             if announcement is not None:
                 sent = announcement

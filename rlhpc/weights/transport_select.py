@@ -241,8 +241,8 @@ class Sending:
 
     def pop_lost_bucket(self) -> tuple[Bucket, torch.Tensor] | None:
         """Returns the last bucket and its memory if some receivers did not get it, and forgets it."""
-        lost, self.lost_bucket = self.lost_bucket, None
-        return lost
+        retry, self.lost_bucket = self.lost_bucket, None
+        return retry
 
     def forget(self, *, tell: bool = False) -> None:
         """Ends the group, since its members may change; `tell` makes them abort what they are doing."""
