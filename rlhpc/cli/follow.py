@@ -56,6 +56,17 @@ class RuleJob:
     wildcards: dict[str, str] = field(default_factory=dict)
     log: Path | None = None
 
+    def read_line(self, line: str, folder: Path) -> bool:
+        """Takes the wildcards or the log, below `folder`, from a line of the job's block; returns whether it has them."""
+        if match := _LOG.match(line):
+            self.log = folder / match[1].rstrip(",")
+            return True
+        if line.strip().startswith("wildcards: "):
+            pairs = (pair.partition("=") for pair in line.split(": ", 1)[1].split(", "))
+            self.wildcards = {name: value for name, _, value in pairs}
+            return True
+        return False
+
     def words(self) -> str:
         """Describes the job; a suite of evaluations is named unless it is the default one."""
         text = _WORDS.get(self.rule, self.rule.replace("_", " "))
@@ -110,11 +121,8 @@ class WorkflowLog:
             self._count(match[1], -1)
         elif match := _WAITS.match(line):
             self.waiting = match[1]
-        elif self._block is not None and (match := _LOG.match(line)):
-            self._block.log = self._folder / match[1].rstrip(",")
-        elif self._block is not None and line.strip().startswith("wildcards: "):
-            pairs = (pair.partition("=") for pair in line.split(": ", 1)[1].split(", "))
-            self._block.wildcards = {name: value for name, _, value in pairs}
+        elif self._block is not None and self._block.read_line(line, self._folder):
+            pass
         elif not line.startswith(" ") or _LAST.match(line):
             self._end_block()
 

@@ -13,12 +13,25 @@ if TYPE_CHECKING:
 
     from rlhpc.runtime.worker import Worker
     from rlhpc.weights.delta import Elements
-    from rlhpc.weights.verification import Receipt
 
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 NamedUpdates = Iterator[tuple[str, "torch.Tensor | Elements"]]
 #: Allowed values of `rollout.weight_delta`.
 DELTAS = ("off", "frozen", "elements")
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Digests of a version, as its sender computed them.
+
+    Attributes:
+        version: Version of the weights.
+        digests: Digest of each tensor passed to the sender, by name. Tensors that never change and were sent before may be
+            missing.
+    """
+
+    version: int
+    digests: dict[str, int]
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch
 
 from rlhpc.runtime.comm.shared_memory import spans_of
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.weights.base import NamedTensors, NamedUpdates, Update, WeightSync
+from rlhpc.weights.base import NamedTensors, NamedUpdates, Receipt, Update, WeightSync
 from rlhpc.weights.delta import Elements, put
 from rlhpc.weights.sender import Announcement, Entry, WeightChunk
-from rlhpc.weights.verification import Proof, Receipt
+from rlhpc.weights.verification import Proof
 
 #: `(part, late) -> memory of its segment`, which lives as long as a view of it, or the tensors of its cargo. The memory of a
 #: kept part is writable. `late`: the part was announced with an earlier version.

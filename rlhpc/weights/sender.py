@@ -27,10 +27,10 @@ from rlhpc.runtime.comm.device_memory import Crossing
 from rlhpc.runtime.comm.shared_memory import ALIGN, HEADER, SegmentPool, ShmSegment, spans_of
 from rlhpc.runtime.devices import SideCopies, locked
 from rlhpc.runtime.errors import DeadlineExceeded
-from rlhpc.weights.base import DELTAS, NamedTensors
+from rlhpc.weights.base import DELTAS, NamedTensors, Receipt
 from rlhpc.weights.delta import Elements, Shadow
 from rlhpc.weights.transport_select import Cargo, Carries
-from rlhpc.weights.verification import COST, Receipt, digests
+from rlhpc.weights.verification import COST, digests
 
 #: Destination and source of each copy: flat, uint8, of the same size.
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]

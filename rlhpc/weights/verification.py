@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.delta import Elements
 
 if TYPE_CHECKING:
-    from rlhpc.weights.base import NamedUpdates, Update
+    from rlhpc.weights.base import NamedUpdates, Receipt, Update
 
 
 #: Bytes of a page.
@@ -34,20 +33,6 @@ _MIN_SAMPLE_BYTES = 1 << 16
 _digest: Callable[[Any], int] = xxhash.xxh3_64_intdigest
 #: Number of samples that cover a large tensor completely.
 _SAMPLES = 64
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """Digests of a version, as its sender computed them.
-
-    Attributes:
-        version: Version of the weights.
-        digests: Digest of each tensor passed to the sender, by name. Tensors that never change and were sent before may be
-            missing.
-    """
-
-    version: int
-    digests: dict[str, int]
 
 
 def digest(tensor: torch.Tensor, version: int) -> int:

@@ -88,7 +88,7 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
         self.log_alpha.copy_(state["log_alpha"])
         self._alpha_adam.exp_avg.copy_(first)
         self._alpha_adam.exp_avg_sq.copy_(second)
-        self._alpha_adam.steps = int(steps)
+        self._alpha_adam.resume_at(int(steps))
         self.alpha = self.log_alpha.exp()
 
 

@@ -40,6 +40,35 @@ class Timing:
         self.num_late = self.num_dropped = self.num_held = self.num_refused = self.num_stopped = self.num_lost = 0
         self._reported: dict[str, int] = {}
 
+    def record_command(self, latency_s: float, *, late: bool) -> None:
+        """Records a command that was sent; `late` if its step was over by then."""
+        self.latency_s.append(latency_s)
+        self.num_late += late
+
+    def record_step(self, *, dropped: bool) -> None:
+        """Records the end of a step; `dropped` if it showed the observation of the step before."""
+        self.num_dropped += dropped
+
+    def record_round_trips(self, seconds: Iterable[float]) -> None:
+        """Records round trips to a robot on another machine."""
+        self.link_s += seconds
+
+    def record_hold(self) -> None:
+        """Records that the robot held still because no command came."""
+        self.num_held += 1
+
+    def record_refusal(self) -> None:
+        """Records that a command was refused because of an old observation."""
+        self.num_refused += 1
+
+    def record_stop(self) -> None:
+        """Records a stop for safety."""
+        self.num_stopped += 1
+
+    def record_loss(self) -> None:
+        """Records that the connection was lost."""
+        self.num_lost += 1
+
     def __str__(self) -> str:
         if not self.latency_s:
             return "no steps"

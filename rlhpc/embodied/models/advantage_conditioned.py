@@ -61,6 +61,11 @@ class ConditionedPolicy(Policy):
         """Actions that behaviour cloning learns at an observation (`Policy.imitated`)."""
         return self.inner.imitated
 
+    def set_logprob_type(self, level: str) -> None:
+        """Sets the level of both policies (`Policy.set_logprob_type`)."""
+        super().set_logprob_type(level)
+        self.inner.set_logprob_type(level)
+
     def recompute_activations(self) -> bool:
         """Enables gradient checkpointing (`Policy.recompute_activations`)."""
         return self.inner.recompute_activations()
@@ -71,7 +76,6 @@ class ConditionedPolicy(Policy):
 
     def default_forward(self, inputs: dict[str, Any], *args: bool, **kwargs: bool) -> dict[str, Tensor]:
         """Runs the training pass with improvements, as in acting (`Policy.default_forward`)."""
-        self.inner.logprob_type = self.logprob_type
         conditioned = {**inputs, "obs": _add_improvement(inputs["obs"])}
         return self.inner.default_forward(conditioned, *args, **kwargs)
 
@@ -79,7 +83,6 @@ class ConditionedPolicy(Policy):
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Chooses actions for an improvement (`Policy.predict_action_batch`)."""
-        self.inner.logprob_type = self.logprob_type
         return self.inner.predict_action_batch(_add_improvement(obs), mode, noise)
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -97,7 +100,6 @@ class ConditionedPolicy(Policy):
         """
         improvement: Tensor = inputs[IMPROVEMENT]
         is_labeled = torch.rand(improvement.shape).to(improvement.device) >= self.unconditioned
-        self.inner.logprob_type = self.logprob_type
         return self.inner.bc_loss({**inputs, "obs": _add_improvement(inputs["obs"], improvement * is_labeled)})
 
 

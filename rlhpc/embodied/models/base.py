@@ -63,7 +63,7 @@ class Policy(nn.Module):
 
     Attributes:
         logprob_type: Level of log-probabilities and entropies, one of `LEVELS`: token_level
-            `[B, chunk, dim]`, action_level `[B, chunk]`, chunk_level `[B]`. The trainer sets it.
+            `[B, chunk, dim]`, action_level `[B, chunk]`, chunk_level `[B]`. The trainer sets it by `set_logprob_type`.
         chunk: Number of actions that it chooses at once.
         value_width: Number of values of one observation: 1, or one for each action of the chunk.
     """
@@ -100,6 +100,10 @@ class Policy(nn.Module):
             assert not isinstance(cfg, SacModelConfig)  # its policies have heads of their own
             self.head: CategoricalHead | GaussianHead = make_head(action_space, cfg.log_std_init, self.chunk)
         self._cfg = cfg
+
+    def set_logprob_type(self, level: str) -> None:
+        """Sets the level of log-probabilities and entropies (`logprob_type`)."""
+        self.logprob_type = level
 
     def forward(self, work: Callable[[Any], Found]) -> Found:
         """Runs `work(self)`. A wrapper that shards the weights can hook this call as the begin and end of a pass.

@@ -30,24 +30,25 @@ class Scaling(nn.Module):
 
     Args:
         low, high, mask: Bounds and mask of each component.
-
-    Attributes:
         gripper: True if the last component is a gripper whose values are 0 (closed) and 1 (open) for the model, as in RLDS
             datasets, and 1 and −1 for the environment.
     """
-
-    gripper = False
 
     low: Tensor
     high: Tensor
     mask: Tensor
 
-    def __init__(self, low: Any, high: Any, mask: Any = None) -> None:
+    def __init__(self, low: Any, high: Any, mask: Any = None, *, gripper: bool = False) -> None:
         super().__init__()
+        self.gripper = gripper
         low, high = (torch.as_tensor(bound, dtype=torch.float32).reshape(-1) for bound in (low, high))
         mask = torch.ones(len(low)) if mask is None else torch.as_tensor(mask)
         for name, value in (("low", low), ("high", high), ("mask", mask.bool())):
             self.register_buffer(name, value, persistent=False)
+
+    def with_gripper(self, gripper: bool) -> Scaling:
+        """Returns the same scaling for a last component that is, or is not, a gripper."""
+        return Scaling(self.low, self.high, self.mask, gripper=gripper)
 
     def scaled(self, values: Tensor) -> Tensor:
         """Converts `[..., dim]` to −1 … 1 and clamps it; components that never change become 0."""

@@ -135,7 +135,7 @@ class OpenVLAPolicy(TokenPolicy):
         gripper = options.get("gripper")
         if gripper not in (None, "rlds"):
             raise ConfigError(f"actor.model.kwargs.gripper is {gripper!r}; allowed: rlds, or none")
-        self.scaling.gripper = gripper == "rlds"
+        self.scaling = self.scaling.with_gripper(gripper == "rlds")
         if not self.statistics:
             if options.get("unnorm_key"):
                 raise ConfigError(f"actor.model.kwargs.unnorm_key: {where} has no statistics")
@@ -143,7 +143,7 @@ class OpenVLAPolicy(TokenPolicy):
         key, normalisation = options.get("unnorm_key"), str(options.get("normalisation") or "q99")
         action_scaling = scaling(self.statistics, key, "action", self.dim, normalisation, where)
         assert action_scaling is not None  # `scaling` raises otherwise
-        action_scaling.gripper, self.scaling = self.scaling.gripper, action_scaling
+        self.scaling = action_scaling.with_gripper(self.scaling.gripper)
         if self.numbers:
             self.state_scaling = scaling(self.statistics, key, "proprio", self.numbers, normalisation, where)
 

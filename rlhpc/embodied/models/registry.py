@@ -51,6 +51,8 @@ _FOLDER_CHECKS = {
     "openvla": "rlhpc.embodied.models.openvla:check_folder",
     "lerobot": "rlhpc.embodied.models.lerobot.checkpoint:check_folder",
 }
+#: Checks of policies that another Python may build: functions `(cfg, observation_space, action_space)`, by model type.
+_SPACE_CHECKS = {"lerobot": "rlhpc.embodied.models.lerobot.checkpoint:describe"}
 
 
 def policy_dtype(actor: EmbodiedActorConfig, bfloat16: bool) -> str:
@@ -136,11 +138,10 @@ def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: S
     Raises:
         ConfigError: The policy cannot be built.
     """
-    if actor.model.model_type.lower() != "lerobot" or not all(pythons):
+    check = _SPACE_CHECKS.get(actor.model.model_type.lower())
+    if check is None or not all(pythons):
         return build_model(policy_section(actor), *spaces)
-    from rlhpc.embodied.models.lerobot.checkpoint import describe
-
-    describe(actor.model, *spaces)
+    load_attribute(check, "actor.model.model_type")(actor.model, *spaces)
     return None
 
 

@@ -227,7 +227,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
             answer = line.hear(_LOOK_S)
             trips = line.trips_s[self._trips :]
             self._trips += len(trips)
-            self.timing.link_s += trips
+            self.timing.record_round_trips(trips)
             if answer is not None and answer.words.get("number") == self._num_requests:
                 if "waits" in answer.words:  # for a person, without a deadline
                     deadline = time.monotonic() + self._wait_s
@@ -253,7 +253,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
 
     def _lose(self, error: LineLost) -> None:
         self._lost_reason = str(error)
-        self.timing.num_lost += 1
+        self.timing.record_loss()
         log.warning("%s of slot %d was lost: %s", self._name, self._slot, error)
         if self._line is not None:
             self._line.close()

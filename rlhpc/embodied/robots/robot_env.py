@@ -166,12 +166,11 @@ class RobotVectorEnv(OneRobotEnv):
         within_s = max(ends_at - time.monotonic(), 0.0) + self._period if self._stops_late else None
         sent_at = self._core.command(actions[0], within_s)
         self._tick = max(ends_at, sent_at)
-        self.timing.num_late += sent_at > ends_at
         assert before is not None
-        self.timing.latency_s.append(sent_at - before.taken_at)
+        self.timing.record_command(sent_at - before.taken_at, late=sent_at > ends_at)
         if (pause_s := self._tick - time.monotonic()) > 0:
             time.sleep(pause_s)
-        self.timing.num_dropped += self._core.observe().taken_at == before.taken_at
+        self.timing.record_step(dropped=self._core.observe().taken_at == before.taken_at)
         return self._core.judge()
 
     def _newest(self) -> Any:

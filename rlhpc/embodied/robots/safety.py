@@ -175,7 +175,7 @@ class SafetyCore:
         now = time.monotonic()
         age = now - (self.observation.taken_at if self.observation is not None else -np.inf)
         if age > self.limits.stale_s:
-            self.timing.num_refused += 1
+            self.timing.record_refusal()
             self.hold()
             raise StaleObservation(f"a command was chosen from an observation that is {age:.2f} s old")
         return now
@@ -299,7 +299,7 @@ class SafetyCore:
             return
         self._stop_driver()
         if first:
-            self.timing.num_stopped += 1
+            self.timing.record_stop()
             log.warning("%s was stopped: %s", self.name, reason)
             self._post_notice()
 
@@ -377,7 +377,7 @@ class SafetyCore:
         if call is not None and self.state in LIVE and now - call[1] > call[2]:
             self.stop(f"its driver hangs: {call[0]} has not returned for {now - call[1]:.2f} s")
         elif self._states.is_over(now):
-            self.timing.num_held += 1
+            self.timing.record_hold()
             self.hold()
         elif self._unconfirmed:
             self._stop_driver()

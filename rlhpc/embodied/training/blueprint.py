@@ -70,7 +70,7 @@ class PolicyBlueprint(Blueprint):
         """Builds the module (`Blueprint.build`); the initial weights depend only on the seed."""
         with without_weights() if empty else contextlib.nullcontext():
             policy = build_model(policy_section(self.actor, self.device), *self.spaces, seed=self.seed).train()
-        policy.logprob_type = self._levels
+        policy.set_logprob_type(self._levels)
         if self.actor.model.gradient_checkpointing and not policy.recompute_activations():
             raise ConfigError(
                 f"actor.model.gradient_checkpointing: a policy of model_type {self.actor.model.model_type!r} has nothing to "

@@ -181,6 +181,10 @@ class Outcome:
     metrics: dict[str, float] = field(default_factory=dict)
     later: bool = False
 
+    def delay_reward(self) -> None:
+        """Marks the reward as delayed."""
+        self.later = True
+
 
 class Agent:
     """Agent that answers between the model's turns. One object serves all episodes of a rank.

@@ -319,7 +319,7 @@ class OutsideEpisodes:
             reported = {"error": str(why)}
         episode = self._episode(session, prompt, ids, reported)
         if turns and episode.outcome is not None and not episode.outcome.error:
-            episode.outcome.later = True
+            episode.outcome.delay_reward()
         self._gateway.engine_queue.put((number, episode))
         if episode.later:
             on_reward = partial(self._came_later, episode, partial(self._episode, session, prompt, ids), reported)

@@ -61,6 +61,11 @@ class AgentTurn:
     feedback: float | None = None
     images: PromptImages | None = None
 
+    def mark_received(self, received: bool = True) -> bool:
+        """Records whether the reply has reached the client; returns what was recorded before."""
+        before, self.received = self.received, received
+        return before
+
 
 @dataclass
 class Tree:

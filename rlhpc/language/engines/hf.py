@@ -269,8 +269,7 @@ class HFRollout(EngineBase):
         with self._memory():
             self._ledger = SequenceTable(self._max_rows, self.vocabulary, self._own_ends, self._stop_texts)
             self._forward = Forward(self._model, self._device, self._max_rows, self.context, self.vocabulary)
-        self._forward.routing = self._routers() if options.says_experts else None
-        self.choices = 0 if self._forward.routing is None else self._forward.routing.choices
+        self.choices = self._forward.record_routing(self._routers()) if options.says_experts else 0
         self._stale = False
         self._keeps = options.keeps_cache
         self._as_sent: dict[str, Tensor] = {}

@@ -88,6 +88,11 @@ class Forward:
                 type(model).__name__,
             )
 
+    def record_routing(self, routing: Routing) -> int:
+        """Records the choices of a mixture's routers from now on; returns the number of choices of a token."""
+        self.routing = routing
+        return routing.choices
+
     def free(self) -> None:
         """Drops the rows and the memory."""
         self.kv.free()

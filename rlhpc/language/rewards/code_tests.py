@@ -66,6 +66,10 @@ class TestPlan:
     prepared: list[int] = field(default_factory=list)
     strict: list[bool] = field(default_factory=lambda: [False])
 
+    def set_prepared(self, steps: list[int]) -> None:
+        """Makes these steps the preparation of the tests that follow."""
+        self.prepared = steps
+
     def copy(self) -> TestPlan:
         """Returns a plan that can be extended and discarded."""
         return TestPlan(
@@ -145,7 +149,7 @@ class Reader:
                 raise ValueError(f"the test {function.name} asserts nothing of the program")
         done = [*self.plan.prepared, *self._done]
         if not self.judged and not self.possible:  # its preparation must be valid for the tests after it
-            self.plan.prepared = done
+            self.plan.set_prepared(done)
         if done:  # no statement of the test may raise
             self.plan.claims[claims:] = [outside.after(done, claim) for claim in self.plan.claims[claims:]]
         return self.plan

@@ -12,9 +12,9 @@ import torch
 from rlhpc.runtime.comm.shared_memory import SegmentPool
 from rlhpc.weights import sender as publish
 from rlhpc.weights import verification as proof
-from rlhpc.weights.base import Update
+from rlhpc.weights.base import Receipt, Update
 from rlhpc.weights.sender import Publisher
-from rlhpc.weights.verification import COST, Cost, Proof, Receipt
+from rlhpc.weights.verification import COST, Cost, Proof
 
 from .test_verification_digest import pool, scratch  # noqa: F401 (fixtures)
 

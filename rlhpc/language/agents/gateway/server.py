@@ -284,7 +284,7 @@ class Gateway:
             self._threads,
         )
         answer = await asking
-        answer.turn.received = True
+        answer.turn.mark_received()
         return answer.message
 
     # -- the engine -----------------------------------------------------------------------------------------------
@@ -505,12 +505,12 @@ class Gateway:
             for event in events_before:
                 await response.write(event.encode())
             answer.turn.names.append(stream.id)
-            before, answer.turn.received = answer.turn.received, True  # the client may finish before the next line runs
+            before = answer.turn.mark_received()  # the client may finish before the next line runs
             try:
                 await response.write(last.encode())
                 await response.write_eof()
             except ConnectionError:
-                answer.turn.received = before
+                answer.turn.mark_received(before)
         except ConnectionError:  # the client has disconnected
             pass
         finally:
@@ -552,7 +552,7 @@ def _received(request: web.Request, answer: StoredResponse, reply: dict[str, Any
     transport = request.transport
     answer.turn.names.append(reply.get("id") or reply["request_id"])
     if transport is not None and not transport.is_closing():
-        answer.turn.received = True
+        answer.turn.mark_received()
     return web.json_response(reply)
 
 
