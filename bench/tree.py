@@ -18,7 +18,7 @@ import torch
 
 from bench.machine import goal, spread, write
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 from rlhpc.weights import make_sync
 from rlhpc.weights.receiver import apply
 from rlhpc.weights.transport import WeightSender

@@ -16,7 +16,7 @@ from bench.gpu.part import Report, synchronize
 from bench.gpu.ranks import groups
 from rlhpc import Channel, Worker, WorkerGroup
 from rlhpc.runs.device import own_device
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 
 ACTIONS = 8
 

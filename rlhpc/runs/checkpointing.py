@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.checkpoint.async_writer import Checksums, SavingWorker
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import RlhpcError
 
 

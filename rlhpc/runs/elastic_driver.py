@@ -12,13 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rlhpc.jobs.elastic.helper_job import submit
-from rlhpc.jobs.elastic.helper_plan import (
-    ClusterState,
-    Decision,
-    HelperPlan,
-    LiveHelperJob,
-    Rule,
-)
+from rlhpc.jobs.elastic.helper_plan import ClusterState, Decision, HelperPlan, LiveHelperJob, Rule
 from rlhpc.jobs.elastic.records import Attendance, HelperJobRecord, HelperRecord, end_helpers, helpers_name
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobState, SlurmProbe

@@ -26,7 +26,7 @@ from rlhpc.runs.best_checkpoint import PATIENCE, BestCheckpoint
 from rlhpc.runs.checkpointing import Saves
 from rlhpc.runs.run_folder import RunFolder, note, segment_end
 from rlhpc.runs.task_type import Cfg
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, StepFailed, WorkerFailed
 from rlhpc.runtime.files import read_json
 from rlhpc.runtime.session import Session

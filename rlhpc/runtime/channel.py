@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
+from rlhpc.runtime.comm.context import Context, current
 from rlhpc.runtime.comm.device_memory import address
 from rlhpc.runtime.comm.payload import Packed, owned
 from rlhpc.runtime.comm.queues import ChannelRefused, Item, PutEstimate, Taker
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES
 from rlhpc.runtime.comm.zmq_sockets import choose
-from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import ChannelError, RegistryError
 from rlhpc.runtime.host import process_key
 from rlhpc.runtime.session import here

@@ -89,6 +89,7 @@ FORMER_MODULES: dict[str, str] = {
     "rlhpc.runs.sweeps": "rlhpc.runs.sweep",
     "rlhpc.runs.tuning.measure": "rlhpc.runs.tuning.calibrate",
     "rlhpc.runtime.comm.sockets": "rlhpc.runtime.comm.zmq_sockets",
+    "rlhpc.runtime.context": "rlhpc.runtime.comm.context",
     "rlhpc.runtime.device": "rlhpc.runtime.devices",
     "rlhpc.runtime.group": "rlhpc.runtime.worker_group",
     "rlhpc.runtime.lazy": "rlhpc.runtime.imports",

@@ -44,8 +44,8 @@ from rlhpc.runtime.host import host_id, process_id, process_key
 from rlhpc.runtime.worker_spec import EXIT, IDLE, RESUME
 
 if TYPE_CHECKING:
+    from rlhpc.runtime.comm.context import Context
     from rlhpc.runtime.comm.payload import Packed
-    from rlhpc.runtime.context import Context
 
 
 _numbers = itertools.count()

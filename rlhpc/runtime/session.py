@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.runtime import context as contexts
 from rlhpc.runtime.allocation import steps_possible
+from rlhpc.runtime.comm import context as contexts
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError

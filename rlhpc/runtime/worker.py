@@ -11,7 +11,7 @@ from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.collectives import Collectives
-from rlhpc.runtime.context import installed
+from rlhpc.runtime.comm.context import installed
 from rlhpc.runtime.worker_group import WorkerGroup
 from rlhpc.runtime.worker_spec import WorkerSpec
 

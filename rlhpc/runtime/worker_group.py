@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from rlhpc.runtime import context as contexts
+from rlhpc.runtime.comm import context as contexts
 from rlhpc.runtime.errors import ConfigError, WorkerFailed
 from rlhpc.runtime.placement import NodePlacementStrategy
 from rlhpc.runtime.rpc import Handle, RpcClient

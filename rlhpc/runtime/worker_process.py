@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from rlhpc.runtime.context import Context, Farewell, install
+from rlhpc.runtime.comm.context import Context, Farewell, install
 from rlhpc.runtime.devices import pci_addresses
 from rlhpc.runtime.disk_errors import explained, log_stream
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.comm.collectives import ServiceStore
+from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.comm.device_memory import current_device
-from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.registry import MEMBERS
 

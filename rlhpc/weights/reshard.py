@@ -30,7 +30,7 @@ import torch
 from rlhpc.checkpoint.tensor_slice import Box, cut
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import in_background
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.base import NamedTensors, NamedUpdates, Update
 from rlhpc.weights.process_group import RankAddress

@@ -21,7 +21,7 @@ import torch
 
 from rlhpc.checkpoint.tensor_slice import Box
 from rlhpc.runtime.comm import p2p
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.weights.process_group import GroupLost, Presence, RankAddress, WeightProcessGroup
 from rlhpc.weights.transfer_plan import DIGEST, Held, Load, Piece, Routes, SliceReaders, loads, route

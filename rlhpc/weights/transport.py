@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from rlhpc.runtime.comm import p2p
+from rlhpc.runtime.comm.context import Context, current
 from rlhpc.runtime.comm.device_memory import DevicePool
 from rlhpc.runtime.comm.payload import Above, Origin, Share
 from rlhpc.runtime.comm.shared_memory import HEADER, SegmentGone, SegmentPool, discard, map_private
-from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.registry import MEMBERS
 from rlhpc.weights.base import NamedTensors, Update

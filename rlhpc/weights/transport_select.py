@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rlhpc.runtime.comm import device_memory as crossings
+from rlhpc.runtime.comm.context import Context, current
 from rlhpc.runtime.comm.device_memory import Crossing, current_device
 from rlhpc.runtime.comm.payload import Origin
-from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.registry import WEIGHTS
 from rlhpc.weights.process_group import GroupLost, RankAddress, WeightProcessGroup

@@ -40,10 +40,10 @@ class Timing:
         self.num_late = self.num_dropped = self.num_held = self.num_refused = self.num_stopped = self.num_lost = 0
         self._reported: dict[str, int] = {}
 
-    def record_command(self, latency_s: float, *, late: bool) -> None:
-        """Records a command that was sent; `late` if its step was over by then."""
+    def record_command(self, latency_s: float, *, is_late: bool) -> None:
+        """Records a command that was sent; `is_late` if its step was over by then."""
         self.latency_s.append(latency_s)
-        self.num_late += late
+        self.num_late += is_late
 
     def record_step(self, *, dropped: bool) -> None:
         """Records the end of a step; `dropped` if it showed the observation of the step before."""
@@ -54,11 +54,11 @@ class Timing:
         self.link_s += seconds
 
     def record_hold(self) -> None:
-        """Records that the robot held still because no command came."""
+        """Records a hold: no command came in time."""
         self.num_held += 1
 
     def record_refusal(self) -> None:
-        """Records that a command was refused because of an old observation."""
+        """Records a refused command: its observation was too old."""
         self.num_refused += 1
 
     def record_stop(self) -> None:
@@ -66,7 +66,7 @@ class Timing:
         self.num_stopped += 1
 
     def record_loss(self) -> None:
-        """Records that the connection was lost."""
+        """Records a lost connection."""
         self.num_lost += 1
 
     def __str__(self) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from rlhpc.embodied.envs.base import EnvFactory, Step, Timing, VectorEnv
 from rlhpc.embodied.envs.observations import join
 from rlhpc.embodied.envs.subprocess_main import CLOSE_S, receive, send
-from rlhpc.runtime.context import check_run
+from rlhpc.runtime.comm.context import check_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.imports import python_path, run_module
 

@@ -21,7 +21,7 @@ from rlhpc.embodied.robots.protocol import (
     observation_space_of,
 )
 from rlhpc.embodied.robots.robot_env import OneRobotEnv, Pace, above_0
-from rlhpc.runtime.context import check_run
+from rlhpc.runtime.comm.context import check_run
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.network import address_of
@@ -93,7 +93,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
     def _open_meeting(self) -> Meeting:
         """Returns the listener, which is opened at the first call: a check of the configuration opens nothing."""
         if self._meeting is None:
-            from rlhpc.runtime.context import installed
+            from rlhpc.runtime.comm.context import installed
 
             run = installed()
             if run is None and self._folder is None:
@@ -107,7 +107,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
         return self._meeting
 
     def _address(self) -> str:
-        from rlhpc.runtime.context import installed
+        from rlhpc.runtime.comm.context import installed
 
         if self._interface is not None:
             return address_of(str(self._interface))

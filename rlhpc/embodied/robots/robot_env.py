@@ -15,7 +15,7 @@ from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
 from rlhpc.embodied.robots.driver import Observation as Seen
 from rlhpc.embodied.robots.limits import RESUME_MODES, CommandLimits, RobotStopped, StaleObservation
 from rlhpc.embodied.robots.safety import SafetyCore, safe_robot
-from rlhpc.runtime.context import check_run
+from rlhpc.runtime.comm.context import check_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class RobotVectorEnv(OneRobotEnv):
         sent_at = self._core.command(actions[0], within_s)
         self._tick = max(ends_at, sent_at)
         assert before is not None
-        self.timing.record_command(sent_at - before.taken_at, late=sent_at > ends_at)
+        self.timing.record_command(sent_at - before.taken_at, is_late=sent_at > ends_at)
         if (pause_s := self._tick - time.monotonic()) > 0:
             time.sleep(pause_s)
         self.timing.record_step(dropped=self._core.observe().taken_at == before.taken_at)

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from rlhpc.embodied.envs.observations import row_bytes
 from rlhpc.embodied.rollout.slot_map import ACTIONS, OBSERVATIONS, SlotMap
+from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.comm.device_memory import address
 from rlhpc.runtime.comm.mailbox import Mailbox, available
 from rlhpc.runtime.comm.queues import Taker
 from rlhpc.runtime.comm.shared_memory import SegmentGone
-from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.worker import Worker
 

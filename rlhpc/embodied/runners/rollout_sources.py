@@ -21,7 +21,7 @@ from rlhpc.embodied.rollout.work_sharing import PLAYED, DeliveredShard, FullRoll
 from rlhpc.runs.replicas import CompletedCall, Originals, Replicas
 from rlhpc.runs.run_folder import note
 from rlhpc.runtime.channel import Channel, QueueEmpty
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.worker_group import WorkerGroup
 

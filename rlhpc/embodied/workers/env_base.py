@@ -22,7 +22,7 @@ from rlhpc.embodied.rollout.slot_map import OUTCOMES, SlotMap, within
 from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, OutcomeShape
 from rlhpc.embodied.rollout.work_sharing import FullRollout
 from rlhpc.runs.device import own_device, seed_process
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.devices import empty_cache
 from rlhpc.runtime.errors import CheckpointError
 

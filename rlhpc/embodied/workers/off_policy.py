@@ -27,7 +27,7 @@ from rlhpc.embodied.workers.actor import PolicyTrainer
 from rlhpc.embodied.workers.env import JoiningWorker
 from rlhpc.embodied.workers.rollout import ActingWorker
 from rlhpc.runs.device import settle
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 from rlhpc.training.backend import Named
 
 

@@ -24,7 +24,7 @@ from rlhpc.embodied.rollout.slot_map import OUTCOMES, TRAJECTORIES, SlotMap, wit
 from rlhpc.embodied.rollout.step_outcomes import OutcomeShape, next_values, nothing_of, ppo_shape
 from rlhpc.embodied.rollout.work_sharing import FullRollout
 from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.devices import empty_cache
 from rlhpc.weights import make_sync
 from rlhpc.weights.receiver import apply

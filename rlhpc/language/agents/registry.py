@@ -18,7 +18,7 @@ from rlhpc.language.engines.base import Request, RolloutBackend
 from rlhpc.language.envs.registry import find_environment
 from rlhpc.language.multi_policy import ENVIRONMENT, policies_of, roles_of
 from rlhpc.language.scoring.groups import AGENT, placed
-from rlhpc.runtime.context import installed
+from rlhpc.runtime.comm.context import installed
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plugins import Registry, required

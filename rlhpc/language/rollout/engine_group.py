@@ -34,7 +34,7 @@ from rlhpc.language.training.prompt_dispatch import VERSIONS, PromptMap
 from rlhpc.language.training.weight_sync import Probe, ProbeSequence, check_probe, draw, long_text, sync_of
 from rlhpc.runs.device import own_device
 from rlhpc.runtime.comm import p2p
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import CallAborted, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
 from rlhpc.weights import make_sync, sends_shards

@@ -23,7 +23,7 @@ from rlhpc.language.scoring.groups import AGENT, placed
 from rlhpc.language.training.prompt_dispatch import AGENT_MESSAGES, EPISODES, TICKETS, PromptMap
 from rlhpc.runtime.channel import LeasedItem, QueueEmpty
 from rlhpc.runtime.comm.background import in_background
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
 from rlhpc.runtime.ownership import make_private
 from rlhpc.runtime.worker import Worker

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from rlhpc.runtime.context import installed
+from rlhpc.runtime.comm.context import installed
 
 #: How long a thread waits for another operation of its lane, in seconds.
 LINGER_S = 5.0

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from rlhpc.runtime.comm.context import Context, current
 from rlhpc.runtime.comm.zmq_sockets import choose
-from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.devices import collective_backends, torch_device
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker_spec import WorkerSpec

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from rlhpc.runtime.context import Context, installed
+from rlhpc.runtime.comm.context import Context, installed
 from rlhpc.runtime.errors import StrangerConnected
 from rlhpc.runtime.host import node_name
 from rlhpc.runtime.torch_adapter import wrap_gloo_constructor

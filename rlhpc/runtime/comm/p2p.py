@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
+from rlhpc.runtime.comm.context import Context, current
 from rlhpc.runtime.comm.device_memory import address
 from rlhpc.runtime.comm.payload import Packed, Share, forgo, owned
 from rlhpc.runtime.comm.queues import ChannelState, Item, PutEstimate, Taker
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES, INBOX, Service
 from rlhpc.runtime.comm.shared_memory import SegmentGone, discard
 from rlhpc.runtime.comm.zmq_sockets import choose
-from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.host import process_key
 

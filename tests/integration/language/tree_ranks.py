@@ -10,7 +10,7 @@ import torch
 from weight_ranks import digest
 
 from rlhpc import Worker
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 from rlhpc.weights import make_sync
 from rlhpc.weights.receiver import apply
 from rlhpc.weights.transport import WeightSender

@@ -14,7 +14,7 @@ import torch
 from rlhpc import Worker
 from rlhpc.runs.device import own_device
 from rlhpc.runtime.comm import device_memory
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 from rlhpc.weights import frozen_names, make_sync
 from rlhpc.weights.receiver import apply
 from rlhpc.weights.transport import BroadcastSync, GlooSync

@@ -10,7 +10,7 @@ import torch
 
 from rlhpc import Channel, Worker
 from rlhpc.runtime.comm import device_memory
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 from tests.stand_in_device import StandIn
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc import Channel, Worker
-from rlhpc.runtime.context import current
+from rlhpc.runtime.comm.context import current
 
 RANKS = [("lossy", [0, 1])]
 

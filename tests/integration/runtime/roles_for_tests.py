@@ -82,8 +82,8 @@ class Probe(Worker):
         """Asks for an item the way `get` does, but dies before it acknowledges."""
         import pickle
 
+        from rlhpc.runtime.comm.context import current
         from rlhpc.runtime.comm.zmq_sockets import choose
-        from rlhpc.runtime.context import current
 
         head = pickle.dumps((channel.name, "default_queue", None, True, (current().host, ""), current().name))
         current().service.peers.request(choose(channel._homes[0]), b"GET", [head], 10, "an item")
@@ -124,7 +124,7 @@ class Probe(Worker):
 
     def flood(self, channel: Channel, how: str, deadline: float, count: int = 5000) -> tuple[str, int]:
         """Sends to the home of a channel, which may not read; the error, and how many items were sent before it."""
-        from rlhpc.runtime.context import current
+        from rlhpc.runtime.comm.context import current
 
         context = current()
         before, context.wait_deadline = context.wait_deadline, deadline
@@ -197,8 +197,8 @@ class Probe(Worker):
 
     def segments_in_use(self) -> int:
         """Of those that this process has written, how many somebody still looks into."""
+        from rlhpc.runtime.comm.context import current
         from rlhpc.runtime.comm.shared_memory import segments_in_use
-        from rlhpc.runtime.context import current
         from rlhpc.runtime.host import process_id
 
         return segments_in_use(current().service.scratch.shm, process_id())

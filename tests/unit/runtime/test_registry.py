@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from rlhpc.runtime import registry as watch
-from rlhpc.runtime.context import Context
+from rlhpc.runtime.comm.context import Context
 from rlhpc.runtime.errors import RendezvousTimeout, RlhpcError, StaleGeneration
 from rlhpc.runtime.registry import CurveKeys, GenerationFolder, RegistryWatch
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlhpc.runtime.channel import Channel
-from rlhpc.runtime.context import current, install, installed
+from rlhpc.runtime.comm.context import current, install, installed
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.session import Session
 
