@@ -329,7 +329,8 @@ def unittest_functions(class_: ast.ClassDef) -> list[ast.FunctionDef]:
         function = ast.parse(f"def {name}_{class_.name}(): pass").body[0]
         assert isinstance(function, ast.FunctionDef)
         before = methods["setUp"].body if "setUp" in methods else []
-        body = [_Unittest().visit(ast.parse(ast.unparse(s)).body[0]) for s in (*before, *method.body)]
+        copy = ast.parse("\n".join(ast.unparse(statement) for statement in (*before, *method.body)))
+        body = _Unittest().visit(copy).body  # as a whole: a `with self.subTest` becomes several statements
         if any(isinstance(n, ast.Name) and n.id == "self" for s in body for n in ast.walk(s)):
             raise Unclear
         function.body = body
