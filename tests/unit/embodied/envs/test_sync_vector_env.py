@@ -1,0 +1,110 @@
+"""Vector environment of simulators that step one slot after the other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from omegaconf import OmegaConf
+
+from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv, merge_kwargs
+from rlhpc.runtime.errors import ConfigError
+
+SECTION: Any = SimpleNamespace(
+    group_size=1, use_fixed_reset_state_ids=False, use_rel_reward=False, ignore_terminations=False, reward_scale=1.0
+)
+
+
+class Sum(SlotwiseVectorEnv):
+    """Adds up actions from a start that the seed decides; succeeds at 3 above it and fails at 3 below it."""
+
+    single_observation_space = observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    single_action_space = action_space = spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, num_envs: int = 2, limit: int = 0, mapping: bool = False, slot_offset: int = 0) -> None:
+        super().__init__(SECTION, num_envs, slot_offset, 7, limit)
+        self.starts, self.sums, self.mapping = [0.0] * num_envs, [0.0] * num_envs, mapping
+
+    def _obs(self, slot: int) -> Any:
+        values = np.array([self.starts[slot], self.sums[slot]], np.float32)
+        return {"values": values} if self.mapping else values
+
+    def begin_slot(self, slot: int, seed: int) -> Any:
+        self.starts[slot], self.sums[slot] = float(seed % 1000), 0.0
+        return self._obs(slot)
+
+    def step_slot(self, slot: int, action: np.ndarray) -> SlotStep:
+        self.sums[slot] += float(action[0])
+        return SlotStep(self._obs(slot), float(action[0]), self.sums[slot] >= 3, self.sums[slot] <= -3)
+
+    def picture(self, slot: int) -> np.ndarray | None:
+        return None if slot > 1 else np.full((2, 2, 3), slot, np.uint8)
+
+    def close(self) -> None:
+        pass
+
+
+def test_rewards_and_ends_of_each_slot() -> None:
+    env = Sum()
+    first, _ = env.reset()
+    for step in range(3):
+        obs, rewards, terminated, truncated, infos = env.step(np.array([[1.0], [-5.0]]))  # clipped to -1
+        assert rewards.tolist() == [1, -1] and not truncated.any()
+        assert terminated.all() == (step == 2)
+    assert infos["success"].tolist() == [True, False]
+    assert infos["final_obs"][:, 1].tolist() == [3, -3]
+    assert infos["episode"]["return"].tolist() == [3, -3] and infos["episode"]["length"].tolist() == [3, 3]
+    assert infos["episode"]["success_once"].tolist() == [1, 0]
+    assert obs[:, 1].tolist() == [0, 0] and not np.array_equal(obs, first)  # the next episodes
+
+
+def test_an_ended_slot_waits_for_the_end_of_the_chunk() -> None:
+    env = Sum(limit=4)
+    env.reset()
+    actions = np.array([[1.0] * 5, [0.5] * 5])
+    _, rewards, terminated, truncated, infos = env.chunk_step(actions.reshape(2, 5, 1))
+    assert terminated.tolist() == [True, False] and truncated.tolist() == [False, True]
+    assert infos["chunk"]["mask"].tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False]]
+    assert infos["chunk"]["rewards"].tolist() == [[1, 1, 1, 0, 0], [0.5] * 4 + [0]]
+    assert rewards.tolist() == [3, 2] and "success" not in infos
+
+
+def test_a_seed_begins_the_series_of_episodes_anew() -> None:
+    env, other = Sum(), Sum()
+    first, _ = env.reset(3)
+    env.reset()
+    assert np.array_equal(env.reset(3)[0], first)
+    assert np.array_equal(other.reset(3)[0], first) and not np.array_equal(other.reset(4)[0], first)
+
+
+@pytest.mark.parametrize("mapping", [False, True])
+def test_a_saved_slot_is_replayed(mapping: bool) -> None:
+    env = Sum(mapping=mapping)
+    env.reset()
+    for _ in range(4):
+        obs, *_ = env.step(np.array([[0.5], [1.0]]))
+    state = env.state_dict()
+    again = Sum(mapping=mapping)
+    again.reset()
+    again.load_state_dict(state)
+    for _ in range(3):
+        expected, *results = env.step(np.array([[0.5], [0.5]]))
+        obs, *others = again.step(np.array([[0.5], [0.5]]))
+        assert np.array_equal(obs["values"], expected["values"]) if mapping else np.array_equal(obs, expected)
+        assert all(np.array_equal(a, b) for a, b in zip(results[:3], others[:3], strict=True))
+
+
+def test_pictures_of_slots() -> None:
+    assert Sum().render().shape == (2, 2, 2, 3)  # type: ignore[union-attr]
+    assert Sum().render([1]).max() == 1  # type: ignore[union-attr]
+    assert Sum(3).render() is None
+
+
+def test_arguments_of_an_adapter_have_defaults_and_no_other_names() -> None:
+    defaults = {"size": 64, "camera": "front"}
+    assert merge_kwargs(OmegaConf.create({"size": 32}), defaults, "toy") == {"size": 32, "camera": "front"}
+    with pytest.raises(ConfigError, match=r"env\.train\.kwargs\.sise: env_type toy has no such argument: size, camera"):
+        merge_kwargs({"sise": 1}, defaults, "toy")
