@@ -1,18 +1,15 @@
-"""Auxiliary worker groups of the GRPO loop: agents, scorers and raters; and the rollout of one step."""
+"""Auxiliary worker groups of the GRPO loop: agents, scorers and raters."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rlhpc.language.config.run import GrpoConfig
-from rlhpc.language.rollout.prompt_queue import PromptTracker
-from rlhpc.language.scoring.groups import CRITIC, ENGINE, raters, scoring_groups
-from rlhpc.language.training.prompt_dispatch import EPISODES, TICKETS, PromptMap, channel_to, training_phase
+from rlhpc.language.scoring.groups import ENGINE, raters, scoring_groups
+from rlhpc.language.training.prompt_dispatch import EPISODES, TICKETS, PromptMap, channel_to
 from rlhpc.runs.replicas import CompletedCall, Replicas
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.comm import p2p
-from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.rpc import Handle
 from rlhpc.runtime.worker_group import WorkerGroup
 
@@ -89,10 +86,6 @@ class Agents:
             p2p.post({"end": phase}, TICKETS, self.group.name, rank)
 
 
-#: Seconds to wait for deliveries before the driver checks whether prompts were returned to the queue.
-_DELIVERY_S = 0.2
-
-
 class AuxiliaryGroups:
     """Worker groups that score tokens or rate answers, by name.
 
@@ -143,100 +136,6 @@ class AuxiliaryGroups:
         """Frees the accelerators of the groups that score tokens for the other groups."""
         for handle in [group.offload() for name, group in self.scoring.items() if name not in self._offloaded]:
             handle.wait(timeout)
-
-
-class StepRollout:
-    """Rollout of one step in flight, with its scoring and rating.
-
-    Args:
-        step: Step of the run.
-        ledger: Tracker of the step's prompts.
-        generate: Calls the rollout ranks to lease prompts of the step until the queue is empty.
-        auxiliary: Groups that score tokens or rate answers.
-        critic: Group of the critic, if the run has one.
-        agents: Group that runs agents.
-        wait: Whether tokens are scored once the engines have freed the accelerators (`score`), rather than on arrival.
-        learning: Groups whose weights change from step to step. They score once the previous step has ended (`serve`): a rank
-            runs one call after the other, and that step still has to train, save or send them weights.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        ledger: PromptTracker,
-        generate: Callable[[int], Handle],
-        auxiliary: AuxiliaryGroups,
-        critic: WorkerGroup | None,
-        agents: Agents,
-        *,
-        wait: bool,
-        learning: Container[str] = (),
-    ) -> None:
-        self.step = step
-        self._ledger = ledger
-        self._generate = generate
-        self._auxiliary = auxiliary
-        self._agents, self._run = agents, agents.serve(training_phase(step))
-        self._generated = generate(step)
-        self._rated = auxiliary.rate(training_phase(step))
-        self._scoring = {**({CRITIC: critic} if critic else {}), **auxiliary.scoring}
-        self._wait = wait
-        self._scored = dict[str, Handle]()
-        self._serve(name for name in self._scoring if name not in learning)
-        self._sums: list[dict[str, float]] | None = None
-
-    def serve(self) -> None:
-        """Calls the groups to score that now have the weights to score the step with."""
-        self._serve(name for name in self._scoring if name not in self._scored)
-
-    def _serve(self, names: Iterable[str]) -> None:
-        if not self._wait:
-            self._scored |= {name: self._scoring[name].serve(self.step) for name in names}
-
-    def wait(self, timeout: float) -> list[dict[str, float]]:
-        """Waits for the rollout; returns the sums over the step's samples and the results of the rollout ranks.
-
-        Raises:
-            DeadlineExceeded: Answers were not delivered in time; the message names the prompts.
-        """
-        if self._sums is not None:
-            return self._sums
-        results: list[dict[str, float]] = self._generated.wait(timeout)
-        deadline = time.monotonic() + timeout
-        while not self._ledger.wait_complete(self.step, _DELIVERY_S):
-            if self._ledger.returned(self.step):  # by a lost rank, after the queue was empty for the other ranks
-                results += self._generate(self.step).wait(timeout)
-            elif time.monotonic() > deadline:
-                missing = self._ledger.missing(self.step)[:8]
-                raise DeadlineExceeded(
-                    f"step {self.step}: the answers to prompts {missing} were not delivered within runner.step_timeout_s "
-                    f"({timeout:g} s)"
-                )
-        self._auxiliary.end(training_phase(self.step))
-        self._agents.end(training_phase(self.step))
-        for (
-            name,
-            group,
-        ) in self._scoring.items():  # a lost group that was sampled again has also arrived by now
-            scored = Channel.connect(channel_to(name))
-            for rank in range(group.world_size):
-                scored.put({"end": self.step}, key=str(rank))
-        self._sums = [self._ledger.close(self.step), *results]
-        return self._sums
-
-    def score(self, timeout: float) -> None:
-        """Calls the groups to score, one after the other, in a colocated run."""
-        for name, group in self._scoring.items():
-            group.reload().wait(timeout)
-            self._scored[name] = group.serve(self.step)
-            self._scored[name].wait(timeout)
-            group.offload().wait(timeout)
-
-    def served(self, timeout: float) -> dict[str, float]:
-        """Returns the metrics of the groups (`served_metrics`)."""
-        row = served_metrics({name: handle.wait(timeout) for name, handle in {**self._rated, **self._scored}.items()})
-        run = self._run.wait(timeout)
-        return {**row, **({"time/agent_s": max(rank["busy_s"] for rank in run)} if run else {})}
 
 
 def served_metrics(answers: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""GRPO loop: RL of a language model on verifiable tasks.
+"""GRPO runner: RL of a language model on verifiable tasks.
 
 In a step, the rollout ranks answer the prompts and have the answers scored. The actors receive each group when it is complete,
 compute the columns that the algorithm needs, and train once all groups have arrived. Then the new weights are sent. With
@@ -19,11 +19,11 @@ from rlhpc.language.rollout.engine_group import ranks_of_engine
 from rlhpc.language.rollout.group_builder import PREFIX as UNTRAINED
 from rlhpc.language.rollout.group_builder import REASONS
 from rlhpc.language.rollout.prompt_queue import PromptTracker
-from rlhpc.language.rollout.validation import ask_until_complete, validation_metrics
-from rlhpc.language.runners.auxiliary_groups import Agents, AuxiliaryGroups, StepRollout
+from rlhpc.language.runners.auxiliary_groups import Agents, AuxiliaryGroups
 from rlhpc.language.runners.engine_check import ROUNDS, Agreement
+from rlhpc.language.runners.grpo_loops import GrpoGroups, make_loop
 from rlhpc.language.scoring.groups import AGENT, CRITIC, REFERENCE, learning_groups
-from rlhpc.language.training.prompt_dispatch import PromptMap, evaluation_phase
+from rlhpc.language.training.prompt_dispatch import PromptMap
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.replicas import Replicas
 from rlhpc.runs.run_folder import RunFolder, note
@@ -76,10 +76,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self.rollout = rollout
         agents = others.pop(AGENT, None)
         self.auxiliary = AuxiliaryGroups(cfg, {name: group for name, group in others.items() if name != CRITIC})
-        self.every = cfg.reference.update_interval if REFERENCE in others else 0
-        self.learning = learning_groups(cfg)
-        self.stateless = frozenset(self.auxiliary.groups) - self.learning | ({AGENT} if agents else set())
-        if self.every:
+        self.stateless = frozenset(self.auxiliary.groups) - learning_groups(cfg) | ({AGENT} if agents else set())
+        if REFERENCE in others and cfg.reference.update_interval:
             self.groups[REFERENCE] = others[REFERENCE]
         names = {"actor_name": actor.name, "rollout_name": rollout.name}
         scoring = {name: group.world_size for name, group in {**others}.items() if name not in self.auxiliary.rating}
@@ -90,15 +88,17 @@ class ReasoningRunner(Runner[GrpoConfig]):
             rating={name: group.world_size for name, group in self.auxiliary.rating.items()}, **names,
         )  # fmt: skip
         self.agents = Agents(agents, self.prompts, self.timeout, lambda: self.max_recoveries)
-        self.turns = cfg.actor.offload_in_rollout
-        self.ahead = cfg.algorithm.max_staleness > 0
         self.samples = self._num_untrained_steps = self._unjudged = 0
-        self.ledger = PromptTracker(self.prompts.prompts)
+        self.tracker = PromptTracker(self.prompts.prompts)
         self.replicas = Replicas(
             self.rollout, self._open_rollout, self._join, lambda: self.max_recoveries,
             "the others have made its prompts, and nothing else is lost", size=ranks_of_engine(cfg),
         )  # fmt: skip
-        self._step_rollouts: dict[int, StepRollout] = {}
+        reference = self.groups.get(REFERENCE)
+        groups = GrpoGroups(
+            actor, rollout, self.critic, reference, self.auxiliary, self.agents, self.replicas, self.tracker
+        )
+        self.loop = make_loop(cfg, groups, self.folder.end_step)
         self._reward = math.nan
         self._inputs_digest = ""
         self._dropped = 0
@@ -107,19 +107,11 @@ class ReasoningRunner(Runner[GrpoConfig]):
     # -- start ----------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Loads models, engines, datasets and judges on all ranks, and connects them.
-
-        In a colocated run they load one after the other: an engine measures the free memory while it starts, and counts memory
-        that the actor allocates or frees at that time as its own.
-        """
+        """Loads models, engines, datasets and judges on all ranks, and connects them."""
         opened = self._open_rollout(*self.rollout.present)
-        loading = [opened]
-        if self.turns:
-            loading.pop().wait(self.timeout)
-            self.rollout.offload().wait(self.timeout)
-            self.auxiliary.open_engines(self.prompts, self.timeout)
+        self.loop.await_engines(opened, self.prompts)
         actor = self.actor.init_worker(self.folder.total, self.prompts)
-        loading.append(actor)
+        loading = [opened, actor]
         if self.critic:
             loading.append(self.critic.init_worker(self.folder.total, self.prompts))
         loading += self.auxiliary.open(self.prompts) + self.agents.open()
@@ -129,10 +121,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self._inputs_digest = str(facts[0]["looks"])
         self._dropped = int(facts[0]["dropped"])
         self._devices = [str(fact["device"]) for fact in (*facts, *actor.wait(self.timeout)) if fact]
-        if self.turns:
-            self.auxiliary.offload(self.timeout)
-            if self.critic:
-                self.critic.offload().wait(self.timeout)
+        self.loop.offload_loaded()
         self._connect()
 
     def _open_rollout(self, *ranks: int) -> Handle:
@@ -152,7 +141,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
     def _connect(self) -> None:
         for name, home in self.prompts.channels().items():
             Channel.create(name, home=home)
-        self.ledger.open(self.step)
+        self.tracker.open(self.step)
         self.agents.create_queue()
         groups = [self.actor, self.rollout, *([self.critic] if self.critic else []), *self.auxiliary.groups.values()]
         for handle in [*[group.connect() for group in groups], *self.agents.connect()]:
@@ -160,9 +149,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
 
     def rebuild(self, gone: dict[str, list[int]]) -> None:
         """Restarts the groups with ended ranks: all engines, or ranks of groups that score."""
-        self._step_rollouts.clear()
-        if self.turns:  # the actor may have been in a call when they ended
-            self.actor.offload().wait(self.timeout)
+        self.loop.reset()
+        self.loop.offload_actor()
         restarted = {name: group for name, group in self.auxiliary.groups.items() if name in gone}
         if self.rollout.name in gone:
             restarted[self.rollout.name] = self.rollout
@@ -175,12 +163,9 @@ class ReasoningRunner(Runner[GrpoConfig]):
         for name, group in restarted.items():
             if group is self.rollout:
                 self._open_rollout(*self.rollout.present).wait(self.timeout)
-                if self.turns:
-                    self.rollout.offload().wait(self.timeout)
             else:
                 group.execute_on(*gone[name]).init_worker(self.prompts).wait(self.timeout)
-                if self.turns and name in self.auxiliary.scoring:
-                    group.execute_on(*gone[name]).offload().wait(self.timeout)
+            self.loop.offload_restarted(name, group, gone[name])
         self._connect()
         for handle in (self.actor.forget_sent(), self.rollout.forget_sent()):  # an update may have been in flight
             handle.wait(self.timeout)
@@ -189,43 +174,26 @@ class ReasoningRunner(Runner[GrpoConfig]):
         """Returns whether only ranks that score were lost, and all trainers have the weights of the last step: then the next
         step is repeated from the same weights and seeds."""
         learning = [self.actor, *([self.critic] if self.critic else [])]
-        if self.rollout.name in gone or self.turns or not {*gone} <= self.stateless:
+        if self.rollout.name in gone or not self.loop.repeats_steps or not {*gone} <= self.stateless:
             return False
         versions = [version for group in learning for version in group.trained_version().wait(self.timeout)]
         return set(versions) == {self.step}
 
     def begin(self) -> None:
-        """Drops all groups in flight on the rollout ranks, and sends them the present weights. In a colocated run the engines
-        stay offloaded."""
-        if self.ahead and self.step:
-            note(
-                "async generation: what was under way is made anew, so this resume loses nothing but is not bit for bit"
-            )
-        self._step_rollouts.clear()
+        """Drops all groups in flight on the rollout ranks, and sends them the present weights."""
+        if self.loop.resume_note and self.step:
+            note(self.loop.resume_note)
+        self.loop.reset()
         if self.step >= self.folder.end_step:
             return
         self.rollout.begin(self.step).wait(self.timeout)
         self.agents.begin()
-        self.ledger.open(self.step)
+        self.tracker.open(self.step)
         self.replicas.begin()
         agreement = Agreement(self.cfg, self._devices, (self.actor.world_size, self.rollout.world_size))
         if not agreement.is_known:
             self._prove(agreement)
-        self._sync(receive=not self.turns)
-
-    def _sync(self, *, receive: bool, trial: bool = False, perturbed: bool = False) -> None:
-        """Sends the present weights to the engines, which receive them now, or in a colocated run when they are reloaded."""
-        sync = [self.actor.sync_weights(self.step, self.replicas.ranks, trial=trial, perturbed=perturbed)]
-        if receive and not self.turns:
-            sync.append(self.replicas.of_step().take_weights(self.step))
-        for handle in sync:
-            handle.wait(self.timeout)
-        if not self.turns:
-            return
-        self.actor.offload().wait(self.timeout)
-        if receive:
-            self.rollout.reload().wait(self.timeout)
-            self.replicas.of_step().take_weights(self.step).wait(self.timeout)
+        self.loop.begin(self.step)
 
     def _prove(self, agreement: Agreement) -> None:
         """Checks that the trainer's scores agree with each engine's samples, with each of the weights of `ROUNDS`.
@@ -235,10 +203,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         """
         largest = 0.0
         for phase, (perturbed, weights) in enumerate(ROUNDS):
-            self._sync(receive=True, trial=True, perturbed=perturbed)
-            drawn = self.replicas.of_step().draw(phase).wait(self.timeout)
-            if self.turns:
-                self.rollout.offload().wait(self.timeout)
+            drawn = self.loop.draw_probe(self.step, phase, perturbed=perturbed)
 
             def score(texts: list[Any], perturbed: bool = perturbed) -> dict[str, Any]:
                 scored: dict[str, Any] = self.actor.score_draws(texts, perturbed).wait(self.timeout)[0]
@@ -251,119 +216,19 @@ class ReasoningRunner(Runner[GrpoConfig]):
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def one_step(self) -> dict[str, float]:
-        """Runs a step: generation, rewards, scoring, update, weight sync."""
+        """Runs a step of the loop, and the evaluation that is due after it."""
         self.replicas.tend()
         self.agents.tend()
-        step, timers = self.step + 1, PhaseTimers()
-        last = step >= self.folder.end_step
-        every = self.cfg.runner.val_check_interval
-        evaluates = every > 0 and step % every == 0
-        waking = self.rollout.reload() if self.turns else None
-        step_rollout = self._step_rollouts.pop(step, None) or self._start(step)
-        step_rollout.serve()
-        if self.ahead and not last and not evaluates:
-            self._step_rollouts[step + 1] = self._start(step + 1)
-        received = self.actor.receive(step)
-        if waking is not None:
-            with timers("turns"):
-                waking.wait(self.timeout)
-            with timers("rollout"):
-                step_rollout.wait(self.timeout)
-            with timers("turns"):
-                self.rollout.offload().wait(self.timeout)
-            step_rollout.score(self.timeout)
-            waking = self.actor.reload()
-        update = self.actor.update(step)
-        learnt = self.critic.update(step) if self.critic and not self.turns else None
-        sync = [] if last and not evaluates else [self.actor.sync_weights(step, self.replicas.ranks)]
-        if waking is not None:
-            with timers("turns"):
-                waking.wait(self.timeout)
-        with timers("rollout"):
-            generated = step_rollout.wait(self.timeout)
-            served = step_rollout.served(self.timeout)
-        with timers("receive"):
-            receipts = received.wait(self.timeout)
-        with timers("update"):
-            updated = update.wait(self.timeout)
-            trained = updated[0]
-            valued = learnt.wait(self.timeout)[0] if learnt else {}
-        with timers("sync"):
-            if sync and not self.turns and not self._step_rollouts:
-                sync.append(self.replicas.of_step().take_weights(step))
-            for handle in sync:
-                handle.wait(self.timeout)
-        if self.turns and (sync or self.critic):
-            with timers("turns"):
-                self.actor.offload().wait(self.timeout)
-        if self.turns and self.critic:
-            with timers("turns"):
-                self.critic.reload().wait(self.timeout)
-            with timers("update"):
-                valued = self.critic.update(step).wait(self.timeout)[0]
-            with timers("turns"):
-                self.critic.offload().wait(self.timeout)
-        if self.every and step % self.every == 0:
-            with timers("sync"):
-                for handle in (self.actor.refresh_reference(step), self.groups[REFERENCE].take_weights()):
-                    handle.wait(self.timeout)
-        self.step = step
-        row = self._rollout_metrics(generated)
-        if evaluates:
+        timers = PhaseTimers()
+        results = self.loop.step(self.step + 1, timers)
+        self.step += 1
+        row = self._rollout_metrics(results.generated)
+        if self.loop.evaluates(self.step):
             with timers("eval"):
-                row |= self._evaluate(step)
-        times = ("update_s", "late_score_s", "proof_s", "cpu_s")
-        row |= {f"train/{name}": value for name, value in trained.items() if name not in times}
-        row |= {f"critic/{name}": value for name, value in valued.items() if name not in times}
-        row |= served
-        row |= timers.pop()
-        score = max(receipt["score_s"] for receipt in receipts) + trained["late_score_s"]
-        row |= {"time/score_s": score, "time/train_s": trained["update_s"]}
-        row |= {
-            f"time/{name}": sum(metrics.get(name, 0.0) for metrics in (*generated, *updated))
-            for name in ("proof_s", "cpu_s")
-        }
-        row["time/train_tokens_per_s"] = trained["tokens"] * trained["updates"] / max(trained["update_s"], 1e-9)
+                row |= self.loop.evaluate(self.step)
+        row |= results.metrics(timers.pop())
         self._reward = row["train/reward"]
         return row
-
-    def _start(self, step: int) -> StepRollout:
-        """Starts the rollout of a step, with rating and, unless the run is colocated, scoring by groups that do not learn."""
-        self.ledger.give(min(step + self.cfg.algorithm.max_staleness, self.folder.end_step))
-        return StepRollout(
-            step,
-            self.ledger,
-            self._generate,
-            self.auxiliary,
-            self.critic,
-            self.agents,
-            wait=self.turns,
-            learning=self.learning,
-        )
-
-    def _generate(self, step: int) -> Handle:
-        handle: Handle = self.replicas.of_step().generate(step, len(self.replicas.firsts()))
-        return handle
-
-    def _evaluate(self, step: int) -> dict[str, float]:
-        """Returns the suites' metrics with the weights of a step, which are being sent."""
-        if self.turns:
-            self.rollout.reload()
-        rated, run = self.auxiliary.rate(evaluation_phase(step)), self.agents.serve(evaluation_phase(step))
-        rows = ask_until_complete(
-            self.replicas.firsts,
-            lambda firsts: self.replicas.of_step().evaluate(step, firsts).wait(self.timeout),
-            self.timeout,
-        )
-        metrics = validation_metrics(rows)
-        self.auxiliary.end(evaluation_phase(step))
-        self.agents.end(evaluation_phase(step))
-        run.wait(self.timeout)
-        for handle in rated.values():
-            handle.wait(self.timeout)
-        if self.turns:
-            self.rollout.offload().wait(self.timeout)
-        return metrics
 
     def _rollout_metrics(self, sums: list[dict[str, float]]) -> dict[str, float]:
         """Returns means over the step's samples, from the ranks' sums."""
@@ -402,8 +267,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             row["train/dropped_problems"] = float(self._dropped)
         if left_out:
             row["rollout/nonfinite"] = left_out
-        if self.ahead:
-            row |= {f"rollout/{name}": total.get(name, 0.0) for name in ("continued", "continued_tokens")}
+        row |= {f"rollout/{name}": total.get(name, 0.0) for name in self.loop.rollout_sums}
         if self.cfg.agent.kind != INLINE:
             row["agent/failed"] = total.get("agent_failed", 0.0)
             row |= {name: value / n for name, value in total.items() if name.startswith("agent/")}
@@ -430,7 +294,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
         if left_out:
             raise nonfinite(f"step {self.step}: no prompt brought anything finite, {steps}")
         failure = (
-            self.ledger.failure or "all answers were truncated or left out (see rollout/ and untrained/ in the metrics)"
+            self.tracker.failure
+            or "all answers were truncated or left out (see rollout/ and untrained/ in the metrics)"
         )
         raise NothingTrained(
             f"step {self.step}: no sample could be judged and trained on, {steps}; the last failure: {failure}. Mend it (or "

@@ -1,0 +1,466 @@
+"""Loops of GRPO: one step of a synchronous, an asynchronous and a colocated run, over the phases that all of them share.
+
+`make_loop` chooses the loop of a run once. Each loop's `step` reads from top to bottom: calls first, then the waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.rollout.prompt_queue import PromptTracker
+from rlhpc.language.rollout.validation import ask_until_complete, validation_metrics
+from rlhpc.language.runners.auxiliary_groups import Agents, AuxiliaryGroups, served_metrics
+from rlhpc.language.scoring.groups import CRITIC, learning_groups
+from rlhpc.language.training.prompt_dispatch import PromptMap, channel_to, evaluation_phase, training_phase
+from rlhpc.metrics import PhaseTimers
+from rlhpc.runs.replicas import Replicas
+from rlhpc.runtime.channel import Channel
+from rlhpc.runtime.errors import DeadlineExceeded
+from rlhpc.runtime.rpc import Handle
+from rlhpc.runtime.worker_group import WorkerGroup
+
+Metrics = dict[str, float]
+
+#: Seconds to wait for deliveries before the driver checks whether prompts were returned to the queue.
+_DELIVERY_S = 0.2
+#: Results of a trainer that are times of the step rather than metrics of training.
+_TIMES = ("update_s", "late_score_s", "proof_s", "cpu_s")
+
+
+@dataclass(frozen=True)
+class GrpoGroups:
+    """Worker groups of a GRPO run, as the driver calls them.
+
+    Attributes:
+        actor, rollout: Groups of `GrpoActor` and `LanguageRolloutWorker`.
+        critic: Group of the critic, if the run has one.
+        reference: Group of the reference, if its weights change.
+        auxiliary: Groups that score tokens or rate answers.
+        agents: Group that runs agents.
+        replicas: The engines that take part in a step.
+        tracker: Tracker of the prompts of all steps.
+    """
+
+    actor: WorkerGroup
+    rollout: WorkerGroup
+    critic: WorkerGroup | None
+    reference: WorkerGroup | None
+    auxiliary: AuxiliaryGroups
+    agents: Agents
+    replicas: Replicas
+    tracker: PromptTracker
+
+
+@dataclass(frozen=True)
+class StepResults:
+    """Results of one step.
+
+    Attributes:
+        generated: Sums over the step's samples, then the results of each rollout rank.
+        served: Metrics of the groups that score and rate.
+        receipts: Results of the actor's ranks for receiving and scoring the groups.
+        updated: Results of the actor's ranks for the update.
+        critic: The critic's metrics; {} without one.
+    """
+
+    generated: list[Metrics]
+    served: Metrics
+    receipts: list[Metrics]
+    updated: list[Metrics]
+    critic: Metrics
+
+    def metrics(self, times: Metrics) -> Metrics:
+        """Returns the step's metrics of training, scoring and time; `times` are the seconds of its phases."""
+        trained = self.updated[0]
+        row = {f"train/{name}": value for name, value in trained.items() if name not in _TIMES}
+        row |= {f"critic/{name}": value for name, value in self.critic.items() if name not in _TIMES}
+        row |= self.served
+        row |= times
+        row["time/score_s"] = max(receipt["score_s"] for receipt in self.receipts) + trained["late_score_s"]
+        row["time/train_s"] = trained["update_s"]
+        for name in ("proof_s", "cpu_s"):
+            row[f"time/{name}"] = sum(metrics.get(name, 0.0) for metrics in (*self.generated, *self.updated))
+        row["time/train_tokens_per_s"] = trained["tokens"] * trained["updates"] / max(trained["update_s"], 1e-9)
+        return row
+
+
+class StepRollout:
+    """Rollout of one step in flight, with its scoring and rating.
+
+    Args:
+        step: Step of the run.
+        groups: The worker groups.
+        generate: Calls the rollout ranks to lease prompts of the step until the queue is empty.
+    """
+
+    def __init__(self, step: int, groups: GrpoGroups, generate: Callable[[int], Handle]) -> None:
+        self.step = step
+        self._groups = groups
+        self._generate = generate
+        self._run = groups.agents.serve(training_phase(step))
+        self._generated = generate(step)
+        self._rated = groups.auxiliary.rate(training_phase(step))
+        self._scoring = {**({CRITIC: groups.critic} if groups.critic else {}), **groups.auxiliary.scoring}
+        self._scored = dict[str, Handle]()
+        self._sums: list[Metrics] | None = None
+
+    def serve_fixed(self, learning: Collection[str]) -> None:
+        """Calls the groups to score on arrival, except those in `learning`, whose weights change from step to step: a rank
+        runs one call after the other, and the previous step may still have to train, save or send them weights."""
+        self._serve(name for name in self._scoring if name not in learning)
+
+    def serve(self) -> None:
+        """Calls the remaining groups to score on arrival; they have the weights to score the step with by now."""
+        self._serve(name for name in self._scoring if name not in self._scored)
+
+    def _serve(self, names: Iterable[str]) -> None:
+        self._scored |= {name: self._scoring[name].serve(self.step) for name in names}
+
+    def wait(self, timeout: float) -> list[Metrics]:
+        """Waits for the rollout; returns the sums over the step's samples and the results of the rollout ranks.
+
+        Raises:
+            DeadlineExceeded: Answers were not delivered in time; the message names the prompts.
+        """
+        if self._sums is not None:
+            return self._sums
+        tracker = self._groups.tracker
+        results: list[Metrics] = self._generated.wait(timeout)
+        deadline = time.monotonic() + timeout
+        while not tracker.wait_complete(self.step, _DELIVERY_S):
+            if tracker.returned(self.step):  # by a lost rank, after the queue was empty for the other ranks
+                results += self._generate(self.step).wait(timeout)
+            elif time.monotonic() > deadline:
+                missing = tracker.missing(self.step)[:8]
+                raise DeadlineExceeded(
+                    f"step {self.step}: the answers to prompts {missing} were not delivered within runner.step_timeout_s "
+                    f"({timeout:g} s)"
+                )
+        self._groups.auxiliary.end(training_phase(self.step))
+        self._groups.agents.end(training_phase(self.step))
+        for name, group in self._scoring.items():  # a lost group that was sampled again has also arrived by now
+            scored = Channel.connect(channel_to(name))
+            for rank in range(group.world_size):
+                scored.put({"end": self.step}, key=str(rank))
+        self._sums = [tracker.close(self.step), *results]
+        return self._sums
+
+    def score_in_turn(self, timeout: float) -> None:
+        """Calls the groups to score, one after the other: each has the accelerators to itself."""
+        for name, group in self._scoring.items():
+            group.reload().wait(timeout)
+            self._scored[name] = group.serve(self.step)
+            self._scored[name].wait(timeout)
+            group.offload().wait(timeout)
+
+    def served(self, timeout: float) -> Metrics:
+        """Returns the metrics of the groups (`served_metrics`)."""
+        row = served_metrics({name: handle.wait(timeout) for name, handle in {**self._rated, **self._scored}.items()})
+        run = self._run.wait(timeout)
+        return {**row, **({"time/agent_s": max(rank["busy_s"] for rank in run)} if run else {})}
+
+
+class GrpoLoop:
+    """Phases that the loops share; a subclass puts them in order (`step`).
+
+    Args:
+        cfg: The run's configuration.
+        groups: The worker groups.
+        end_step: Step at which this start of the run ends.
+
+    Attributes:
+        resume_note: Note to the user when a run is resumed; "" for none.
+        rollout_sums: Sums of the rollout ranks that are metrics of this loop alone (`rollout/NAME`).
+        repeats_steps: Whether a step that only lost ranks without state may be repeated from the present weights.
+    """
+
+    resume_note = ""
+    rollout_sums: tuple[str, ...] = ()
+    repeats_steps = True
+
+    def __init__(self, cfg: GrpoConfig, groups: GrpoGroups, end_step: int) -> None:
+        self.cfg = cfg
+        self.groups = groups
+        self.end_step = end_step
+        self.timeout = cfg.runner.step_timeout_s
+        self.learning = learning_groups(cfg)
+
+    # -- start and recovery ---------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Drops rollouts that were started for later steps."""
+
+    def await_engines(self, opened: Handle, prompts: PromptMap) -> None:
+        """Waits for the engines, where nothing else may load at the same time; `opened` is the call in which they load."""
+
+    def offload_loaded(self) -> None:
+        """Frees the accelerators of the groups that have loaded, where the groups use the same ones."""
+
+    def offload_actor(self) -> None:
+        """Frees the actor's accelerators after a failure: it may have been in a call."""
+
+    def offload_restarted(self, name: str, group: WorkerGroup, ranks: Collection[int]) -> None:
+        """Frees the accelerators of ranks that were restarted and have loaded."""
+
+    def begin(self, step: int) -> None:
+        """Sends the weights of `step`, from which this start continues, to the engines."""
+        self._sync_weights(step)
+
+    def draw_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
+        """Sends weights on trial to the engines; returns what each draws with them (`LanguageRolloutWorker.draw`)."""
+        self._sync_weights(step, trial=True, perturbed=perturbed)
+        drawn: list[dict[str, Any]] = self.groups.replicas.of_step().draw(phase).wait(self.timeout)
+        return drawn
+
+    def _sync_weights(self, step: int, *, trial: bool = False, perturbed: bool = False) -> None:
+        replicas = self.groups.replicas
+        sent = self.groups.actor.sync_weights(step, replicas.ranks, trial=trial, perturbed=perturbed)
+        for handle in (sent, replicas.of_step().take_weights(step)):
+            handle.wait(self.timeout)
+
+    # -- phases ---------------------------------------------------------------------------------------------------
+
+    def step(self, step: int, timers: PhaseTimers) -> StepResults:
+        """Runs a step: generation, rewards, scoring, update, weight sync."""
+        raise NotImplementedError
+
+    def evaluates(self, step: int) -> bool:
+        """Returns whether the weights of a step are evaluated."""
+        every = self.cfg.runner.val_check_interval
+        return every > 0 and step % every == 0
+
+    def evaluate(self, step: int) -> Metrics:
+        """Returns the suites' metrics with the weights of a step, which are being sent."""
+        phase, replicas = evaluation_phase(step), self.groups.replicas
+        rated, run = self.groups.auxiliary.rate(phase), self.groups.agents.serve(phase)
+        rows = ask_until_complete(
+            replicas.firsts,
+            lambda firsts: replicas.of_step().evaluate(step, firsts).wait(self.timeout),
+            self.timeout,
+        )
+        metrics = validation_metrics(rows)
+        self.groups.auxiliary.end(phase)
+        self.groups.agents.end(phase)
+        run.wait(self.timeout)
+        for handle in rated.values():
+            handle.wait(self.timeout)
+        return metrics
+
+    def _start_rollout(self, step: int) -> StepRollout:
+        """Enqueues the prompts that may be sampled from now on, and starts the rollout of a step, with rating."""
+        self.groups.tracker.give(min(step + self.cfg.algorithm.max_staleness, self.end_step))
+        return StepRollout(step, self.groups, self._generate)
+
+    def _generate(self, step: int) -> Handle:
+        replicas = self.groups.replicas
+        handle: Handle = replicas.of_step().generate(step, len(replicas.firsts()))
+        return handle
+
+    def _send_weights(self, step: int) -> list[Handle]:
+        """Calls the actor to send the weights of a step; [] if no engine samples with them."""
+        if step >= self.end_step and not self.evaluates(step):
+            return []
+        return [self.groups.actor.sync_weights(step, self.groups.replicas.ranks)]
+
+    def _move_reference(self, step: int, timers: PhaseTimers) -> None:
+        """Replaces the reference by the present weights, every `reference.update_interval` steps."""
+        if self.groups.reference is None or step % self.cfg.reference.update_interval:
+            return
+        with timers("sync"):
+            for handle in (self.groups.actor.refresh_reference(step), self.groups.reference.take_weights()):
+                handle.wait(self.timeout)
+
+
+class SyncLoop(GrpoLoop):
+    """Synchronous loop: all groups of a step are generated, scored and trained on before the next step starts."""
+
+    def step(self, step: int, timers: PhaseTimers) -> StepResults:
+        """Runs a step; the actor scores and the critic learns while the last groups are generated."""
+        groups, timeout = self.groups, self.timeout
+        rollout = self._start_rollout(step)
+        rollout.serve_fixed(self.learning)
+        rollout.serve()
+        received = groups.actor.receive(step)
+        update = groups.actor.update(step)
+        valued = groups.critic.update(step) if groups.critic else None
+        sent = self._send_weights(step)
+        with timers("rollout"):
+            generated = rollout.wait(timeout)
+            served = rollout.served(timeout)
+        with timers("receive"):
+            receipts = received.wait(timeout)
+        with timers("update"):
+            updated = update.wait(timeout)
+            critic = valued.wait(timeout)[0] if valued else {}
+        with timers("sync"):
+            if sent:
+                sent.append(groups.replicas.of_step().take_weights(step))
+            for handle in sent:
+                handle.wait(timeout)
+        self._move_reference(step, timers)
+        return StepResults(generated, served, receipts, updated, critic)
+
+
+class AsyncLoop(GrpoLoop):
+    """Asynchronous loop: the rollout of the next step starts before a step is trained on, and the engines receive its weights
+    between two tokens (`algorithm.max_staleness`)."""
+
+    resume_note = (
+        "async generation: what was under way is made anew, so this resume loses nothing but is not bit for bit"
+    )
+    rollout_sums = ("continued", "continued_tokens")
+
+    def __init__(self, cfg: GrpoConfig, groups: GrpoGroups, end_step: int) -> None:
+        super().__init__(cfg, groups, end_step)
+        self._next: StepRollout | None = None
+
+    def reset(self) -> None:
+        """Drops the rollout of the next step."""
+        self._next = None
+
+    def step(self, step: int, timers: PhaseTimers) -> StepResults:
+        """Runs a step, and starts the rollout of the next one, unless the weights in between are evaluated."""
+        groups, timeout = self.groups, self.timeout
+        rollout = self._next or self._start_fixed(step)
+        rollout.serve()
+        overlaps = step < self.end_step and not self.evaluates(step)
+        self._next = self._start_fixed(step + 1) if overlaps else None
+        received = groups.actor.receive(step)
+        update = groups.actor.update(step)
+        valued = groups.critic.update(step) if groups.critic else None
+        sent = self._send_weights(step)
+        with timers("rollout"):
+            generated = rollout.wait(timeout)
+            served = rollout.served(timeout)
+        with timers("receive"):
+            receipts = received.wait(timeout)
+        with timers("update"):
+            updated = update.wait(timeout)
+            critic = valued.wait(timeout)[0] if valued else {}
+        with timers("sync"):
+            if sent and self._next is None:  # the engines that sample already receive the weights by themselves
+                sent.append(groups.replicas.of_step().take_weights(step))
+            for handle in sent:
+                handle.wait(timeout)
+        self._move_reference(step, timers)
+        return StepResults(generated, served, receipts, updated, critic)
+
+    def _start_fixed(self, step: int) -> StepRollout:
+        rollout = self._start_rollout(step)
+        rollout.serve_fixed(self.learning)
+        return rollout
+
+
+class ColocatedLoop(GrpoLoop):
+    """Colocated loop: the groups use the same accelerators, one after the other, and are offloaded in between
+    (`actor.offload_in_rollout`)."""
+
+    repeats_steps = False  # the actor's weights may be on their way to the accelerators or back
+
+    def await_engines(self, opened: Handle, prompts: PromptMap) -> None:
+        """Waits until each engine has loaded, and frees its accelerators: an engine measures the free memory while it starts,
+        and counts memory that another process allocates or frees at that time as its own."""
+        opened.wait(self.timeout)
+        self.groups.rollout.offload().wait(self.timeout)
+        self.groups.auxiliary.open_engines(prompts, self.timeout)
+
+    def offload_loaded(self) -> None:
+        """Frees the accelerators of the groups that score, and of the critic."""
+        self.groups.auxiliary.offload(self.timeout)
+        if self.groups.critic:
+            self.groups.critic.offload().wait(self.timeout)
+
+    def offload_actor(self) -> None:
+        """Frees the actor's accelerators."""
+        self.groups.actor.offload().wait(self.timeout)
+
+    def offload_restarted(self, name: str, group: WorkerGroup, ranks: Collection[int]) -> None:
+        """Frees the accelerators of all engines, or of the restarted ranks of a group that scores."""
+        if group is self.groups.rollout:
+            group.offload().wait(self.timeout)
+        elif name in self.groups.auxiliary.scoring:
+            group.execute_on(*ranks).offload().wait(self.timeout)
+
+    def begin(self, step: int) -> None:
+        """Sends the weights; the engines stay offloaded, and receive them when they are reloaded."""
+        self.groups.actor.sync_weights(step, self.groups.replicas.ranks, trial=False, perturbed=False).wait(
+            self.timeout
+        )
+        self.groups.actor.offload().wait(self.timeout)
+
+    def draw_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
+        """Does the same with the actor and then the engines on the accelerators."""
+        groups, timeout = self.groups, self.timeout
+        groups.actor.sync_weights(step, groups.replicas.ranks, trial=True, perturbed=perturbed).wait(timeout)
+        groups.actor.offload().wait(timeout)
+        groups.rollout.reload().wait(timeout)
+        groups.replicas.of_step().take_weights(step).wait(timeout)
+        drawn: list[dict[str, Any]] = groups.replicas.of_step().draw(phase).wait(timeout)
+        groups.rollout.offload().wait(timeout)
+        return drawn
+
+    def step(self, step: int, timers: PhaseTimers) -> StepResults:
+        """Runs a step: the engines, the groups that score, the actor and the critic have the accelerators one after the
+        other."""
+        groups, timeout = self.groups, self.timeout
+        reloaded = groups.rollout.reload()
+        rollout = self._start_rollout(step)
+        received = groups.actor.receive(step)
+        with timers("turns"):
+            reloaded.wait(timeout)
+        with timers("rollout"):
+            rollout.wait(timeout)
+        with timers("turns"):
+            groups.rollout.offload().wait(timeout)
+        rollout.score_in_turn(timeout)
+        reloaded = groups.actor.reload()
+        update = groups.actor.update(step)
+        sent = self._send_weights(step)
+        with timers("turns"):
+            reloaded.wait(timeout)
+        with timers("rollout"):
+            generated = rollout.wait(timeout)
+            served = rollout.served(timeout)
+        with timers("receive"):
+            receipts = received.wait(timeout)
+        with timers("update"):
+            updated = update.wait(timeout)
+        with timers("sync"):
+            for handle in sent:
+                handle.wait(timeout)
+        if sent or groups.critic:
+            with timers("turns"):
+                groups.actor.offload().wait(timeout)
+        critic = self._update_critic(step, timers) if groups.critic else {}
+        self._move_reference(step, timers)
+        return StepResults(generated, served, receipts, updated, critic)
+
+    def _update_critic(self, step: int, timers: PhaseTimers) -> Metrics:
+        critic = self.groups.critic
+        assert critic is not None
+        with timers("turns"):
+            critic.reload().wait(self.timeout)
+        with timers("update"):
+            valued: Metrics = critic.update(step).wait(self.timeout)[0]
+        with timers("turns"):
+            critic.offload().wait(self.timeout)
+        return valued
+
+    def evaluate(self, step: int) -> Metrics:
+        """Returns the suites' metrics; the engines have the accelerators for as long as that takes."""
+        self.groups.rollout.reload()
+        metrics = super().evaluate(step)
+        self.groups.rollout.offload().wait(self.timeout)
+        return metrics
+
+
+def make_loop(cfg: GrpoConfig, groups: GrpoGroups, end_step: int) -> GrpoLoop:
+    """Returns the loop that the configuration chooses."""
+    if cfg.actor.offload_in_rollout:
+        return ColocatedLoop(cfg, groups, end_step)
+    loop = AsyncLoop if cfg.algorithm.max_staleness > 0 else SyncLoop
+    return loop(cfg, groups, end_step)
