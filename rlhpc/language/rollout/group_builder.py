@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,7 +15,7 @@ from rlhpc.language.algorithms.base import LanguageAlgorithm
 from rlhpc.language.config.rewards import RewardConfig
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.rewards.pool import Scored
-from rlhpc.language.rollout.pending_group import PendingGroup
+from rlhpc.language.rollout.pending_group import PendingGroup, ScoredGroup, count_trainable_tokens
 from rlhpc.language.rollout.sample_group import FINISHED, SampleGroup, columns_of, group_of
 
 #: Term of `reward.terms` that depends on the length alone.
@@ -136,27 +134,6 @@ def varied(rewards: np.ndarray) -> bool:
     return len(rewards) > 0 and bool(varied_groups(scores, torch.zeros(len(rewards)))[0])
 
 
-@dataclass(frozen=True)
-class ScoredGroup:
-    """Answers of a prompt with their scores and rewards.
-
-    Attributes:
-        episodes: The compared episodes, by member of the group.
-        scores: Score of each episode.
-        rewards: `[E]` float32.
-        trains: Whether each episode is trained on. The other ones count in no statistic of the group and in no loss.
-        varied: Whether the task rewards of the trained episodes differ.
-        why: Reason why no episode is trained on, from `REASONS`; "" if some are.
-    """
-
-    episodes: dict[int, Episode]
-    scores: list[Scored]
-    rewards: np.ndarray
-    trains: list[bool]
-    varied: bool
-    why: str
-
-
 class GroupBuilder:
     """Builder of groups from scored answers.
 
@@ -244,11 +221,6 @@ REASONS = ("lost", "failed", "role", "cut", "old", "refilled", "alone", "nonfini
 PREFIX = "untrained/"
 
 
-def count_trainable_tokens(episodes: Iterable[Episode]) -> int:
-    """Returns the number of tokens of some episodes that the model sampled and that may be trained on."""
-    return sum(sum(sample.loss_mask) for episode in episodes for sample in episode.samples)
-
-
 def trained_members(slot: PendingGroup, oldest: int) -> list[int]:
     """Returns the members of a group that are compared. An episode whose agent failed carries no information about
     the policy, and one sampled only by weights before version `oldest` carries none about the current policy: neither
@@ -273,11 +245,6 @@ def failure_of(slot: PendingGroup) -> str:
 def is_cut(episode: Episode) -> bool:
     """Tells whether an episode's answer was truncated at a length limit."""
     return episode.finish_reason not in FINISHED
-
-
-def count_dropped_on_refill(slot: PendingGroup) -> Counter[str]:
-    """Returns the number of tokens sampled for a prompt that is being replaced, by reason (`REASONS`)."""
-    return slot.untrained + Counter(refilled=count_trainable_tokens(slot.episodes.values()))
 
 
 def drop_tokens(slot: PendingGroup, oldest: int, *, cut: bool, why: str) -> None:

@@ -1,12 +1,19 @@
-"""Pending groups of a rollout rank, and delayed rewards: groups set aside until their rewards arrive, while other
-prompts use their positions."""
+"""Life cycle of a prompt group on a rollout rank, as a state machine without engine or channels.
+
+`PendingGroups` receives events: a prompt was leased, an episode has ended, a score or a delayed reward has arrived. It
+returns actions, which the rollout worker carries out in their order. A group has one of the states in `GroupState`, and
+changes it only along `TRANSITIONS`. Groups that wait for delayed rewards are set aside, while other prompts use their
+positions.
+"""
 
 from __future__ import annotations
 
 import collections
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
 
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.data.images import PromptImages
@@ -14,66 +21,48 @@ from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion
 from rlhpc.language.rewards.pool import Scored
 
+if TYPE_CHECKING:
+    import numpy as np
 
-class DelayedRewards:
-    """Groups of a rollout rank with an episode that has ended and has no reward yet.
+#: Step and position of a prompt.
+Position = tuple[int, int]
 
-    Args:
-        max_aside: Maximum number of groups without a position (`agent.feedback_ahead`). At the maximum, the step waits.
-    """
 
-    def __init__(self, max_aside: int) -> None:
-        self._max_aside = max_aside
-        self._awaited: dict[int, tuple[PendingGroup, int, Episode]] = {}
-        self._aside: list[PendingGroup] = []
-        self._ready: collections.deque[PendingGroup] = collections.deque()
+class GroupState(StrEnum):
+    """States of a group on a rollout rank."""
 
-    def expects(self, slot: PendingGroup, member: int) -> None:
-        """Adds an episode of a group whose reward comes later."""
-        episode = slot.episodes[member]
-        self._awaited[id(episode)] = slot, member, episode
+    QUEUED = "queued"
+    """Its prompt is chosen; no member is generated yet."""
+    SAMPLING = "sampling"
+    """Its members are generated."""
+    SCORING = "scoring"
+    """All members have ended; scores or delayed rewards are outstanding."""
+    DELAYED = "delayed"
+    """It waits for delayed rewards, and another group has its position."""
+    READY = "ready"
+    """Its delayed rewards have arrived; it waits for a position."""
+    COMPLETE = "complete"
+    """It has a position and all scores."""
+    DELIVERED = "delivered"
+    """Its actor receives it."""
+    REFILLED = "refilled"
+    """It gives nothing to train on; another group has its position."""
+    REQUEUED = "requeued"
+    """Another rank resumes it from its partial answers."""
 
-    def on_reward(self, before: Episode, episode: Episode) -> PendingGroup | None:
-        """Replaces an episode by the one with its reward.
 
-        Args:
-            before: The episode without the reward.
-            episode: The episode with the reward, or failed.
-
-        Returns:
-            Its group; None if no group waits for the episode.
-        """
-        slot, member, _ = self._awaited.pop(id(before), (None, 0, None))
-        if slot is not None:
-            slot.episodes[member] = episode
-        return slot
-
-    def waits(self, slot: PendingGroup) -> bool:
-        """Returns whether a group lacks only rewards that come later."""
-        return any(other is slot for other, *_ in self._awaited.values())
-
-    def waiting(self) -> int:
-        """Returns the number of episodes whose rewards are still to come."""
-        return len(self._awaited)
-
-    def steps_aside(self, slot: PendingGroup) -> bool:
-        """Sets a waiting group aside if the limit allows it; returns whether it did."""
-        allowed = bool(self._ready) or len(self._aside) < self._max_aside
-        if allowed:
-            self._aside.append(slot)
-        return allowed
-
-    def on_complete(self, slot: PendingGroup) -> bool:
-        """Returns whether a group that has all its rewards was set aside; if so, it takes the next free position."""
-        if not any(other is slot for other in self._aside):
-            return False
-        self._aside = [other for other in self._aside if other is not slot]
-        self._ready.append(slot)
-        return True
-
-    def next(self) -> PendingGroup | None:
-        """Returns the first complete group that waits for a position."""
-        return self._ready.popleft() if self._ready else None
+#: State → the states that may follow it.
+TRANSITIONS: Mapping[GroupState, frozenset[GroupState]] = {
+    GroupState.QUEUED: frozenset({GroupState.SAMPLING}),
+    GroupState.SAMPLING: frozenset({GroupState.SCORING, GroupState.REQUEUED}),
+    GroupState.SCORING: frozenset({GroupState.COMPLETE, GroupState.DELAYED, GroupState.REQUEUED}),
+    GroupState.DELAYED: frozenset({GroupState.READY}),
+    GroupState.READY: frozenset({GroupState.COMPLETE, GroupState.REFILLED}),
+    GroupState.COMPLETE: frozenset({GroupState.DELIVERED, GroupState.REFILLED}),
+    GroupState.DELIVERED: frozenset(),
+    GroupState.REFILLED: frozenset(),
+    GroupState.REQUEUED: frozenset(),
+}
 
 
 @dataclass(frozen=True)
@@ -105,6 +94,7 @@ class PendingGroup:
         scores: Their scores.
         drawn: Number of tokens that another rank had sampled, by member.
         untrained: Number of tokens sampled here for earlier prompts of the position, by reason why they are not trained on.
+        state: State of the life cycle; `move_to` changes it.
     """
 
     step: int
@@ -119,14 +109,27 @@ class PendingGroup:
     images: PromptImages | None = None
     num_refills: int = 0
     first: tuple[int, int, int] = (0, 0, 0)
+    state: GroupState = GroupState.QUEUED
 
     def __post_init__(self) -> None:
         self.first = self.step, self.position, self.attempt
 
     @property
-    def place(self) -> tuple[int, int]:
+    def place(self) -> Position:
         """Step and position of the prompt."""
         return self.step, self.position
+
+    def move_to(self, state: GroupState) -> None:
+        """Changes the state.
+
+        Raises:
+            RuntimeError: The present state must not be followed by `state` (`TRANSITIONS`).
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(
+                f"step {self.step}, prompt {self.position}: a group that is {self.state} cannot be {state}"
+            )
+        self.state = state
 
     def to_partial(self, episodes: Sequence[Episode]) -> PartialGroup:
         """Returns the group for another rank to resume; `episodes` are those of all members, of one turn each,
@@ -136,3 +139,270 @@ class PendingGroup:
             for i, e in enumerate(episodes)
         ]
         return PartialGroup(self.position, self.attempt, answers)
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """Answers of a prompt with their scores and rewards.
+
+    Attributes:
+        episodes: The compared episodes, by member of the group.
+        scores: Score of each episode.
+        rewards: `[E]` float32.
+        trains: Whether each episode is trained on. The other ones count in no statistic of the group and in no loss.
+        varied: Whether the task rewards of the trained episodes differ.
+        why: Reason why no episode is trained on, from `group_builder.REASONS`; "" if some are.
+    """
+
+    episodes: dict[int, Episode]
+    scores: list[Scored]
+    rewards: np.ndarray
+    trains: list[bool]
+    varied: bool
+    why: str
+
+
+def count_trainable_tokens(episodes: Iterable[Episode]) -> int:
+    """Returns the number of tokens of some episodes that the model sampled and that may be trained on."""
+    return sum(sum(sample.loss_mask) for episode in episodes for sample in episode.samples)
+
+
+def count_dropped_on_refill(group: PendingGroup) -> Counter[str]:
+    """Returns the number of tokens sampled for a prompt that is being replaced, by reason (`group_builder.REASONS`)."""
+    return group.untrained + Counter(refilled=count_trainable_tokens(group.episodes.values()))
+
+
+# -- actions ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StartSampling:
+    """Action: generate all members of a group; `requests` are the ids of their requests."""
+
+    group: PendingGroup
+    requests: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ResumeSampling:
+    """Action: continue the answers that another rank has started; `requests` are the ids of their requests."""
+
+    group: PendingGroup
+    requests: tuple[int, ...]
+    answers: Sequence[Completion]
+
+
+@dataclass(frozen=True)
+class RequestScore:
+    """Action: have an episode of a group scored."""
+
+    group: PendingGroup
+    episode: Episode
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """Action: send a group to its actor and to the groups that score tokens, and report its delivery."""
+
+    group: PendingGroup
+    scored: ScoredGroup
+
+
+@dataclass(frozen=True)
+class Requeue:
+    """Action: return a prompt with its partial answers to the prompt queue."""
+
+    group: PendingGroup
+    partial: PartialGroup
+
+
+Action = StartSampling | ResumeSampling | RequestScore | Deliver | Requeue
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+class GroupRules(Protocol):
+    """Rules by which groups are trained on or replaced (`group_builder.GroupBuilder`)."""
+
+    def lacks(self, slot: PendingGroup) -> bool:
+        """Returns whether too few episodes of a prompt can be compared under the policy of its step."""
+
+    def judged(self, slot: PendingGroup, *, may_refill: bool) -> ScoredGroup | None:
+        """Returns the group's scores and rewards, or None if the prompt is to be replaced."""
+
+
+class PendingGroups:
+    """Groups in flight on a rollout rank.
+
+    Args:
+        size: G, members of a group.
+        max_refills: Maximum number of prompts that replace another one at a position (`algorithm.max_refills`).
+        max_delayed: Maximum number of groups without a position (`agent.feedback_ahead`). At the maximum, the step waits.
+        draw: Returns the group of a step, a position and an attempt.
+        rules: Rules by which groups are trained on or replaced.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        max_refills: int,
+        max_delayed: int,
+        draw: Callable[[int, int, int], PendingGroup],
+        rules: GroupRules,
+    ) -> None:
+        self._size = size
+        self._max_refills = max_refills
+        self._max_delayed = max_delayed
+        self._draw = draw
+        self._rules = rules
+        self._at_position: dict[Position, PendingGroup] = {}
+        self._num_attempts: Counter[Position] = Counter()
+        self._members: dict[int, tuple[PendingGroup, int]] = {}  # by the id of their request
+        self._last_request = 0
+        self._awaited: dict[int, tuple[PendingGroup, int, Episode]] = {}  # by the episode that has no reward yet
+        self._num_delayed = 0
+        self._ready: collections.deque[PendingGroup] = collections.deque()
+
+    def __len__(self) -> int:
+        """Returns the number of positions in flight."""
+        return len(self._at_position)
+
+    @property
+    def num_awaited_rewards(self) -> int:
+        """Number of episodes whose rewards are still to come."""
+        return len(self._awaited)
+
+    def num_resumed_tokens(self, request: int) -> int:
+        """Returns the number of an episode's tokens that another rank had sampled."""
+        group, member = self._members[request]
+        return group.drawn.get(member, 0)
+
+    # -- events
+
+    def on_prompt(self, step: int, position: int) -> list[Action]:
+        """Handles the lease of a prompt."""
+        return self._settle(self._next_group((step, position), 0, Counter()))
+
+    def on_partial(self, step: int, partial: PartialGroup) -> list[Action]:
+        """Handles the lease of a group that another rank has requeued. Finished answers are scored again: some raters compare
+        complete groups."""
+        group = self._draw(step, partial.position, partial.attempt)
+        group.num_refills = partial.attempt
+        group.drawn = {m: len(answer.token_ids) for m, answer in enumerate(partial.answers) if answer.token_ids}
+        self._num_attempts[group.place] = partial.attempt + 1
+        self._at_position[group.place] = group
+        return [ResumeSampling(group, self._start(group), partial.answers)]
+
+    def on_episode(self, episode: Episode) -> list[Action]:
+        """Handles the end of a member's episode."""
+        group, member = self._members[episode.id]
+        group.episodes[member] = episode
+        actions: list[Action] = []
+        if episode.later:
+            self._awaited[id(episode)] = group, member, episode
+        else:
+            actions.append(RequestScore(group, episode))
+        if len(group.episodes) == self._size:
+            group.move_to(GroupState.SCORING)
+            actions += self._set_aside(group)
+        return actions
+
+    def on_delayed_reward(self, before: Episode, episode: Episode) -> list[Action]:
+        """Handles the reward of an episode that has ended earlier.
+
+        Args:
+            before: The episode without the reward.
+            episode: The episode with the reward, or failed.
+        """
+        if id(before) not in self._awaited:
+            return []
+        group, member, _ = self._awaited.pop(id(before))
+        group.episodes[member] = episode
+        return [RequestScore(group, episode)]
+
+    def on_score(self, request: int, scored: Scored) -> list[Action]:
+        """Handles the score of a member, by the id of its request."""
+        group, member = self._members.pop(request)
+        group.scores[member] = scored
+        if len(group.scores) < self._size:
+            return []
+        if group.state is not GroupState.DELAYED:
+            group.move_to(GroupState.COMPLETE)
+            return self._settle(group)
+        group.move_to(GroupState.READY)
+        self._num_delayed -= 1
+        self._ready.append(group)
+        waiting = [other for other in self._at_position.values() if other.state is GroupState.SCORING]
+        return [action for other in waiting for action in self._set_aside(other)]
+
+    def on_leave(self, stopped: Mapping[int, Episode]) -> list[Action]:
+        """Handles the request to leave: each group with a position is requeued.
+
+        Args:
+            stopped: Unfinished episodes, by the id of their request.
+        """
+        requests = {(group.place, member): request for request, (group, member) in self._members.items()}
+        actions: list[Action] = []
+        for place, group in self._at_position.items():
+            members = range(self._size)
+            episodes = [group.episodes.get(m) or stopped[requests[place, m]] for m in members]
+            group.move_to(GroupState.REQUEUED)
+            actions.append(Requeue(group, group.to_partial(episodes)))
+        self._at_position.clear()
+        return actions
+
+    # -- decisions
+
+    def _settle(self, group: PendingGroup) -> list[Action]:
+        """Delivers a complete group, or refills its position until a group there is delivered or to be sampled."""
+        while group.state is GroupState.COMPLETE:
+            scored = self._rules.judged(group, may_refill=group.num_refills < self._max_refills)
+            if scored is not None:
+                group.move_to(GroupState.DELIVERED)
+                del self._at_position[group.place], self._num_attempts[group.place]
+                return [Deliver(group, scored)]
+            group.move_to(GroupState.REFILLED)
+            group = self._next_group(group.place, group.num_refills + 1, count_dropped_on_refill(group))
+        self._num_attempts[group.place] += 1
+        return [StartSampling(group, self._start(group))]
+
+    def _next_group(self, place: Position, num_refills: int, dropped: Counter[str]) -> PendingGroup:
+        """Returns the group that a free position belongs to next: the first ready one that can be trained on, or a new one.
+
+        Args:
+            place: The position.
+            num_refills: Number of prompts of the position that gave no group to train on.
+            dropped: Their tokens, by reason.
+        """
+        while self._ready:
+            group = self._ready.popleft()
+            group.step, group.position = place
+            if not self._rules.lacks(group):
+                group.move_to(GroupState.COMPLETE)
+                break
+            group.move_to(GroupState.REFILLED)
+            dropped = dropped + count_dropped_on_refill(group)  # its tokens are too old now
+        else:
+            group = self._draw(*place, self._num_attempts[place])
+        group.untrained.update(dropped)
+        group.num_refills = num_refills
+        self._at_position[place] = group
+        return group
+
+    def _start(self, group: PendingGroup) -> tuple[int, ...]:
+        """Returns the ids of requests for a group's members, which are in flight from now on."""
+        group.move_to(GroupState.SAMPLING)
+        requests = range(self._last_request + 1, self._last_request + self._size + 1)
+        self._last_request += self._size
+        self._members |= {request: (group, member) for member, request in enumerate(requests)}
+        return tuple(requests)
+
+    def _set_aside(self, group: PendingGroup) -> list[Action]:
+        """Gives the position of a group to another one, if it waits for delayed rewards and the limit allows it."""
+        waits = any(other is group for other, *_ in self._awaited.values())
+        if not waits or not (self._ready or self._num_delayed < self._max_delayed):
+            return []
+        group.move_to(GroupState.DELAYED)
+        self._num_delayed += 1
+        return self._settle(self._next_group(group.place, group.num_refills, Counter()))

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from rlhpc.language.agents.episodes import Episode, sample_of, tokens_of
+from rlhpc.language.agents.episodes import sample_of, tokens_of
 from rlhpc.language.agents.registry import INLINE, make_generation
 from rlhpc.language.algorithms.registry import make_algorithm
 from rlhpc.language.config.run import GrpoConfig
@@ -28,10 +27,20 @@ from rlhpc.language.engines import Request, SamplingParams
 from rlhpc.language.engines.base import BoundedEngine
 from rlhpc.language.engines.common import choices_of
 from rlhpc.language.engines.registry import forkable
-from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.rollout.engine_group import EngineWeights, first_of_engine, leader_only
-from rlhpc.language.rollout.group_builder import GroupBuilder, count_dropped_on_refill, failure_of
-from rlhpc.language.rollout.pending_group import DelayedRewards, PartialGroup, PendingGroup
+from rlhpc.language.rollout.group_builder import GroupBuilder, failure_of
+from rlhpc.language.rollout.pending_group import (
+    Action,
+    Deliver,
+    PartialGroup,
+    PendingGroup,
+    PendingGroups,
+    RequestScore,
+    Requeue,
+    ResumeSampling,
+    ScoredGroup,
+    StartSampling,
+)
 from rlhpc.language.rollout.preflight import check_inputs_digest, open_prompts
 from rlhpc.language.rollout.prompt_queue import PromptLeases
 from rlhpc.language.rollout.sample_group import FINISHED
@@ -179,11 +188,10 @@ class LanguageRolloutWorker(Worker):
     def _clear(self, step: int) -> None:
         self.receiver.version = -1
         self._until = step
-        self._slots: dict[tuple[int, int], PendingGroup] = {}
-        self._num_attempts, self._delayed = Counter[tuple[int, int]](), DelayedRewards(self.cfg.agent.feedback_ahead)
+        self._pending = PendingGroups(
+            self.group_size, self.refills, self.cfg.agent.feedback_ahead, self._draw, self.group_builder
+        )
         self.work = PromptLeases(self.prompts.prompts, self.rank, self._work, self._delivered)
-        self._of_request: dict[int, tuple[PendingGroup, int]] = {}
-        self._request = 0
         self._synced = 0.0
         self.before_leaving(None)
 
@@ -225,19 +233,20 @@ class LanguageRolloutWorker(Worker):
                 finished_episodes = self.generation.step()
                 busy += time.perf_counter() - start
                 for episode in finished_episodes:
-                    tokens += self._judge(episode)
+                    tokens += tokens_of(episode) - self._pending.num_resumed_tokens(episode.id)
+                    self._carry_out(self._pending.on_episode(episode))
                 worked = True
             for before, episode in self.generation.delayed_rewards():
-                self._on_delayed_reward(before, episode)
+                self._carry_out(self._pending.on_delayed_reward(before, episode))
             for request, scored in self.judges.poll():
-                self._on_score(request, scored)
+                self._carry_out(self._pending.on_score(request, scored))
                 worked = True
             if not worked:
                 time.sleep(_IDLE_S)
         stats = {"seconds": time.perf_counter() - start_time, "busy_s": busy, "sync_s": self._synced, "tokens": tokens}
         stats |= COST.pop()
         self._synced = 0.0
-        if not self._slots:
+        if not len(self._pending):
             self.before_leaving(None)
         return stats
 
@@ -279,8 +288,8 @@ class LanguageRolloutWorker(Worker):
 
     def _waits_for(self) -> str:
         waits = [f"{n} ratings of {name}" for name, n in self.judges.waits_for().items()]
-        if unpaid := self._delayed.waiting():
-            waits.append(f"{unpaid} rewards that come later (agent.feedback_timeout_s)")
+        if count := self._pending.num_awaited_rewards:
+            waits.append(f"{count} rewards that come later (agent.feedback_timeout_s)")
         return "; it waits for " + ", ".join(waits) if waits else ""
 
     def _take_weights(self) -> bool:
@@ -300,30 +309,12 @@ class LanguageRolloutWorker(Worker):
                 if item is None:
                     break
                 if isinstance(item, PartialGroup):
-                    self._resume_group(step, item)
+                    self._carry_out(self._pending.on_partial(step, item))
                 else:
-                    self._admit_group((step, item))
+                    self._carry_out(self._pending.on_prompt(step, item))
 
-    def _admit_group(self, place: tuple[int, int], num_refills: int = 0, before: Counter[str] | None = None) -> None:
-        """Starts a group at a position, or gives the position to a group whose delayed rewards have arrived."""
-        before = before or Counter()
-        while (slot := self._delayed.next()) is not None:
-            slot.step, slot.position = place
-            if not self.group_builder.lacks(slot):
-                break
-            before = before + count_dropped_on_refill(slot)  # its tokens are too old now
-        else:
-            slot = self._slot(*place, self._num_attempts[place])
-        slot.untrained.update(before)
-        slot.num_refills = num_refills
-        if slot.scores:
-            self._slots[place] = slot
-            self._on_complete(slot)
-            return
-        self._num_attempts[place] += 1
-        self.generation.add(self._requests(slot), slot.prompt)
-
-    def _slot(self, step: int, position: int, attempt: int) -> PendingGroup:
+    def _draw(self, step: int, position: int, attempt: int) -> PendingGroup:
+        """Returns the group of a position's prompt: the one that is due, or for later attempts a random one."""
         index = self.sampler.at((step - 1) * self.prompts.prompts + position)
         if attempt:
             draw = np.random.default_rng(seed_of(self.seed, step, position, attempt, -1))
@@ -332,86 +323,48 @@ class LanguageRolloutWorker(Worker):
         ids, at = self.encoder.encode(prompt) or ((), ())
         return PendingGroup(step, position, attempt, prompt, tuple(ids), images=self.encoder.prompt_images(prompt, at))
 
-    def _requests(self, slot: PendingGroup) -> list[Request]:
-        """Returns a request for each member of the group, which is in flight from now on."""
-        self._slots[slot.place] = slot
+    # -- actions on groups ----------------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        """Carries out what follows from an event (`PendingGroups`)."""
+        for action in actions:
+            match action:
+                case StartSampling(group, ids):
+                    self.generation.add(self._requests(group, ids), group.prompt)
+                case ResumeSampling(group, ids, answers):
+                    for request, answer in zip(self._requests(group, ids), answers, strict=True):
+                        self.generation.resume(request, answer, group.prompt)
+                case RequestScore(group, episode):
+                    finished = episode.finish_reason in FINISHED
+                    sample = sample_of(group.prompt, episode, self.tokenizer, finished=finished)
+                    self.judges.submit(episode.id, sample, group.first, self.group_size)
+                case Deliver(group, scored):
+                    self._deliver(group, scored)
+                case Requeue(group, partial_group):
+                    self.work.hand_back(group.step, partial_group)
+
+    def _requests(self, group: PendingGroup, ids: Sequence[int]) -> list[Request]:
+        """Returns a request for each member of a group, which is in flight from now on."""
         if self.hands_back:
             self.before_leaving(self._hand_back)
-        requests = []
-        for member in range(self.group_size):
-            self._request += 1
-            self._of_request[self._request] = slot, member
-            seed = seed_of(self.seed, slot.step, slot.position, slot.attempt, member)
-            requests.append(Request(self._request, slot.prompt_ids, self.sampling, seed, slot.images))
-        return requests
+        seeds = (seed_of(self.seed, group.step, group.position, group.attempt, member) for member in range(len(ids)))
+        return [
+            Request(number, group.prompt_ids, self.sampling, seed, group.images)
+            for number, seed in zip(ids, seeds, strict=True)
+        ]
 
-    def _resume_group(self, step: int, partial_group: PartialGroup) -> None:
-        """Resumes a group that another rank requeued. Finished answers are scored again: some raters compare complete
-        groups."""
-        slot = self._slot(step, partial_group.position, partial_group.attempt)
-        slot.num_refills, self._num_attempts[slot.place] = partial_group.attempt, partial_group.attempt + 1
-        for member, (request, answer) in enumerate(zip(self._requests(slot), partial_group.answers, strict=True)):
-            if answer.token_ids:
-                slot.drawn[member] = len(answer.token_ids)
-            self.generation.resume(request, answer, slot.prompt)
+    def _deliver(self, pending: PendingGroup, scored: ScoredGroup) -> None:
+        """Sends a group to its actor and to the groups that score tokens, and reports its delivery."""
+        group, facts = self.group_builder.group(pending, scored)
+        # A durable put survives the loss of this process.
+        self._groups.entrust(group.pack(), key=str(self.prompts.actor_of(group.position)))
+        for name, channel in self._scoring.items():
+            channel.entrust(group.bare(), key=str(self.prompts.scorer_of(name, group.position)))
+        self.work.deliver(group.step, group.position, facts, failure_of(pending))
 
     def _hand_back(self) -> None:
         """Requeues all groups in flight with their partial answers, for other ranks to resume."""
-        stopped = {episode.id: episode for episode in self.generation.abort()}
-        ids = {(slot.place, member): number for number, (slot, member) in self._of_request.items()}
-        for place, slot in self._slots.items():
-            episodes = [slot.episodes.get(m) or stopped[ids[place, m]] for m in range(self.group_size)]
-            self.work.hand_back(slot.step, slot.to_partial(episodes))
-        self.log.info("leaves, and hands back %d prompts with what there is of the answers", len(self._slots))
-        self._slots.clear()
+        count = len(self._pending)
+        self._carry_out(self._pending.on_leave({episode.id: episode for episode in self.generation.abort()}))
+        self.log.info("leaves, and hands back %d prompts with what there is of the answers", count)
         self.before_leaving(None)
-
-    def _judge(self, episode: Episode) -> int:
-        """Submits an answer for scoring; returns the number of its tokens that were sampled on this rank."""
-        slot, member = self._of_request[episode.id]
-        slot.episodes[member] = episode
-        if episode.later:
-            self._delayed.expects(slot, member)
-        else:
-            self._submit(slot, episode)
-        self._release_position(slot)
-        return tokens_of(episode) - slot.drawn.get(member, 0)
-
-    def _submit(self, slot: PendingGroup, episode: Episode) -> None:
-        sample = sample_of(slot.prompt, episode, self.tokenizer, finished=episode.finish_reason in FINISHED)
-        self.judges.submit(episode.id, sample, slot.first, self.group_size)
-
-    def _on_delayed_reward(self, before: Episode, episode: Episode) -> None:
-        """Submits an episode whose delayed reward has arrived."""
-        if (slot := self._delayed.on_reward(before, episode)) is not None:
-            self._submit(slot, episode)
-
-    def _release_position(self, slot: PendingGroup) -> None:
-        """Gives the group's position to another group, if it waits only for delayed rewards."""
-        if len(slot.episodes) == self.group_size and self._delayed.waits(slot) and self._delayed.steps_aside(slot):
-            self._admit_group(slot.place, slot.num_refills)
-
-    def _on_score(self, request: int, scored: Scored) -> None:
-        slot, member = self._of_request.pop(request)
-        slot.scores[member] = scored
-        if len(slot.scores) < self.group_size:
-            return
-        if not self._delayed.on_complete(slot):
-            self._on_complete(slot)
-            return
-        for waiting in list(self._slots.values()):
-            self._release_position(waiting)
-
-    def _on_complete(self, slot: PendingGroup) -> None:
-        """Sends a complete group, or samples another prompt in its place."""
-        judged = self.group_builder.judged(slot, may_refill=slot.num_refills < self.refills)
-        if judged is None:
-            self._admit_group(slot.place, slot.num_refills + 1, count_dropped_on_refill(slot))
-            return
-        del self._slots[slot.place], self._num_attempts[slot.place]
-        group, facts = self.group_builder.group(slot, judged)
-        # A durable put survives the loss of this process.
-        self._groups.entrust(group.pack(), key=str(self.prompts.actor_of(slot.position)))
-        for name, channel in self._scoring.items():
-            channel.entrust(group.bare(), key=str(self.prompts.scorer_of(name, slot.position)))
-        self.work.deliver(slot.step, slot.position, facts, failure_of(slot))

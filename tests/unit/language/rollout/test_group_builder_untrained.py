@@ -9,7 +9,7 @@ import pytest
 from rlhpc.language.agents.episodes import Episode, Outcome
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.rollout import group_builder
-from rlhpc.language.rollout.pending_group import PendingGroup
+from rlhpc.language.rollout.pending_group import PendingGroup, count_dropped_on_refill, count_trainable_tokens
 
 
 def episode(versions: list[int], *, reason: str = "stop", error: str = "", lost: int = 0) -> Episode:
@@ -31,7 +31,7 @@ def test_reasons_and_counts() -> None:
     group_builder.drop_tokens(given, 3, cut=True, why="")
     assert given.untrained == {"lost": 7, "old": 1, "cut": 2, "failed": 3}
     assert given.episodes[0].samples[0].loss_mask == [False, True, True], "too old: masked"
-    assert group_builder.count_trainable_tokens(given.episodes.values()) == 3 + 2 + 3
+    assert count_trainable_tokens(given.episodes.values()) == 3 + 2 + 3
     assert group_builder.dropped_token_metrics(given) == {
         "agent_failed": 1.0, "untrained/lost": 7.0, "untrained/old": 1.0, "untrained/cut": 2.0, "untrained/failed": 3.0,
     }  # fmt: skip
@@ -41,7 +41,7 @@ def test_reasons_and_counts() -> None:
 def test_a_group_that_is_left_out_and_one_whose_place_another_took(why: str) -> None:
     first = slot(episode([4, 4]), episode([4], error="it broke"))
     second = slot(episode([4, 4]), episode([4], error="it broke"))
-    second.untrained.update(group_builder.count_dropped_on_refill(first))
+    second.untrained.update(count_dropped_on_refill(first))
     group_builder.drop_tokens(second, 0, cut=False, why=why)
     assert second.untrained == Counter({"refilled": 5, why: 3, "failed": 2, "lost": 0})
     assert set(second.untrained) <= set(group_builder.REASONS)
