@@ -84,7 +84,7 @@ class Timed(EngineBase):
         self._waiting.clear()
         return aborted
 
-    def update_weights(self, version: int, named_tensors: Iterable[Any]) -> None:
+    def update_weights(self, version: int, named_tensors: Iterable[Any], *, complete: bool = True) -> None:
         """Takes them, and has no use for them."""
         for _ in named_tensors:
             pass

@@ -26,7 +26,7 @@ from rlhpc.language.agents.inline_agents import InlineAgents, InlineEnvironment
 from rlhpc.language.agents.turn_tree import AgentTurn, RequestError, Tree
 from rlhpc.language.data.images import placed
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.engines.base import Completion, DropsRequests, Request, RolloutBackend
+from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.host import host_id
 from rlhpc.runtime.text import first_line
@@ -238,7 +238,7 @@ class OutsideEpisodes:
         idle = [number for number, drawing in self._drawing.items() if drawing.session.closed or drawing.given_up]
         if not idle:
             return
-        if isinstance(self._backend, DropsRequests):
+        if self._backend.can_drop:
             self._backend.drop(idle)
         elif len(idle) < len(self._drawing):
             return
@@ -250,7 +250,7 @@ class OutsideEpisodes:
     def _show(self) -> None:
         """Passes the tokens so far to streaming clients."""
         callbacks = {number: drawing.show for number, drawing in self._drawing.items() if drawing.show is not None}
-        if callbacks and isinstance(self._backend, DropsRequests):
+        if callbacks and self._backend.can_drop:
             for number, ids in self._backend.so_far(callbacks.keys()).items():
                 if ids:
                     callbacks[number](ids)

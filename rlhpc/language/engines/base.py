@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import abc
+import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -12,7 +15,6 @@ if TYPE_CHECKING:
 
     from rlhpc.checkpoint.tensor_slice import Box
     from rlhpc.language.data.images import PromptImages
-    from rlhpc.weights.delta import Elements
 
 
 @dataclass(frozen=True)
@@ -69,22 +71,44 @@ class Completion:
     experts: np.ndarray | None = None
 
 
-class RolloutBackend(Protocol):
-    """Engine in the process of a rollout rank. Not thread-safe: one thread calls it.
+class RolloutBackend(abc.ABC):
+    """Base class of the engines in the process of a rollout rank. Not thread-safe: one thread calls it.
 
     Requests are added at any time. Each `step` advances the running requests and returns those that ended, in any order, so
     that the caller does not wait for the slowest. The weights may change between two steps: running requests continue with
     the new ones (after a recomputation of their cache, unless `rollout.keep_cache_on_update`), and `Completion.versions`
     records which version sampled each token.
 
-    Optional features are in `SaysForkable`, `AwaitsWeights`, `TakesParts`, `TakesShards`, `TellsWeights`, `ScoresTexts`,
-    `SaysExperts`, `DropsRequests`, `BoundedEngine`, `HasContext` and `ReadsInChunks`.
+    An engine implements the abstract methods. The attributes tell what it can do besides; their defaults are those of an
+    engine that can do nothing more.
     """
 
-    @property
-    def version(self) -> int:
-        """Version of the weights that the next step uses."""
+    version: int = 0
+    """Version of the weights that the next step uses."""
+    capacity: int = sys.maxsize
+    """Number of sequences that it samples at a time; further requests wait in its queue."""
+    context: int = 0
+    """Most tokens of a prompt and its response; 0 if it does not tell."""
+    chunk: int = 0
+    """Most tokens of a pass over a long prompt; 0 if it reads a prompt in one pass."""
+    choices: int | None = None
+    """Experts of a token (`Completion.experts`): those of all routers, one after the other. 0 if not requested
+    (`rollout.routing_replay`); None if it cannot return them."""
+    can_drop: bool = False
+    """Whether it can end some requests and return the tokens of running ones (`drop`, `so_far`)."""
+    can_score: bool = False
+    """Whether it computes the log-probs of a text (`score`)."""
+    takes_partial_updates: bool = False
+    """Whether `update_weights` takes `complete`, and then updates of changed tensors alone."""
+    takes_shards: bool = False
+    """Whether it loads only the parts of tensors that it needs (`wants`, `update_shards`)."""
+    forkable: ClassVar[bool] = True
+    """Whether its ranks may be forked. If not, because it starts processes or threads, they get a fresh interpreter."""
+    awaiting: ClassVar[Mapping[str, Any] | None] = None
+    """The `rollout.engine_kwargs` for a start without reading a model's weights; the first update then brings all of them.
+    None if it always reads them."""
 
+    @abc.abstractmethod
     def add(self, requests: Iterable[Request]) -> None:
         """Queues requests.
 
@@ -92,153 +116,104 @@ class RolloutBackend(Protocol):
             ConfigError: A prompt fills the context; the message has the lengths.
         """
 
+    @abc.abstractmethod
     def step(self) -> list[Completion]:
         """Advances by a token or more; returns the requests that ended. Empty lists are normal."""
 
+    @abc.abstractmethod
     def unfinished(self) -> int:
         """Returns the number of requests that were added and not yet returned."""
 
+    @abc.abstractmethod
     def abort(self) -> list[Completion]:
         """Ends all running requests; returns the tokens of each so far, with `finish_reason` "abort"."""
 
+    @abc.abstractmethod
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Adds requests, steps until all are done, and returns them in the order of `requests`."""
 
-    def update_weights(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    @abc.abstractmethod
+    def update_weights(self, version: int, named_tensors: Iterable[tuple[str, Any]], *, complete: bool = True) -> None:
         """Loads all of the model's tensors, by their Hugging Face names, in place.
 
         Caches computed with the old weights are dropped, or not used for new requests. If the update is incomplete, the engine
         refuses further steps.
+
+        Args:
+            version: Version of the weights.
+            named_tensors: Name and tensor, in any order; with `takes_partial_updates` a tensor may come as its changed
+                `Elements` (`rlhpc.weights.delta.put`).
+            complete: Passed only with `takes_partial_updates`: if false, tensors that do not come stay unchanged.
         """
 
+    @abc.abstractmethod
     def offload(self) -> None:
         """Gives the accelerator's memory to another role: moves the weights to the host or drops them, and frees the cache."""
 
+    @abc.abstractmethod
     def reload(self) -> None:
         """Reverses `offload`. The weights are undefined until the next `update_weights`."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Ends the engine."""
 
+    def drop(self, ids: Collection[int]) -> None:
+        """Ends those of the requests that still run; they are not returned (`can_drop`)."""
+        raise NotImplementedError(f"{type(self).__name__} cannot end single requests")
 
-@runtime_checkable
-class SaysForkable(Protocol):
-    """Class of engines that declares whether its ranks may be forked; those of other classes may.
+    def so_far(self, ids: Collection[int]) -> Mapping[int, list[int]]:
+        """Returns the tokens sampled so far by running requests; requests without tokens may be missing (`can_drop`)."""
+        return {}
 
-    If not, because it starts processes or threads, its ranks get a fresh interpreter.
-    """
-
-    forkable: bool
-
-
-@runtime_checkable
-class AwaitsWeights(Protocol):
-    """Class of engines that can start without reading a model's weights; the first update then brings all of them."""
-
-    awaiting: Mapping[str, Any]
-    """The `rollout.engine_kwargs` for such a start."""
-
-
-@runtime_checkable
-class TakesParts(Protocol):
-    """Engine that may accept updates of changed tensors alone."""
-
-    updates_in_part: bool
-    """Whether it accepts partial updates."""
-
-    def update_weights(
-        self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor | Elements]], *, complete: bool
-    ) -> None:
-        """Loads weights; see `RolloutBackend.update_weights`.
-
-        If `complete` is false, tensors that do not come stay unchanged; a tensor may come as its changed `Elements`
-        (`rlhpc.weights.delta.put`).
-        """
-
-
-@runtime_checkable
-class TakesShards(Protocol):
-    """Engine rank that declares which parts of which tensors it needs, and loads no others."""
-
-    def wants(self) -> Mapping[str, Sequence[Box]]:
-        """Returns the boxes that the rank needs of each tensor, by file names; other tensors are missing."""
-
-    def update_shards(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Loads weights like `RolloutBackend.update_weights`, by the names in `wants`, all of them, in tensors of full shape.
-
-        Elements outside the boxes of `wants` may have any value.
-        """
-
-
-@runtime_checkable
-class TellsWeights(Protocol):
-    """Engine that returns its current weights."""
-
-    def held(self, name: str) -> torch.Tensor | None:
-        """Returns the tensor of that name after the last update; None if it is stored in another form or dtype than it came
-        in.
-        """
-
-
-@runtime_checkable
-class ScoresTexts(Protocol):
-    """Engine that computes the log-probs of a text."""
-
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Returns log-probs of a text's tokens but the first, at temperature 1, with the current weights.
+    def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
+        """Returns log-probs of a text's tokens but the first, at temperature 1, with the current weights (`can_score`).
 
         Running requests are not affected.
 
         Args:
             token_ids: The text, shorter than the engine's context: vLLM needs space for one token that it would sample next.
+            policy: Index of the policy, if there are several (`agent.policies`).
         """
+        raise NotImplementedError(f"{type(self).__name__} cannot score texts")
+
+    def wants(self) -> Mapping[str, Sequence[Box]] | None:
+        """Returns the boxes that the rank needs of each tensor, by file names; tensors without any are missing.
+
+        None without `takes_shards`: it needs all of them.
+        """
+        return None
+
+    def update_shards(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Loads weights like `update_weights`, by the names in `wants`, all of them, in tensors of full shape
+        (`takes_shards`).
+
+        Elements outside the boxes of `wants` may have any value.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes complete tensors")
+
+    def held(self, name: str) -> torch.Tensor | None:
+        """Returns the tensor of that name after the last update; None if it is stored in another form or dtype than it came
+        in, or if the engine does not return its weights.
+        """
+        return None
 
 
-@runtime_checkable
-class SaysExperts(Protocol):
-    """Engine that returns the experts of each token (`rollout.routing_replay`)."""
-
-    choices: int
-    """Experts of a token: those of all routers, one after the other. 0 if not requested."""
-
-
-@runtime_checkable
-class DropsRequests(Protocol):
-    """Engine that can end some requests, and return the tokens of running ones."""
-
-    def drop(self, ids: Collection[int]) -> None:
-        """Ends those of the requests that still run; they are not returned."""
-
-    def so_far(self, ids: Collection[int]) -> Mapping[int, list[int]]:
-        """Returns the tokens sampled so far by running requests; requests without tokens may be missing."""
-
-
-@runtime_checkable
-class BoundedEngine(Protocol):
-    """Engine that declares how many sequences it samples at a time; further requests wait in its queue."""
-
-    capacity: int
-
-
-@runtime_checkable
-class HasContext(Protocol):
-    """Engine that declares the longest sequence."""
-
-    context: int
-    """Most tokens of a prompt and its response."""
-
-
-@runtime_checkable
-class ReadsInChunks(Protocol):
-    """Engine that reads a long prompt in several passes."""
-
-    chunk: int
-    """Most tokens of a pass."""
-
-
-def taking_parts(engine: RolloutBackend) -> TakesParts | None:
-    """Returns the engine, if it accepts partial updates; otherwise None."""
-    return engine if isinstance(engine, TakesParts) and engine.updates_in_part else None
+def with_base_class(engine: type) -> type[RolloutBackend]:
+    """Returns a class that derives from `RolloutBackend`, of a class that only has its methods, as was enough before."""
+    warnings.warn(
+        f"{engine.__module__}.{engine.__qualname__} does not derive from rlhpc.language.engines.RolloutBackend; two releases "
+        "from now it must",
+        FutureWarning,
+        stacklevel=3,
+    )
+    abilities = {
+        "can_drop": hasattr(engine, "drop") and hasattr(engine, "so_far"),
+        "can_score": hasattr(engine, "score"),
+        "takes_partial_updates": bool(getattr(engine, "updates_in_part", False)),
+        "takes_shards": hasattr(engine, "wants") and hasattr(engine, "update_shards"),
+    }
+    return type(engine.__name__, (engine, RolloutBackend), {"__module__": engine.__module__, **abilities})
 
 
 #: Factory of an engine: called with the configuration and `model_path`, `device` and `seed` by name; for an engine of several

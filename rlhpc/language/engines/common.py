@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhpc.config.typed import select
-from rlhpc.language.engines.base import Completion, Request, RolloutBackend, SaysExperts
+from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.language.multi_policy import policies_of
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
@@ -101,14 +101,14 @@ class EngineOptions:
 
 
 def choices_of(cfg: LanguageConfig, engine: RolloutBackend) -> int:
-    """Returns how many experts an engine returns for a token (`SaysExperts`); 0 without routing replay.
+    """Returns how many experts an engine returns for a token (`RolloutBackend.choices`); 0 without routing replay.
 
     Raises:
         ConfigError: The engine does not return experts.
     """
     if not select(cfg, "rollout.routing_replay"):
         return 0
-    if not isinstance(engine, SaysExperts):
+    if engine.choices is None:
         raise ConfigError(
             f"rollout.routing_replay: the engine {cfg.rollout.rollout_backend} does not say which experts it chose: take hf, "
             "or leave it false"
@@ -140,15 +140,13 @@ class UpdateFailed(RlhpcError):
     """Error of an interrupted weight update: the engine's weights are of two versions, so it samples no more tokens."""
 
 
-class EngineBase:
+class EngineBase(RolloutBackend):
     """Base of the engines: checks requests, and retains completions of other requests during `generate` until the next `step`.
 
-    A subclass sets `version`, `context` and `vocabulary`, and implements `_queue`, `_advance`, `_abort` and `_drop`.
+    A subclass sets `context` and `vocabulary`, and implements `_queue`, `_advance`, `_abort` and `_drop`.
     """
 
-    version: int = 0
-    context: int
-    """Maximum length of prompt and response."""
+    can_drop = True
     vocabulary: int
     """Token ids are below this."""
 
@@ -233,7 +231,7 @@ class EngineBase:
         return completions + self._abort()
 
     def drop(self, ids: Collection[int]) -> None:
-        """Ends some requests, which are not returned (`DropsRequests.drop`)."""
+        """Ends some requests, which are not returned (`RolloutBackend.drop`)."""
         running = self._under_way.intersection(ids)
         self._retained = [completion for completion in self._retained if completion.id not in running]
         if running:

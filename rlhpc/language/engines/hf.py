@@ -243,7 +243,8 @@ class HFRollout(EngineBase):
         seed: Unused: the tokens of a row depend on its request's seed.
     """
 
-    updates_in_part = True
+    takes_partial_updates = True
+    can_score = True
 
     @property
     def _kv(self) -> KVCache:
@@ -408,7 +409,7 @@ class HFRollout(EngineBase):
             self._rows = None
 
     def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
-        """Returns the tokens of running requests; see `DropsRequests.so_far`."""
+        """Returns the tokens of running requests; see `RolloutBackend.so_far`."""
         rows = enumerate(self._ledger.requests)
         return {request.id: self._ledger.response(row) for row, request in rows if request.id in ids}
 
@@ -446,8 +447,8 @@ class HFRollout(EngineBase):
         """Returns the names of the weights in a complete update."""
         return frozenset(name for name, _ in self._model.named_parameters())
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Returns the log-probs of a text; see `ScoresTexts.score`."""
+    def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
+        """Returns the log-probs of a text; see `RolloutBackend.score`."""
         ids = torch.tensor([list(token_ids)], device=self._device)
         with torch.inference_mode(), self._memory():
             logprobs = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
@@ -455,7 +456,7 @@ class HFRollout(EngineBase):
         return scores
 
     def held(self, name: str) -> Tensor | None:
-        """Returns a current tensor; see `TellsWeights.held`."""
+        """Returns a current tensor; see `RolloutBackend.held`."""
         return self._as_sent.get(name)
 
     def offload(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.language.engines.base import Completion, Request, ScoresTexts
+from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.language.engines.common import UpdateFailed
 
 if TYPE_CHECKING:
@@ -15,17 +15,19 @@ if TYPE_CHECKING:
     from rlhpc.weights.delta import Elements
 
 
-class MultiPolicyEngine:
+class MultiPolicyEngine(RolloutBackend):
     """Engines of several policies, each with merged adapters, which sample in turn.
 
-    They must accept partial updates (`TakesParts`), end single requests, score, and declare the weights that they need: `hf`.
+    They must accept partial updates, end single requests, score, and declare the weights that they need: `hf`.
 
     Args:
         names: Of the policies.
         make: Makes the engine of a policy, by its name.
     """
 
-    updates_in_part = True
+    takes_partial_updates = True
+    can_drop = True
+    can_score = True
 
     def __init__(self, names: Sequence[str], make: Callable[[str], Any]) -> None:
         self._names = tuple(names)
@@ -43,7 +45,7 @@ class MultiPolicyEngine:
         self.choices = 0
 
     @property
-    def version(self) -> int:
+    def version(self) -> int:  # type: ignore[override]
         """Version of the weights; see `RolloutBackend.version`."""
         return int(self._engines[0].version)
 
@@ -67,12 +69,12 @@ class MultiPolicyEngine:
         return [completion for engine in self._engines for completion in engine.abort()]
 
     def drop(self, ids: Collection[int]) -> None:
-        """Ends some requests; see `DropsRequests.drop`."""
+        """Ends some requests; see `RolloutBackend.drop`."""
         for engine in self._engines:
             engine.drop(ids)
 
     def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
-        """Returns the tokens of running requests; see `DropsRequests.so_far`."""
+        """Returns the tokens of running requests; see `RolloutBackend.so_far`."""
         return {number: tokens for engine in self._engines for number, tokens in engine.so_far(ids).items()}
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -87,7 +89,7 @@ class MultiPolicyEngine:
     def update_weights(
         self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor | Elements]], *, complete: bool = True
     ) -> None:
-        """Loads weights; see `TakesParts.update_weights`.
+        """Loads weights; see `RolloutBackend.update_weights`.
 
         Tensors that all policies share come once, by their names; the others are named `policy/name` (`of_policy`). They come
         in any order.
@@ -114,15 +116,15 @@ class MultiPolicyEngine:
         self._torn = ""
 
     def held(self, name: str) -> torch.Tensor | None:
-        """Returns a current tensor; of shared tensors, the first policy's. See `TellsWeights.held`."""
+        """Returns a current tensor; of shared tensors, the first policy's. See `RolloutBackend.held`."""
         policy, _, tensor_name = name.rpartition("/")
         tensor: torch.Tensor | None = self._engines[self._names.index(policy) if policy else 0].held(tensor_name)
         return tensor
 
     def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
-        """Returns the log-probs of a text with the weights of a policy; see `ScoresTexts.score`."""
-        engine: ScoresTexts = self._engines[policy]
-        return engine.score(token_ids)
+        """Returns the log-probs of a text with the weights of a policy; see `RolloutBackend.score`."""
+        logprobs: list[float] = self._engines[policy].score(token_ids)
+        return logprobs
 
     def offload(self) -> None:
         """Frees the accelerator; see `RolloutBackend.offload`."""

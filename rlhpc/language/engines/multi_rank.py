@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rlhpc.language.engines.base import BoundedEngine, Completion, DropsRequests, Request, RolloutBackend, ScoresTexts
+from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.runtime.errors import RlhpcError
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class _Checksum:
             self.check = zlib.crc32(completion.finish_reason.encode(), zlib.crc32(tokens, self.check))
 
 
-class Leader:
-    """Leader's side of an engine group: a `RolloutBackend` that makes the other ranks repeat each call.
+class Leader(RolloutBackend):
+    """Leader's side of an engine group: an engine that makes the other ranks repeat each call.
 
     Commands that need no immediate computation (requests, aborts) are sent with the next step.
 
@@ -89,17 +89,14 @@ class Leader:
         self._link = link
         self._checksum = _Checksum()
         self._before: list[tuple[Any, ...]] = []
+        self.capacity = engine.capacity
+        self.can_drop = engine.can_drop
+        self.can_score = engine.can_score
 
     @property
-    def version(self) -> int:
+    def version(self) -> int:  # type: ignore[override]
         """Version of the weights; see `RolloutBackend.version`."""
         return self._engine.version
-
-    @property
-    def capacity(self) -> int:
-        """Concurrent sequences; see `BoundedEngine.capacity`."""
-        assert isinstance(self._engine, BoundedEngine)
-        return self._engine.capacity
 
     def add(self, requests: Iterable[Request]) -> None:
         """Adds requests; see `RolloutBackend.add`."""
@@ -123,33 +120,30 @@ class Leader:
         return aborted
 
     def drop(self, ids: Collection[int]) -> None:
-        """Ends some requests; see `DropsRequests.drop`."""
-        engine = self._engine
-        assert isinstance(engine, DropsRequests)
-        engine.drop(ids)
+        """Ends some requests; see `RolloutBackend.drop`."""
+        self._engine.drop(ids)
         self._before.append((DROP, list(ids)))
 
     def so_far(self, ids: Collection[int]) -> Mapping[int, list[int]]:
-        """Returns the tokens of running requests; see `DropsRequests.so_far`."""
-        engine = self._engine
-        assert isinstance(engine, DropsRequests)
-        return engine.so_far(ids)
+        """Returns the tokens of running requests; see `RolloutBackend.so_far`."""
+        return self._engine.so_far(ids)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completes requests; see `RolloutBackend.generate`."""
         return self._drawn((GENERATE, list(requests)), lambda: self._engine.generate(requests))
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Returns the log-probs of a text; see `ScoresTexts.score`."""
-        engine = self._engine
-        assert isinstance(engine, ScoresTexts)
-        self._tell((SCORE, list(token_ids)))
+    def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
+        """Returns the log-probs of a text; see `RolloutBackend.score`."""
+        self._tell((SCORE, list(token_ids), policy))
         with _SuppressConsequences(self._link):
-            return engine.score(token_ids)
+            return self._engine.score(token_ids, policy)
 
-    def update_weights(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def update_weights(
+        self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]], *, complete: bool = True
+    ) -> None:
         """Loads weights, as the other ranks do with theirs; see `RolloutBackend.update_weights`."""
         self.begin_weights()
+        assert complete, "engines of several ranks take complete updates"
         self._engine.update_weights(version, named_tensors)
 
     def begin_weights(self) -> None:
@@ -234,11 +228,9 @@ class FollowerEngine:
         elif command == ABORT:
             self._checksum.update(engine.abort())
         elif command == DROP:
-            assert isinstance(engine, DropsRequests)
             engine.drop(arguments[0])
         elif command == SCORE:
-            assert isinstance(engine, ScoresTexts)
-            engine.score(arguments[0])
+            engine.score(*arguments)
         elif command == OFFLOAD:
             engine.offload()
         elif command == RELOAD:

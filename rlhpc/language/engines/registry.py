@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from rlhpc.config.typed import changed, plain
-from rlhpc.language.engines.base import AwaitsWeights, EngineFactory, RolloutBackend, SaysForkable
+from rlhpc.language.engines.base import EngineFactory, RolloutBackend, with_base_class
 from rlhpc.language.engines.common import adapters_apart
 from rlhpc.language.multi_policy import folders_of
 from rlhpc.runtime.errors import ConfigError
@@ -41,7 +41,7 @@ def make_rollout(
             little memory.
     """
     more = {} if link is None else {"link": link}
-    return ENGINES.find(cfg.rollout.rollout_backend)(cfg, model_path=model_path, device=device, seed=seed, **more)
+    return _factory(cfg.rollout.rollout_backend)(cfg, model_path=model_path, device=device, seed=seed, **more)
 
 
 def make_engine(
@@ -79,12 +79,10 @@ def awaiting_weights(cfg: Run) -> Run:
     If the engine supports it, it does not read the weights from the model's files, unless `rollout.engine_kwargs` sets how
     they are loaded.
     """
-    engine = ENGINES.find(cfg.rollout.rollout_backend)
-    if adapters_apart(cfg) or not isinstance(
-        engine, AwaitsWeights
-    ):  # the model's weights never come, or must be loaded
+    awaiting = getattr(_factory(cfg.rollout.rollout_backend), "awaiting", None)
+    if adapters_apart(cfg) or awaiting is None:  # the model's weights never come, or must be loaded
         return cfg
-    return changed(cfg, "rollout.engine_kwargs", {**engine.awaiting, **plain(cfg.rollout.engine_kwargs)})
+    return changed(cfg, "rollout.engine_kwargs", {**awaiting, **plain(cfg.rollout.engine_kwargs)})
 
 
 def forkable(name: str) -> bool:
@@ -93,5 +91,12 @@ def forkable(name: str) -> bool:
     Raises:
         ConfigError: The name is unknown.
     """
-    engine = ENGINES.find(name)
-    return engine.forkable if isinstance(engine, SaysForkable) else True
+    return bool(getattr(_factory(name), "forkable", True))
+
+
+def _factory(name: str) -> EngineFactory:
+    """Returns the factory of `rollout.rollout_backend`: a class of engines derives from `RolloutBackend`."""
+    factory = ENGINES.find(name)
+    if isinstance(factory, type) and not issubclass(factory, RolloutBackend):
+        return with_base_class(factory)
+    return factory

@@ -179,7 +179,9 @@ class VLLMRollout(VLLMProcess, EngineBase):
         ConfigError: vLLM is not installed or of the wrong build, the model does not exist, or memory does not suffice.
     """
 
-    awaiting: ClassVar[Mapping[str, Any]] = {"load_format": "dummy"}
+    awaiting: ClassVar[Mapping[str, Any] | None] = {"load_format": "dummy"}
+    can_score = True
+    takes_shards = True
     draws = True
 
     def __init__(
@@ -244,7 +246,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         return self._needed_boxes
 
     def wants(self) -> dict[str, tuple[Box, ...]]:
-        """Returns the slices that this rank needs, of tied weights by their first name; see `TakesShards.wants`."""
+        """Returns the slices that this rank needs, of tied weights by their first name; see `RolloutBackend.wants`."""
         boxes_by_name, first = (
             self._boxes(),
             {other: name for name, aliases in self._aliases.items() for other in aliases},
@@ -350,7 +352,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
             self._running.pop(name, None)
 
     def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
-        """Returns the tokens of running requests; see `DropsRequests.so_far`."""
+        """Returns the tokens of running requests; see `RolloutBackend.so_far`."""
         return {running.request.id: tokens for running, tokens, _ in self._so_far() if running.request.id in ids}
 
     def _abort(self) -> list[Completion]:
@@ -363,7 +365,9 @@ class VLLMRollout(VLLMProcess, EngineBase):
 
     # --- weights
 
-    def update_weights(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def update_weights(
+        self, version: int, named_tensors: Iterable[tuple[str, Tensor]], *, complete: bool = True
+    ) -> None:
         """Loads new weights (`RolloutBackend.update_weights`).
 
         vLLM loads them layer by layer into the tensors of its kernels, and retains the source tensors until a layer is
@@ -383,7 +387,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         self._load(version, self._experts(weights) if self._experts else weights)
 
     def update_shards(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads the slices of this rank; see `TakesShards.update_shards`."""
+        """Loads the slices of this rank; see `RolloutBackend.update_shards`."""
         self._begin_load(version)
         shapes = self._shapes()
         needed = {name: shapes[name] for name in self.wants()}
@@ -422,7 +426,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         self._end_update(version)
 
     def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
-        """Returns the log-probs of a text with the adapters of a policy; see `ScoresTexts.score`."""
+        """Returns the log-probs of a text with the adapters of a policy; see `RolloutBackend.score`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

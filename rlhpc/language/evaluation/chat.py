@@ -15,7 +15,6 @@ from rlhpc.language.config.run import LanguageConfig
 from rlhpc.language.data import PromptTokenizer, load_tokenizer
 from rlhpc.language.data.tokenizer import context_tokens
 from rlhpc.language.engines import Request, RolloutBackend, SamplingParams
-from rlhpc.language.engines.base import DropsRequests
 from rlhpc.language.engines.registry import make_engine
 from rlhpc.language.evaluation.evaluate import model_folder
 from rlhpc.language.multi_policy import folders_of
@@ -86,7 +85,7 @@ class Conversation:
             for completion in engine.step():
                 yield completion.token_ids, True
                 return
-            if isinstance(engine, DropsRequests) and (tokens := engine.so_far([self._turn]).get(self._turn)):
+            if engine.can_drop and (tokens := engine.so_far([self._turn]).get(self._turn)):
                 yield tokens, False
             else:
                 time.sleep(_PAUSE_S)

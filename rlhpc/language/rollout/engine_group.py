@@ -16,13 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines.base import (
-    HasContext,
-    ReadsInChunks,
     RolloutBackend,
-    ScoresTexts,
-    TakesShards,
-    TellsWeights,
-    taking_parts,
 )
 from rlhpc.language.engines.common import engine_dtype
 from rlhpc.language.engines.multi_rank import Commands, FollowerEngine, Leader
@@ -219,15 +213,15 @@ class EngineWeights:
         )
         name = sync_of(cfg)
         by_shards = sends_shards(name)
-        self._in_parts = None if by_shards else taking_parts(self._engine)
+        self._in_parts = self._engine.takes_partial_updates and not by_shards
         self._sync = make_sync(
             name, worker, (prompts.actor_name, 0),
             [(prompts.rollout_name, list(range(prompts.rollout_ranks)))], cfg.rollout.weight_delta,
-            whole=self._in_parts is None,
+            whole=not self._in_parts,
         )  # fmt: skip
         if by_shards:
             assert isinstance(self._sync, SendsShards)
-            self._sync.want(self._engine.wants() if isinstance(self._engine, TakesShards) else None)
+            self._sync.want(self._engine.wants())
         self.part = EngineRank(self._engine, link, self._follow)
 
     def forget(self) -> None:
@@ -244,10 +238,8 @@ class EngineWeights:
         prompts of the run may be so long (`weight_sync.draw`)."""
         cfg, engine = self._cfg, self._engine
         prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens
-        context = engine.context if isinstance(engine, HasContext) else 0
-        chunk = engine.chunk if isinstance(engine, ReadsInChunks) else 0
         config = load_model_config(str(cfg.actor.model.model_path), cfg.actor.model.trust_remote_code)
-        length = long_text(prompt + response, window_of(config), chunk, context)
+        length = long_text(prompt + response, window_of(config), engine.chunk, engine.context)
         return draw(self.part.engine, vocabulary, prompt, response, length, phase, len(policies_of(cfg).names))
 
     def take(self) -> bool:
@@ -296,16 +288,15 @@ class EngineWeights:
     def _take(self, probe: Probe | None) -> None:
         engine, rollout = self._engine, self._cfg.rollout
         update = self._sync.receive()
-        held = engine.held if isinstance(engine, TellsWeights) else None
         proof = Proof(update, self._sender, look=not update.proven)
-        if update.proven and isinstance(engine, TakesShards):
+        if update.proven and engine.takes_shards:
             engine.update_shards(update.version, proof.complete_tensors())
-        elif self._in_parts is None:
+        elif not self._in_parts:
             engine.update_weights(update.version, proof.complete_tensors())
         else:
-            self._in_parts.update_weights(update.version, proof.tensors(), complete=update.complete)
-        proof.check(held)
-        if probe is not None and isinstance(engine, ScoresTexts):
+            engine.update_weights(update.version, proof.tensors(), complete=update.complete)
+        proof.check(engine.held)
+        if probe is not None and engine.can_score:
             computes = self.computes()
             dtypes = {probe.dtype, computes["dtype"]}
             check_probe(

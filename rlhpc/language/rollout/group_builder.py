@@ -140,7 +140,7 @@ class GroupBuilder:
     Args:
         cfg: The configuration.
         algorithm: The algorithm, whose rollout columns become columns of a group.
-        choices: Router choices a token (`SaysExperts`); 0 without routing replay.
+        choices: Router choices a token (`RolloutBackend.choices`); 0 without routing replay.
         where: Name of the rollout rank, for messages.
     """
 

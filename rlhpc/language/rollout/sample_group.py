@@ -97,7 +97,7 @@ def group_of(
             caller has checked.
         trains: Whether each episode is trained on and compared; one value stands for all.
         size: G, members of a group.
-        choices: Router choices a token (`SaysExperts`); 0 without routing replay.
+        choices: Router choices a token (`RolloutBackend.choices`); 0 without routing replay.
         agent_weight: Weight of the agent's reward; the reward of a single role has the same weight.
     """
     samples = [(at, member, sample) for at, (member, e) in enumerate(episodes.items()) for sample in e.samples]

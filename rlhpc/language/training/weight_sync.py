@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rlhpc.language.config.run import GrpoConfig
-from rlhpc.language.engines.base import Request, SamplingParams, ScoresTexts
+from rlhpc.language.engines.base import Request, RolloutBackend, SamplingParams
 from rlhpc.language.engines.common import adapters_apart
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.scoring.groups import REFERENCE
@@ -28,7 +28,6 @@ from rlhpc.weights.reshard import SendsShards
 from rlhpc.weights.verification import COST, WeightsDiffer
 
 if TYPE_CHECKING:
-    from rlhpc.language.engines.base import RolloutBackend
     from rlhpc.language.training.trainer import ModelTrainer, TokenTrainer
 
 
@@ -133,7 +132,7 @@ def long_text(longest: int, window: int, chunk: int, context: int = 0) -> int:
         longest: Tokens of the run's longest sequence.
         window: Tokens of a layer's attention window; 0 without one.
         chunk: Tokens of a chunk of the prefill; 0 without chunks.
-        context: Tokens of the engine's context, one more than it scores (`ScoresTexts.score`); 0 without a limit.
+        context: Tokens of the engine's context, one more than it scores (`RolloutBackend.score`); 0 without a limit.
     """
     if context:
         longest = min(longest, context - 1)
@@ -169,13 +168,13 @@ def draw(
     draws = []
     for request, completion in zip(requests, engine.generate(requests), strict=True):
         text, policy = (*request.prompt_ids, *completion.token_ids), request.sampling.policy if policies else None
-        scored = tuple(_scored(engine, text, policy)) if isinstance(engine, ScoresTexts) else None
+        scored = tuple(_score(engine, text, policy)) if engine.can_score else None
         draws.append(ProbeSequence(text, tuple(completion.logprobs), scored, policy))
     return draws
 
 
-def _scored(engine: ScoresTexts, text: Sequence[int], policy: int | None) -> list[float]:
-    return engine.score(text, **({} if policy is None else {"policy": policy}))
+def _score(engine: RolloutBackend, text: Sequence[int], policy: int | None) -> list[float]:
+    return engine.score(text) if policy is None else engine.score(text, policy)
 
 
 class Prober:
@@ -236,7 +235,7 @@ class Prober:
 
 @COST.proving(time.process_time)
 def check_probe(
-    engine: ScoresTexts, probe: Probe, version: int, tolerance: float | None, dtypes: Collection[str], sender: str,
+    engine: RolloutBackend, probe: Probe, version: int, tolerance: float | None, dtypes: Collection[str], sender: str,
     device: str = "cpu",
 ) -> float:  # fmt: skip
     """Compares an engine's log-probs of the probe text with the trainer's.
@@ -256,7 +255,7 @@ def check_probe(
     Raises:
         WeightsDiffer: The difference is larger than rounding explains.
     """
-    gap = _gap(_scored(engine, probe.token_ids, probe.policy), probe.logprobs)
+    gap = _gap(_score(engine, probe.token_ids, probe.policy), probe.logprobs)
     cap = bound(tolerance, probe.rounding, dtypes, device)
     if not gap <= cap:
         raise WeightsDiffer(

@@ -10,7 +10,6 @@ newer, and weights never get older. With 0 that is the synchronous loop.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -24,7 +23,6 @@ from rlhpc.language.algorithms.registry import make_algorithm
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.data import PromptSampler
 from rlhpc.language.engines import Request, SamplingParams
-from rlhpc.language.engines.base import BoundedEngine
 from rlhpc.language.engines.common import choices_of
 from rlhpc.language.engines.registry import forkable
 from rlhpc.language.rollout.engine_group import EngineWeights, first_of_engine, leader_only
@@ -121,7 +119,7 @@ class LanguageRolloutWorker(Worker):
             top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
         )  # fmt: skip
         self._build(prompts)
-        self._capacity = self.backend.capacity if isinstance(self.backend, BoundedEngine) else sys.maxsize
+        self._capacity = self.backend.capacity
         where = f"{self.group_name}-{self.rank}"
         self.group_builder = GroupBuilder(cfg, make_algorithm(cfg), choices_of(cfg, self.backend), where)
         address = address_for_others(cfg)

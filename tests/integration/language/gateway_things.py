@@ -100,6 +100,8 @@ class Scripted:
         delay: Steps that each reply takes.
     """
 
+    can_drop = True
+
     def __init__(self, say: Callable[[str], str], context: int = 20_000, delay: int = 0) -> None:
         self.say, self.context, self.version, self.delay = say, context, 0, delay
         self.requests: list[Request] = []

@@ -92,6 +92,8 @@ class _Told:
 class _Draws:
     """An engine that draws the same token for ever."""
 
+    capacity, can_drop, can_score = 1, False, False
+
     def __init__(self, token: int) -> None:
         self.token = token
 

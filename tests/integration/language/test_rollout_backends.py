@@ -19,7 +19,6 @@ from rlhpc.language.agents.episodes import Episode, EpisodeRunner
 from rlhpc.language.config.run import GrpoConfig, SftConfig
 from rlhpc.language.data.tokenizer import end_tokens
 from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams, make_rollout
-from rlhpc.language.engines.base import DropsRequests, HasContext, ScoresTexts
 from rlhpc.language.engines.batch_invariance import KVCache
 from rlhpc.language.engines.common import EngineOptions, UpdateFailed
 from rlhpc.language.engines.hf import Rows, draw
@@ -146,14 +145,14 @@ def test_every_update_arrives_and_a_missed_one_shows(engine: RolloutBackend, mod
 
 def test_the_longest_text_of_a_run_that_fills_the_context_is_scored(engine: RolloutBackend) -> None:
     """As the start's proof does it: engines want room for a token that they would draw next."""
-    assert isinstance(engine, ScoresTexts) and isinstance(engine, HasContext)
+    assert engine.can_score and engine.context
     text = probe_text(64, long_text(engine.context, 0, 0, engine.context), seed=1)
     assert len(engine.score(text)) == len(text) - 1 == min(engine.context, 257) - 2
 
 
 def test_a_text_is_scored_by_the_weights_of_now(engine: RolloutBackend, model: Any) -> None:
     """As the trainer scores it, while others are under way; what is not so is noticed behind the loader."""
-    assert isinstance(engine, ScoresTexts)
+    assert engine.can_score
     text = probe_text(64, 20)
     ids = torch.tensor([text])
 
@@ -219,7 +218,7 @@ def test_an_engine_that_awaits_all_weights_reads_no_file(
         config("vllm", engine_kwargs={"load_format": "dummy"}), model_path=str(folder), device=DEVICE, seed=0
     )
     try:
-        assert isinstance(engine, ScoresTexts)
+        assert engine.can_score
         read = torch.allclose(torch.tensor(engine.score(text)), expected, atol=loose(1e-4, 1e-2))
         assert read == buffers
         engine.update_weights(0, model.named_parameters())
@@ -329,7 +328,7 @@ def test_abort_gives_back_what_there_is(engine: RolloutBackend, model: Any) -> N
 
 def test_some_are_dropped_and_the_others_do_not_notice(engine: RolloutBackend, model: Any) -> None:
     """Waiting ones, and those under way, also right behind an update; what there is of the others can be looked at."""
-    assert isinstance(engine, DropsRequests)
+    assert engine.can_drop
     requests = requests_of(30, seed=8, max_new_tokens=40, temperature=1.0)
     whole = {completion.id: completion for completion in engine.generate(requests)}
     engine.add(requests)

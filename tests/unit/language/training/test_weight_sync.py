@@ -110,6 +110,8 @@ def test_in_single_precision_nothing_is_rounded_otherwise() -> None:
 class Drawing:
     """Takes requests that fit into a context, and draws as many tokens as there is room for."""
 
+    can_score = False
+
     def __init__(self, context: int) -> None:
         self.context, self.lengths = context, list[int]()
 
