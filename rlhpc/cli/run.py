@@ -392,10 +392,11 @@ def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> No
 
 def _end_local(paths: RunPaths, grace_s: float = _SAVE_S) -> list[str]:
     """Ends the run's driver if it is a process of this machine; a job of the cluster continues."""
-    from rlhpc.jobs.segment import SegmentFiles, read_json_file
+    from rlhpc.jobs.segment import SegmentJournal
+    from rlhpc.jobs.shared_files import read_json_file
     from rlhpc.jobs.submit import cancel
 
-    records = [read_json_file(SegmentFiles(paths, segment).record) or {} for segment in paths.submitted()]
+    records = [read_json_file(SegmentJournal(paths, segment).record) or {} for segment in paths.submitted()]
     if not any(record.get("executor") == "local" for record in records):
         return []
     return cancel(paths, grace_s=grace_s)

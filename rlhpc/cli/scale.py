@@ -16,7 +16,7 @@ _AUTO = "auto"
 
 def _scale(args: argparse.Namespace) -> int:
     from rlhpc.jobs.elastic.records import HelperRecord, stays
-    from rlhpc.jobs.segment import read_json_file, write_json
+    from rlhpc.jobs.shared_files import read_json_file, write_json
 
     paths = run_paths(args.run)
     bounds = _bounds(paths)

@@ -170,7 +170,7 @@ def _submit(args: argparse.Namespace) -> int:
     from rlhpc.config import find_site
     from rlhpc.jobs.plan import build_plan
     from rlhpc.jobs.probes import ProcessId
-    from rlhpc.jobs.segment import SegmentFiles
+    from rlhpc.jobs.segment import SegmentJournal
     from rlhpc.jobs.submit import Submission, SubmitRequest, WaitOptions, choose_executor, driver_command
     from rlhpc.jobs.wait_client import Wait, hand_over
     from rlhpc.jobs.waiter import Waiter
@@ -197,7 +197,7 @@ def _submit(args: argparse.Namespace) -> int:
         )
     check_same_run(paths, cfg, resume_with=args.resume_with)
     make_longer(paths, cfg, args.segment, wait=True)
-    submitted = SubmittedConfig(SegmentFiles(paths, args.segment), cfg, args.config)
+    submitted = SubmittedConfig(SegmentJournal(paths, args.segment), cfg, args.config)
     flags = ["--resume-with"] if args.resume_with else []
     answers = not sys.stdout.isatty()  # for scripts
 

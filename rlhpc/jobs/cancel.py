@@ -8,12 +8,11 @@ import signal
 import time
 
 from rlhpc.jobs.elastic.records import end_helpers
-from rlhpc.jobs.job_record import JobRecord, end_process, find_job, job_words, probe_for, segment_job_name
+from rlhpc.jobs.job_record import end_process, find_job, job_words, probe_for, segment_job_name
 from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.probes import JobState
-from rlhpc.jobs.segment import Claim, SegmentFiles, read_json_file
+from rlhpc.jobs.segment import Claim, JobRecord, SegmentJournal
 from rlhpc.jobs.slurm import is_job_named, scancel
-from rlhpc.jobs.submit_lock import SubmitLock
 from rlhpc.runtime.errors import RlhpcError, UserError
 
 
@@ -56,7 +55,7 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
     """
     require_own(paths)
     sentences = []
-    for files in _segments_of(paths) if segment is None else [SegmentFiles(paths, segment)]:
+    for files in _segments_of(paths) if segment is None else [SegmentJournal(paths, segment)]:
         if files.marker.exists() and _ends_by_itself(files):
             continue
         record = find_job(files)
@@ -74,7 +73,7 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
     return sentences
 
 
-def _ends_by_itself(files: SegmentFiles) -> bool:
+def _ends_by_itself(files: SegmentJournal) -> bool:
     """Waits for a finished segment's job, which ends shortly after writing its marker; returns whether it has ended."""
     end = time.monotonic() + 3.0
     while (claim := Claim.newest(files)) is not None and claim.alive():
@@ -84,15 +83,15 @@ def _ends_by_itself(files: SegmentFiles) -> bool:
     return True
 
 
-def _segments_of(paths: RunPaths) -> list[SegmentFiles]:
+def _segments_of(paths: RunPaths) -> list[SegmentJournal]:
     names = [p.name.removeprefix(segment_name("")) for p in paths.submit.glob(f"{segment_name('*')}.json")]
     numbers = sorted({int(number) for name in names if (number := name.partition(".")[0]).isdigit()})
-    return [SegmentFiles(paths, number) for number in numbers]
+    return [SegmentJournal(paths, number) for number in numbers]
 
 
-def _end_waiting(files: SegmentFiles) -> bool:
+def _end_waiting(files: SegmentJournal) -> bool:
     """Marks a segment that waits for room in the queue, so that the process trying to submit it stops."""
-    with SubmitLock(files):
+    with files.submit_lock():
         record = JobRecord.read(files)
         if record is None or record.phase != "waiting" or files.cancelled(record.token):
             return False
@@ -100,7 +99,7 @@ def _end_waiting(files: SegmentFiles) -> bool:
         return True
 
 
-def _end_slurm(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
+def _end_slurm(files: SegmentJournal, record: JobRecord, grace_s: float) -> None:
     """Asks only the driver to save and stop, as a plain scancel would kill the ranks at once; then ends the job."""
     name = segment_job_name(files)
     is_job_named(record.job_id, name)  # refuses another job before anything is written
@@ -110,14 +109,13 @@ def _end_slurm(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
         scancel(record.job_id, "--batch", "--signal=TERM", name=name)
         end = time.monotonic() + grace_s
         while time.monotonic() < end:
-            exit_record = read_json_file(files.exit)
-            if files.marker.exists() or (exit_record is not None and exit_record.get("token") == record.token):
+            if files.marker.exists() or files.exit_of(record.token) is not None:
                 break
             time.sleep(0.5)
     scancel(record.job_id, name=name)
 
 
-def _end_local(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
+def _end_local(files: SegmentJournal, record: JobRecord, grace_s: float) -> None:
     """Sends SIGTERM to the job, which forwards it to the driver to make it save; then SIGKILL to the remaining processes."""
     end = time.monotonic() + grace_s
     signalled_pids: set[int] = set()

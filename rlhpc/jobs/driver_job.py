@@ -14,9 +14,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rlhpc.jobs.lease import RENEW_S
 from rlhpc.jobs.paths import RunPaths, step_name
 from rlhpc.jobs.probes import ProcessId, SlurmProbe
-from rlhpc.jobs.segment import RENEW_S, Attempts, Claim, SegmentFiles, read_json_file, write_json
+from rlhpc.jobs.segment import Attempts, Claim, ExitRecord, SegmentJournal
+from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS
 from rlhpc.jobs.slurm import end_steps, requeue_without
 from rlhpc.runtime.files import open_file
@@ -66,7 +68,7 @@ def _partition_end(err_file: Path, offset: int = 0) -> tuple[str, str, str]:
 
 
 def start_driver(
-    command: Sequence[str], files: SegmentFiles, environment: Mapping[str, str], **options: Any
+    command: Sequence[str], files: SegmentJournal, environment: Mapping[str, str], **options: Any
 ) -> subprocess.Popen[bytes]:
     """Starts a driver whose output goes to its log files, and which saves and ends when this process or the calling thread
     ends.
@@ -123,18 +125,18 @@ class DriverJob:
     _claim: Claim | None = field(default=None, init=False, repr=False)
     _pid: int | None = field(default=None, init=False, repr=False)
     _terminated: bool = field(default=False, init=False, repr=False)
-    _renewed: float = field(default=0.0, init=False, repr=False)
+    _checked_at: float = field(default=0.0, init=False, repr=False)
 
     @property
-    def files(self) -> SegmentFiles:
-        return SegmentFiles(RunPaths(Path(self.run_root)), self.segment)
+    def files(self) -> SegmentJournal:
+        return SegmentJournal(RunPaths(Path(self.run_root)), self.segment)
 
     def __call__(self) -> dict[str, Any]:
         """Runs the driver until it ends. The result is only for submitit's log; the marker file counts."""
         from submitit import JobEnvironment
 
         files = self.files
-        if read_json_file(files.marker) is not None:
+        if files.result() is not None:
             return {"exit_code": 0}
         probe = SlurmProbe() if self.executor == "slurm" else None
         files.driver_err.parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +152,7 @@ class DriverJob:
             self._kill_driver(0.0)
             self._release()
 
-    def _attempts(self, files: SegmentFiles) -> dict[str, Any]:
+    def _attempts(self, files: SegmentJournal) -> dict[str, Any]:
         """Runs the driver, and restarts it after failures that it did not cause."""
         attempts = Attempts(files, self.token)
         while True:
@@ -161,7 +163,7 @@ class DriverJob:
                 return self._record_exit(1, self._stuck(idle))
             attempts.begin(self._newest(), self._claim.job_id)
             code = self._run_driver(files)
-            if read_json_file(files.marker) is not None:
+            if files.result() is not None:
                 attempts.end("finished")
                 return {"exit_code": 0}
             if code == EXIT_REQUEUE and not self._terminated:
@@ -217,7 +219,7 @@ class DriverJob:
 
         self._signal_driver(signal.SIGUSR2)
         self._kill_driver(self.save_grace_s)
-        if read_json_file(self.files.marker) is not None:
+        if self.files.result() is not None:
             raise SystemExit(0)  # the step in progress finished the segment
         if self._terminated:
             self._record_exit(128 + signal.SIGTERM, "")
@@ -230,7 +232,7 @@ class DriverJob:
             raise SystemExit(1)
         return DelayedSubmission(replace(self))
 
-    def _run_driver(self, files: SegmentFiles) -> int:
+    def _run_driver(self, files: SegmentJournal) -> int:
         """Runs the driver; returns its exit code, or 128 + n if signal n ended it."""
         assert self._claim is not None
         # the checkpoint signal must not arrive between the fork and the moment the driver's pid is known
@@ -246,7 +248,7 @@ class DriverJob:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2, signal.SIGTERM})
         while not self._driver_gone():
-            self._renew()
+            self._check_owner()
             time.sleep(_POLL_S)
         code = process.wait()
         return 128 - code if code < 0 else code
@@ -271,7 +273,7 @@ class DriverJob:
         """Waits for the driver to end, and kills it when the grace period is over."""
         end = time.monotonic() + grace_s
         while not self._driver_gone() and time.monotonic() < end:
-            self._renew()
+            self._check_owner()
             time.sleep(_POLL_S)
         self._signal_driver(signal.SIGKILL)
 
@@ -280,11 +282,11 @@ class DriverJob:
         self._terminated = True
         self._signal_driver(signal.SIGTERM)
 
-    def _renew(self) -> None:
-        if self._claim is None or time.monotonic() - self._renewed < RENEW_S:
+    def _check_owner(self) -> None:
+        """Ends the driver if a later job has taken the segment over, as seen at the interval of renewals."""
+        if self._claim is None or time.monotonic() - self._checked_at < RENEW_S:
             return
-        self._renewed = time.monotonic()
-        self._claim.renew()
+        self._checked_at = time.monotonic()
         with contextlib.suppress(OSError):
             if not self._claim.owns():
                 print("a later job has taken this segment over; the driver is ended", file=sys.stderr, flush=True)
@@ -310,19 +312,19 @@ class DriverJob:
             message = f"the driver ended with exit code 0 but left no {self.files.marker}" + (
                 f"; its last words:\n{message}" if message else ""
             )
-        value = {
-            "token": self.token,
-            "job_id": self._claim.job_id,
-            "attempt": Attempts(self.files, self.token).count,
-            "exit_code": code,
-            "signal": signame,
-            "cancelled": self._terminated,
-            "message": message,
-            "ended": time.time(),
-        }
+        record = ExitRecord(
+            token=self.token,
+            job_id=self._claim.job_id,
+            attempt=Attempts(self.files, self.token).count,
+            exit_code=code,
+            signal=signame,
+            cancelled=self._terminated,
+            message=message,
+            end_time=time.time(),
+        )
         self._release()  # first: a process that reads the exit record may start the next job at once
-        write_json(self.files.exit, value)
-        return value
+        self.files.write_exit(record)
+        return record.to_json()
 
 
 def size_of(path: Path) -> int:

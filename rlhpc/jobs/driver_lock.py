@@ -9,10 +9,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhpc.jobs.lease import Lease, is_held
+from rlhpc.jobs.lease import Lease, holder, is_held
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobState, ProcessId, SlurmProbe
-from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.runtime.allocation import in_slurm_job, steps_possible
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, UserError
@@ -22,13 +22,12 @@ from rlhpc.runtime.network import own_address
 @contextlib.contextmanager
 def sole_driver(paths: RunPaths) -> Iterator[None]:
     """Holds the run for this process until the block or the process ends. An earlier start of the same job, or a process or
-    job
-    that has ended, is replaced.
+    job that has ended, is replaced.
 
     Raises:
         UserError: Another driver trains this run.
     """
-    lease = Lease(paths.driver_record, {"job": os.environ.get("SLURM_JOB_ID", "")})
+    lease = Lease(paths.driver_record, {"job": os.environ.get("SLURM_JOB_ID", ""), **holder()})
     try:
         paths.root.mkdir(parents=True, exist_ok=True)
         while not lease.take():

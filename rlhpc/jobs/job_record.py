@@ -1,4 +1,4 @@
-"""Record of a submitted job, and the search for the live job of a segment."""
+"""Search for the live job of a segment, and for a finished segment that a longer run opens again."""
 
 from __future__ import annotations
 
@@ -7,65 +7,14 @@ import hashlib
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobProbe, JobState, LocalProbe, ProcessId, SlurmProbe
-from rlhpc.jobs.segment import Claim, SegmentFiles, read_json_file, write_json
+from rlhpc.jobs.segment import Claim, JobRecord, SegmentJournal
+from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.runtime.errors import ConfigError, SubmitError, UserError
-
-
-@dataclass(frozen=True)
-class JobRecord:
-    """Content of `submit/segment_<k>.json`.
-
-    Attributes:
-        phase: "submitting" until the job id is known, then "submitted"; "waiting" while the site accepts no more jobs,
-            "refused" if it will never accept this one.
-        reason: Why the job is waiting or was refused.
-        process: The local controller; None for Slurm.
-        attempt: Number of this submission, from 1.
-        job_log: Files with the job's own output; the driver's are in `logs/segment_<k>/`.
-    """
-
-    segment: int
-    attempt: int
-    token: str
-    executor: str
-    command: list[str]
-    job_name: str
-    job_id: str = ""
-    phase: str = "submitting"
-    reason: str = ""
-    process: ProcessId | None = None
-    submitted: float = 0.0
-    job_log: str = ""
-    logs: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, files: SegmentFiles) -> JobRecord | None:
-        """Returns the last submission of a segment; None without one."""
-        value = read_json_file(files.record)
-        return None if value is None else cls.from_json(value)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> JobRecord | None:
-        """Reads the value of `to_json`; returns None if the value is not a record."""
-        fields = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
-        fields["process"] = ProcessId.from_json(fields.get("process"))
-        try:
-            return cls(**fields)
-        except TypeError:
-            return None
-
-    def to_json(self) -> dict[str, Any]:
-        value = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**value, "process": self.process.to_json() if self.process else None}
-
-    def write(self, files: SegmentFiles) -> None:
-        write_json(files.record, self.to_json())
 
 
 def job_name(paths: RunPaths, purpose: str) -> str:
@@ -75,7 +24,7 @@ def job_name(paths: RunPaths, purpose: str) -> str:
     return f"rlhpc-{folder}-{purpose}-{digest}"
 
 
-def segment_job_name(files: SegmentFiles) -> str:
+def segment_job_name(files: SegmentJournal) -> str:
     """Returns the Slurm name of a segment's jobs; never taken from the record, as the folder may come from elsewhere."""
     return job_name(files.paths, str(files.segment))
 
@@ -101,13 +50,13 @@ def job_words(record: JobRecord) -> str:
     return f"{'Slurm' if record.executor == 'slurm' else 'local'} job {record.job_id or '(starting)'}"
 
 
-def probe_for(record: JobRecord, files: SegmentFiles) -> JobProbe:
+def probe_for(record: JobRecord, files: SegmentJournal) -> JobProbe:
     if record.executor == "slurm":
         return SlurmProbe(finished=lambda job_id: files.marker.exists())
     return LocalProbe({record.job_id: record.process} if record.process else {})
 
 
-def owner_of(files: SegmentFiles, record: JobRecord, *, alive: bool = False) -> JobRecord:
+def owner_of(files: SegmentJournal, record: JobRecord, *, alive: bool = False) -> JobRecord:
     """Returns the record, or the job that holds the claim if two were submitted or the id was never recorded.
 
     `alive`: the holder of the claim is known to be alive.
@@ -132,13 +81,12 @@ def owner_of(files: SegmentFiles, record: JobRecord, *, alive: bool = False) -> 
     )
 
 
-def find_job(files: SegmentFiles) -> JobRecord | None:
+def find_job(files: SegmentJournal) -> JobRecord | None:
     """Returns the live job of a segment: the recorded job, the one that holds the claim, or one found by name."""
     record = JobRecord.read(files)
     if record is None:
         return None
-    exit_record = read_json_file(files.exit)
-    if exit_record is not None and exit_record.get("token") == record.token:
+    if files.exit_of(record.token) is not None:
         return None
     if record.phase == "refused":
         return None
@@ -165,16 +113,15 @@ def find_job(files: SegmentFiles) -> JobRecord | None:
     return None if is_over else record
 
 
-def was_cancelled(files: SegmentFiles) -> JobRecord | None:
+def was_cancelled(files: SegmentJournal) -> JobRecord | None:
     """Returns the segment's last submission if it was ended on purpose, by `rlhpc cancel` or scancel."""
     record = JobRecord.read(files)
     if record is None:
         return None
     if files.cancelled(record.token):
         return record
-    exit_record = read_json_file(files.exit)
-    if exit_record is not None and exit_record.get("token") == record.token:
-        return record if exit_record.get("cancelled") else None
+    if (end := files.exit_of(record.token)) is not None:
+        return record if end.cancelled else None
     if record.executor == "slurm" and record.job_id:
         return record if probe_for(record, files).query_one(record.job_id).state is JobState.CANCELLED else None
     return None
@@ -226,7 +173,7 @@ def wait_for_end(paths: RunPaths, segment: int, *, within_s: float = 60.0) -> No
     Raises:
         SubmitError: It has not ended `within_s` seconds later.
     """
-    files, deadline = SegmentFiles(paths, segment), time.monotonic() + within_s
+    files, deadline = SegmentJournal(paths, segment), time.monotonic() + within_s
     while (job := find_job(files)) is not None:
         if time.monotonic() > deadline:
             raise SubmitError(

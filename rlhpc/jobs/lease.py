@@ -1,28 +1,32 @@
-"""Leases: files that name the one process, on any host, that may do something, and that renews the file meanwhile."""
+"""Leases: files that name the one process, on any host, that may do something, and that are renewed as long as it lives."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from rlhpc.jobs.probes import ProcessId
-from rlhpc.jobs.segment import LEASE_S, RENEW_S, read_json_file, renewed_within
+from rlhpc.jobs.shared_files import read_json_file, renewed_within
+from rlhpc.runtime.errors import DeadlineExceeded, SubmitError
 from rlhpc.runtime.files import create_exclusively
 
-log = logging.getLogger(__name__)
+#: A holder on another host that has not renewed its file for this long is considered dead.
+LEASE_S = 30.0
+#: Interval at which a live holder renews its file.
+RENEW_S = 5.0
 
 
 def is_held(path: Path, content: Mapping[str, Any], ask: Callable[[], bool | None] = lambda: None) -> bool:
     """Returns whether the holder of a lease is alive: by its process id on this host; elsewhere by the result of `ask` or, if
-    that
-    is None, by whether the holder renews the file.
+    that is None, by whether the holder renews the file.
 
     Args:
         path: The lease.
@@ -38,6 +42,11 @@ def is_held(path: Path, content: Mapping[str, Any], ask: Callable[[], bool | Non
     return renewed_within(path, LEASE_S)
 
 
+def holder() -> dict[str, Any]:
+    """Returns the content of a lease of this process."""
+    return {"process": ProcessId.of(os.getpid()).to_json(), "nonce": secrets.token_hex(8)}
+
+
 class Lease:
     """Exclusive right of one process, held through a file that it created exclusively and renews.
 
@@ -45,13 +54,12 @@ class Lease:
 
     Args:
         path: The file. Its folder must exist.
-        facts: Further facts about the holder to write.
+        content: Its content; by default that of `holder`.
     """
 
-    def __init__(self, path: Path, facts: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, content: Mapping[str, Any] | None = None) -> None:
         self.path = path
-        process = ProcessId.of(os.getpid()).to_json()
-        self.content = {**(facts or {}), "process": process, "nonce": secrets.token_hex(8)}
+        self.content = holder() if content is None else dict(content)
         self._released = threading.Event()
 
     def take(self) -> bool:
@@ -69,6 +77,10 @@ class Lease:
         while not self._released.wait(RENEW_S):
             with contextlib.suppress(OSError):  # a full or stalled disk does not end the lease
                 os.utime(self.path)
+
+    def end_renewal(self) -> None:
+        """Renews the file no more; it stays."""
+        self._released.set()
 
     def owns(self) -> bool:
         """Returns whether the file still belongs to this holder."""
@@ -99,6 +111,45 @@ class Lease:
 
     def release(self) -> None:
         """Releases the lease. A file that another process has taken over is left alone."""
-        self._released.set()
+        self.end_renewal()
         if self.owns():
             self.path.unlink(missing_ok=True)
+
+
+class LeaseLock:
+    """Lock on decisions about a job, for one process of any host at a time.
+
+    Args:
+        path: File that names the process; its folder must exist.
+        subject: Name of the job, for messages.
+        timeout_s: Maximum wait for another process.
+
+    Raises:
+        DeadlineExceeded: On entering: the other process did not finish in time.
+        SubmitError: On entering: the folder cannot be written.
+    """
+
+    def __init__(self, path: Path, subject: str, timeout_s: float = 120.0) -> None:
+        self._subject = subject
+        self._timeout_s = timeout_s
+        self._lease = Lease(path)
+
+    def __enter__(self) -> LeaseLock:
+        end = time.monotonic() + self._timeout_s
+        path = self._lease.path
+        try:
+            while not self._lease.take_over():
+                if time.monotonic() > end:
+                    raise DeadlineExceeded(
+                        f"{self._subject}: another process has been submitting it for "
+                        f"{self._timeout_s:.0f} s and holds {path}; if it hangs, end it and try again"
+                    )
+                time.sleep(0.1)
+        except OSError as error:
+            raise SubmitError(f"cannot write {path}: {error.strerror or error}") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lease.release()

@@ -1,8 +1,8 @@
-"""Ownership of a segment by a job.
+"""Journal of a segment: its submission, its attempts, its end, and the job that owns it.
 
-Two guards prevent two races. `SubmitLock` lets one process at a time check and submit. `Claim` is taken by the job itself
-when it starts: claims are numbered files that are created exclusively and never removed, the next number may only be taken
-once the holder of the last one is dead, and the highest number owns the segment. So even two jobs submitted without
+Two guards prevent two races. `SegmentJournal.submit_lock` lets one process at a time check and submit. `Claim` is taken by the
+job itself when it starts: claims are numbered files that are created exclusively and never removed, the next number may only
+be taken once the holder of the last one is dead, and the highest number owns the segment. So even two jobs submitted without
 knowledge of each other (a submitter killed between two system calls, a job both requeued and resubmitted) never train at
 once.
 """
@@ -10,59 +10,24 @@ once.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlhpc.jobs.lease import LEASE_S, Lease, LeaseLock
 from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.probes import JobProbe, ProcessId
-from rlhpc.runtime import files as plain
-from rlhpc.runtime.files import create_exclusively, replace_durably
-
-#: A holder on another host that has not renewed its file for this long is considered dead.
-LEASE_S = 30.0
-#: Interval at which a live holder renews its file.
-RENEW_S = 5.0
-
-
-def look_again(folder: Path) -> int:
-    """Returns the time at which an entry of the folder was last added, removed or renamed, in ns; -1 if the folder is missing.
-
-    Opening it makes NFS ask the server (close-to-open consistency) instead of answering from its cache of names.
-    """
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return -1
-    try:
-        return os.fstat(fd).st_mtime_ns
-    finally:
-        os.close(fd)
-
-
-def read_json_file(path: Path) -> dict[str, Any] | None:
-    """Returns the JSON object in a file that others replace atomically; None if it is missing or not (yet) readable."""
-    look_again(path.parent)
-    try:
-        value = plain.read_json(plain.read_file(path).decode())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replaces a file atomically with a JSON object, which is on disk when this returns."""
-    replace_durably(path, json.dumps(value, indent=1).encode() + b"\n", mode=0o600, parents=False)
+from rlhpc.jobs.shared_files import look_again, read_json_file, renewed_within, write_json
+from rlhpc.runtime.files import is_count, is_number
 
 
 @dataclass(frozen=True)
-class SegmentFiles:
-    """Paths of a segment's files under `submit/`, and of its logs."""
+class SegmentJournal:
+    """Journal of a segment: the files under `submit/` in which submitters, jobs and users record its state, and its logs."""
 
     paths: RunPaths
     segment: int
@@ -96,6 +61,19 @@ class SegmentFiles:
         """Marker of a job that was ended for good; without it, the end would look like a preemption."""
         return self.paths.submit / f"{self._name}.cancel.json"
 
+    def result(self) -> dict[str, Any] | None:
+        """Returns the result that the driver wrote when it finished the segment; None while it has not."""
+        return read_json_file(self.marker)
+
+    def exit_of(self, token: str) -> ExitRecord | None:
+        """Returns how the driver of the submission with this token ended without finishing; None if it has not."""
+        value = read_json_file(self.exit)
+        return None if value is None or value.get("token") != token else ExitRecord.from_json(value)
+
+    def write_exit(self, record: ExitRecord) -> None:
+        """Records how a driver ended."""
+        write_json(self.exit, record.to_json())
+
     def cancelled(self, token: str) -> bool:
         """Returns whether the submission with this token was cancelled."""
         return (read_json_file(self.cancel) or {}).get("token") == token
@@ -103,6 +81,12 @@ class SegmentFiles:
     def mark_cancelled(self, token: str) -> None:
         """Marks the submission with this token as cancelled."""
         write_json(self.cancel, {"token": token, "time": time.time()})
+
+    def submit_lock(self, timeout_s: float = 120.0) -> LeaseLock:
+        """Returns the lock on submitting the segment: one process at a time checks whether a job exists, and starts it if
+        not. The folder `submit/` must exist.
+        """
+        return LeaseLock(self.lease, f"segment {self.segment}", timeout_s)
 
     @property
     def lease(self) -> Path:
@@ -141,22 +125,101 @@ class SegmentFiles:
         return self.paths.segment_done(self.segment)
 
 
-def renewed_within(path: Path, seconds: float, alive_again: Callable[[], bool] = lambda: False) -> bool:
-    """Watches a file for up to `seconds`; returns True as soon as its owner renews it, False if it is not renewed or is
-    removed.
+@dataclass(frozen=True)
+class JobRecord:
+    """The last submission of a segment: content of `submit/segment_<k>.json`.
 
-    Only changes count, never the file's age: the clocks of two hosts need not agree.
+    Attributes:
+        phase: "submitting" until the job id is known, then "submitted"; "waiting" while the site accepts no more jobs,
+            "refused" if it will never accept this one.
+        reason: Why the job is waiting or was refused.
+        process: The local controller; None for Slurm.
+        attempt: Number of this submission, from 1.
+        job_log: Files with the job's own output; the driver's are in `logs/segment_<k>/`.
     """
-    try:
-        first = path.stat().st_mtime_ns
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            time.sleep(min(0.5, seconds / 4))
-            if path.stat().st_mtime_ns != first or alive_again():
-                return True
-    except FileNotFoundError:
-        pass
-    return False
+
+    segment: int
+    attempt: int
+    token: str
+    executor: str
+    command: list[str]
+    job_name: str
+    job_id: str = ""
+    phase: str = "submitting"
+    reason: str = ""
+    process: ProcessId | None = None
+    submitted: float = 0.0
+    job_log: str = ""
+    logs: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, journal: SegmentJournal) -> JobRecord | None:
+        """Returns the last submission of a segment; None without one."""
+        value = read_json_file(journal.record)
+        return None if value is None else cls.from_json(value)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> JobRecord | None:
+        """Reads the value of `to_json`; returns None if the value is not a record."""
+        fields = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
+        fields["process"] = ProcessId.from_json(fields.get("process"))
+        try:
+            return cls(**fields)
+        except TypeError:
+            return None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the file's content."""
+        value = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**value, "process": self.process.to_json() if self.process else None}
+
+    def write(self, journal: SegmentJournal) -> None:
+        """Replaces the segment's record."""
+        write_json(journal.record, self.to_json())
+
+
+@dataclass(frozen=True)
+class ExitRecord:
+    """End of a driver that did not finish its segment: content of `submit/segment_<k>.exit.json`.
+
+    Attributes:
+        token: Token of its submission.
+        attempt: Number of its last attempt.
+        signal: Name of the signal that ended it; "" without one.
+        cancelled: Whether its job was ended on purpose.
+        message: Its first error.
+        end_time: Unix time.
+    """
+
+    token: str
+    job_id: str = ""
+    attempt: int = 0
+    exit_code: int = 1
+    signal: str = ""
+    cancelled: bool = False
+    message: str = ""
+    end_time: float = 0.0
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ExitRecord:
+        """Reads the content of the file, which another version or a person may have written."""
+        end_time = value.get("ended")
+        return cls(
+            token=str(value.get("token", "")),
+            job_id=str(value.get("job_id", "")),
+            attempt=value["attempt"] if is_count(value.get("attempt")) else 0,
+            exit_code=value["exit_code"] if is_count(value.get("exit_code")) and value["exit_code"] else 1,
+            signal=str(value.get("signal") or ""),
+            cancelled=bool(value.get("cancelled")),
+            message=str(value.get("message") or "").strip(),
+            end_time=float(end_time) if is_number(end_time) else 0.0,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the file's content."""
+        value = asdict(self)
+        value["ended"] = value.pop("end_time")
+        return value
 
 
 @dataclass(frozen=True)
@@ -173,9 +236,10 @@ class Claim:
         started: Unix time, for display.
         err_offset: Size of driver.err when this attempt started; everything before it belongs to earlier attempts.
         released: Whether the job ended in an orderly way.
+        lease: Renews the claim for other hosts, in the process that has taken it.
     """
 
-    files: SegmentFiles = field(repr=False)
+    files: SegmentJournal = field(repr=False)
     number: int
     token: str
     job_id: str
@@ -185,13 +249,14 @@ class Claim:
     started: float = 0.0
     err_offset: int = 0
     released: bool = False
+    lease: Lease | None = field(default=None, compare=False, repr=False)
 
     @property
     def path(self) -> Path:
         return self.files.claim(self.number)
 
     @classmethod
-    def newest(cls, files: SegmentFiles) -> Claim | None:
+    def newest(cls, files: SegmentJournal) -> Claim | None:
         """Returns the claim with the highest number; None if no job has ever started."""
         look_again(files.paths.submit)
         for number in range(files.newest_claim(), 0, -1):
@@ -216,7 +281,7 @@ class Claim:
 
     @classmethod
     def take(
-        cls, files: SegmentFiles, *, token: str, job_id: str, executor: str, probe: JobProbe | None = None
+        cls, files: SegmentJournal, *, token: str, job_id: str, executor: str, probe: JobProbe | None = None
     ) -> Claim | None:
         """Claims the segment for this process; returns None if another live job has it."""
         latest = files.newest_claim()
@@ -237,8 +302,8 @@ class Claim:
             started=time.time(),
             err_offset=files.driver_err.stat().st_size if files.driver_err.exists() else 0,
         )
-        created = create_exclusively(claim.path, json.dumps(claim._to_json()).encode(), mode=0o600)
-        return claim if created else None  # otherwise another job was faster
+        lease = Lease(claim.path, claim._to_json())
+        return replace(claim, lease=lease) if lease.take() else None  # otherwise another job was faster
 
     def alive(self, probe: JobProbe | None = None) -> bool:
         """Returns whether the job or its driver is alive: by pid on this host, by scheduler or renewals elsewhere."""
@@ -265,14 +330,11 @@ class Claim:
         look_again(self.path.parent)
         return self.path.exists() and not self.files.claim(self.number + 1).exists()
 
-    def renew(self) -> None:
-        """Renews the claim for other hosts; a full or stalled disk does not end the job."""
-        with contextlib.suppress(OSError):
-            os.utime(self.path)
-
     def update(self, **changes: Any) -> Claim:
         """Changes fields of the claim, and writes it to its file."""
         changed = replace(self, **changes)
+        if changed.released and self.lease is not None:
+            self.lease.end_renewal()
         if changed.owns():
             write_json(changed.path, changed._to_json())
         return changed
@@ -302,7 +364,7 @@ class Attempts:
         token: The submission's token.
     """
 
-    def __init__(self, files: SegmentFiles, token: str) -> None:
+    def __init__(self, files: SegmentJournal, token: str) -> None:
         self._path, self._token = files.attempts, token
         content = read_json_file(self._path) or {}
         rows = content.get("attempts")

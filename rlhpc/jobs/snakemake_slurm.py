@@ -22,11 +22,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+from rlhpc.jobs.lease import LeaseLock
 from rlhpc.jobs.probes import JobReport, JobState, ProcessId, SlurmProbe
-from rlhpc.jobs.segment import read_json_file, write_json
+from rlhpc.jobs.shared_files import read_json_file, write_json
 from rlhpc.jobs.shared_probe import SharedProbe
 from rlhpc.jobs.slurm import identify_job
-from rlhpc.jobs.submit_lock import LeaseLock
 from rlhpc.runtime.errors import RlhpcError
 
 _PLUGIN = "snakemake_executor_plugin_slurm"

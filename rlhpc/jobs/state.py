@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhpc.jobs.cancel import user_name
 from rlhpc.jobs.driver_job import error_line
-from rlhpc.jobs.job_record import JobRecord, job_words
+from rlhpc.jobs.job_record import job_words
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobReport, JobState, SlurmProbe
-from rlhpc.jobs.segment import Attempts, Claim, SegmentFiles, read_json_file
+from rlhpc.jobs.segment import Attempts, Claim, ExitRecord, JobRecord, SegmentJournal
+from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.runtime.host import node_name
 
 #: States of a driver that ended by itself.
@@ -59,10 +60,10 @@ class Facts:
 
     paths: RunPaths
     status: dict[str, Any]
-    files: SegmentFiles | None = None
+    files: SegmentJournal | None = None
     record: JobRecord | None = None
     claim: Claim | None = None
-    exit_record: dict[str, Any] = field(default_factory=dict)
+    exit_record: ExitRecord | None = None
 
     @classmethod
     def read(cls, paths: RunPaths) -> Facts:
@@ -72,12 +73,8 @@ class Facts:
         if files is None or record is None:
             return cls(paths, status)
         claim = Claim.newest(files)
-        exit_record = read_json_file(files.exit) or {}
-        return cls(
-            paths, status, files, record,
-            claim if claim is not None and claim.token == record.token else None,
-            exit_record if exit_record.get("token") == record.token else {},
-        )  # fmt: skip
+        is_current = claim is not None and claim.token == record.token
+        return cls(paths, status, files, record, claim if is_current else None, files.exit_of(record.token))
 
     @property
     def slurm_job(self) -> str | None:
@@ -97,10 +94,9 @@ class Facts:
             return RunState(*self._after_segment(), job)
         cancelled = files.cancelled(record.token)
         if self.exit_record:
-            words = str(self.exit_record.get("message") or "").strip().splitlines() or [""]
-            if self.exit_record.get("cancelled"):
+            if self.exit_record.cancelled:
                 return RunState("cancelled", f"{job}; submit the run again to go on", job)
-            return RunState("failed", words[0], job)
+            return RunState("failed", self.exit_record.message.partition("\n")[0], job)
         if record.phase == "refused":
             return RunState("failed", record.reason)
         if record.phase == "waiting":
@@ -124,7 +120,9 @@ class Facts:
             return False
         if claim is not None and (claim.alive_here() is not False or self._is_own(claim)):
             return False
-        over = max(record.submitted, claim.started if claim else 0.0, number_of(self.exit_record, "ended") or 0.0)
+        over = max(
+            record.submitted, claim.started if claim else 0.0, self.exit_record.end_time if self.exit_record else 0.0
+        )
         return bool(self.exit_record or self._done()) and started > over and self.status.get("segment") is None
 
     def _is_own(self, claim: Claim) -> bool:
@@ -240,13 +238,13 @@ def run_state(paths: RunPaths) -> tuple[str, str]:
     return run.state, run.why
 
 
-def newest_segment(paths: RunPaths) -> SegmentFiles | None:
+def newest_segment(paths: RunPaths) -> SegmentJournal | None:
     """Returns the segment that was submitted last; None without one, or if it is another user's."""
     try:
         numbers = paths.submitted()
     except OSError:
         return None
-    return SegmentFiles(paths, numbers[-1]) if numbers else None
+    return SegmentJournal(paths, numbers[-1]) if numbers else None
 
 
 def owner(paths: RunPaths) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from rlhpc.jobs.attempt_logs import ALL, LAST, lines_of_start
 from rlhpc.jobs.elastic.records import HelperRecord, stays
 from rlhpc.jobs.paths import RunPaths, segment_name, step_name
-from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.jobs.state import FINAL, OVER, Facts, RunState, duration, find_runs, number_of, run_state, states
 from rlhpc.runtime.errors import UserError
 from rlhpc.runtime.files import is_count, open_file, read_file

@@ -22,13 +22,13 @@ from typing import Any, TextIO
 from rlhpc.jobs.cancel import cancel
 from rlhpc.jobs.driver_job import DriverJob
 from rlhpc.jobs.executors import NO_LIMIT_MIN, make_local_executor, make_slurm_executor
-from rlhpc.jobs.job_record import JobRecord, end_process, find_job, job_words, owner_of, segment_job_name, was_cancelled
+from rlhpc.jobs.job_record import end_process, find_job, job_words, owner_of, segment_job_name, was_cancelled
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
-from rlhpc.jobs.segment import Claim, SegmentFiles, read_json_file
+from rlhpc.jobs.segment import Claim, JobRecord, SegmentJournal
+from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.jobs.slurm import nothing_queued
 from rlhpc.jobs.submit_backoff import Backoff, NotNow, not_now, room_words
-from rlhpc.jobs.submit_lock import SubmitLock
 from rlhpc.jobs.waiter import (
     DriverFailed,
     DriverRejected,
@@ -184,7 +184,7 @@ class Submission:
 
     def __init__(self, request: SubmitRequest, wait: WaitOptions | None = None) -> None:
         self.request, self.wait = request, wait or WaitOptions()
-        self.files = SegmentFiles(RunPaths(expand_home(request.run_root).absolute()), request.segment)
+        self.files = SegmentJournal(RunPaths(expand_home(request.run_root).absolute()), request.segment)
         self.executor = choose_executor(request.executor)
         self._out = self.wait.stream or sys.stderr
         self._began = time.monotonic()
@@ -208,7 +208,7 @@ class Submission:
             DeadlineExceeded: The deadline is over.
         """
         files, segment = self.files, self.request.segment
-        if (result := read_json_file(files.marker)) is not None:
+        if (result := files.result()) is not None:
             return answer("finished", JobRecord.read(files), segment, result)
         _make_folders(files)
         while True:
@@ -232,8 +232,8 @@ class Submission:
     def _submit_or_attach(self) -> _Finished | _Busy | _Job:
         """Decides under the submit lock, so that two submissions start only one job."""
         files, request = self.files, self.request
-        with SubmitLock(files):
-            if (result := read_json_file(files.marker)) is not None:
+        with files.submit_lock():
+            if (result := files.result()) is not None:
                 return _Finished(result)
             try:
                 if (record := find_job(files)) is not None:
@@ -368,7 +368,7 @@ class Submission:
         return make_slurm_executor(folder, name, self.request.slurm, max_num_timeout=_NO_COUNT)
 
 
-def started_line(files: SegmentFiles, record: JobRecord, state: str) -> str:
+def started_line(files: SegmentJournal, record: JobRecord, state: str) -> str:
     """Returns the line printed when a job was submitted or found."""
     verb = "waiting for" if state == "attached" else "submitted"
     return f"{files.paths.root.name} segment {files.segment}: {verb} {job_words(record)}; logs in {files.driver_err.parent}"
@@ -383,7 +383,7 @@ def choose_executor(name: str) -> str:
     return "slurm" if shutil.which("sbatch") and "SLURM_JOB_ID" not in os.environ else "local"
 
 
-def _make_folders(files: SegmentFiles) -> None:
+def _make_folders(files: SegmentJournal) -> None:
     try:
         require_own_run_folder(files.paths.root)
         make_private(files.paths.submit, parents=True)  # job pickles: other users may not read or replace them
@@ -396,7 +396,7 @@ def _make_folders(files: SegmentFiles) -> None:
         ) from error
 
 
-def _await_orphan(files: SegmentFiles, grace_s: float, out: TextIO) -> None:
+def _await_orphan(files: SegmentJournal, grace_s: float, out: TextIO) -> None:
     """Waits for a driver whose job was killed: it saves and ends by itself, and the next driver must not start before that."""
     end = time.monotonic() + grace_s
     is_reported = False

@@ -23,10 +23,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.job_record import JobRecord
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobProbe, ProcessId
-from rlhpc.jobs.segment import SegmentFiles
+from rlhpc.jobs.segment import JobRecord, SegmentJournal
 from rlhpc.jobs.shared_probe import meeting_place
 from rlhpc.jobs.waiter import Waiter, goes_on
 from rlhpc.runtime.env_references import values_read
@@ -100,12 +99,12 @@ class Wait:
         return cls(**json.loads(os.environ.pop(_WAIT)))
 
     def waiter(
-        self, out: Callable[[str], None], find_probe: Callable[[JobRecord, SegmentFiles], JobProbe] | None = None
+        self, out: Callable[[str], None], find_probe: Callable[[JobRecord, SegmentJournal], JobProbe] | None = None
     ) -> Waiter:
         record = JobRecord.from_json(self.record)
         assert record is not None
         return Waiter(
-            SegmentFiles(RunPaths(Path(self.root)), self.segment), record, out, find_probe=find_probe, poll_s=self.poll_s,
+            SegmentJournal(RunPaths(Path(self.root)), self.segment), record, out, find_probe=find_probe, poll_s=self.poll_s,
             progress_s=self.progress_s, deadline_s=self.deadline_s, asked_by=ProcessId.from_json(self.asked_by),
             began=self.began,
         )  # fmt: skip
@@ -116,7 +115,7 @@ def hand_over(wait: Wait) -> None:
     connection = _reach(wait) if os.access(_SHELL, os.X_OK) else None
     if connection is None:
         return
-    files = SegmentFiles(RunPaths(Path(wait.root)), wait.segment)
+    files = SegmentJournal(RunPaths(Path(wait.root)), wait.segment)
     record = JobRecord.from_json(wait.record)
     assert record is not None
     # PYTHONPATH is for starting Python again; the shell submits no job

@@ -16,9 +16,9 @@ import threading
 import time
 from collections.abc import Iterable
 
-from rlhpc.jobs.job_record import JobRecord, probe_for
+from rlhpc.jobs.job_record import probe_for
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, SlurmProbe
-from rlhpc.jobs.segment import SegmentFiles
+from rlhpc.jobs.segment import JobRecord, SegmentJournal
 from rlhpc.jobs.shared_probe import SharedProbe
 from rlhpc.jobs.wait_client import LOCK, SOCKET, WELCOME, Wait, address, peer_is_own
 from rlhpc.jobs.waiter import answer_line
@@ -144,7 +144,7 @@ class Watcher:
         finally:
             waiter.leave()
 
-    def _find_probe(self, record: JobRecord, files: SegmentFiles) -> JobProbe:
+    def _find_probe(self, record: JobRecord, files: SegmentJournal) -> JobProbe:
         if record.executor != "slurm":
             return probe_for(record, files)
         self._answers.enter(record.job_id)

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhpc.jobs.driver_job import first_failure
-from rlhpc.jobs.job_record import JobRecord, job_words, owner_of, probe_for, segment_job_name
+from rlhpc.jobs.job_record import job_words, owner_of, probe_for, segment_job_name
+from rlhpc.jobs.lease import LEASE_S
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, ProcessId, SlurmProbe
-from rlhpc.jobs.segment import LEASE_S, Claim, SegmentFiles, look_again, read_json_file
+from rlhpc.jobs.segment import Claim, JobRecord, SegmentJournal
+from rlhpc.jobs.shared_files import look_again
 from rlhpc.jobs.shared_probe import SharedProbe
 from rlhpc.jobs.slurm import hasten
 from rlhpc.jobs.status import progress_line
@@ -95,7 +97,7 @@ def answer_line(answer: dict[str, Any]) -> str:
     return f"segment {answer['segment']}: {answer['state']}{end}"
 
 
-def goes_on(files: SegmentFiles, record: JobRecord) -> str:
+def goes_on(files: SegmentJournal, record: JobRecord) -> str:
     """Returns the message for a user who stops waiting."""
     return (
         f"stopped waiting; {job_words(record)} goes on with segment {files.segment} of {files.paths.root}\n"
@@ -104,7 +106,7 @@ def goes_on(files: SegmentFiles, record: JobRecord) -> str:
     )
 
 
-def cancelled_error(files: SegmentFiles, record: JobRecord, words: str = "") -> JobCancelled:
+def cancelled_error(files: SegmentJournal, record: JobRecord, words: str = "") -> JobCancelled:
     """Builds the error for a job that was ended on purpose."""
     return JobCancelled(
         f"segment {files.segment} of {files.paths.root.name}: {job_words(record)} was cancelled"
@@ -116,7 +118,7 @@ def cancelled_error(files: SegmentFiles, record: JobRecord, words: str = "") -> 
     )
 
 
-def _probe_for(record: JobRecord, files: SegmentFiles) -> JobProbe:
+def _probe_for(record: JobRecord, files: SegmentJournal) -> JobProbe:
     """Builds the probe for a job; all waits on this host share one Slurm query."""
     probe = probe_for(record, files)
     return SharedProbe(probe) if isinstance(probe, SlurmProbe) else probe
@@ -139,11 +141,11 @@ class Waiter:
 
     def __init__(
         self,
-        files: SegmentFiles,
+        files: SegmentJournal,
         record: JobRecord,
         out: Callable[[str], None],
         *,
-        find_probe: Callable[[JobRecord, SegmentFiles], JobProbe] | None = None,
+        find_probe: Callable[[JobRecord, SegmentJournal], JobProbe] | None = None,
         poll_s: float = 0.5,
         progress_s: float = 5.0,
         deadline_s: float | None = None,
@@ -238,7 +240,7 @@ class Waiter:
         if folder_times == self._folder_times and now < self._next_read and not always:
             return None
         self._folder_times, self._next_read = folder_times, now + _READ_S
-        done = read_json_file(self.files.marker)
+        done = self.files.result()
         if done is None:
             self._claim = Claim.newest(self.files)
             if self._claim is not None and self._claim.token != self.record.token and self._is_claim_alive(self._claim):
@@ -329,21 +331,19 @@ class Waiter:
         )
 
     def _raise_if_failed(self) -> None:
-        exit_record = read_json_file(self.files.exit)
-        if exit_record is None or exit_record.get("token") != self.record.token:
+        end = self.files.exit_of(self.record.token)
+        if end is None:
             return
-        code = int(exit_record.get("exit_code") or 1)
-        name = str(exit_record.get("signal") or "")
-        words = str(exit_record.get("message") or "").strip()
-        if exit_record.get("cancelled"):
-            raise cancelled_error(self.files, self.record, words)
-        head = words or f"the driver ended with exit code {code} and said nothing"
-        if name:
-            head = f"the driver was ended by {name}" + (f"; its last words:\n{words}" if words else "")
+        if end.cancelled:
+            raise cancelled_error(self.files, self.record, end.message)
+        head = end.message or f"the driver ended with exit code {end.exit_code} and said nothing"
+        if end.signal:
+            last_words = f"; its last words:\n{end.message}" if end.message else ""
+            head = f"the driver was ended by {end.signal}{last_words}"
         message = f"{head}\n  driver log: {self.files.driver_err} (segment {self.files.segment})"
-        if code == 2:
+        if end.exit_code == 2:
             raise DriverRejected(message)
-        raise DriverFailed(message, exit_code=code, log_path=str(self.files.driver_err))
+        raise DriverFailed(message, exit_code=end.exit_code, log_path=str(self.files.driver_err))
 
     def _show(self, report: JobReport) -> None:
         if report.state is JobState.UNKNOWN and not report.reason:

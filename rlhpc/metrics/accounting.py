@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any
 
 from rlhpc.jobs.paths import RunPaths, segment_name
-from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.metrics.accounting_page import joined_account
 from rlhpc.metrics.provenance import PlacedStart, Placement, placed_starts, read_provenance
 from rlhpc.runtime.allocation import expand_hostlist

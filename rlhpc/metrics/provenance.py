@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.runtime.disk_errors import storage_error
 from rlhpc.runtime.env_references import to_plain
 from rlhpc.runtime.files import is_count, is_number, read_file, read_json, read_yaml, replace_durably

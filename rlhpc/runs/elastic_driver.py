@@ -16,7 +16,7 @@ from rlhpc.jobs.elastic.helper_plan import ClusterState, Decision, HelperPlan, L
 from rlhpc.jobs.elastic.records import Attendance, HelperJobRecord, HelperRecord, end_helpers, helpers_name
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobState, SlurmProbe
-from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS, StopRequest
 from rlhpc.jobs.slurm import QueuedJob, jobs_named, scancel, starts_in
 from rlhpc.metrics import update_provenance

@@ -22,7 +22,7 @@ from rlhpc.config.yaml_files import plain_value
 from rlhpc.jobs.driver_job import first_failure, size_of, start_driver
 from rlhpc.jobs.driver_lock import require_no_driver
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.segment import SegmentFiles
+from rlhpc.jobs.segment import SegmentJournal
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS
 from rlhpc.jobs.submit import driver_command
 from rlhpc.jobs.waiter import DriverFailed, DriverRejected
@@ -98,7 +98,7 @@ class TrainingRun:
     def __init__(self, cfg: RunConfig, source: str) -> None:
         self.name, self.paths = cfg.runner.name, RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
         self._total = total_steps(cfg)
-        self._files = SegmentFiles(self.paths, 0)
+        self._files = SegmentJournal(self.paths, 0)
         self._created_folders = _make_folders(self._files.driver_err.parent)
         self._offset = size_of(self._files.driver_err)
         self._old_metrics = None if cfg.runner.resume_dir is not None else _identity(self.paths.metrics)

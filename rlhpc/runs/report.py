@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhpc.checkpoint.manifest import read_manifest, verify
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.jobs.status import best_words
 from rlhpc.metrics.accounting import write_accounting
 from rlhpc.metrics.accounting_page import accounting_tables, joined_section

@@ -16,7 +16,7 @@ from rlhpc.checkpoint import Resumable, find_resumable, move_newer_aside, newest
 from rlhpc.config import config_to_yaml, segment_end, total_steps
 from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.metrics import write_provenance
 from rlhpc.metrics.provenance import record_placement
 from rlhpc.runs.run_identity import check_same_run

@@ -10,7 +10,7 @@ from rlhpc.config import config_to_yaml, segment_ends
 from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.job_record import reopen, segment_to_reopen, wait_for_end
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.segment import SegmentFiles
+from rlhpc.jobs.segment import SegmentJournal
 from rlhpc.runs.config_changes import require_same_run
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.task_type import kind_of
@@ -88,7 +88,7 @@ class SubmittedConfig:
     A job may wait for days and start several times, and the user's file may change in that time.
     """
 
-    def __init__(self, files: SegmentFiles, cfg: RunConfig, source: str | Path) -> None:
+    def __init__(self, files: SegmentJournal, cfg: RunConfig, source: str | Path) -> None:
         self.path = files.config
         self._files, self._cfg, self._source = files, cfg, source
 

@@ -16,7 +16,7 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import find_site
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.plan import build_plan
-from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.jobs.slurm import Allowance, Start, allowance, has_gpus, minutes_of, would_start
 from rlhpc.runs.config_changes import training_fingerprint
 from rlhpc.runs.configuration import load_config

@@ -18,7 +18,7 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.sweep import SWEEP, Point, SweepConfig, digest, is_about_sweep, override, points, read_section
 from rlhpc.config.typed import plain, select
 from rlhpc.jobs.paths import RunPaths, SweepPaths
-from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.run_identity import check_same_run
 from rlhpc.runs.task_type import find_kind, kind_of

@@ -20,7 +20,7 @@ from rlhpc import reference
 from rlhpc.cli import build_parser
 from rlhpc.config.schema import Schema
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.segment import SegmentFiles
+from rlhpc.jobs.segment import SegmentJournal
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.sweep import load_sweep
 from rlhpc.runs.task_type import all_kinds
@@ -289,7 +289,7 @@ def documented_files() -> list[re.Pattern[str]]:
 def test_every_file_of_a_run_is_documented(tiny_run):
     patterns = documented_files()
     files = [str(path.relative_to(tiny_run)) for path in tiny_run.rglob("*") if path.is_file()]
-    segment = SegmentFiles(RunPaths(tiny_run), 0)
+    segment = SegmentJournal(RunPaths(tiny_run), 0)
     files += [
         str(path.relative_to(tiny_run))
         for path in (segment.record, segment.exit, segment.attempts, segment.cancel, segment.lease,

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhpc.jobs.job_record import job_name
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.segment import read_json_file, write_json
+from rlhpc.jobs.shared_files import read_json_file, write_json
 from rlhpc.jobs.slurm import end_named
 from rlhpc.runtime.files import is_count, is_number, read_file, read_json
 

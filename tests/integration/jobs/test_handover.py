@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from rlhpc.jobs.cancel import cancel
-from rlhpc.jobs.job_record import JobRecord
-from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.segment import JobRecord
+from rlhpc.jobs.shared_files import read_json_file, write_json
 from rlhpc.jobs.wait_client import SHELL_COMMAND, SHELL_PROGRAM
 from tests.integration.jobs.test_submit import Run, until
 from tests.waiting import program, watchers
@@ -163,11 +163,13 @@ def test_what_the_watcher_does_not_expect_the_command_says_itself(runs: list[Wai
     """A record that no driver writes ends the wait for this run, as in a command that waits by itself, and for no other."""
     waiters = [run.waiter(60.0) for run in runs[:2]]
     watcher = waiting(runs[:2], waiters)
-    token = runs[0].claim().token
-    runs[0].files.exit.write_text(json.dumps({"token": token, "exit_code": "soon"}))
+    claim = runs[0].claim().path
+    content = read_json_file(claim)
+    assert content is not None
+    write_json(claim, {**content, "started": "soon"})
     _, err = waiters[0].communicate(timeout=30)
-    runs[0].files.exit.unlink()
-    assert waiters[0].returncode == 1 and "rlhpc: error: ValueError: invalid literal for int()" in err
+    write_json(claim, content)
+    assert waiters[0].returncode == 1 and "rlhpc: error: ValueError: could not convert string to float" in err
     assert "Traceback" not in err and waiting(runs[1:2], waiters[1:]) == watcher
 
 

@@ -22,7 +22,8 @@ import pytest
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobReport, JobState, ProcessId, SlurmProbe
-from rlhpc.jobs.segment import Attempts, Claim, SegmentFiles, read_json_file
+from rlhpc.jobs.segment import Attempts, Claim, SegmentJournal
+from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.jobs.state import Facts, run_state
 from rlhpc.jobs.status import print_logs, render_runs, render_status
 from rlhpc.jobs.submit import (
@@ -37,7 +38,6 @@ from rlhpc.jobs.submit import (
     WaitOptions,
     cancel,
 )
-from rlhpc.jobs.submit_lock import SubmitLock
 from rlhpc.runtime.errors import DeadlineExceeded, SubmitError, UserError
 
 pytestmark = pytest.mark.timeout(120)
@@ -131,7 +131,7 @@ class Run:
         self.root = root
         root.mkdir()
         self.paths = RunPaths(root)
-        self.files = SegmentFiles(self.paths, 0)
+        self.files = SegmentJournal(self.paths, 0)
         self.script = root.parent / "driver.py"
         self.script.write_text(DRIVER)
         self.waiter_script = root.parent / "waiter.py"
@@ -415,16 +415,16 @@ def test_bad_arguments(run: Run, tmp_path: Path) -> None:
 
 def test_one_process_submits_at_a_time(run: Run) -> None:
     run.paths.submit.mkdir()
-    with SubmitLock(run.files):
+    with run.files.submit_lock():
         assert run.files.lease.exists()
-        with pytest.raises(DeadlineExceeded, match="holds"), SubmitLock(run.files, timeout_s=0.3):
+        with pytest.raises(DeadlineExceeded, match="holds"), run.files.submit_lock(timeout_s=0.3):
             pass
     assert not run.files.lease.exists()
     gone = subprocess.Popen(["true"])
     identity = ProcessId.of(gone.pid)
     gone.wait()
     run.files.lease.write_text(json.dumps({"process": identity.to_json()}))
-    with SubmitLock(run.files, timeout_s=5.0):
+    with run.files.submit_lock(timeout_s=5.0):
         pass
     assert not list(run.paths.submit.glob("*stale*"))
 
@@ -523,7 +523,7 @@ def test_status_of_all_runs(tmp_path: Path, fake_slurm: Path) -> None:
     for number in range(100):
         paths = RunPaths(tmp_path / "runs" / "sweep" / f"s{number}")
         paths.submit.mkdir(parents=True)
-        JobRecord(0, 1, "t", "slurm", [], "name", job_id=str(number), phase="submitted").write(SegmentFiles(paths, 0))
+        JobRecord(0, 1, "t", "slurm", [], "name", job_id=str(number), phase="submitted").write(SegmentJournal(paths, 0))
     (tmp_path / "runs" / "sweep" / "s7" / "status.json").write_text(
         json.dumps({"step": 3, "max_steps": 9, "return": 1.25})
     )

@@ -10,10 +10,9 @@ import pytest
 
 from rlhpc.cli import main
 from rlhpc.cli.arguments import require_driver
-from rlhpc.jobs.job_record import JobRecord
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
-from rlhpc.jobs.segment import SegmentFiles
+from rlhpc.jobs.segment import JobRecord, SegmentJournal
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.registry import MEMBERS, ROBOTS, CurveKeys, GenerationFolder
 
@@ -26,7 +25,7 @@ def run(tmp_path: Path) -> RunPaths:
     paths = RunPaths(tmp_path / "arm")
     paths.submit.mkdir(parents=True)
     paths.config.write_text("{}")
-    files = SegmentFiles(paths, 0)
+    files = SegmentJournal(paths, 0)
     JobRecord(0, 1, "t", "slurm", [], "name", job_id="27", phase="submitted", submitted=1.0).write(files)
     claimed = ProcessId(77, 5, f"{NODE}/a-boot/pid:[1]").to_json()
     claim = {"token": "t", "job_id": "27", "executor": "slurm", "job": claimed, "driver": {**claimed, "pid": 78}}

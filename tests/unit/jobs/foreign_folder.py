@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.job_record import JobRecord
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.segment import SegmentFiles
+from rlhpc.jobs.segment import JobRecord, SegmentJournal
 
 #: Jobs of the user: a training of another program, and its array.
 SQUEUE = """#!/bin/sh
@@ -24,14 +23,14 @@ esac
 """
 
 
-def folder(tmp_path: Path, name: str = "run", **fields: Any) -> SegmentFiles:
-    files = SegmentFiles(RunPaths(tmp_path / name), 0)
+def folder(tmp_path: Path, name: str = "run", **fields: Any) -> SegmentJournal:
+    files = SegmentJournal(RunPaths(tmp_path / name), 0)
     files.paths.submit.mkdir(parents=True)
     given = {"token": "t", "executor": "slurm", "job_name": "analysis", "job_id": "12", "phase": "submitted", **fields}
     JobRecord(0, 1, command=[], **given).write(files)
     return files
 
 
-def claim_of(files: SegmentFiles, **fields: Any) -> None:
+def claim_of(files: SegmentJournal, **fields: Any) -> None:
     elsewhere = {"pid": 7, "start": 5, "host": "n1/other/x"}
     files.claim(1).write_text(json.dumps({"token": "t", "executor": "slurm", "job": elsewhere, **fields}))

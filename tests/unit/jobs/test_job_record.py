@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs.job_record import JobRecord, reopen, segment_to_reopen, wait_for_end
+from rlhpc.jobs.job_record import reopen, segment_to_reopen, wait_for_end
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
-from rlhpc.jobs.segment import SegmentFiles
+from rlhpc.jobs.segment import JobRecord, SegmentJournal
 from rlhpc.runtime.errors import ConfigError, SubmitError
 
 
@@ -55,7 +55,7 @@ def test_a_goal_that_was_reached(tmp_path: Path) -> None:
 def test_the_job_that_finished_it_ends_first(tmp_path: Path) -> None:
     """Its claim is given back before its process ends."""
     paths = finished(tmp_path, 10)
-    files = SegmentFiles(paths, 0)
+    files = SegmentJournal(paths, 0)
     paths.submit.mkdir()
     job = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     JobRecord(

@@ -24,8 +24,7 @@ from rlhpc.jobs import segment as claim
 from rlhpc.jobs.driver_lock import sole_driver
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
-from rlhpc.jobs.segment import Claim, SegmentFiles
-from rlhpc.jobs.submit_lock import SubmitLock
+from rlhpc.jobs.segment import Claim, SegmentJournal
 from rlhpc.runtime import files as durable
 from rlhpc.runtime.errors import DeadlineExceeded, UserError
 
@@ -84,10 +83,10 @@ def manners(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> SegmentFiles:
+def files(tmp_path: Path) -> SegmentJournal:
     paths = RunPaths(tmp_path / "run")
     paths.submit.mkdir(parents=True)
-    return SegmentFiles(paths, 0)
+    return SegmentJournal(paths, 0)
 
 
 def elsewhere(pid: int = 4242) -> dict[str, Any]:
@@ -118,7 +117,7 @@ def renewed(path: Path) -> Iterator[None]:
     thread.join()
 
 
-def test_one_of_several_claims(files: SegmentFiles, manners: str) -> None:
+def test_one_of_several_claims(files: SegmentJournal, manners: str) -> None:
     """Whoever comes at once: one gets the segment. So it is with each later start, whose earlier owner is dead."""
     generator = random.Random(manners)
     for start in range(1, 4):
@@ -141,7 +140,7 @@ def test_one_of_several_claims(files: SegmentFiles, manners: str) -> None:
         owners[0].update(released=True)
 
 
-def test_an_earlier_owner_knows_that_it_is_no_longer_one(files: SegmentFiles, manners: str) -> None:
+def test_an_earlier_owner_knows_that_it_is_no_longer_one(files: SegmentJournal, manners: str) -> None:
     first = Claim.take(files, token="t", job_id="1", executor="local")
     assert first is not None and first.owns()
     first.update(released=True)
@@ -151,22 +150,22 @@ def test_an_earlier_owner_knows_that_it_is_no_longer_one(files: SegmentFiles, ma
 
 @pytest.mark.usefixtures("short_leases")
 def test_a_live_submitter_of_another_host_is_waited_for_and_a_dead_one_is_not(
-    files: SegmentFiles, manners: str
+    files: SegmentJournal, manners: str
 ) -> None:
     files.lease.write_text(json.dumps({"process": elsewhere()}))
     with renewed(files.lease), pytest.raises(DeadlineExceeded, match="another process has been submitting it"):  # noqa: SIM117
-        with SubmitLock(files, timeout_s=2.5):
+        with files.submit_lock(timeout_s=2.5):
             pass
-    with SubmitLock(files, timeout_s=10.0):
+    with files.submit_lock(timeout_s=10.0):
         assert json.loads(files.lease.read_text())["process"]["pid"] == os.getpid()
     assert not files.lease.exists()
 
 
 @pytest.mark.usefixtures("short_leases")
 def test_a_slow_submission_is_renewed_all_the_while(
-    files: SegmentFiles, manners: str, monkeypatch: pytest.MonkeyPatch
+    files: SegmentJournal, manners: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with SubmitLock(files):
+    with files.submit_lock():
         here = probes.process_space()
         monkeypatch.setattr(probes, "process_space", lambda: "login02/a-third-boot/pid:[2]")
         assert here != probes.process_space()
@@ -177,15 +176,15 @@ def test_a_slow_submission_is_renewed_all_the_while(
 
 
 @pytest.mark.usefixtures("short_leases")
-def test_what_another_has_taken_over_is_left_alone(files: SegmentFiles, manners: str) -> None:
-    with SubmitLock(files):
+def test_what_another_has_taken_over_is_left_alone(files: SegmentJournal, manners: str) -> None:
+    with files.submit_lock():
         files.lease.unlink()
         files.lease.write_text(json.dumps({"process": elsewhere(7)}))
     assert json.loads(files.lease.read_text())["process"]["pid"] == 7
 
 
 @pytest.mark.usefixtures("short_leases")
-def test_a_driver_of_another_host(files: SegmentFiles, manners: str) -> None:
+def test_a_driver_of_another_host(files: SegmentJournal, manners: str) -> None:
     """One that renews its record keeps the run; one that does not has ended, whatever the locks say."""
     record = files.paths.driver_record
     record.write_text(json.dumps({"job": "", "process": elsewhere()}))
@@ -214,7 +213,7 @@ except UserError:
 """
 
 
-def test_of_drivers_that_start_at_once_one_drives(files: SegmentFiles) -> None:
+def test_of_drivers_that_start_at_once_one_drives(files: SegmentJournal) -> None:
     started = [
         subprocess.Popen(
             [sys.executable, "-c", DRIVE, str(files.paths.root)],

@@ -10,7 +10,7 @@ import pytest
 from rlhpc.jobs import segment as claims
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, ProcessId
-from rlhpc.jobs.segment import Claim, SegmentFiles
+from rlhpc.jobs.segment import Claim, SegmentJournal
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_a_running_job_keeps_its_claim(
         def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
             return dict.fromkeys(job_ids, JobReport(JobState.parse(state), "", "squeue", conclusive))
 
-    files = SegmentFiles(RunPaths(tmp_path), 0)
+    files = SegmentJournal(RunPaths(tmp_path), 0)
     files.paths.submit.mkdir()
     claim = Claim(files, 1, "t", "27", "slurm", ProcessId(77, 5, "n1/other/x"), started=2.0)
     claim.path.write_text("{}")

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from rlhpc.checkpoint import CheckpointWriter
-from rlhpc.jobs.job_record import JobRecord
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobReport, JobState
-from rlhpc.jobs.segment import SegmentFiles
+from rlhpc.jobs.segment import JobRecord, SegmentJournal
 from rlhpc.jobs.waiter import Waiter
 
 TRACEBACK = "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'torch'\n"
@@ -20,7 +19,7 @@ TRACEBACK = "Traceback (most recent call last):\n  File x\nModuleNotFoundError: 
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("state", [JobState.FAILED, JobState.TIMEOUT])
 def test_a_lost_job(tmp_path: Path, said_by: str, saved: bool, state: JobState) -> None:
-    files = SegmentFiles(RunPaths(tmp_path / "run"), 0)
+    files = SegmentJournal(RunPaths(tmp_path / "run"), 0)
     for folder in (files.driver_err.parent, files.paths.submit):
         folder.mkdir(parents=True)
     log = files.paths.submit / "5_0_log.err"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs.segment import write_json
+from rlhpc.jobs.shared_files import write_json
 from rlhpc.runtime.disk_errors import explained, log_stream
 from rlhpc.runtime.errors import RegistryError, StorageError
 from rlhpc.runtime.files import follow_umask, replace_durably

@@ -11,7 +11,7 @@ import pytest
 
 from rlhpc.jobs.elastic.records import stays
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.segment import read_json_file
+from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.jobs.status import newest_generation, print_logs, render_status
 from rlhpc.metrics.logger import read_last_metrics, read_metrics
 from rlhpc.runtime.errors import ConfigError

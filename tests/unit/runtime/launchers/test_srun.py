@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.segment import Attempts, SegmentFiles
+from rlhpc.jobs.segment import Attempts, SegmentJournal
 from rlhpc.jobs.slurm import component_ids
 from rlhpc.runtime import network
 from rlhpc.runtime.errors import (
@@ -96,7 +96,7 @@ def test_component_ids() -> None:
 
 
 def test_attempts_are_counted_until_there_is_progress(tmp_path: Path) -> None:
-    files = SegmentFiles(RunPaths(tmp_path), 0)
+    files = SegmentJournal(RunPaths(tmp_path), 0)
     files.paths.submit.mkdir()
     for step in (-1, -1, 20):
         attempts = Attempts(files, "token")

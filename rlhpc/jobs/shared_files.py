@@ -1,0 +1,60 @@
+"""Small files on a shared filesystem, which processes of several hosts read and replace."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhpc.runtime.files import read_file, read_json, replace_durably
+
+
+def look_again(folder: Path) -> int:
+    """Returns the time at which an entry of the folder was last added, removed or renamed, in ns; -1 if the folder is missing.
+
+    Opening it makes NFS ask the server (close-to-open consistency) instead of answering from its cache of names.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    try:
+        return os.fstat(fd).st_mtime_ns
+    finally:
+        os.close(fd)
+
+
+def read_json_file(path: Path) -> dict[str, Any] | None:
+    """Returns the JSON object in a file that others replace atomically; None if it is missing or not (yet) readable."""
+    look_again(path.parent)
+    try:
+        value = read_json(read_file(path).decode())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replaces a file atomically with a JSON object, which is on disk when this returns."""
+    replace_durably(path, json.dumps(value, indent=1).encode() + b"\n", mode=0o600, parents=False)
+
+
+def renewed_within(path: Path, seconds: float, alive_again: Callable[[], bool] = lambda: False) -> bool:
+    """Watches a file for up to `seconds`; returns True as soon as its owner renews it, False if it is not renewed or is
+    removed.
+
+    Only changes count, never the file's age: the clocks of two hosts need not agree.
+    """
+    try:
+        first = path.stat().st_mtime_ns
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(min(0.5, seconds / 4))
+            if path.stat().st_mtime_ns != first or alive_again():
+                return True
+    except FileNotFoundError:
+        pass
+    return False
