@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
 import pytest
+
+from tests.refactor.measure import (
+    MAX_LINES,
+    SMALL_LINES,
+    Module,
+    arrows_inside,
+    count_lines_of_code,
+    fewest_upward,
+    read_modules,
+    stores_into_parts,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "submitit", "snakemake", "gymnasium", "matplotlib", "tensorboard")
@@ -38,23 +51,132 @@ def test_no_room_is_left_out_of_the_style_checks() -> None:
     assert not [str(path) for path in own if str(path) not in checked]
 
 
-def test_no_circle_of_imports() -> None:
-    """Those inside functions and those for types included."""
-    graph = grimp.build_graph("rlhpc", cache_dir=None)
-    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    TopologicalSorter(imports).prepare()  # a CycleError names the circle
-
-
 def test_no_wait_is_limited_to_the_first_1024_descriptors() -> None:
     """As `select.select` is; `readable` and `select.poll` are not. A process that runs many tests has as many, too."""
     code = [path for folder in ("rlhpc", "bench", "tests") for path in (ROOT / folder).rglob("*.py")]
     assert [path for path in code if re.search(r"\bselect\.select\(", path.read_text())] == []
 
 
+@functools.cache
+def modules() -> list[Module]:
+    return read_modules(ROOT)
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """Returns the imports of each module, those inside functions and those for types included."""
+    graph = grimp.build_graph("rlhpc", cache_dir=None)
+    return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+
+
+def test_no_circle_of_imports() -> None:
+    """Those inside functions and those for types included."""
+    TopologicalSorter(imports()).prepare()  # a CycleError names the circle
+
+
+def test_no_import_goes_up_inside_a_package() -> None:
+    """The children of each package have an order of layers; imports inside functions and for types go down, too."""
+    packages = sorted({module.rpartition(".")[0] for module in imports() if "." in module})
+    upward = {package: fewest_upward(arrows_inside(package, imports())) for package in packages}
+    assert not {package: number for package, number in upward.items() if number}
+
+
 def test_modules_are_of_one_subject() -> None:
     """A module of more lines has several subjects."""
-    lines = {path: path.read_text().count("\n") for path in (ROOT / "rlhpc").rglob("*.py")}
-    assert not {str(path.relative_to(ROOT)): count for path, count in lines.items() if count > 700}, "split them"
+    long = {str(module.path): module.lines for module in modules() if module.lines > MAX_LINES}
+    assert not long, "split them"
+
+
+#: Modules of fewer than 60 lines of code with a single importer → why they are not a part of it.
+SMALL_MODULES = {
+    "rlhpc/cli/clean.py": "each command has its module",
+    "rlhpc/cli/doctor.py": "each command has its module",
+    "rlhpc/cli/join.py": "each command has its module",
+    "rlhpc/cli/replay.py": "each command has its module",
+    "rlhpc/embodied/evaluation/success_model.py": "needs torch, which its importer loads for this command alone",
+    "rlhpc/jobs/doctor/torch_probe.py": "nodes get its source alone, and run it without rlhpc",
+}
+
+
+def test_a_small_module_is_a_part_of_its_only_importer() -> None:
+    importers = Counter(imported for each in imports().values() for imported in each)
+    small = {
+        str(module.path)
+        for module in modules()
+        if module.path.name != "__init__.py"
+        and importers[module.name] == 1
+        and count_lines_of_code(module) < SMALL_LINES
+    }
+    assert small == set(SMALL_MODULES)
+
+
+#: Files that set attributes of parts of another library's objects → those attributes, and why there is no other way.
+FOREIGN_PARTS = {
+    "rlhpc/embodied/data/lerobot_writer.py": (
+        {"self._stream.height", "self._stream.width", "self._stream.pix_fmt"}, "PyAV: how a video stream gets its format"
+    ),
+    "rlhpc/embodied/envs/gymnasium_env.py": (
+        {"env.unwrapped.spec.max_episode_steps", "random.bit_generator.state"},
+        "Gymnasium reads its limit there; NumPy restores a generator's state so",
+    ),
+    "rlhpc/embodied/envs/maniskill_physx.py": ({"body.entity.pose"}, "SAPIEN: how a body is moved"),
+    "rlhpc/embodied/envs/maniskill_tasks.py": (
+        {"self.scene._reset_mask", "self.scene.px.timestep"}, "ManiSkill reads them there when slots are reset or stepped"
+    ),
+    "rlhpc/embodied/models/lerobot/openpi.py": ({"model.model.__class__"}, "adapter of LeRobot"),
+    "rlhpc/embodied/models/lerobot/policies.py": (
+        {"both.paligemma.language_model.config._attn_implementation"}, "transformers chooses the attention of a part so"
+    ),
+    "rlhpc/embodied/models/openvla.py": ({"vlm.config.norm_stats"}, "transformers: a key of OpenVLA's configuration"),
+    "rlhpc/embodied/models/prismatic.py": (
+        {"config.text_config._attn_implementation"}, "transformers chooses the attention of a part so"
+    ),
+    "rlhpc/language/engines/vllm_adapter.py": ({"layer.quant_method.moe_kernel"}, "adapter of vLLM"),
+    "rlhpc/language/models/builtin.py": (
+        {"model.generation_config.eos_token_id", "model.generation_config.pad_token_id"},
+        "transformers: keys of a model's configuration",
+    ),
+    "rlhpc/language/models/loading.py": (
+        {"module.config.use_cache", "skeleton.config.use_cache"}, "transformers: keys of a model's configuration"
+    ),
+    "rlhpc/language/models/value_head.py": (
+        {"module.config.architectures", "module.config.pad_token_id", "module.config.problem_type"},
+        "transformers: keys of a model's configuration",
+    ),
+    "rlhpc/language/planning/measured_memory.py": (
+        {"model.config.use_cache"}, "transformers: keys of a model's configuration"
+    ),
+    "rlhpc/language/rewards/problem_formats.py": ({"method.args.args"}, "a syntax tree of Python, which is edited"),
+    "rlhpc/language/sandbox/python.py": ({"libc.shmat.restype"}, "ctypes: how a C function gets its type"),
+    "rlhpc/runtime/torch_adapter.py": ({"spec.loader.exec_module"}, "adapter of torch"),
+    "rlhpc/training/deepspeed.py": (
+        {
+            "self.engine._config.load_universal_checkpoint",
+            "self.engine.checkpoint_engine.save",
+            "importlib.import_module('deepspeed.runtime.zero.config').ZeroStageEnum.__reduce_ex__",
+        },
+        "DeepSpeed reads them there; it has no arguments for them",
+    ),
+}  # fmt: skip
+#: The same for objects of rlhpc. This list only gets shorter: give the object a method, or its constructor an argument.
+OWN_PARTS = {
+    "rlhpc/embodied/runners/rollout_runner.py": {"self.players.num_lost"},
+    "rlhpc/jobs/doctor/probe_jobs.py": {"step.job.error"},
+    "rlhpc/language/rollout/engine_group.py": {"self._link.call"},
+    "rlhpc/language/workers/critic.py": {"group.batch.pad_id"},
+    "rlhpc/language/workers/rollout.py": {"self.receiver.version"},
+}
+
+
+def test_no_object_sets_attributes_of_the_parts_of_another() -> None:
+    stores: dict[str, set[str]] = {}
+    for place in stores_into_parts(modules()):
+        location, _, target = place.partition(" ")
+        stores.setdefault(location.partition(":")[0], set()).add(target)
+    foreign = {path: targets for path, (targets, _) in FOREIGN_PARTS.items()}
+    own = {path: targets - foreign.get(path, set()) for path, targets in stores.items()}
+    assert not {path: more for path, targets in own.items() if (more := targets - OWN_PARTS.get(path, set()))}
+    assert not {path: gone for path, targets in foreign.items() if (gone := targets - stores.get(path, set()))}
 
 
 @pytest.mark.parametrize(
