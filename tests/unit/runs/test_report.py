@@ -18,9 +18,8 @@ from rlhpc.metrics import MetricLogger, update_provenance, write_provenance
 from rlhpc.metrics.charts import Line, line_chart, number, thin, ticks
 from rlhpc.metrics.page import duration, size
 from rlhpc.metrics.phase_times import phase_columns
-from rlhpc.metrics.placement_grid import placement_grid
 from rlhpc.metrics.provenance import describe_result
-from rlhpc.runs.report import write_curves, write_report
+from rlhpc.runs.report import placement_grid, write_curves, write_report
 from rlhpc.runtime.errors import RlhpcError
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhpc.training.perturbation import Perturbation
+from rlhpc.training.backend import Perturbation
 
 INTEGERS = {
     torch.float16: torch.int16,
