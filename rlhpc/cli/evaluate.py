@@ -113,7 +113,7 @@ def _eval(args: argparse.Namespace) -> int:
                 f"the run's own evaluation belongs in {output}, and {', '.join(changed)} makes it another one: say with "
                 "--suite whose result it is (a new name keeps both), or name a file with --output"
             )
-    summary = kind_of(cfg).evaluate(
+    summary = kind_of(cfg).offline.evaluate(
         cfg, checkpoint, suite=suite, episodes=args.episodes, output=output, trust_code=_trusts(args, checkpoint)
     )
     print(f"{checkpoint.name}: {summary}" + (f" → {output}" if output else ""))
@@ -129,7 +129,7 @@ def _eval_model(args: argparse.Namespace, config: Path, suite: str) -> int:
     words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
     cfg = load_config(config, words, training=False)
     output = check_file("--output", Path(args.output)) if args.output else None
-    summary = kind_of(cfg).evaluate_model(cfg, suite=suite, output=output)
+    summary = kind_of(cfg).offline.evaluate_model(cfg, suite=suite, output=output)
     name = Path(str(select(cfg, "actor.model.model_path"))).name
     print(f"{name}: {summary}" + (f" → {output}" if output else ""))
     return 0
@@ -151,7 +151,7 @@ def _play(args: argparse.Namespace) -> int:
     cfg = load_config(config, args.overrides, training=False, trust=trust)
     run, step = RunPaths.around(checkpoint), step_of(checkpoint.name)
     inside = run.film(step) if run is not None and step is not None else Path(f"{checkpoint.name}.mp4")
-    summary = kind_of(cfg).play(
+    summary = kind_of(cfg).offline.play(
         cfg,
         checkpoint,
         PlayOptions(
@@ -255,7 +255,7 @@ def _convert(args: argparse.Namespace) -> int:
         released=args.released,
         trust_code=_trusts(args, checkpoint),
     )
-    print(kind_of_checkpoint(checkpoint).export(checkpoint, output, options))
+    print(kind_of_checkpoint(checkpoint).offline.export(checkpoint, output, options))
     return 0
 
 

@@ -139,7 +139,7 @@ def _run(args: argparse.Namespace) -> int:
     warn_of_unused(args.config, args.overrides, site=args.site)
 
     tracks = {"run": Track(cfg.runner.name, paths, total_steps(cfg))}
-    if (sft := kind_of(cfg).preparation(cfg).sft) is not None:
+    if (sft := kind_of(cfg).offline.preparation(cfg).sft) is not None:
         first = load_config(find_config(args.config).parent / sft[0], sft[1], site=args.site)
         sft_paths = RunPaths.of(first.runner.run_dir, first.runner.name)
         tracks["sft"] = Track(first.runner.name, sft_paths, total_steps(first))

@@ -130,13 +130,13 @@ def _jobs_of(run: SweepRun) -> dict[str, int]:
     from rlhpc.runs.task_type import kind_of
 
     cfg, kind = run.cfg, kind_of(run.cfg)
-    before = kind.preparation(cfg)
+    before = kind.offline.preparation(cfg)
     suites, prepares_sft = len(cfg.workflow.eval_suites), "sft" in run.prepares
     return {
         "training": cfg.runner.segments + prepares_sft,
         "evaluation": suites * (cfg.runner.segments + before.evaluates_start),
         "export": 1 + prepares_sft,
-        "recording": ("demos" in run.prepares) + bool(kind.recording(cfg)[0]),
+        "recording": ("demos" in run.prepares) + bool(kind.offline.recording(cfg)[0]),
     }
 
 

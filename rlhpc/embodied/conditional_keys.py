@@ -1,5 +1,5 @@
-"""Conditional keys of runs with simulators: keys that are read only under a condition (`Kind.conditions`). This module does
-not import torch.
+"""Conditional keys of runs with simulators: keys that are read only under a condition (`ConfigChecks.conditions`). This
+module does not import torch.
 """
 
 from __future__ import annotations

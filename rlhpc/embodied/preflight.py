@@ -1,4 +1,4 @@
-"""Preflight of runs with simulators: the checks of `Kind.checks` about environments, policies and demonstrations."""
+"""Preflight of runs with simulators: checks of environments, policies and demonstrations (`ConfigChecks.preflight`)."""
 
 from __future__ import annotations
 

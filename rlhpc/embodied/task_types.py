@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhpc.config.constraints import Fail, Range
+from rlhpc.config.conditional_keys import Condition
+from rlhpc.config.constraints import Fail
 from rlhpc.config.parallel import check_parallel
+from rlhpc.config.schema import Schema
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import changed
 from rlhpc.embodied import checks, conditional_keys
@@ -20,7 +21,21 @@ from rlhpc.metrics.provenance import describe_result
 from rlhpc.runs.checks import check_estimators
 from rlhpc.runs.config_changes import differing, saved_values
 from rlhpc.runs.preflight import Check
-from rlhpc.runs.task_type import Exporting, Headline, Kind, Parts, PlayOptions, Preparation, Rows, early_end
+from rlhpc.runs.task_type import (
+    ConfigChecks,
+    Exporting,
+    GroupSpec,
+    Headline,
+    Offline,
+    Parts,
+    Planning,
+    PlayOptions,
+    Preparation,
+    Reporting,
+    Rows,
+    TaskType,
+    early_end,
+)
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 
@@ -78,16 +93,111 @@ _RETURNS = {
 Cfg = TypeVar("Cfg", bound=EmbodiedConfig)
 
 
-@dataclass(frozen=True)
-class EmbodiedKind(Kind[Cfg]):
-    """Task type of runs with simulators and a policy network."""
+#: Configuration of a run in which a policy plays while it learns.
+Playing = TypeVar("Playing", PpoConfig, SacConfig)
 
-    ranges: Mapping[str, Range] = field(default_factory=lambda: RANGES)
-    choices: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _CHOICES)
-    evaluation: tuple[str, ...] = ("env.eval.",)
-    free: tuple[str, ...] = _FREE
-    account: str = "rlhpc.embodied.planning.memory:accounts"
+
+def _python_of(cfg: RunConfig, component: str) -> str | None:
+    """Returns the Python of a group's nodes, if `cluster.node_groups` sets one."""
+    placements = cfg.cluster.component_placement.items()
+    placed = next((at for names, at in placements if component in re.split(r"\s*,\s*", names)), None)
+    label = placed.get("node_group") if isinstance(placed, Mapping) else None
+    return next((group.python_interpreter for group in cfg.cluster.node_groups if group.label == label), None)
+
+
+def _recorded(workflow: DemonstratedWorkflowConfig, path: Any) -> Preparation:
+    if workflow.demos_expert is None:
+        return Preparation()
+    return Preparation(demos=(str(path), workflow.demos_expert, workflow.demos_episodes))
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+class PlayingGroupSpec(GroupSpec[Playing]):
+    """Worker groups of runs in which a policy plays while it learns.
+
+    Attributes:
+        fixed: Part of a synchronous run's training data that is fixed.
+    """
+
+    fixed = ""
+
+    def policies(self, cfg: Playing, *, max_recoveries: int = 0) -> SessionPolicies:
+        """Returns the policies of env and rollout ranks, which are elastic if they play ahead of the actors: synchronous runs
+        are reproducible bit for bit.
+        """
+        is_elastic = cfg.algorithm.max_staleness > 0
+        policy = GroupPolicy(restartable=True, independent_ranks=True, min_ranks=1 if is_elastic else None)
+        reason = (
+            "env and rollout ranks can come and go where they play ahead of the actors (algorithm.max_staleness of 1 or "
+            f"more); in this run {self.fixed}: what the ranks that it started with play in it, with the newest weights"
+        )
+        return SessionPolicies({"env": policy, "rollout": policy}, max_recoveries, "" if is_elastic else reason)
+
+    def most_useful(self, cfg: Playing, started: Mapping[str, int]) -> dict[str, int]:
+        """Returns the largest useful number of ranks by group.
+
+        More env ranks are useful up to the shares of a step, or up to all steps that may be in progress; more rollout ranks up
+        to the number of groups of slots in a stage.
+        """
+        train, stages, units = cfg.env.train, cfg.rollout.pipeline_stage_num, started["env"]
+        shared = most_sharing(cfg.algorithm.rollout_steps, units) if divisible(cfg) else 0
+        max_ranks = {
+            "env": max((1 + cfg.algorithm.max_staleness) * units, shared),
+            "rollout": train.num_envs // (stages * train.group_size),
+        }
+        return {name: max_ranks[name] for name in self.policies(cfg).elastic}
+
+    def check_placement(self, cfg: Playing, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+        """Checks that each process has a whole number of slots."""
+        checks.check_processes(cfg, processes)
+
+
+class PpoGroupSpec(PlayingGroupSpec[PpoConfig]):
+    """Worker groups of on-policy runs."""
+
+    fixed = "each step's batch is fixed"
+
+    def check_placement(self, cfg: PpoConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+        """Checks that each process has a whole number of slots, and that the actors can be divided as configured."""
+        checks.check_processes(cfg, processes)
+        check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
+
+
+class SacGroupSpec(PlayingGroupSpec[SacConfig]):
+    """Worker groups of off-policy runs."""
+
+    fixed = "what each step adds to the buffer before its updates is fixed"
+
+
+class BcGroupSpec(GroupSpec[BcConfig]):
+    """Worker group of behaviour cloning."""
+
+    def check_placement(self, cfg: BcConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+        """Checks that the actors can be divided as configured."""
+        check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
+
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+class EmbodiedChecks(ConfigChecks[Cfg]):
+    """Rules of runs with simulators and a policy network.
+
+    Args:
+        config: Dataclass of the configuration.
+        conditions: Keys that a run reads only under a condition.
+    """
+
+    ranges = RANGES
+    choices = _CHOICES
+    evaluation = ("env.eval.",)
+    free = _FREE
     other_start = " To start a new run from its weights: runner.init_from=… and another runner.name."
+
+    def __init__(self, config: type[Cfg], conditions: tuple[Condition, ...]) -> None:
+        self._config, self.conditions = config, conditions
 
     def missing(self, cfg: Cfg) -> list[str]:
         """Returns the key of the environment's id, if it is missing."""
@@ -106,11 +216,85 @@ class EmbodiedKind(Kind[Cfg]):
         model = saved_values(checkpoint / "model.json").get("model") or {}
         saved_shapes = {f"actor.model.{name}": model[name] for name in _SHAPES if name in model}
         saved = {**saved_values(checkpoint / CONFIG, _ENVIRONMENT), **saved_shapes}
-        return differing(cfg, saved, [key for key in saved if key in self.schema])
+        schema = Schema(self._config, cfg.runner.task_type)
+        return differing(cfg, saved, [key for key in saved if key in schema])
 
     def evaluation_metrics(self, cfg: Cfg) -> Sequence[str]:
-        """Returns the metrics of the evaluations at `runner.val_check_interval` (`Kind.evaluation_metrics`)."""
+        """Returns the metrics of the evaluations at `runner.val_check_interval` (`ConfigChecks.evaluation_metrics`)."""
         return EVALUATED if cfg.runner.val_check_interval > 0 else ()
+
+
+class PlayingChecks(EmbodiedChecks[Playing]):
+    """Rules of runs in which a policy plays while it learns."""
+
+    def goal(self, cfg: Playing) -> Any:
+        """Returns the conditions of an early end, including the return at which the run stops."""
+        early: Any = early_end(cfg)
+        if early is None:
+            return cfg.runner.stop_return
+        return [cfg.runner.stop_return, *early]
+
+
+class PpoChecks(PlayingChecks[PpoConfig]):
+    """Rules of on-policy runs: the policy learns from its own rollouts."""
+
+    def check(self, cfg: PpoConfig, fail: Fail, *, training: bool) -> None:
+        """Checks names, levels and batches."""
+        check_estimators(cfg)
+        checks.check_common(cfg, fail)
+        checks.check_ppo(cfg, fail)
+        if training:
+            checks.check_divisibility(cfg, fail)
+
+    def preflight(self, cfg: PpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields the checks of slots, environments and policy (`ConfigChecks.preflight`)."""
+        from rlhpc.embodied.preflight import ppo_checks
+
+        return ppo_checks(cfg, ranks, {name: _python_of(cfg, name) for name in ("env", "actor", "rollout")})
+
+
+class SacChecks(PlayingChecks[SacConfig]):
+    """Rules of off-policy runs: rollouts fill a buffer, and the policy learns from samples of it."""
+
+    def check(self, cfg: SacConfig, fail: Fail, *, training: bool) -> None:
+        """Checks names and buffers."""
+        checks.check_common(cfg, fail)
+        checks.check_off_policy(cfg, fail)
+        if training:
+            checks.check_slots(cfg, fail)
+
+    def preflight(self, cfg: SacConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields the checks of slots, environments, policy and demonstrations (`ConfigChecks.preflight`)."""
+        from rlhpc.embodied.preflight import off_policy_checks
+
+        return off_policy_checks(cfg, ranks, _python_of(cfg, "env"))
+
+
+class BcChecks(EmbodiedChecks[BcConfig]):
+    """Rules of behaviour cloning: the policy learns from demonstrations."""
+
+    def check(self, cfg: BcConfig, fail: Fail, *, training: bool) -> None:
+        """Checks names and the path of the demonstrations."""
+        checks.check_common(cfg, fail)
+        checks.check_bc(cfg, fail)
+
+    def preflight(self, cfg: BcConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields the checks of environment, policy and demonstrations (`ConfigChecks.preflight`)."""
+        from rlhpc.embodied.preflight import bc_checks
+
+        del ranks
+        return bc_checks(cfg, _python_of(cfg, "actor"))
+
+    def evaluation_metrics(self, cfg: BcConfig) -> Sequence[str]:
+        """Returns the metrics of evaluations, and the loss of the held-out episodes, which is measured at each step."""
+        return [*super().evaluation_metrics(cfg), *([HOLDOUT_LOSS] if cfg.demos.holdout > 0 else [])]
+
+
+# -- without training -------------------------------------------------------------------------------------------------
+
+
+class EmbodiedOffline(Offline[Cfg]):
+    """Evaluation, playing and export of policies."""
 
     def recording(self, cfg: Cfg) -> tuple[int, bool]:
         """Returns the number of episodes of the last policy to record, and whether only successful ones are recorded."""
@@ -146,175 +330,41 @@ class EmbodiedKind(Kind[Cfg]):
         result = call_where_importable(checkpoint, play_checkpoint, checkpoint, cfg, options)
         return describe_result(result) + (f" → {result['video']}" if "video" in result else "")
 
-    def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
-        """Returns every chart of a run as SVG, by file name."""
-        from rlhpc.embodied.reporting.report import all_curves
-
-        return all_curves(paths, rows, self.curves)
-
-    def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
-        """Returns the parts of the report for runs with simulators."""
-        from rlhpc.embodied.reporting.report import parts
-
-        return parts(paths, rows, always=self.curves, linked=linked)
-
-    def export(self, checkpoint: Path, output: Path | None, wanted: Exporting) -> Path:
+    def export(self, checkpoint: Path, output: Path | None, options: Exporting) -> Path:
         """Writes the policy's folder."""
-        if wanted.adapter_only or wanted.base or wanted.dtype or wanted.critic:
+        if options.adapter_only or options.base or options.dtype or options.critic:
             raise ConfigError(
                 f"--adapter-only, --base, --dtype and --critic are for language models; {checkpoint} is none"
             )
         from rlhpc.embodied.export import export_checkpoint, release_checkpoint
         from rlhpc.embodied.python_env import call_where_importable
 
-        if wanted.released:
+        if options.released:
             return call_where_importable(
-                checkpoint, release_checkpoint, checkpoint, output, licence=wanted.licence, trust_code=wanted.trust_code
+                checkpoint,
+                release_checkpoint,
+                checkpoint,
+                output,
+                licence=options.licence,
+                trust_code=options.trust_code,
             )
-        return export_checkpoint(checkpoint, output, licence=wanted.licence)
+        return export_checkpoint(checkpoint, output, licence=options.licence)
 
 
-def _python_of(cfg: RunConfig, component: str) -> str | None:
-    """Returns the Python of a group's nodes, if `cluster.node_groups` sets one."""
-    placements = cfg.cluster.component_placement.items()
-    placed = next((at for names, at in placements if component in re.split(r"\s*,\s*", names)), None)
-    label = placed.get("node_group") if isinstance(placed, Mapping) else None
-    return next((group.python_interpreter for group in cfg.cluster.node_groups if group.label == label), None)
-
-
-def _recorded(workflow: DemonstratedWorkflowConfig, path: Any) -> Preparation:
-    if workflow.demos_expert is None:
-        return Preparation()
-    return Preparation(demos=(str(path), workflow.demos_expert, workflow.demos_episodes))
-
-
-#: Configuration of a run in which a policy plays while it learns.
-Playing = TypeVar("Playing", PpoConfig, SacConfig)
-
-
-@dataclass(frozen=True)
-class PlayingKind(EmbodiedKind[Playing]):
-    """Task type of runs in which a policy plays while it learns."""
-
-    compared: tuple[tuple[str, str, str], ...] = _PLAYED
-    headlines: tuple[Headline, ...] = (
-        *_EPISODES, Headline("train/episode_return", "training return"), Headline("rollout/env_steps", "env steps", "count"),
-    )  # fmt: skip
-
-    def goal(self, cfg: Playing) -> Any:
-        """Returns the conditions of an early end, including the return at which the run stops."""
-        early: Any = early_end(cfg)
-        if early is None:
-            return cfg.runner.stop_return
-        return [cfg.runner.stop_return, *early]
-
-    #: Part of a synchronous run's training data that is fixed.
-    fixed = ""
-
-    def policies(self, cfg: Playing, *, max_recoveries: int = 0) -> SessionPolicies:
-        """Returns the policies of env and rollout ranks, which are elastic if they play ahead of the actors: synchronous runs
-        are reproducible bit for bit.
-        """
-        is_elastic = cfg.algorithm.max_staleness > 0
-        policy = GroupPolicy(restartable=True, independent_ranks=True, min_ranks=1 if is_elastic else None)
-        reason = (
-            "env and rollout ranks can come and go where they play ahead of the actors (algorithm.max_staleness of 1 or "
-            f"more); in this run {self.fixed}: what the ranks that it started with play in it, with the newest weights"
-        )
-        return SessionPolicies({"env": policy, "rollout": policy}, max_recoveries, "" if is_elastic else reason)
-
-    def most_useful(self, cfg: Playing, started: Mapping[str, int]) -> dict[str, int]:
-        """Returns the largest useful number of ranks by group.
-
-        More env ranks are useful up to the shares of a step, or up to all steps that may be in progress; more rollout ranks up
-        to the number of groups of slots in a stage.
-        """
-        train, stages, units = cfg.env.train, cfg.rollout.pipeline_stage_num, started["env"]
-        shared = most_sharing(cfg.algorithm.rollout_steps, units) if divisible(cfg) else 0
-        max_ranks = {
-            "env": max((1 + cfg.algorithm.max_staleness) * units, shared),
-            "rollout": train.num_envs // (stages * train.group_size),
-        }
-        return {name: max_ranks[name] for name in self.policies(cfg).elastic}
-
-
-@dataclass(frozen=True)
-class PpoKind(PlayingKind[PpoConfig]):
-    """Task type of on-policy runs: the policy learns from its own rollouts."""
-
-    fixed = "each step's batch is fixed"
-
-    def check(self, cfg: PpoConfig, fail: Fail, *, training: bool) -> None:
-        """Checks names, levels and batches."""
-        check_estimators(cfg)
-        checks.check_common(cfg, fail)
-        checks.check_ppo(cfg, fail)
-        if training:
-            checks.check_divisibility(cfg, fail)
-
-    def check_placement(self, cfg: PpoConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Checks that each process has a whole number of slots, and that the actors can be divided as configured."""
-        checks.check_processes(cfg, processes)
-        check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
-
-    def checks(self, cfg: PpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Yields the checks of slots, environments and policy (`Kind.checks`)."""
-        from rlhpc.embodied.preflight import ppo_checks
-
-        return ppo_checks(cfg, ranks, {name: _python_of(cfg, name) for name in ("env", "actor", "rollout")})
-
-
-@dataclass(frozen=True)
-class SacKind(PlayingKind[SacConfig]):
-    """Task type of off-policy runs: rollouts fill a buffer, and the policy learns from samples of it."""
-
-    fixed = "what each step adds to the buffer before its updates is fixed"
-
-    def check(self, cfg: SacConfig, fail: Fail, *, training: bool) -> None:
-        """Checks names and buffers."""
-        checks.check_common(cfg, fail)
-        checks.check_off_policy(cfg, fail)
-        if training:
-            checks.check_slots(cfg, fail)
-
-    def check_placement(self, cfg: SacConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Checks that each process has a whole number of slots."""
-        checks.check_processes(cfg, processes)
-
-    def checks(self, cfg: SacConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Yields the checks of slots, environments, policy and demonstrations (`Kind.checks`)."""
-        from rlhpc.embodied.preflight import off_policy_checks
-
-        return off_policy_checks(cfg, ranks, _python_of(cfg, "env"))
+class SacOffline(EmbodiedOffline[SacConfig]):
+    """Work before and after off-policy training."""
 
     def preparation(self, cfg: SacConfig) -> Preparation:
         """Returns the expert's episodes to record first for the second buffer, if any."""
         return _recorded(cfg.workflow, cfg.algorithm.demo_buffer.load_path)
 
 
-@dataclass(frozen=True)
-class BcKind(EmbodiedKind[BcConfig]):
-    """Task type of behaviour cloning: the policy learns from demonstrations."""
+class BcOffline(EmbodiedOffline[BcConfig]):
+    """Work before and after behaviour cloning."""
 
-    def check(self, cfg: BcConfig, fail: Fail, *, training: bool) -> None:
-        """Checks names and the path of the demonstrations."""
-        checks.check_common(cfg, fail)
-        checks.check_bc(cfg, fail)
-
-    def check_placement(self, cfg: BcConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Checks that the actors can be divided as configured."""
-        check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
-
-    def checks(self, cfg: BcConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Yields the checks of environment, policy and demonstrations (`Kind.checks`)."""
-        from rlhpc.embodied.preflight import bc_checks
-
-        del ranks
-        return bc_checks(cfg, _python_of(cfg, "actor"))
-
-    def evaluation_metrics(self, cfg: BcConfig) -> Sequence[str]:
-        """Returns the metrics of evaluations, and the loss of the held-out episodes, which is measured at each step."""
-        return [*super().evaluation_metrics(cfg), *([HOLDOUT_LOSS] if cfg.demos.holdout > 0 else [])]
+    def preparation(self, cfg: BcConfig) -> Preparation:
+        """Returns the expert's episodes to record first, if any."""
+        return _recorded(cfg.workflow, cfg.demos.path)
 
     def evaluate(
         self,
@@ -339,78 +389,120 @@ class BcKind(EmbodiedKind[BcConfig]):
             raise ConfigError(f"{checkpoint} is of a model of success, which judges and does not act; see rlhpc eval")
         return super().play(cfg, checkpoint, options)
 
-    def preparation(self, cfg: BcConfig) -> Preparation:
-        """Returns the expert's episodes to record first, if any."""
-        return _recorded(cfg.workflow, cfg.demos.path)
+
+# -- reports ----------------------------------------------------------------------------------------------------------
 
 
-PPO = PpoKind(
+class EmbodiedReporting(Reporting):
+    """Report of runs with simulators."""
+
+    def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
+        """Returns every chart of a run as SVG, by file name."""
+        from rlhpc.embodied.reporting.report import all_curves
+
+        return all_curves(paths, rows, self.curves)
+
+    def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
+        """Returns the parts of the report for runs with simulators."""
+        from rlhpc.embodied.reporting.report import parts
+
+        return parts(paths, rows, always=self.curves, linked=linked)
+
+
+_ACCOUNT = "rlhpc.embodied.planning.memory:accounts"
+_PLAYED_HEADLINES = (
+    *_EPISODES,
+    Headline("train/episode_return", "training return"),
+    Headline("rollout/env_steps", "env steps", "count"),
+)
+PPO = TaskType(
     "embodied",
     PpoConfig,
-    {
-        "actor": "rlhpc.embodied.workers.ppo_actor:EmbodiedActor",
-        "rollout": "rlhpc.embodied.workers.rollout:MultiStepRolloutWorker",
-        "env": "rlhpc.embodied.workers.env:EnvWorker",
-    },
+    PpoGroupSpec(
+        {
+            "actor": "rlhpc.embodied.workers.ppo_actor:EmbodiedActor",
+            "rollout": "rlhpc.embodied.workers.rollout:MultiStepRolloutWorker",
+            "env": "rlhpc.embodied.workers.env:EnvWorker",
+        },
+        _PLAYING,
+    ),
     "rlhpc.embodied.runners.rollout_runner:EmbodiedRunner",
-    preload=_PLAYING,
-    conditions=conditional_keys.PPO,
-    curves={
-        **_RETURNS,
-        "policy_loss": "Policy loss",
-        "value_loss": "Value loss",
-        "entropy": "Entropy",
-        "kl": "Policy change per update",
-        **_TIMES,
-    },
-    workload="rlhpc.embodied.planning.workload:ppo_workload",
+    checks=PpoChecks(PpoConfig, conditional_keys.PPO),
+    offline=EmbodiedOffline("embodied"),
+    reporting=EmbodiedReporting(
+        {
+            **_RETURNS,
+            "policy_loss": "Policy loss",
+            "value_loss": "Value loss",
+            "entropy": "Entropy",
+            "kl": "Policy change per update",
+            **_TIMES,
+        },
+        _PLAYED,
+        _PLAYED_HEADLINES,
+    ),
+    planning=Planning("rlhpc.embodied.planning.workload:ppo_workload", _ACCOUNT),
 )
-SAC = SacKind(
+SAC = TaskType(
     "off_policy",
     SacConfig,
-    {
-        "actor": "rlhpc.embodied.workers.off_policy:OffPolicyActor",
-        "rollout": "rlhpc.embodied.workers.off_policy:OffPolicyRolloutWorker",
-        "env": "rlhpc.embodied.workers.off_policy:OffPolicyEnvWorker",
-    },
+    SacGroupSpec(
+        {
+            "actor": "rlhpc.embodied.workers.off_policy:OffPolicyActor",
+            "rollout": "rlhpc.embodied.workers.off_policy:OffPolicyRolloutWorker",
+            "env": "rlhpc.embodied.workers.off_policy:OffPolicyEnvWorker",
+        },
+        (*_PLAYING, "rlhpc.embodied.workers.off_policy"),
+    ),
     "rlhpc.embodied.runners.rollout_runner:OffPolicyRunner",
-    preload=(*_PLAYING, "rlhpc.embodied.workers.off_policy"),
-    conditions=conditional_keys.OFF_POLICY,
-    curves={
-        **_RETURNS,
-        "entropy": "Entropy",
-        **_TIMES,
-        "q_loss": "Critics' loss",
-        "actor_loss": "Actor's loss",
-        "alpha": "Temperature",
-    },
+    checks=SacChecks(SacConfig, conditional_keys.OFF_POLICY),
+    offline=SacOffline("off_policy"),
+    reporting=EmbodiedReporting(
+        {
+            **_RETURNS,
+            "entropy": "Entropy",
+            **_TIMES,
+            "q_loss": "Critics' loss",
+            "actor_loss": "Actor's loss",
+            "alpha": "Temperature",
+        },
+        _PLAYED,
+        _PLAYED_HEADLINES,
+    ),
+    planning=Planning(account=_ACCOUNT),
 )
-BC = BcKind(
+BC = TaskType(
     "bc",
     BcConfig,
-    {"actor": "rlhpc.embodied.workers.bc_actor:BcActor"},
+    BcGroupSpec(
+        {"actor": "rlhpc.embodied.workers.bc_actor:BcActor"},
+        (
+            "rlhpc.embodied.workers.bc_actor",
+            "rlhpc.training",
+            "rlhpc.embodied.models.mlp",
+            "rlhpc.embodied.envs.gymnasium_env",
+            "rlhpc.embodied.data.trajectories",
+        ),
+    ),
     "rlhpc.embodied.runners.bc:BcRunner",
-    preload=(
-        "rlhpc.embodied.workers.bc_actor",
-        "rlhpc.training",
-        "rlhpc.embodied.models.mlp",
-        "rlhpc.embodied.envs.gymnasium_env",
-        "rlhpc.embodied.data.trajectories",
+    checks=BcChecks(BcConfig, conditional_keys.BC),
+    offline=BcOffline("bc"),
+    reporting=EmbodiedReporting(
+        {
+            "loss": "Imitation loss",
+            "loss_vs_time": "Imitation loss over wall time",
+            "grad_norm": "Gradient norm",
+            "evaluation": "Evaluation per checkpoint",
+            "throughput": "Demonstrated steps per second",
+            "time_per_phase": "Time per phase",
+        },
+        (*_COMPARED, ("train/loss", "Imitation loss", "loss")),
+        (
+            *_EPISODES,
+            Headline("eval/accuracy", "accuracy", "share"),
+            Headline("train/holdout_loss", "held-out loss"),
+            Headline("train/loss", "training loss"),
+        ),
     ),
-    conditions=conditional_keys.BC,
-    curves={
-        "loss": "Imitation loss",
-        "loss_vs_time": "Imitation loss over wall time",
-        "grad_norm": "Gradient norm",
-        "evaluation": "Evaluation per checkpoint",
-        "throughput": "Demonstrated steps per second",
-        "time_per_phase": "Time per phase",
-    },
-    compared=(*_COMPARED, ("train/loss", "Imitation loss", "loss")),
-    headlines=(
-        *_EPISODES,
-        Headline("eval/accuracy", "accuracy", "share"),
-        Headline("train/holdout_loss", "held-out loss"),
-        Headline("train/loss", "training loss"),
-    ),
+    planning=Planning(account=_ACCOUNT),
 )

@@ -203,7 +203,7 @@ class ExitRecord:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ExitRecord:
         """Reads the content of the file, which another version or a person may have written."""
-        end_time = value.get("ended")
+        end_time = value.get("ended", 0.0)
         return cls(
             token=str(value.get("token", "")),
             job_id=str(value.get("job_id", "")),

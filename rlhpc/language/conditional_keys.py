@@ -1,4 +1,4 @@
-"""Keys that a language model's run reads under a condition alone (`Kind.conditions`). Nothing here imports torch."""
+"""Keys that a language model's run reads under a condition alone (`ConfigChecks.conditions`). Nothing here imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preflight of runs with language models: the checks of `Kind.checks` about models, agents, rewards and groups."""
+"""Preflight of runs with language models: the checks of `ConfigChecks.preflight` about models, agents, rewards and groups."""
 
 from __future__ import annotations
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
-from rlhpc.config.constraints import Fail, Range
+from rlhpc.config.conditional_keys import Condition
+from rlhpc.config.constraints import Fail
 from rlhpc.config.typed import changed, plain, select, typed
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language import checks, conditional_keys, size_checks
@@ -40,7 +42,20 @@ from rlhpc.language.scoring.groups import (
 from rlhpc.runs.checks import check_estimators
 from rlhpc.runs.config_changes import differing, saved_values
 from rlhpc.runs.preflight import Check, Need
-from rlhpc.runs.task_type import Exporting, Headline, Kind, Parts, PlayOptions, Preparation, Rows
+from rlhpc.runs.task_type import (
+    ConfigChecks,
+    Exporting,
+    GroupSpec,
+    Headline,
+    Offline,
+    Parts,
+    Planning,
+    PlayOptions,
+    Preparation,
+    Reporting,
+    Rows,
+    TaskType,
+)
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 
@@ -102,177 +117,22 @@ def _answer_metrics(cfg: GrpoConfig | SftConfig) -> list[str]:
     return _of_suites(cfg, of_suite) if cfg.data.eval else []
 
 
-@dataclass(frozen=True)
-class TrainedKind(Kind[Trained]):
-    """Task type that trains a language model.
-
-    Attributes:
-        trained: Metric that says how training goes, and its title.
-        rate: Metric of the tokens per second.
-    """
-
-    trained: tuple[str, str] = ("train/loss", "training loss")
-    rate: str = "time/train_tokens_per_s"
-    preload: tuple[str, ...] = _PRELOAD
-    ranges: Mapping[str, Range] = field(default_factory=lambda: TRAINED_RANGES)
-    choices: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: CHOICES)
-    evaluation: tuple[str, ...] = ("data.eval",)
-    free: tuple[str, ...] = FREE
-    workload: str = "rlhpc.language.planning.workload:supervised_workload"
-    account: str = "rlhpc.language.planning.memory_accounts:accounts"
-
-    def read_data(self, cfg: Trained) -> None:
-        """Reads the training data, before a model is made for it.
-
-        Raises:
-            ConfigError: It cannot be read.
-        """
-        raise NotImplementedError
-
-    def read_suite(self, cfg: Trained, section: Any) -> None:
-        """Reads the data of a section of `data.eval`.
-
-        Raises:
-            ConfigError: It cannot be read.
-        """
-        raise NotImplementedError
-
-    def suites(self, cfg: Trained) -> Sequence[Any]:
-        """Returns section `data.eval`."""
-        raise NotImplementedError
-
-    def check_model(self, cfg: Trained, ranks: Mapping[str, int]) -> Any:
-        """Refuses a model that cannot be used, and training data that do not fit it.
-
-        Returns:
-            The tokenizer, of a model that answers.
-
-        Raises:
-            ConfigError: Names the key, or file and row.
-        """
-        raise NotImplementedError
-
-    def checks(self, cfg: Trained, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Yields the checks of suites, training data and model (`Kind.checks`)."""
-        return self._checks(cfg, ranks, [])
-
-    def _checks(self, cfg: Trained, ranks: Mapping[str, int], checked: list[Any]) -> Iterator[Check]:
-        """Yields the checks of `checks`, and puts the model's tokenizer into `checked`."""
-        from rlhpc.language.preflight import actor_resource, data_resource
-
-        for section in self.suites(cfg):  # evaluated after training, at the latest
-            resource = data_resource(cfg, section)
-            yield Check(f"data.eval[{section.name}]", functools.partial(self.read_suite, cfg, section), resource)
-        resource = actor_resource(cfg)
-        if resource.need is not Need.FILES:
-            yield Check("data.train", lambda: self.read_data(cfg), data_resource(cfg, select(cfg, "data.train")))
-        yield Check("actor.model and data.train", lambda: checked.append(self.check_model(cfg, ranks)), resource)
-
-    def prepare(self, cfg: Trained, *, resumes: bool) -> Trained:
-        """Returns the configuration with a built-in model's folder in place of its name.
-
-        Raises:
-            ConfigError: There is no such built-in model; or its training data cannot be read, which is looked at before a
-                model is made for it.
-        """
-        from rlhpc.language.models.builtin import PREFIX, resolve_model
-
-        if str(cfg.actor.model.model_path).startswith(PREFIX):
-            self.read_data(cfg)
-        return self.with_models(cfg, resolve_model)
-
-    @contextlib.contextmanager
-    def trial(self, cfg: Trained) -> Iterator[Trained]:
-        """Yields the configuration with built-in models that are removed afterwards (`Kind.trial`)."""
-        from rlhpc.language.models.builtin import trial_models
-
-        with trial_models() as resolve:
-            yield self.with_models(cfg, resolve)
-
-    def with_models(self, cfg: Trained, resolve: Callable[[Any], str]) -> Trained:
-        """Returns the configuration with the folders of its built-in models, which `resolve` gives."""
-        return changed(cfg, "actor.model.model_path", resolve(cfg.actor.model))
-
-    def differences(self, cfg: Trained, checkpoint: Path) -> list[str]:
-        """Returns the differences from the checkpoint: another backend, other adapters, or a model of other sizes."""
-        saved = saved_values(checkpoint / "backend.json")
-        keys = ["actor.training_backend", "actor.lora.rank"]
-        if cfg.actor.lora.rank:
-            keys.append("actor.lora.alpha")
-            saved = {**saved_values(checkpoint / "backend.json", ("about.lora.alpha",)), **saved}
-            saved.setdefault("actor.lora.alpha", saved.pop("about.lora.alpha", None))
-        differ = differing(cfg, saved, keys)
-        saved_sizes = saved_values(checkpoint / "model" / "config.json")
-        model_sizes = saved_values(Path(str(cfg.actor.model.model_path)) / "config.json")
-        sizes = [
-            f"{key} {saved_sizes[key]} there and {model_sizes[key]} here"
-            for key in _SIZES
-            if key in saved_sizes and key in model_sizes and saved_sizes[key] != model_sizes[key]
-        ]
-        return [*differ, *([f"actor.model.model_path names another model ({', '.join(sizes)})"] if sizes else [])]
-
-    def preparation(self, cfg: Trained) -> Preparation:
-        """Returns the run on demonstrations, and the evaluation of the initial model."""
-        workflow = cfg.workflow
-        sft = (workflow.sft, list(workflow.sft_overrides)) if workflow.sft else None
-        return Preparation(sft=sft, evaluates_start=workflow.eval_start)
-
-    def evaluate(
-        self, cfg: Trained, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
-    ) -> str:
-        """Evaluates a checkpoint on a suite (`Kind.evaluate`)."""
-        if episodes is not None:
-            raise ConfigError("--episodes is for runs with simulators; data.eval says how many rows a suite has (size)")
-        return self._evaluated(cfg, checkpoint, suite, output)
-
-    def evaluate_model(self, cfg: Trained, *, suite: str, output: Path | None) -> str:
-        """Evaluates an untrained model: a Hugging Face folder or name, or a built-in one."""
-        from rlhpc.language.models.builtin import resolve_model
-
-        suite_named(self.suites(cfg), suite)  # before a built-in model is made
-        return self._evaluated(cfg, resolve_model(cfg.actor.model), suite, output)
-
-    def _evaluated(self, cfg: Trained, model: str | Path, suite: str, output: Path | None) -> str:
-        """Returns the result of a suite as a line of text."""
-        raise NotImplementedError
-
-    def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
-        """Returns all charts of a run as SVG, by file name."""
-        from rlhpc.language.reporting.report import all_curves
-
-        return all_curves(paths, rows, self.curves)
-
-    def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
-        """Returns the parts of the report for language models."""
-        from rlhpc.language.reporting.report import parts
-
-        return parts(paths, rows, always=self.curves, trained=self.trained, rate=self.rate, linked=linked)
-
-    def export(self, checkpoint: Path, output: Path | None, wanted: Exporting) -> Path:
-        """Writes a Hugging Face folder."""
-        if wanted.released:
-            raise ConfigError(
-                f"--released is for policies of robots; {checkpoint} is a language model's, always written so"
-            )
-        from rlhpc.language.export import export_language_model
-
-        return export_language_model(
-            checkpoint, output, adapter_only=wanted.adapter_only, base=wanted.base, dtype=wanted.dtype, critic=wanted.critic,
-            licence=wanted.licence, trust_code=wanted.trust_code,
-        )  # fmt: skip
+def _suites(cfg: Any) -> Sequence[Any]:
+    """Returns section `data.eval`."""
+    return cfg.data.eval
 
 
-@dataclass(frozen=True)
-class LanguageKind(TrainedKind[Cfg]):
-    """Task type whose model answers problems, at least in evaluation."""
+# -- groups -----------------------------------------------------------------------------------------------------------
 
-    ranges: Mapping[str, Range] = field(default_factory=lambda: RANGES)
 
-    def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
-        """Refuses wrong names, and keys that exclude each other."""
-        checks.check_common(cfg, fail, training=training)
-        if training:
-            size_checks.check_rows(cfg, fail)
+class TrainedGroupSpec(GroupSpec[Trained]):
+    """Worker groups of a run that trains a language model."""
+
+    preload = _PRELOAD
+
+
+class LanguageGroupSpec(TrainedGroupSpec[Cfg]):
+    """Worker groups of a run whose model answers problems, at least in evaluation."""
 
     def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
         """Refuses prompts that cannot be distributed evenly, and processes with several accelerators."""
@@ -280,70 +140,9 @@ class LanguageKind(TrainedKind[Cfg]):
         checks.check_accelerators(cfg, accelerators)
         size_checks.check_models(cfg, accelerators)
 
-    def checks(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Yields also the checks of agents and rewards, if the model answers during training (`Kind.checks`)."""
-        from rlhpc.language.preflight import actor_resource, answer_checks
 
-        checked: list[Any] = []
-        yield from self._checks(cfg, ranks, checked)
-        if "rollout" in ranks:
-            yield from answer_checks(cfg, lambda: checked[0], actor_resource(cfg))
-
-    def check_model(self, cfg: Cfg, ranks: Mapping[str, int]) -> Any:
-        """Refuses a model that cannot be used, and prompts that do not fit it (`TrainedKind.check_model`)."""
-        from rlhpc.language.rollout.preflight import check_model
-
-        return check_model(cfg, ranks)
-
-    def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
-        """Talks with the model in the terminal."""
-        from rlhpc.language.evaluation.chat import chat
-
-        if options.episodes is not None:
-            raise ConfigError("--episodes is for runs with simulators; a language model is talked with")
-        chat(cfg, checkpoint, system=options.system, max_tokens=options.max_tokens, seed=options.seed)
-        return ""
-
-    def suites(self, cfg: Cfg) -> Sequence[Any]:
-        """Returns section `data.eval`."""
-        return cfg.data.eval
-
-    def read_data(self, cfg: Cfg) -> None:
-        """Reads the problems (`TrainedKind.read_data`)."""
-        from rlhpc.language.data.registry import make_dataset
-        from rlhpc.language.rewards.registry import check_problems
-
-        dataset = make_dataset(cfg.data.train, demonstrations="rollout" not in self.roles)
-        if "rollout" in self.roles:
-            check_problems([term.name for term in cfg.reward.terms], dataset, "data.train")
-
-    def read_suite(self, cfg: Cfg, section: Any) -> None:
-        """Reads the problems of a suite (`TrainedKind.read_suite`)."""
-        from rlhpc.language.data.registry import make_dataset
-        from rlhpc.language.rewards.registry import check_problems
-
-        key = f"data.eval[{section.name}]"
-        check_problems([term.name for term in cfg.reward.terms], make_dataset(section, "eval", key=key), key)
-
-    def _evaluated(self, cfg: Cfg, model: str | Path, suite: str, output: Path | None) -> str:
-        from rlhpc.language.evaluation.evaluate import describe, evaluate_language_model
-
-        return describe(evaluate_language_model(cfg, model, suite, output))
-
-
-@dataclass(frozen=True)
-class SftKind(LanguageKind[SftConfig]):
-    """Task type of supervised fine-tuning on demonstrations."""
-
-    evaluation: tuple[str, ...] = ("data.eval", "data.holdout.")
-    held_out_metrics: tuple[str, ...] = ("eval/loss",)
-
-    def check(self, cfg: SftConfig, fail: Fail, *, training: bool) -> None:
-        """Refuses also a held-out loss without held-out rows."""
-        super().check(cfg, fail, training=training)
-        if training:
-            check_holdout(cfg.runner.val_check_interval, cfg.data.train, cfg.data.holdout, fail)
-            checks.check_answering(cfg, _answer_metrics(cfg), fail)
+class SftGroupSpec(LanguageGroupSpec[SftConfig]):
+    """Worker groups of supervised fine-tuning."""
 
     def roles_of(self, cfg: SftConfig) -> Mapping[str, str]:
         """Adds the engines that answer the suites, if they have a placement."""
@@ -362,53 +161,9 @@ class SftKind(LanguageKind[SftConfig]):
                 "engines that answer the suites of a supervised run compute on one: give it a process an accelerator"
             )
 
-    def evaluation_metrics(self, cfg: SftConfig) -> Sequence[str]:
-        """Returns the held-out loss, and the metrics of the suites that engines answer (`Kind.evaluation_metrics`)."""
-        if cfg.runner.val_check_interval <= 0:
-            return ()
-        return (*self.held_out_metrics, *(_answer_metrics(cfg) if "rollout" in placed(cfg) else ()))
 
-    def read_data(self, cfg: SftConfig) -> None:
-        """Reads also the held-out demonstrations (`TrainedKind.read_data`)."""
-        from rlhpc.language.data.registry import make_dataset
-
-        super().read_data(cfg)
-        if cfg.runner.val_check_interval > 0:
-            section, key = holdout_section(cfg.data.train, cfg.data.holdout)
-            make_dataset(section, "eval", demonstrations=True, key=key)
-
-
-@dataclass(frozen=True)
-class DpoKind(SftKind):
-    """Task type of DPO: the model learns from preferences, with the initial weights as reference."""
-
-    held_out_metrics: tuple[str, ...] = ("eval/loss", "eval/pair_accuracy", "eval/margin")
-
-    def check_model(self, cfg: SftConfig, ranks: Mapping[str, int]) -> Any:
-        """Refuses a model that cannot be used, and pairs that do not fit it (`TrainedKind.check_model`)."""
-        from rlhpc.language.rollout.preflight import check_dpo
-
-        del ranks
-        return check_dpo(typed(DpoConfig, cfg))
-
-    def read_data(self, cfg: SftConfig) -> None:
-        """Reads the pairs, and the held-out ones (`TrainedKind.read_data`)."""
-        from rlhpc.language.data.preferences import Preferences
-
-        data = typed(DpoConfig, cfg).data
-        Preferences(data.train, "pairs")
-        if cfg.runner.val_check_interval > 0:
-            section, key = holdout_section(data.train, data.holdout)
-            Preferences(section, "pairs", "eval", key=key)
-
-
-@dataclass(frozen=True)
-class RewardModelKind(TrainedKind[RewardRunConfig]):
-    """Task type of reward models, trained on preferences or labels."""
-
-    def check(self, cfg: RewardRunConfig, fail: Fail, *, training: bool) -> None:
-        """Refuses wrong names, and keys that exclude each other."""
-        checks.check_reward_model(cfg, fail, training=training)
+class RewardModelGroupSpec(TrainedGroupSpec[RewardRunConfig]):
+    """Worker groups of reward model training."""
 
     def check_placement(
         self, cfg: RewardRunConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]
@@ -417,46 +172,9 @@ class RewardModelKind(TrainedKind[RewardRunConfig]):
         checks.check_sizes(cfg, cfg.data.prompts_per_step, processes)
         checks.check_accelerators(cfg, accelerators)
 
-    def check_model(self, cfg: RewardRunConfig, ranks: Mapping[str, int]) -> None:
-        """Refuses a model that cannot be used, and rows that do not fit it (`TrainedKind.check_model`)."""
-        from rlhpc.language.evaluation.reward_model import check_reward_model
 
-        del ranks
-        check_reward_model(cfg)
-
-    def suites(self, cfg: RewardRunConfig) -> Sequence[Any]:
-        """Returns section `data.eval`."""
-        return cfg.data.eval
-
-    def evaluation_metrics(self, cfg: RewardRunConfig) -> Sequence[str]:
-        """Returns the metrics of the suites (`Kind.evaluation_metrics`)."""
-        from rlhpc.algorithms.preference_losses import find_reward_loss
-
-        form = find_reward_loss(cfg.algorithm.loss_type, plain(cfg.algorithm.loss_kwargs))[1]
-        return _of_suites(cfg, lambda suite: JUDGED[form])
-
-    def read_data(self, cfg: RewardRunConfig) -> None:
-        """Reads the preferences (`TrainedKind.read_data`)."""
-        from rlhpc.language.evaluation.reward_model import training_rows
-
-        training_rows(cfg)
-
-    def read_suite(self, cfg: RewardRunConfig, section: Any) -> None:
-        """Reads the preferences of a suite (`TrainedKind.read_suite`)."""
-        from rlhpc.language.evaluation.reward_model import suite_rows
-
-        suite_rows(cfg, section)
-
-    def _evaluated(self, cfg: RewardRunConfig, model: str | Path, suite: str, output: Path | None) -> str:
-        from rlhpc.language.evaluation.reward_model import evaluate_reward_model
-        from rlhpc.language.reporting.eval_metrics import describe
-
-        return describe(evaluate_reward_model(cfg, model, suite, output))
-
-
-@dataclass(frozen=True)
-class GrpoKind(LanguageKind[GrpoConfig]):
-    """Task type of RL: the model answers prompts and learns from the rewards."""
+class GrpoGroupSpec(LanguageGroupSpec[GrpoConfig]):
+    """Worker groups of RL: actor and engines, and the critic, agents and scoring groups that a configuration adds."""
 
     def roles_of(self, cfg: GrpoConfig) -> Mapping[str, str]:
         """Returns actor, rollout, and the groups of a configuration that have a placement or need one."""
@@ -502,8 +220,271 @@ class GrpoKind(LanguageKind[GrpoConfig]):
         agents = {AGENT: prompts * cfg.algorithm.group_size} if AGENT in placed(cfg) else {}
         return {"rollout": prompts * self.engine_size(cfg), **agents}
 
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+class TrainedChecks(ConfigChecks[Trained]):
+    """Rules of a configuration that trains a language model.
+
+    Args:
+        conditions: Keys that a run reads only under a condition.
+        choices: Key → its allowed words.
+    """
+
+    ranges = TRAINED_RANGES
+    evaluation: tuple[str, ...] = ("data.eval",)
+    free = FREE
+
+    def __init__(
+        self, conditions: tuple[Condition, ...], choices: Mapping[str, tuple[str, ...]] = MappingProxyType(CHOICES)
+    ) -> None:
+        self.conditions, self.choices = conditions, choices
+
+    def read_data(self, cfg: Trained) -> None:
+        """Reads the training data, before a model is made for it.
+
+        Raises:
+            ConfigError: It cannot be read.
+        """
+        raise NotImplementedError
+
+    def read_suite(self, cfg: Trained, section: Any) -> None:
+        """Reads the data of a section of `data.eval`.
+
+        Raises:
+            ConfigError: It cannot be read.
+        """
+        raise NotImplementedError
+
+    def check_model(self, cfg: Trained, ranks: Mapping[str, int]) -> Any:
+        """Refuses a model that cannot be used, and training data that do not fit it.
+
+        Returns:
+            The tokenizer, of a model that answers.
+
+        Raises:
+            ConfigError: Names the key, or file and row.
+        """
+        raise NotImplementedError
+
+    def preflight(self, cfg: Trained, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields the checks of suites, training data and model (`ConfigChecks.preflight`)."""
+        return self._checks(cfg, ranks, [])
+
+    def _checks(self, cfg: Trained, ranks: Mapping[str, int], checked: list[Any]) -> Iterator[Check]:
+        """Yields the checks of `preflight`, and puts the model's tokenizer into `checked`."""
+        from rlhpc.language.preflight import actor_resource, data_resource
+
+        for section in _suites(cfg):  # evaluated after training, at the latest
+            resource = data_resource(cfg, section)
+            yield Check(f"data.eval[{section.name}]", functools.partial(self.read_suite, cfg, section), resource)
+        resource = actor_resource(cfg)
+        if resource.need is not Need.FILES:
+            yield Check("data.train", lambda: self.read_data(cfg), data_resource(cfg, select(cfg, "data.train")))
+        yield Check("actor.model and data.train", lambda: checked.append(self.check_model(cfg, ranks)), resource)
+
+    def prepare(self, cfg: Trained, *, resumes: bool) -> Trained:
+        """Returns the configuration with a built-in model's folder in place of its name.
+
+        Raises:
+            ConfigError: There is no such built-in model; or its training data cannot be read, which is looked at before a
+                model is made for it.
+        """
+        from rlhpc.language.models.builtin import PREFIX, resolve_model
+
+        if str(cfg.actor.model.model_path).startswith(PREFIX):
+            self.read_data(cfg)
+        return self.with_models(cfg, resolve_model)
+
+    @contextlib.contextmanager
+    def trial(self, cfg: Trained) -> Iterator[Trained]:
+        """Yields the configuration with built-in models that are removed afterwards (`ConfigChecks.trial`)."""
+        from rlhpc.language.models.builtin import trial_models
+
+        with trial_models() as resolve:
+            yield self.with_models(cfg, resolve)
+
+    def with_models(self, cfg: Trained, resolve: Callable[[Any], str]) -> Trained:
+        """Returns the configuration with the folders of its built-in models, which `resolve` gives."""
+        return changed(cfg, "actor.model.model_path", resolve(cfg.actor.model))
+
+    def differences(self, cfg: Trained, checkpoint: Path) -> list[str]:
+        """Returns the differences from the checkpoint: another backend, other adapters, or a model of other sizes."""
+        saved = saved_values(checkpoint / "backend.json")
+        keys = ["actor.training_backend", "actor.lora.rank"]
+        if cfg.actor.lora.rank:
+            keys.append("actor.lora.alpha")
+            saved = {**saved_values(checkpoint / "backend.json", ("about.lora.alpha",)), **saved}
+            saved.setdefault("actor.lora.alpha", saved.pop("about.lora.alpha", None))
+        differ = differing(cfg, saved, keys)
+        saved_sizes = saved_values(checkpoint / "model" / "config.json")
+        model_sizes = saved_values(Path(str(cfg.actor.model.model_path)) / "config.json")
+        sizes = [
+            f"{key} {saved_sizes[key]} there and {model_sizes[key]} here"
+            for key in _SIZES
+            if key in saved_sizes and key in model_sizes and saved_sizes[key] != model_sizes[key]
+        ]
+        return [*differ, *([f"actor.model.model_path names another model ({', '.join(sizes)})"] if sizes else [])]
+
+
+class LanguageChecks(TrainedChecks[Cfg]):
+    """Rules of a configuration whose model answers problems, at least in evaluation.
+
+    Attributes:
+        answers_in_training: Whether the model answers during training, not only in evaluation.
+    """
+
+    ranges = RANGES
+    answers_in_training = False
+
+    def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
+        """Refuses wrong names, and keys that exclude each other."""
+        checks.check_common(cfg, fail, training=training)
+        if training:
+            size_checks.check_rows(cfg, fail)
+
+    def preflight(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields also the checks of agents and rewards, if the model answers during training (`ConfigChecks.preflight`)."""
+        from rlhpc.language.preflight import actor_resource, answer_checks
+
+        checked: list[Any] = []
+        yield from self._checks(cfg, ranks, checked)
+        if "rollout" in ranks:
+            yield from answer_checks(cfg, lambda: checked[0], actor_resource(cfg))
+
+    def check_model(self, cfg: Cfg, ranks: Mapping[str, int]) -> Any:
+        """Refuses a model that cannot be used, and prompts that do not fit it (`TrainedChecks.check_model`)."""
+        from rlhpc.language.rollout.preflight import check_model
+
+        return check_model(cfg, ranks)
+
+    def read_data(self, cfg: Cfg) -> None:
+        """Reads the problems (`TrainedChecks.read_data`)."""
+        from rlhpc.language.data.registry import make_dataset
+        from rlhpc.language.rewards.registry import check_problems
+
+        dataset = make_dataset(cfg.data.train, demonstrations=not self.answers_in_training)
+        if self.answers_in_training:
+            check_problems([term.name for term in cfg.reward.terms], dataset, "data.train")
+
+    def read_suite(self, cfg: Cfg, section: Any) -> None:
+        """Reads the problems of a suite (`TrainedChecks.read_suite`)."""
+        from rlhpc.language.data.registry import make_dataset
+        from rlhpc.language.rewards.registry import check_problems
+
+        key = f"data.eval[{section.name}]"
+        check_problems([term.name for term in cfg.reward.terms], make_dataset(section, "eval", key=key), key)
+
+
+class SftChecks(LanguageChecks[SftConfig]):
+    """Rules of supervised fine-tuning."""
+
+    evaluation = ("data.eval", "data.holdout.")
+    held_out_metrics: tuple[str, ...] = ("eval/loss",)
+
+    def check(self, cfg: SftConfig, fail: Fail, *, training: bool) -> None:
+        """Refuses also a held-out loss without held-out rows."""
+        super().check(cfg, fail, training=training)
+        if training:
+            check_holdout(cfg.runner.val_check_interval, cfg.data.train, cfg.data.holdout, fail)
+            checks.check_answering(cfg, _answer_metrics(cfg), fail)
+
+    def evaluation_metrics(self, cfg: SftConfig) -> Sequence[str]:
+        """Returns the held-out loss, and the metrics of the suites that engines answer (`ConfigChecks.evaluation_metrics`)."""
+        if cfg.runner.val_check_interval <= 0:
+            return ()
+        return (*self.held_out_metrics, *(_answer_metrics(cfg) if "rollout" in placed(cfg) else ()))
+
+    def read_data(self, cfg: SftConfig) -> None:
+        """Reads also the held-out demonstrations (`TrainedChecks.read_data`)."""
+        from rlhpc.language.data.registry import make_dataset
+
+        super().read_data(cfg)
+        if cfg.runner.val_check_interval > 0:
+            section, key = holdout_section(cfg.data.train, cfg.data.holdout)
+            make_dataset(section, "eval", demonstrations=True, key=key)
+
+
+class DpoChecks(SftChecks):
+    """Rules of DPO."""
+
+    held_out_metrics = ("eval/loss", "eval/pair_accuracy", "eval/margin")
+
+    def check_model(self, cfg: SftConfig, ranks: Mapping[str, int]) -> Any:
+        """Refuses a model that cannot be used, and pairs that do not fit it (`TrainedChecks.check_model`)."""
+        from rlhpc.language.rollout.preflight import check_dpo
+
+        del ranks
+        return check_dpo(typed(DpoConfig, cfg))
+
+    def read_data(self, cfg: SftConfig) -> None:
+        """Reads the pairs, and the held-out ones (`TrainedChecks.read_data`)."""
+        from rlhpc.language.data.preferences import Preferences
+
+        data = typed(DpoConfig, cfg).data
+        Preferences(data.train, "pairs")
+        if cfg.runner.val_check_interval > 0:
+            section, key = holdout_section(data.train, data.holdout)
+            Preferences(section, "pairs", "eval", key=key)
+
+
+class RewardModelChecks(TrainedChecks[RewardRunConfig]):
+    """Rules of reward model training."""
+
+    def check(self, cfg: RewardRunConfig, fail: Fail, *, training: bool) -> None:
+        """Refuses wrong names, and keys that exclude each other."""
+        checks.check_reward_model(cfg, fail, training=training)
+
+    def check_model(self, cfg: RewardRunConfig, ranks: Mapping[str, int]) -> None:
+        """Refuses a model that cannot be used, and rows that do not fit it (`TrainedChecks.check_model`)."""
+        from rlhpc.language.evaluation.reward_model import check_reward_model
+
+        del ranks
+        check_reward_model(cfg)
+
+    def evaluation_metrics(self, cfg: RewardRunConfig) -> Sequence[str]:
+        """Returns the metrics of the suites (`ConfigChecks.evaluation_metrics`)."""
+        from rlhpc.algorithms.preference_losses import find_reward_loss
+
+        form = find_reward_loss(cfg.algorithm.loss_type, plain(cfg.algorithm.loss_kwargs))[1]
+        return _of_suites(cfg, lambda suite: JUDGED[form])
+
+    def read_data(self, cfg: RewardRunConfig) -> None:
+        """Reads the preferences (`TrainedChecks.read_data`)."""
+        from rlhpc.language.evaluation.reward_model import training_rows
+
+        training_rows(cfg)
+
+    def read_suite(self, cfg: RewardRunConfig, section: Any) -> None:
+        """Reads the preferences of a suite (`TrainedChecks.read_suite`)."""
+        from rlhpc.language.evaluation.reward_model import suite_rows
+
+        suite_rows(cfg, section)
+
+
+class GrpoChecks(LanguageChecks[GrpoConfig]):
+    """Rules of RL."""
+
+    answers_in_training = True
+
+    def check(self, cfg: GrpoConfig, fail: Fail, *, training: bool) -> None:
+        """Refuses also wrong estimators, rewards and batches."""
+        check_estimators(cfg)
+        super().check(cfg, fail, training=training)
+        if training:
+            checks.check_reasoning(cfg, fail)
+            size_checks.check_micro_batches(cfg, fail)
+
+    def preflight(self, cfg: GrpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
+        """Yields also the checks of the groups (`ConfigChecks.preflight`)."""
+        from rlhpc.language.preflight import group_checks
+
+        yield from super().preflight(cfg, ranks)
+        yield from group_checks(cfg, ranks)
+
     def evaluation_metrics(self, cfg: GrpoConfig) -> Sequence[str]:
-        """Returns the metrics of the suites (`Kind.evaluation_metrics`)."""
+        """Returns the metrics of the suites (`ConfigChecks.evaluation_metrics`)."""
         return _answer_metrics(cfg)
 
     def differences(self, cfg: GrpoConfig, checkpoint: Path) -> list[str]:
@@ -529,84 +510,206 @@ class GrpoKind(LanguageKind[GrpoConfig]):
             prepared = changed(prepared, f"{key}.model_path", path)
         return prepared
 
-    def checks(self, cfg: GrpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Yields also the checks of the groups (`Kind.checks`)."""
-        from rlhpc.language.preflight import group_checks
 
-        yield from super().checks(cfg, ranks)
-        yield from group_checks(cfg, ranks)
-
-    def check(self, cfg: GrpoConfig, fail: Fail, *, training: bool) -> None:
-        """Refuses also wrong estimators, rewards and batches."""
-        check_estimators(cfg)
-        super().check(cfg, fail, training=training)
-        if training:
-            checks.check_reasoning(cfg, fail)
-            size_checks.check_micro_batches(cfg, fail)
+# -- without training -------------------------------------------------------------------------------------------------
 
 
-GRPO = GrpoKind(
+class TrainedOffline(Offline[Trained]):
+    """Evaluation and export of language models."""
+
+    def preparation(self, cfg: Trained) -> Preparation:
+        """Returns the run on demonstrations, and the evaluation of the initial model."""
+        workflow = cfg.workflow
+        sft = (workflow.sft, list(workflow.sft_overrides)) if workflow.sft else None
+        return Preparation(sft=sft, evaluates_start=workflow.eval_start)
+
+    def evaluate(
+        self, cfg: Trained, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
+    ) -> str:
+        """Evaluates a checkpoint on a suite (`Offline.evaluate`)."""
+        if episodes is not None:
+            raise ConfigError("--episodes is for runs with simulators; data.eval says how many rows a suite has (size)")
+        return self._evaluated(cfg, checkpoint, suite, output)
+
+    def evaluate_model(self, cfg: Trained, *, suite: str, output: Path | None) -> str:
+        """Evaluates an untrained model: a Hugging Face folder or name, or a built-in one."""
+        from rlhpc.language.models.builtin import resolve_model
+
+        suite_named(_suites(cfg), suite)  # before a built-in model is made
+        return self._evaluated(cfg, resolve_model(cfg.actor.model), suite, output)
+
+    def _evaluated(self, cfg: Trained, model: str | Path, suite: str, output: Path | None) -> str:
+        """Returns the result of a suite as a line of text."""
+        raise NotImplementedError
+
+    def export(self, checkpoint: Path, output: Path | None, options: Exporting) -> Path:
+        """Writes a Hugging Face folder."""
+        if options.released:
+            raise ConfigError(
+                f"--released is for policies of robots; {checkpoint} is a language model's, always written so"
+            )
+        from rlhpc.language.export import export_language_model
+
+        return export_language_model(
+            checkpoint,
+            output,
+            adapter_only=options.adapter_only,
+            base=options.base,
+            dtype=options.dtype,
+            critic=options.critic,
+            licence=options.licence,
+            trust_code=options.trust_code,
+        )
+
+
+class LanguageOffline(TrainedOffline[Cfg]):
+    """Evaluation, chat and export of models that answer."""
+
+    def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
+        """Talks with the model in the terminal."""
+        from rlhpc.language.evaluation.chat import chat
+
+        if options.episodes is not None:
+            raise ConfigError("--episodes is for runs with simulators; a language model is talked with")
+        chat(cfg, checkpoint, system=options.system, max_tokens=options.max_tokens, seed=options.seed)
+        return ""
+
+    def _evaluated(self, cfg: Cfg, model: str | Path, suite: str, output: Path | None) -> str:
+        from rlhpc.language.evaluation.evaluate import describe, evaluate_language_model
+
+        return describe(evaluate_language_model(cfg, model, suite, output))
+
+
+class RewardModelOffline(TrainedOffline[RewardRunConfig]):
+    """Evaluation and export of reward models."""
+
+    def _evaluated(self, cfg: RewardRunConfig, model: str | Path, suite: str, output: Path | None) -> str:
+        from rlhpc.language.evaluation.reward_model import evaluate_reward_model
+        from rlhpc.language.reporting.eval_metrics import describe
+
+        return describe(evaluate_reward_model(cfg, model, suite, output))
+
+
+# -- reports ----------------------------------------------------------------------------------------------------------
+
+
+class LanguageReporting(Reporting):
+    """Report of language models.
+
+    Args:
+        curves, compared, headlines: As in `Reporting`.
+        trained: Metric that says how training goes, and its title.
+        rate: Metric of the tokens per second.
+    """
+
+    def __init__(
+        self,
+        curves: Mapping[str, str],
+        compared: Sequence[tuple[str, str, str]],
+        headlines: Sequence[Headline],
+        *,
+        trained: tuple[str, str] = ("train/loss", "training loss"),
+        rate: str = "time/train_tokens_per_s",
+    ) -> None:
+        super().__init__(curves, compared, headlines)
+        self.trained, self.rate = trained, rate
+
+    def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
+        """Returns all charts of a run as SVG, by file name."""
+        from rlhpc.language.reporting.report import all_curves
+
+        return all_curves(paths, rows, self.curves)
+
+    def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
+        """Returns the parts of the report for language models."""
+        from rlhpc.language.reporting.report import parts
+
+        return parts(paths, rows, always=self.curves, trained=self.trained, rate=self.rate, linked=linked)
+
+
+_SUPERVISED_PLANNING = Planning(
+    "rlhpc.language.planning.workload:supervised_workload", "rlhpc.language.planning.memory_accounts:accounts"
+)
+GRPO = TaskType(
     "reasoning",
     GrpoConfig,
-    {
-        "actor": "rlhpc.language.workers.grpo_actor:GrpoActor",
-        "rollout": "rlhpc.language.workers.rollout:LanguageRolloutWorker",
-    },
-    "rlhpc.language.runners.grpo:ReasoningRunner",
-    conditions=conditional_keys.REASONING,
-    curves={
-        "reward": "Reward",
-        "accuracy": "Accuracy on training prompts",
-        "evaluation": "Evaluation per checkpoint",
-        "response_length": "Response length",
-        "kl": "Distance from the reference",
-        "entropy": "Entropy",
-        "clip_fraction": "Clipped ratios",
-        "throughput": "Tokens per second",
-        "time_per_phase": "Time per phase",
-    },
-    compared=(*_COMPARED, ("train/reward", "Reward", "mean reward")),
-    headlines=(
-        *_ANSWERS,
-        Headline("train/reward", "training reward"),
-        Headline("train/response_tokens", "tokens per response"),
+    GrpoGroupSpec(
+        {
+            "actor": "rlhpc.language.workers.grpo_actor:GrpoActor",
+            "rollout": "rlhpc.language.workers.rollout:LanguageRolloutWorker",
+        }
     ),
-    trained=("train/reward", "training reward"),
-    rate="time/tokens_per_s",
-    workload="rlhpc.language.planning.workload:rl_workload",
+    "rlhpc.language.runners.grpo:ReasoningRunner",
+    checks=GrpoChecks(conditional_keys.REASONING),
+    offline=LanguageOffline("reasoning"),
+    reporting=LanguageReporting(
+        {
+            "reward": "Reward",
+            "accuracy": "Accuracy on training prompts",
+            "evaluation": "Evaluation per checkpoint",
+            "response_length": "Response length",
+            "kl": "Distance from the reference",
+            "entropy": "Entropy",
+            "clip_fraction": "Clipped ratios",
+            "throughput": "Tokens per second",
+            "time_per_phase": "Time per phase",
+        },
+        (*_COMPARED, ("train/reward", "Reward", "mean reward")),
+        (
+            *_ANSWERS,
+            Headline("train/reward", "training reward"),
+            Headline("train/response_tokens", "tokens per response"),
+        ),
+        trained=("train/reward", "training reward"),
+        rate="time/tokens_per_s",
+    ),
+    planning=Planning(
+        "rlhpc.language.planning.workload:rl_workload", "rlhpc.language.planning.memory_accounts:accounts"
+    ),
 )
-SFT = SftKind(
+SFT = TaskType(
     "sft",
     SftConfig,
-    {"actor": "rlhpc.language.workers.supervised_actors:SftActor"},
+    SftGroupSpec({"actor": "rlhpc.language.workers.supervised_actors:SftActor"}),
     "rlhpc.language.runners.supervised:SftRunner",
-    conditions=conditional_keys.SFT,
-    curves={"loss": "Loss", **_EACH},
-    compared=(*_COMPARED, ("train/loss", "Loss", "cross entropy (nats per token)")),
-    headlines=(*_ANSWERS, *_SUPERVISED),
+    checks=SftChecks(conditional_keys.SFT),
+    offline=LanguageOffline("sft"),
+    reporting=LanguageReporting(
+        {"loss": "Loss", **_EACH},
+        (*_COMPARED, ("train/loss", "Loss", "cross entropy (nats per token)")),
+        (*_ANSWERS, *_SUPERVISED),
+    ),
+    planning=_SUPERVISED_PLANNING,
 )
-DPO = DpoKind(
+DPO = TaskType(
     "dpo",
     DpoConfig,
-    {"actor": "rlhpc.language.workers.supervised_actors:DpoActor"},
+    SftGroupSpec({"actor": "rlhpc.language.workers.supervised_actors:DpoActor"}),
     "rlhpc.language.runners.supervised:DpoRunner",
-    choices=DPO_CHOICES,
-    conditions=conditional_keys.DPO,
-    curves={"preference_loss": "Loss", "pair_accuracy": "Pairs decided rightly", **_EACH},
-    compared=(*_COMPARED, ("train/loss", "Loss", "mean over pairs")),
-    headlines=(*_ANSWERS, Headline("train/accuracy", "training pairs decided rightly", "share"), *_SUPERVISED),
+    checks=DpoChecks(conditional_keys.DPO, DPO_CHOICES),
+    offline=LanguageOffline("dpo"),
+    reporting=LanguageReporting(
+        {"preference_loss": "Loss", "pair_accuracy": "Pairs decided rightly", **_EACH},
+        (*_COMPARED, ("train/loss", "Loss", "mean over pairs")),
+        (*_ANSWERS, Headline("train/accuracy", "training pairs decided rightly", "share"), *_SUPERVISED),
+    ),
+    planning=_SUPERVISED_PLANNING,
 )
-REWARD_MODEL = RewardModelKind(
+REWARD_MODEL = TaskType(
     "reward_model",
     RewardRunConfig,
-    {"actor": "rlhpc.language.workers.supervised_actors:RewardModelActor"},
+    RewardModelGroupSpec({"actor": "rlhpc.language.workers.supervised_actors:RewardModelActor"}),
     "rlhpc.language.runners.supervised:RewardModelRunner",
-    conditions=conditional_keys.SUPERVISED,
-    curves={"preference_loss": "Loss", **_EACH},
-    compared=(*_COMPARED, ("train/loss", "Loss", "mean loss")),
-    headlines=(
-        Headline("eval/accuracy", "accuracy", "share"),
-        Headline("train/accuracy", "training accuracy", "share"),
-        *_SUPERVISED,
+    checks=RewardModelChecks(conditional_keys.SUPERVISED),
+    offline=RewardModelOffline("reward_model"),
+    reporting=LanguageReporting(
+        {"preference_loss": "Loss", **_EACH},
+        (*_COMPARED, ("train/loss", "Loss", "mean loss")),
+        (
+            Headline("eval/accuracy", "accuracy", "share"),
+            Headline("train/accuracy", "training accuracy", "share"),
+            *_SUPERVISED,
+        ),
     ),
+    planning=_SUPERVISED_PLANNING,
 )

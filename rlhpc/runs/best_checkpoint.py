@@ -12,7 +12,7 @@ from rlhpc.checkpoint.manifest import is_complete
 from rlhpc.config.constraints import Fail, check_name
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.seed_scores import goal_of
-from rlhpc.runs.task_type import Cfg, Kind
+from rlhpc.runs.task_type import Cfg, TaskType
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
 #: Metric that replaces all others of an evaluation whose returns were not finite.
@@ -125,7 +125,7 @@ class BestCheckpoint:
             ) from error
 
 
-def check_best(kind: Kind[Cfg], cfg: Cfg, fail: Fail) -> None:
+def check_best(kind: TaskType[Cfg], cfg: Cfg, fail: Fail) -> None:
     """Raises an error for a `runner.keep_best` that the run does not measure, and for a `runner.patience` without it.
 
     Raises:
@@ -136,7 +136,7 @@ def check_best(kind: Kind[Cfg], cfg: Cfg, fail: Fail) -> None:
         if cfg.runner.patience > 0:
             raise fail("runner.patience", "it counts evaluations by a metric: name that with runner.keep_best")
         return
-    names = list(kind.evaluation_metrics(cfg))
+    names = list(kind.checks.evaluation_metrics(cfg))
     if not names:
         evaluates = "runner.val_check_interval" in kind.schema
         way_out = "set runner.val_check_interval, such as 10" if evaluates else "leave it out"

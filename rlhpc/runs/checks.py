@@ -19,7 +19,7 @@ from rlhpc.jobs.elastic.helper_plan import check_elastic
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.runs.best_checkpoint import check_best
 from rlhpc.runs.preflight import FILES_ALONE, Check, Need, run_checks
-from rlhpc.runs.task_type import Cfg, Kind, kind_of
+from rlhpc.runs.task_type import Cfg, TaskType, kind_of
 from rlhpc.runtime.cluster import read_key
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.files import expand_home, unwritable
@@ -64,7 +64,7 @@ def validate(
 
     kind = kind_of(cfg)
     _numbers(cfg, kind, fail)
-    for key, allowed in {**_CHOICES, **kind.choices}.items():
+    for key, allowed in {**_CHOICES, **kind.checks.choices}.items():
         if key in kind.schema:
             check_choice(key, str(select(cfg, key)), allowed, fail)
     if STRATEGIES.key in kind.schema:
@@ -77,11 +77,11 @@ def validate(
     _node_groups(cfg, fail)
     for index, raw in enumerate(read_key(cfg.cluster, "elastic", ())):
         _directives(mapping(raw), f"cluster.elastic[{index}]", fail)
-    policies = kind.policies(cfg)
+    policies = kind.groups.policies(cfg)
     check_elastic(cfg.cluster, policies.elastic, fail, policies.closed_reason)
     for key in ("cluster", "workflow.eval_job", "workflow.convert_job"):
         _directives(select(cfg, key), key, fail)
-    kind.check(cfg, fail, training=training)
+    kind.checks.check(cfg, fail, training=training)
     if training:
         check_best(kind, cfg, fail)
         _runner(cfg, fail)
@@ -95,13 +95,13 @@ def _loggers(cfg: RunConfig) -> None:
     check_loggers(cfg.runner.logger.logger_backends, plain(cfg.runner.logger.kwargs))
 
 
-def _numbers(cfg: Cfg, kind: Kind[Cfg], fail: Fail) -> None:
+def _numbers(cfg: Cfg, kind: TaskType[Cfg], fail: Fail) -> None:
     for key, value in _leaves(plain(cfg)):
         if isinstance(value, float) and not math.isfinite(value):
             raise fail(key, "it must be a finite number")
         if isinstance(value, int) and abs(value) > LARGEST:
             raise fail(key, f"it must not be greater than {LARGEST}")
-    check_ranges(cfg, {**RANGES, **kind.ranges}, fail)
+    check_ranges(cfg, {**RANGES, **kind.checks.ranges}, fail)
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -160,7 +160,7 @@ def _directives(section: DictConfig, path: str, fail: Fail) -> None:
             raise fail(f"{path}.{name}", rule[1])
 
 
-def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
+def _placement(cfg: Cfg, kind: TaskType[Cfg]) -> None:
     """Checks all placement rules on the machines that the configuration requests."""
     from rlhpc.runtime.allocation import in_slurm_job
     from rlhpc.runtime.cluster import Cluster
@@ -177,7 +177,7 @@ def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
             placement = HybridComponentPlacement(cfg, cluster)
         except (ConfigError, PlacementError):
             raise error from None
-    roles, components = list(kind.roles_of(cfg)), kind.components(cfg)
+    roles, components = list(kind.groups.roles_of(cfg)), kind.groups.components(cfg)
     for component in placement.components:
         if component not in roles:
             raise ConfigError(
@@ -187,13 +187,13 @@ def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
     sizes = {name: placement.get_world_size(name) for name in roles}
     placed = {name: placement.get_strategy(name).place(cluster) for name in roles}
     engine = {name: placement.get_strategy(name).replica for name in roles}
-    kind.check_placement(
+    kind.groups.check_placement(
         cfg, sizes, {name: len(ranks[0].accelerators) * engine[name] for name, ranks in placed.items()}
     )
 
 
 def check_planned(cfg: RunConfig, resources: Collection[Need] = FILES_ALONE) -> list[Check]:
-    """Runs the checks of a start (`Kind.checks`) whose resources are available; writes nothing.
+    """Runs the checks of a start (`ConfigChecks.preflight`) whose resources are available; writes nothing.
 
     Args:
         cfg: The configuration.
@@ -210,11 +210,11 @@ def check_planned(cfg: RunConfig, resources: Collection[Need] = FILES_ALONE) -> 
 
     kind = kind_of(cfg)
     placement = HybridComponentPlacement(cfg, Cluster.planned(cfg.cluster))
-    strategies = {role: placement.get_strategy(role) for role in kind.roles_of(cfg)}
+    strategies = {role: placement.get_strategy(role) for role in kind.groups.roles_of(cfg)}
     ranks = {role: placement.get_world_size(role) for role in strategies}
-    with kind.trial(cfg) as prepared:
-        prepared = kind.placed(prepared, {role: strategy.replica for role, strategy in strategies.items()})
-        return run_checks(kind.checks(prepared, ranks), resources)
+    with kind.checks.trial(cfg) as prepared:
+        prepared = kind.groups.placed(prepared, {role: strategy.replica for role, strategy in strategies.items()})
+        return run_checks(kind.checks.preflight(prepared, ranks), resources)
 
 
 class Estimating(Protocol):

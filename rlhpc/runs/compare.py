@@ -143,7 +143,7 @@ def charts(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
         ("time/wall_s", f"wall time ({unit})", length),
     ]
     drawings = []
-    for name, title, label in dict.fromkeys(one for run in runs for one in kind_of_run(run.paths).compared):
+    for name, title, label in dict.fromkeys(one for run in runs for one in kind_of_run(run.paths).reporting.compared):
         drawings += [_chart(groups, title, label, axis, lambda run, x, n=name: run.curve(n, x)) for axis in axes]
     return [chart for chart in drawings if chart]
 
@@ -216,7 +216,7 @@ def _scores(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
     a single run.
     """
     runs = [run for group in groups.values() for run in group]
-    names = dict.fromkeys(name for run in runs for name, _, _ in kind_of_run(run.paths).compared)
+    names = dict.fromkeys(name for run in runs for name, _, _ in kind_of_run(run.paths).reporting.compared)
     sections = []
     if len(runs) > len(groups):
         for metric in (name for name in names if name.startswith("eval/")):

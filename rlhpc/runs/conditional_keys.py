@@ -14,7 +14,7 @@ from rlhpc.config.load import read_layers
 from rlhpc.config.schema import Schema
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import select, typed
-from rlhpc.runs.task_type import find_kind, kind_of
+from rlhpc.runs.task_type import keys_of, kind_of
 
 #: Predicate of a configuration.
 Rule = Callable[[Any], bool]
@@ -67,13 +67,13 @@ def find_unused(config: ConfigSource, overrides: Sequence[str], *, site: str | N
     Raises:
         ConfigError: As `load_config`.
     """
-    layers = read_layers(config, overrides, find_kind, site=site)
+    layers = read_layers(config, overrides, keys_of, site=site)
     cfg = typed(RunConfig, layers.cfg)
     kind, (source, content) = kind_of(cfg), read_files(config)[-1]
     return unused_keys(
         cfg,
         user_sources(layers, source, content),
-        kind.conditions,
+        kind.checks.conditions,
         _defaults(kind.schema),
     )
 

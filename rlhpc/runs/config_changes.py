@@ -22,7 +22,7 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain, select
 from rlhpc.config.yaml_files import UniqueKeys
 from rlhpc.jobs.paths import CONFIG
-from rlhpc.runs.task_type import Cfg, Kind, find_kind, kind_of
+from rlhpc.runs.task_type import Cfg, TaskType, find_kind, kind_of
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import read_file, read_json, read_yaml
 
@@ -116,12 +116,12 @@ def _agree(key: str, before: Any, after: Any) -> bool:
     return False
 
 
-def _is_free(key: str, kind: Kind) -> bool:
-    return _is(key, (*_FREE, *kind.free))
+def _is_free(key: str, kind: TaskType[Any]) -> bool:
+    return _is(key, (*_FREE, *kind.checks.free))
 
 
-def _is_evaluations(key: str, kind: Kind) -> bool:
-    return _is(key, (*_EVALUATION, *kind.evaluation))
+def _is_evaluations(key: str, kind: TaskType[Any]) -> bool:
+    return _is(key, (*_EVALUATION, *kind.checks.evaluation))
 
 
 def training_fingerprint(cfg: RunConfig) -> str:
@@ -202,7 +202,7 @@ def saved_values(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
 _KIND = ("runner.task_type",)
 
 
-def check_resume(kind: Kind[Cfg], cfg: Cfg, checkpoint: Path) -> None:
+def check_resume(kind: TaskType[Cfg], cfg: Cfg, checkpoint: Path) -> None:
     """Raises an error for a checkpoint of another task type, another environment or another model.
 
     Raises:
@@ -210,9 +210,9 @@ def check_resume(kind: Kind[Cfg], cfg: Cfg, checkpoint: Path) -> None:
     """
     # The ranks that read a checkpoint without config.yaml accept or refuse it.
     differ = differing(cfg, saved_values(checkpoint / CONFIG, _KIND), _KIND)
-    differ = differ or kind.differences(cfg, checkpoint)
+    differ = differ or kind.checks.differences(cfg, checkpoint)
     if differ:
         raise CheckpointError(
             f"runner.resume_dir: {checkpoint} is not of this run: {'; '.join(differ)}. Go on with the checkpoint's "
-            f"configuration, or start fresh with another runner.name.{kind.other_start}"
+            f"configuration, or start fresh with another runner.name.{kind.checks.other_start}"
         )

@@ -12,7 +12,7 @@ from rlhpc.config.merge import ConfigLayers
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import typed
 from rlhpc.runs.checks import validate
-from rlhpc.runs.task_type import find_kind, kind_of
+from rlhpc.runs.task_type import keys_of, kind_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.trust import Trust
 
@@ -46,7 +46,7 @@ def load_config(
         ConfigError: Names file or override, key, value, and the allowed values.
     """
     source = source_name(config)
-    layers = read_layers(config, overrides, find_kind, site=site, trust=trust)
+    layers = read_layers(config, overrides, keys_of, site=site, trust=trust)
     cfg = typed(RunConfig, layers.cfg)
     if check:
         validate(cfg, source, layers.sources, training=training)
@@ -64,7 +64,7 @@ def _check_suites(layers: ConfigLayers, source: str) -> None:
             for text in changes:
                 suite_layers.override(text)
             cfg = typed(RunConfig, suite_layers.cfg)
-            require(suite_layers, kind_of(cfg), source)
+            require(suite_layers, kind_of(cfg).keys, source)
             validate(cfg, source, suite_layers.sources, training=False)
         except ConfigError as error:
             raise ConfigError(

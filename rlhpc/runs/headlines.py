@@ -92,7 +92,9 @@ def headline_columns(groups: Mapping[str, Sequence[RunMetrics]]) -> dict[str, li
     headlines: dict[Headline, None] = {}
     for run in runs:
         kind = kind_of_run(run.paths)
-        candidates = kind.headlines or [Headline(name, title.lower()) for name, title, _ in kind.compared]
+        candidates = kind.reporting.headlines or [
+            Headline(name, title.lower()) for name, title, _ in kind.reporting.compared
+        ]
         headlines |= dict.fromkeys(one for headline in candidates if (one := _with_k(headline, runs)) is not None)
     columns = {one.title: [_cell(one, group) for group in groups.values()] for one in headlines}
     return {title: texts for title, texts in columns.items() if any(text != NO_VALUE for text in texts)}

@@ -1,4 +1,4 @@
-"""Preflight: checks that a run has to pass before it starts, one list for each task type (`Kind.checks`).
+"""Preflight: checks that a run has to pass before it starts, one list for each task type (`ConfigChecks.preflight`).
 
 `rlhpc train` runs all of them. `rlhpc plan` and `rlhpc submit` run those that need only files.
 """

@@ -119,9 +119,9 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
         out_dir: Output folder; created if missing.
 
     Returns:
-        The files: always those of `Kind.curves`, others if their metrics were logged.
+        The files: always those of `Reporting.curves`, others if their metrics were logged.
     """
-    charts = kind_of_run(paths).charts(paths, read_metrics(paths.metrics))
+    charts = kind_of_run(paths).reporting.charts(paths, read_metrics(paths.metrics))
     written = []
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
     rows = read_metrics(paths.metrics)
     provenance = read_provenance(paths)
     accounting = write_accounting(paths)
-    parts = kind_of_run(paths).parts(paths, rows, linked=output is None)
+    parts = kind_of_run(paths).reporting.parts(paths, rows, linked=output is None)
     page_file = output or paths.report
     html = page(
         title=paths.root.name,

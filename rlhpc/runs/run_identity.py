@@ -62,8 +62,8 @@ def make_longer(paths: RunPaths, cfg: RunConfig, segment: int, *, wait: bool = F
     goal = None
     if paths.config.exists():
         saved = load_config(paths.config, check=False, site="")
-        goal = kind_of(saved).goal(saved)
-    moved = goal is not None and goal != kind_of(cfg).goal(cfg)
+        goal = kind_of(saved).checks.goal(saved)
+    moved = goal is not None and goal != kind_of(cfg).checks.goal(cfg)
     if segment_to_reopen(paths, segment_ends(cfg), goal_moved=moved) == segment:
         if wait:
             wait_for_end(paths, segment)

@@ -10,12 +10,12 @@ import json
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, final
 
 import numpy as np
 
 from rlhpc.checkpoint import CheckpointWriter, newest_valid, prune
-from rlhpc.config.typed import plain
+from rlhpc.config.typed import plain, select
 from rlhpc.jobs.paths import CONFIG
 from rlhpc.jobs.signals import StopRequest, end_of_job
 from rlhpc.metrics import MetricLogger, ProgressBar
@@ -94,7 +94,7 @@ class Runner(Generic[Cfg]):
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores the state that `state` returned when the checkpoint was saved."""
+        """Restores the state that `state` returned when the checkpoint was saved, and drops what is newer."""
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
         """Returns the entries of `rlhpc status` besides the step."""
@@ -122,14 +122,12 @@ class Runner(Generic[Cfg]):
         del lost_ranks
         return False
 
-    def forget(self) -> None:
-        """Drops state that is newer than the checkpoint that is about to be restored."""
-
     def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
         """Counts the losses after a recovery, from the number of dead ranks and the `state` at that time."""
 
     # -- start ----------------------------------------------------------------------------------------------------
 
+    @final
     def init_workers(self) -> None:
         """Builds everything on all ranks and restores the checkpoint to continue from."""
         if self._opens:
@@ -137,14 +135,10 @@ class Runner(Generic[Cfg]):
         self.build()
         if self.folder.resume.path is not None:
             self._restore(self.folder.resume.path)
-        elif (start := self.start_weights()) is not None:
+        elif (start := select(self.cfg, "runner.init_from")) is not None:  # of task types with this key
             self._start_from(start)
         self._ready = True
         self.folder.mark("ready")
-
-    def start_weights(self) -> str | None:
-        """Returns the source of a fresh run's first weights; None for new weights."""
-        return None
 
     def _start_from(self, path: str) -> None:
         """Loads the weights of `runner.init_from` only, and adds their source to provenance.json."""
@@ -176,11 +170,13 @@ class Runner(Generic[Cfg]):
     # -- the loop -------------------------------------------------------------------------------------------------
 
     @property
+    @final
     def max_recoveries(self) -> int:
         """Maximum number of restarts of restartable groups without a new checkpoint in between (`SessionPolicies`)."""
         session = Session.running()
         return session.failures.policies.max_recoveries if session else 0
 
+    @final
     def run(self, on_step: Callable[[dict[str, float]], None] = lambda row: None) -> dict[str, Any]:
         """Trains until the end of this start, or until a stop is requested.
 
@@ -315,7 +311,6 @@ class Runner(Generic[Cfg]):
                 raise error
             else:
                 note(f"{reason}; {ranks} start again from {newest.name}, all other ranks stay")
-                self.forget()
                 self._restore(newest)
         self.count_lost(sum(map(len, lost_ranks.values())), before)
         self.recoveries += 1

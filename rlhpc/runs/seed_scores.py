@@ -11,7 +11,7 @@ from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, figures, table
 from rlhpc.metrics.provenance import is_share
 from rlhpc.metrics.statistics import Estimate, improvement, interquartile_mean, mean
-from rlhpc.runs.task_type import Kind
+from rlhpc.runs.task_type import TaskType
 
 #: Maximum number of configurations in one chart; more could not be distinguished.
 MAX_DRAWN = 8
@@ -103,9 +103,9 @@ def _logged(run: HasScores, metric: str) -> dict[float, float]:
     return dict(zip(*series(run.rows, metric), strict=True))
 
 
-def metric_of(kind: Kind[Any], runs: Sequence[HasScores]) -> str | None:
+def metric_of(kind: TaskType[Any], runs: Sequence[HasScores]) -> str | None:
     """Returns the first metric by which runs of a task type are compared and that all of them have at some step."""
-    names = list(dict.fromkeys(name for name, _, _ in kind.compared))
+    names = list(dict.fromkeys(name for name, _, _ in kind.reporting.compared))
     return next((name for name in names if runs and scores_at(runs, name)[0] is not None), None)
 
 

@@ -171,7 +171,7 @@ def _load(
 
 def sft_of(source: str, cfg: RunConfig, site: str | None) -> tuple[str, RunConfig] | None:
     """Returns file and configuration of the SFT run that precedes a run; None without one."""
-    sft = kind_of(cfg).preparation(cfg).sft
+    sft = kind_of(cfg).offline.preparation(cfg).sft
     if sft is None:
         return None
     path = os.path.normpath(Path(source).parent / sft[0])
@@ -226,14 +226,14 @@ def _prepared(
         content = plain(first[1])
         content["runner"] = {k: v for k, v in content["runner"].items() if k not in ("name", "run_dir")}
         folder = paths.root / f"sft-{digest(content)}"
-        sft = kind.preparation(run.cfg).sft
+        sft = kind.offline.preparation(run.cfg).sft
         words = [
             *(sft[1] if sft else ()),
             override("runner.run_dir", os.path.normpath(f"{run.cfg.runner.run_dir}")),
             override("runner.name", folder.name),
         ]
         moved += [override("workflow.sft_overrides", words), *_moved(run.cfg, sft_folder, folder)]
-    demos = kind.preparation(run.cfg).demos
+    demos = kind.offline.preparation(run.cfg).demos
     if demos is not None and name in demos[0]:
         facts = [_recording(run.cfg), run.cfg.runner.seed]
         moved += _moved(run.cfg, Path(demos[0]), paths.root / f"demos-{digest(facts)}{Path(demos[0]).suffix}")
@@ -265,8 +265,12 @@ def _texts(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 def _recording(cfg: RunConfig) -> Any:
     """Returns the values that determine an expert's recorded episodes, except the seed."""
     content = plain(cfg)
-    demos = kind_of(cfg).preparation(cfg).demos
-    return [{key: content.get(key) for key in _RECORDED}, *(demos[1:] if demos else ()), kind_of(cfg).recording(cfg)[1]]
+    demos = kind_of(cfg).offline.preparation(cfg).demos
+    return [
+        {key: content.get(key) for key in _RECORDED},
+        *(demos[1:] if demos else ()),
+        kind_of(cfg).offline.recording(cfg)[1],
+    ]
 
 
 def recording_key(cfg: RunConfig) -> str:
@@ -285,7 +289,7 @@ def _shared(runs: Sequence[SweepRun], source: str, said_by: str, site: str | Non
     makers: dict[str, tuple[SweepRun, Any]] = {}
     for run in runs:
         prepares = set()
-        first, demos = sft_of(source, run.cfg, site), kind_of(run.cfg).preparation(run.cfg).demos
+        first, demos = sft_of(source, run.cfg, site), kind_of(run.cfg).offline.preparation(run.cfg).demos
         preparations = []
         if first is not None:
             place = RunPaths.of(first[1].runner.run_dir, first[1].runner.name).root

@@ -20,7 +20,7 @@ from rlhpc.runs.preflight import run_checks
 from rlhpc.runs.run_folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
 from rlhpc.runs.run_identity import make_longer
 from rlhpc.runs.runner import Runner
-from rlhpc.runs.task_type import Cfg, Kind, kind_of
+from rlhpc.runs.task_type import Cfg, TaskType, kind_of
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import Stopped
@@ -58,26 +58,26 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
         return {**done, "finished": True, "exit_code": 0}
     if cfg.cluster.scratch is not None:
         os.environ["RLHPC_SCRATCH"] = str(expand_home(cfg.cluster.scratch))  # of the ranks, too
-    Session.prewarm(kind.preload)  # it imports torch while this process checks the run
+    Session.prewarm(kind.groups.preload)  # it imports torch while this process checks the run
     cluster = Cluster(cfg.cluster)
     require_hosts(cluster)
     placement = HybridComponentPlacement(cfg, cluster)
-    strategies = {role: placement.get_strategy(role) for role in kind.roles_of(cfg)}
+    strategies = {role: placement.get_strategy(role) for role in kind.groups.roles_of(cfg)}
     placements = {role: strategy.place(cluster) for role, strategy in strategies.items()}
     if cluster.source == "machine":  # job steps say so themselves: this may be a login node
         torch_device(sorted({i for ranks in placements.values() for rank in ranks for i in rank.accelerators}))
-    cfg = kind.prepare(cfg, resumes=run.resume.path is not None)
-    cfg = kind.placed(cfg, {role: strategy.replica for role, strategy in strategies.items()})
+    cfg = kind.checks.prepare(cfg, resumes=run.resume.path is not None)
+    cfg = kind.groups.placed(cfg, {role: strategy.replica for role, strategy in strategies.items()})
     if run.resume.path is not None:
         check_resume(kind, cfg, run.resume.path)
         note(f"goes on from step {run.resume.step} ({run.resume.path})")
-    run_checks(kind.checks(cfg, {role: len(ranks) for role, ranks in placements.items()}))
+    run_checks(kind.checks.preflight(cfg, {role: len(ranks) for role, ranks in placements.items()}))
     with sole_driver(run.paths):
         return _train(kind, cfg, user_cfg, run, cluster, strategies, placements)
 
 
 def _train(
-    kind: Kind[Cfg],
+    kind: TaskType[Cfg],
     cfg: Cfg,
     user_cfg: Cfg,
     run: RunFolder,
@@ -86,13 +86,13 @@ def _train(
     placements: Mapping[str, Sequence[Placement]],
 ) -> dict[str, Any]:
     """Opens the run folder, starts the session, the groups and the runner, and trains."""
-    roles = kind.roles_of(cfg)
+    roles = kind.groups.roles_of(cfg)
     classes = {role: load_attribute(name, f"role {role} of the kind {kind.name}") for role, name in roles.items()}
     make_runner = load_attribute(kind.runner, f"the runner of the kind {kind.name}")
     # A submitted run recovers by itself after a failure; a run at a terminal reports the failure and ends.
-    policies = kind.policies(cfg, max_recoveries=int(os.environ.get(MAX_RESTARTS, "0")))
+    policies = kind.groups.policies(cfg, max_recoveries=int(os.environ.get(MAX_RESTARTS, "0")))
     num_started = {role: len(ranks) for role, ranks in placements.items()}
-    useful = {role: n - num_started.get(role, 0) for role, n in kind.most_useful(cfg, num_started).items()}
+    useful = {role: n - num_started.get(role, 0) for role, n in kind.groups.most_useful(cfg, num_started).items()}
     helper_jobs = helper_plans(cfg.cluster, placements)
     run.open(user_cfg)
     logs = run.paths.segment_logs(run.segment or 0)
@@ -104,7 +104,7 @@ def _train(
         session = Session.start(
             registry_root=run.paths.registry,
             log_dir=logs,
-            preload=kind.preload,
+            preload=kind.groups.preload,
             interface=cluster.interface,
             tcp_address=join_address(helper_jobs, cluster),
             check_stop=stop.check,

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhpc.cli import build_parser
 from rlhpc.config.constraints import RANGES
-from rlhpc.runs.task_type import Kind, all_kinds, find_kind
+from rlhpc.runs.task_type import TaskType, all_kinds, find_kind
 from tests.attack.bad_inputs import HERE, QUICKSTART, ROOT, Case, plan_words, train_words
 
 INCLUDE = f"defaults: [{QUICKSTART}]\n"
@@ -48,7 +48,7 @@ _OF = {
 }
 
 
-def owner(key: str) -> Kind:
+def owner(key: str) -> TaskType[Any]:
     """The first kind of run that has a key."""
     return next(kind for kind in all_kinds() if key in kind.schema)
 

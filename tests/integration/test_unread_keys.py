@@ -1,4 +1,4 @@
-"""Keys that a configuration does not read (`Kind.conditions`): set to other values, all at once, they change no number."""
+"""Keys that a configuration does not read (`ConfigChecks.conditions`), set to other values all at once, change no number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rlhpc import load_config
 from rlhpc.config.conditional_keys import defaults_of
 from rlhpc.runs.conditional_keys import find_unused
-from rlhpc.runs.task_type import Kind, kind_of
+from rlhpc.runs.task_type import TaskType, kind_of
 from rlhpc.runtime.errors import ConfigError
 from tests.combinations.options import KINDS, Value
 from tests.combinations.trial import compared, train
@@ -43,15 +43,15 @@ BASES: dict[str, tuple[str, dict[str, Value]]] = {
 }
 
 
-def other_value(kind: Kind[Any], key: str, default: Any) -> str | None:
+def other_value(kind: TaskType[Any], key: str, default: Any) -> str | None:
     """Returns another value of a key, as an override has it; None if none is known."""
     value = OTHERS.get(key)
     if value is None and isinstance(default, bool):
         value = not default
     elif value is None and isinstance(default, (int, float)):
         value = default + 1 if isinstance(default, int) else default * 0.5 + 0.1
-    elif value is None and isinstance(default, str) and key in kind.choices:
-        value = next(word for word in kind.choices[key] if word != default)
+    elif value is None and isinstance(default, str) and key in kind.checks.choices:
+        value = next(word for word in kind.checks.choices[key] if word != default)
     if value is None or value == default:
         return None
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
@@ -69,7 +69,7 @@ def test_keys_that_are_not_read_change_nothing(name: str, tmp_path: Path) -> Non
     for key, default in defaults.items():
         given = {word.partition("=")[0] for word in words}
         word = other_value(kind, key, default)
-        if word is None or key in given or not any(row.names(key) for row in kind.conditions):
+        if word is None or key in given or not any(row.names(key) for row in kind.checks.conditions):
             continue
         try:
             load_config(path, [*words, *vain, word])

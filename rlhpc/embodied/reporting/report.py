@@ -159,7 +159,7 @@ _MAX_VIDEOS = 6
 
 
 def parts(paths: RunPaths, rows: Sequence[Mapping[str, Any]], *, always: Container[str], linked: bool) -> Parts:
-    """Builds the parts of the report (`Kind.parts`); `always` names curves that are drawn even without data."""
+    """Builds the parts of the report (`Reporting.parts`); `always` names curves that are drawn even without data."""
     evaluations, judged = read_evaluations(paths), read_judged(paths)
     suite = judging_suite(paths, [*evaluations, *judged])
     evaluated: dict[int, str] = {}

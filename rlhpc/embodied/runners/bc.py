@@ -28,10 +28,6 @@ class BcRunner(Runner[BcConfig]):
         self.actor = actor
         self.samples, self.evaluated = 0, None
 
-    def start_weights(self) -> str | None:
-        """Returns the weights to start from: `runner.init_from`."""
-        return self.cfg.runner.init_from
-
     def build(self) -> None:
         """Builds the policy and reads the demonstrations."""
         self.demos = self.actor.init_worker().wait(self.timeout)[0]

@@ -125,10 +125,6 @@ class PlayingRunner(Runner[Cfg]):
         """Slot map."""
         return self.players.slots
 
-    def start_weights(self) -> str | None:
-        """Returns the weights to start from: `runner.init_from`."""
-        return self.cfg.runner.init_from
-
     def check(self) -> None:
         """Checks that the configuration's parts fit together."""
 
@@ -166,10 +162,6 @@ class PlayingRunner(Runner[Cfg]):
     def rebuild(self, gone: dict[str, list[int]]) -> None:
         """Restarts environment and rollout ranks."""
         self.players.rebuild(gone)
-
-    def forget(self) -> None:
-        """Empties the window of episodes; the checkpoint has its own window."""
-        self.window.clear()
 
     def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
         """Counts the lost ranks, transitions (including those of the step in progress) and episodes."""
@@ -378,6 +370,7 @@ class PlayingRunner(Runner[Cfg]):
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores the state that `state` returned when the checkpoint was made."""
         self.env_steps, self.episodes = int(state["env_steps"]), int(state["episodes"])
+        self.window.clear()
         rows = ([float("nan") if value is None else float(value) for value in row] for row in state["window"])
         self.window.extend((row[0], row[1], row[2]) for row in rows)
 
@@ -444,15 +437,15 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
 
     receiving = "receive"
 
-    def init_workers(self) -> None:
-        """Builds the workers (`Runner.init_workers`), after it has set the number of random steps."""
+    def build(self) -> None:
+        """Builds the workers (`PlayingRunner.build`), after it has set the number of random steps."""
         algorithm = self.cfg.algorithm
         self.random_steps = algorithm.replay_buffer.min_buffer_size
         if algorithm.random_steps is not None:
             self.random_steps = algorithm.random_steps
         elif self.cfg.runner.init_from is not None or algorithm.offline_steps:
             self.random_steps = 0  # the policy can act already
-        super().init_workers()
+        super().build()
 
     def state(self) -> dict[str, Any]:
         """Returns the state (`PlayingRunner.state`) with the number of random steps."""

@@ -168,7 +168,7 @@ def all_curves(paths: RunPaths, rows: Rows, always: Container[str]) -> dict[str,
 def parts(
     paths: RunPaths, rows: Rows, *, always: Container[str], trained: tuple[str, str], rate: str, linked: bool
 ) -> Parts:
-    """Returns the parts of the page, see `Kind.parts`; also writes samples.html and episodes.html if evaluations have
+    """Returns the parts of the page, see `Reporting.parts`; also writes samples.html and episodes.html if evaluations have
     samples.
 
     Args:

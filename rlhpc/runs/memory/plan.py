@@ -97,7 +97,7 @@ _SHM = 0.5
 
 
 class Accounting(Protocol):
-    """Function of a task type that returns the memory accounts of its groups (`Kind.account`)."""
+    """Function of a task type that returns the memory accounts of its groups (`Planning.account`)."""
 
     def __call__(self, cfg: Any, ranks: Mapping[str, GroupRanks], *, build: bool, measure: bool) -> Sequence[Account]:
         """Returns the memory account of a rank of each group.
@@ -220,15 +220,15 @@ def _placed(cfg: RunConfig, cluster: Cluster) -> RunConfig:
     """Returns the configuration with the values that follow from the placement: the number of ranks of an engine."""
     placement = HybridComponentPlacement(cfg, cluster)
     replicas = {name: placement.get_strategy(name).replica for name in placement.components}
-    placed: RunConfig = kind_of(cfg).placed(cfg, replicas)
+    placed: RunConfig = kind_of(cfg).groups.placed(cfg, replicas)
     return placed
 
 
 def _accounts(cfg: RunConfig, ranks: Mapping[str, GroupRanks], build: bool, measure: bool) -> Sequence[Account]:
     kind = kind_of(cfg)
-    if not kind.account:
+    if not kind.planning.account:
         return ()
-    account: Accounting = load_attribute(kind.account, f"the account of the kind {kind.name}")
+    account: Accounting = load_attribute(kind.planning.account, f"the account of the kind {kind.name}")
     return account(cfg, ranks, build=build, measure=measure)
 
 

@@ -86,14 +86,14 @@ def workload_of(cfg: RunConfig, ahead: int | None) -> Workload:
         ConfigError: The task type has no workload.
     """
     kind = kind_of(cfg)
-    if not kind.workload:
-        tunable = ", ".join(sorted(one.name for one in all_kinds() if one.workload))
+    if not kind.planning.workload:
+        tunable = ", ".join(sorted(one.name for one in all_kinds() if one.planning.workload))
         raise ConfigError(
             f"runner.task_type is {kind.name}, and what a step of such a run consists of is not known; rlhpc tune "
             f"takes: {tunable}"
         )
     configured = int(select(cfg, "algorithm.max_staleness") or 0)
-    build_workload = load_attribute(kind.workload, f"the workload of the kind {kind.name}")
+    build_workload = load_attribute(kind.planning.workload, f"the workload of the kind {kind.name}")
     workload: Workload = build_workload(cfg, configured if ahead is None else ahead)
     return workload
 
@@ -110,7 +110,7 @@ def space_of(request: TuneRequest, workload: Workload, costs: Costs, cfg: RunCon
 
 def configured_candidate(cfg: RunConfig, workload: Workload) -> Candidate:
     """Returns the placement and settings of the configuration."""
-    roles = kind_of(cfg).roles_of(cfg)
+    roles = kind_of(cfg).groups.roles_of(cfg)
     places = {group: place for group, place in placed(cfg).items() if group in roles}
     return Candidate(places, {knob.key: select(cfg, knob.key) for knob in workload.knobs})
 

@@ -8,10 +8,10 @@ configuration reads all of it, so that its reads say nothing about whether a key
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from rlhpc.config import typed
 from rlhpc.embodied import task_types as embodied
 from rlhpc.language import task_types as language
+from rlhpc.runs.task_type import TaskType
 from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -117,10 +118,27 @@ def install() -> None:
 
 install()
 ME = (Path(__file__).stem,)
-PPO, SAC, BC = (replace(kind, preload=kind.preload + ME) for kind in (embodied.PPO, embodied.SAC, embodied.BC))
+
+
+def with_me(kind: TaskType[Any]) -> TaskType[Any]:
+    """The task type, whose fork server also imports this module."""
+    groups = copy.copy(kind.groups)
+    groups.preload = (*groups.preload, *ME)
+    return TaskType(
+        kind.name,
+        kind.config,
+        groups,
+        kind.runner,
+        checks=kind.checks,
+        offline=kind.offline,
+        reporting=kind.reporting,
+        planning=kind.planning,
+    )
+
+
+PPO, SAC, BC = (with_me(kind) for kind in (embodied.PPO, embodied.SAC, embodied.BC))
 GRPO, SFT, REWARD_MODEL, DPO = (
-    replace(kind, preload=kind.preload + ME)
-    for kind in (language.GRPO, language.SFT, language.REWARD_MODEL, language.DPO)
+    with_me(kind) for kind in (language.GRPO, language.SFT, language.REWARD_MODEL, language.DPO)
 )
 
 

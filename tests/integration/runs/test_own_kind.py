@@ -23,7 +23,8 @@ from rlhpc.config.constraints import COUNT
 from rlhpc.config.sections import RunConfig
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.charts import Line, line_chart
-from rlhpc.runs.task_type import Kind, Parts
+from rlhpc.runs.preflight import Check, Need, Resource
+from rlhpc.runs.task_type import ConfigChecks, GroupSpec, Kind, Offline, Parts, Reporting, TaskType
 from rlhpc.runs.runner import Runner
 
 
@@ -75,15 +76,21 @@ class BanditRunner(Runner):
         return {"train/value": value}
 
 
-class Bandit(Kind):
+class BanditChecks(ConfigChecks):
+    ranges = {"bandit.arms": COUNT}
+
     def check(self, cfg, fail, *, training):
         if cfg.bandit.arms > 9:
             raise fail("bandit.arms", "nine are enough")
 
+
+class BanditOffline(Offline):
     def evaluate(self, cfg, checkpoint, *, suite, episodes, output, trust_code):
         values = json.loads((checkpoint / "player-0.json").read_text())
         return f"best arm {max(range(len(values)), key=values.__getitem__)}"
 
+
+class BanditReporting(Reporting):
     def charts(self, paths, rows):
         return {"value": line_chart("Value", "global step", "value", [Line("", *series(rows, "train/value"))])}
 
@@ -91,8 +98,27 @@ class Bandit(Kind):
         return Parts("a bandit", "<p>cards</p>", [], "<p>none</p>", [], {}, ("train/value", "value"))
 
 
-KIND = Bandit("bandit", BanditConfig, {"player": "own_bandit:Player"}, "own_bandit:BanditRunner",
-              curves={"value": "Value"}, ranges={"bandit.arms": COUNT})
+KIND = TaskType("bandit", BanditConfig, GroupSpec({"player": "own_bandit:Player"}), "own_bandit:BanditRunner",
+                checks=BanditChecks(), offline=BanditOffline("bandit"), reporting=BanditReporting({"value": "Value"}))
+
+
+class FormerBandit(Kind):
+    """As packages declared a task type before it had parts."""
+
+    def checks(self, cfg, ranks):
+        yield Check("the arms", lambda: print("former check", cfg.bandit.arms), Resource(Need.FILES))
+
+    def evaluate(self, cfg, checkpoint, *, suite, episodes, output, trust_code):
+        return BanditOffline("former").evaluate(
+            cfg, checkpoint, suite=suite, episodes=episodes, output=output, trust_code=trust_code
+        )
+
+    def charts(self, paths, rows):
+        return BanditReporting().charts(paths, rows)
+
+
+FORMER = FormerBandit("former", BanditConfig, {"player": "own_bandit:Player"}, "own_bandit:BanditRunner",
+                      curves={"value": "Value"}, ranges={"bandit.arms": COUNT}, expendable=frozenset({"player"}))
 '''
 CONFIG = """
 cluster: {accelerators_per_node: 0, component_placement: {player: 0}}
@@ -109,7 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     about.mkdir(parents=True)
     (site / "own_bandit.py").write_text(BANDIT)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: own-bandit\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[rlhpc.kinds]\nbandit = own_bandit:KIND\n")
+    (about / "entry_points.txt").write_text("[rlhpc.kinds]\nbandit = own_bandit:KIND\nformer = own_bandit:FORMER\n")
     (folder / "run.yaml").write_text(CONFIG)
     return folder
 
@@ -136,6 +162,19 @@ def test_it_is_trained_evaluated_and_reported(folder: Path) -> None:
     reported = rlhpc(folder, "report", "runs/arms", "--curves", "curves")
     assert reported.returncode == 0 and (folder / "curves" / "value.svg").is_file(), reported.stderr
     assert "a bandit" in (folder / "runs" / "arms" / "report" / "index.html").read_text()
+
+
+def test_a_former_kind_is_a_task_type_for_two_releases(folder: Path) -> None:
+    words = ("runner.task_type=former", "runner.name=former", "runner.max_steps=4")
+    trained = rlhpc(folder, "train", "run.yaml", *words)
+    assert trained.returncode == 0 and "former check 4" in trained.stdout, trained.stderr
+    assert "the task type 'former' is a Kind, which works for two releases" in trained.stderr
+    evaluated = rlhpc(folder, "eval", "--run", "runs/former")
+    assert evaluated.returncode == 0 and evaluated.stdout.strip().startswith("global_step_4: best arm"), evaluated
+    reported = rlhpc(folder, "report", "runs/former", "--curves", "former")
+    assert reported.returncode == 0 and (folder / "former" / "value.svg").is_file(), reported.stderr
+    refused = rlhpc(folder, "convert", "--run", "runs/former")
+    assert refused.returncode == 2 and "runs of kind former have no export" in refused.stderr
 
 
 def test_its_keys_are_its_own(folder: Path) -> None:

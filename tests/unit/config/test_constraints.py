@@ -17,7 +17,7 @@ from rlhpc.config.constraints import RANGES as COMMON
 from rlhpc.config.constraints import Range
 from rlhpc.runs.checks import validate
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.task_type import Kind, all_kinds
+from rlhpc.runs.task_type import TaskType, all_kinds
 from rlhpc.runtime.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -49,13 +49,13 @@ def numbers(cls: type, prefix: str = "") -> Iterator[tuple[str, bool]]:
 
 
 KINDS = {kind.name: kind for kind in all_kinds()}
-RANGES = {key: allowed for kind in KINDS.values() for key, allowed in {**COMMON, **kind.ranges}.items()}
+RANGES = {key: allowed for kind in KINDS.values() for key, allowed in {**COMMON, **kind.checks.ranges}.items()}
 NUMBERS = {name: dict(numbers(kind.config)) for name, kind in KINDS.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_each_number_has_one(kind: Kind) -> None:
-    assert set(NUMBERS[kind.name]) <= set(COMMON) | set(kind.ranges)
+def test_each_number_has_one(kind: TaskType[Any]) -> None:
+    assert set(NUMBERS[kind.name]) <= set(COMMON) | set(kind.checks.ranges)
     assert len(NUMBERS[kind.name]) > 40
 
 

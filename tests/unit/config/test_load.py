@@ -21,7 +21,7 @@ from rlhpc.config.constraints import RANGES, null_numbers
 from rlhpc.config.merge import ConfigLayers
 from rlhpc.reference import render_config
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.task_type import Kind, all_kinds
+from rlhpc.runs.task_type import TaskType, all_kinds
 from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,14 +57,14 @@ def test_minimal(write: typing.Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("kind", all_kinds(), ids=lambda kind: kind.name)
-def test_null_is_none_for_every_interval(kind: Kind[Any]) -> None:
+def test_null_is_none_for_every_interval(kind: TaskType[Any]) -> None:
     """The number that an interval has for none may be written as null; elsewhere null is refused in one sentence."""
-    nulls = null_numbers({**RANGES, **kind.ranges})
+    nulls = null_numbers({**RANGES, **kind.checks.ranges})
     intervals = [key for key in kind.schema.keys if key.endswith("_interval")]
     assert "runner.save_interval" in intervals and set(intervals) <= set(nulls)
     for key in nulls:
         if key in kind.schema:
-            layers = ConfigLayers(kind.schema, kind.whose, nulls)
+            layers = ConfigLayers(kind.schema, kind.keys.whose, nulls)
             layers.override(f"{key}=null")
             assert OmegaConf.select(layers.cfg, key) == nulls[key], key
     with pytest.raises(ConfigError, match=r"runner\.seed is null; it must be int$"):

@@ -64,7 +64,7 @@ def run_of(folder: Path, kind: str, *, evaluated: bool = True) -> Path:
 
 
 def test_every_kind_has_headlines_and_is_tried_here() -> None:
-    assert set(KINDS) == set(kind_names()) and all(find_kind(name).headlines for name in kind_names())
+    assert set(KINDS) == set(kind_names()) and all(find_kind(name).reporting.headlines for name in kind_names())
 
 
 @pytest.mark.parametrize("kind", KINDS)

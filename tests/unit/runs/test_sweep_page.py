@@ -130,14 +130,14 @@ def test_less_of_a_loss_is_better_unless_told_otherwise(tmp_path: Path) -> None:
 
 
 def test_every_metric_by_which_runs_are_compared_knows_which_way_is_better() -> None:
-    names = {name for kind in map(find_kind, kind_names()) for name, _, _ in kind.compared}
+    names = {name for kind in map(find_kind, kind_names()) for name, _, _ in kind.reporting.compared}
     less = {name for name in names if goal_of(name) == "minimize"}
     assert less == {"train/loss"} and len(names) > 4
     assert [goal_of(name) for name in ("eval/perplexity", "time/step_s", "time/tokens_per_s", "train/kl")] == [
         "minimize", "minimize", "maximize", "minimize",
     ]  # fmt: skip
     for kind in map(find_kind, kind_names()):  # what is measured on held-out data is asked before what was trained on
-        order = [name.startswith("eval/") for name, _, _ in kind.compared if "/" in name]
+        order = [name.startswith("eval/") for name, _, _ in kind.reporting.compared if "/" in name]
         assert order == sorted(order, reverse=True), kind.name
 
 

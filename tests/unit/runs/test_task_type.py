@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from rlhpc import load_config
+from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.runs.task_type import all_kinds, find_kind, kind_of, kind_of_run
+from rlhpc.runs.task_type import Kind, all_kinds, find_kind, kind_of, kind_of_run
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from tests.extras import need_extra
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -57,13 +59,13 @@ def test_all_that_a_kind_names_is_there(kind) -> None:  # type: ignore[no-untype
 
     if kind.runner.startswith("rlhpc.language."):
         need_extra("llm")
-    for name in (*kind.roles.values(), kind.runner):
+    for name in (*kind.groups.roles.values(), kind.runner):
         module, _, attribute = name.partition(":")
         assert callable(getattr(importlib.import_module(module), attribute))
-    for name in kind.preload:
+    for name in kind.groups.preload:
         importlib.import_module(name)
     everywhere = {key for other in all_kinds() for key in other.schema.keys}
-    assert set(kind.choices) <= everywhere
+    assert set(kind.checks.choices) <= everywhere
     assert find_kind(kind.name.upper()) is kind
 
 
@@ -81,7 +83,7 @@ def test_kinds_are_found(tmp_path: Path) -> None:
     [
         ("embodyd", r"did you mean 'embodied'\? allowed: embodied, off_policy, bc, reasoning, sft"),
         ("no_such_module:KIND", "which cannot be imported"),
-        ("os:environ", "which is a _Environ and no Kind"),
+        ("os:environ", "which is a _Environ and no TaskType"),
         ("3", "runner.task_type is .3.; allowed: embodied"),
         ("[3]", "it must be the name of a kind of run"),
     ],
@@ -89,3 +91,37 @@ def test_kinds_are_found(tmp_path: Path) -> None:
 def test_what_is_no_kind_is_refused(word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(EMBODIED, [f"runner.task_type={word}"])
+
+
+class FormerKind(Kind[RunConfig]):
+    """A task type of another package, in the former form."""
+
+    def elastic_of(self, cfg: RunConfig) -> dict[str, int]:
+        return {"player": 2}
+
+    def together_of(self, cfg: RunConfig) -> dict[str, int]:
+        return {"player": 2}
+
+    def patience_of(self, cfg: RunConfig) -> dict[str, float]:
+        return {"player": 30.0}
+
+    def why_fixed(self, cfg: RunConfig) -> str:
+        return "no reason"
+
+
+def test_the_methods_of_a_former_kind_are_policies() -> None:
+    former = FormerKind(
+        "former", RunConfig, {}, "", expendable=frozenset({"player", "judge"}), independent=frozenset({"judge"})
+    )
+    with pytest.warns(FutureWarning, match="the task type 'former' is a Kind, which works for two releases"):
+        task_type = former.task_type
+    assert task_type.name == "former" and task_type.schema.keys == former.schema.keys
+    policies = task_type.groups.policies(RunConfig(), max_recoveries=3)
+    assert policies == SessionPolicies(
+        {
+            "player": GroupPolicy(restartable=True, min_ranks=2, replica_size=2, lease_s=30.0),
+            "judge": GroupPolicy(restartable=True, independent_ranks=True),
+        },
+        3,
+        "no reason",
+    )

@@ -239,9 +239,12 @@ def test_ranks_come_where_they_play_ahead() -> None:
         load_config(quickstart, [ahead, "cluster.elastic=[{group: actor, max: 2}]"])
     cfg = load_config(quickstart, [ahead, "cluster.elastic=[{group: env, max: 2}, {max: 2}]"])
     slots = cfg.env.train.num_envs // cfg.rollout.pipeline_stage_num  # type: ignore[attr-defined]
-    assert find_kind("embodied").most_useful(cfg, {"env": 3, "rollout": 1}) == {"env": 3 * (32 // 4), "rollout": slots}
+    assert find_kind("embodied").groups.most_useful(cfg, {"env": 3, "rollout": 1}) == {
+        "env": 3 * (32 // 4),
+        "rollout": slots,
+    }
     whole = load_config(quickstart, [ahead, "env.train.auto_reset=false"])
-    assert find_kind("embodied").most_useful(whole, {"env": 3, "rollout": 1})["env"] == 6, "episodes are not cut"
+    assert find_kind("embodied").groups.most_useful(whole, {"env": 3, "rollout": 1})["env"] == 6, "episodes are not cut"
     sac, elastic = ROOT / "configs/embodied/pendulum_sac.yaml", "cluster.elastic=[{group: env, max: 2}]"
     with pytest.raises(ConfigError, match=r"what each step adds to the buffer before its updates is fixed"):
         load_config(sac, [elastic])

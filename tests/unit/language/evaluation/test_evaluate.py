@@ -24,7 +24,7 @@ EVERY = "runner.val_check_interval=5"
 
 def names_of(config: str, *words: str) -> set[str]:
     cfg: Any = load_config(CONFIGS / config, [EVERY, "runner.name=x", *words])
-    return set(kind_of(cfg).evaluation_metrics(cfg))
+    return set(kind_of(cfg).checks.evaluation_metrics(cfg))
 
 
 @pytest.mark.parametrize("samples", [1, 2])
