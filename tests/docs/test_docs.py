@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import json
 import os
@@ -173,10 +174,60 @@ def test_keys_and_commands_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_of_the_project_exist(page):
-    for name in re.findall(r"(?<![\w/….<>~-])((?:configs|profiles|examples|tests)/[\w/.+-]*\w)", page.read_text()):
+    for name in re.findall(
+        r"(?<![\w/….<>~-])((?:configs|profiles|examples|tests)/[\w/.+-]*\w|(?:rlhpc|bench)/[\w/]+\.py)",
+        page.read_text(),
+    ):
         own = name.startswith(("configs/mine", "configs/site/mycluster")) or name == "configs/site"
         own = own or any((project / name).exists() for project in (ROOT / "examples/projects").glob("*/*"))
         assert own or (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def definitions(path: Path) -> set[str]:
+    """Returns the classes and functions of a module, and the methods of its classes as `Class.method`."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names |= {node.name, *(f"{node.name}.{inner.name}" for inner in node.body if hasattr(inner, "name"))}
+    return names
+
+
+def test_the_drawings_of_a_step_name_classes_in_their_files():
+    """Methods may be inherited."""
+    nodes = re.findall(r'\["([^"]*)<br/>([^"]*)"\]', (DOCS / "explanation/architecture.md").read_text())
+    assert len(nodes) > 20
+    for label, paths in nodes:
+        names = set().union(*(definitions(ROOT / "rlhpc" / path) for path in paths.split(", ")))
+        mentioned = re.findall(r"[A-Z]\w+[a-z]\w*(?:\.\w+)?|\w+_\w+", label.replace("load balance, ", ""))
+        assert mentioned, label
+        for name in mentioned:
+            owner, _, method = name.partition(".")
+            assert owner in names, f"{paths}: {owner}"
+            assert not method or any(known.endswith(f".{method}") for known in names), f"{paths}: {name}"
+
+
+def test_the_classes_of_the_architecture_exist():
+    classes = set()
+    for path in (ROOT / "rlhpc").rglob("*.py"):
+        classes |= definitions(path)
+    text = re.sub(r"```.*?```", "", (DOCS / "explanation/architecture.md").read_text(), flags=re.S)
+    mentioned = set(re.findall(r"`([A-Z][a-z]\w+)`", text))
+    assert len(mentioned) > 15
+    assert mentioned <= classes
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_import_paths_exist(page):
+    """Checks modules below a package of rlhpc, and the name that follows; `rlhpc.scorers` is a group of entry points."""
+    for dotted in re.findall(r"\brlhpc\.((?:[a-z_]+\.?)+:?[A-Z]?\w*)", page.read_text()):
+        package, *rest = re.split("[.:]", dotted.rstrip("."))
+        path = ROOT / "rlhpc" / package
+        if not path.is_dir():
+            continue
+        while rest and (path / rest[0]).is_dir():
+            path /= rest.pop(0)
+        path = path / f"{rest.pop(0)}.py" if rest and (path / f"{rest[0]}.py").is_file() else path / "__init__.py"
+        assert not rest or re.search(rf"\b{rest[0]}\b", path.read_text()), f"{page.name}: rlhpc.{dotted}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=name_of)
@@ -318,6 +369,30 @@ def test_the_fields_of_json_files_are_documented(tiny_run):
             assert f"`{field}`" in sections[heading], f"{heading}: {field}"
 
 
+# -- README -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("title", "extra"), [("A language model by GRPO", "llm"), ("A robot policy by PPO", "embodied")]
+)
+def test_the_examples_of_the_readme_run(title, extra, tmp_path):
+    """Runs a section's commands on the files that it shows, with few and small steps."""
+    need_extra(extra)
+    (section,) = re.findall(rf"^## {title}\n(.*?)^## ", (ROOT / "README.md").read_text(), re.M | re.S)
+    (tmp_path / "configs" / "mine").mkdir(parents=True)
+    for path in (ROOT / "configs").iterdir():
+        (tmp_path / "configs" / path.name).symlink_to(path)
+    small = SMALL[:3] if extra == "llm" else SMALL
+    for language, content in re.findall(r"```(\w+)\n(.*?)```", section, re.S):
+        if language == "bash":
+            run(["bash", "-c", SHELL + content], tmp_path, SMALL=" ".join(small), PYTHONPATH="")
+        else:
+            (tmp_path / re.findall(r"\A# ([\w./]+)\n", content)[0]).write_text(content)
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    assert len(metrics.read_text().splitlines()) == 2
+
+
 # -- tutorial and how-to ----------------------------------------------------------------------------------------------
 
 
@@ -341,10 +416,19 @@ def test_the_tutorials_commands_run_in_order(tmp_path):
     assert re.search(r"^return \d+$", said, re.M)
 
 
-#: Those that begin with `rlhpc init`, and what makes their training short; the policy of a robot learns in seconds as it is.
-PROJECTS = {"own-reward.md": SMALL_LANGUAGE, "own-environment.md": (), "own-algorithm.md": SMALL_LANGUAGE}
-#: What the page's commands and code must have said at the end.
+#: Tutorials that run here, and what makes their training short; the policy of a robot learns in seconds as it is.
+TUTORIALS = {
+    "first-language-model.md": (
+        *SMALL_LANGUAGE,
+        "workflow.sft_overrides=[runner.name=demo-sft,runner.max_steps=2,runner.save_interval=2,data.prompts_per_step=32]",
+    ),
+    "own-reward.md": SMALL_LANGUAGE,
+    "own-environment.md": (),
+    "own-algorithm.md": SMALL_LANGUAGE,
+}
+#: Output that a tutorial's commands and code must have printed at the end.
 RESULTS = {
+    "first-language-model.md": r"demo: done in .*accuracy(.|\n)*^train/reward .* -> (.|\n)*pass\.json(.|\n)*^answer: ",
     "own-reward.md": r"grpo: done in .*accuracy(.|\n)*pass\.json(.|\n)*^answer: ",
     "own-environment.md": r"ppo: done in .*success(.|\n)*seed7(.|\n)*^(not )?reached$",
     "own-algorithm.md": r"10 passed(.|\n)*anchored: done in(.|\n)*^2\n1,[\d.]+\n2,[\d.]+$",
@@ -353,31 +437,33 @@ RESULTS = {
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", PROJECTS)
-def test_a_tutorial_that_makes_a_project_runs_from_its_first_command_to_its_last(name, tmp_path):
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_runs_from_its_first_command_to_its_last(name, tmp_path):
     """Each command is executed as it stands, in the folder and with the module path that those before it left."""
-    if PROJECTS[name]:
+    if TUTORIALS[name]:
         need_extra("llm")
-    said, folder = "", tmp_path
-    environment = {"SMALL": " ".join(PROJECTS[name]), "PYTHONPATH": ""}
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    output, folder = "", tmp_path
+    environment = {"SMALL": " ".join(TUTORIALS[name]), "PYTHONPATH": ""}
     environment["PATH"] = f"{os.environ['PATH']}:{Path(sys.executable).parent}"
     for language, content in all_blocks(DOCS / "tutorial" / name):
         if language == "bash":
             state = f'\nprintf "%s\\n%s" "$PWD" "$PYTHONPATH" > {tmp_path}/state'
-            said += run(["bash", "-c", SHELL + content + state], folder, 600, **environment)
+            output += run(["bash", "-c", SHELL + content + state], folder, 600, **environment)
             where, environment["PYTHONPATH"] = (tmp_path / "state").read_text().split("\n")
             folder = Path(where)
         elif file := re.match(r"# ([\w.]+)\n", content):
             (folder / file[1]).write_text(content)
         else:
             assert language == "python"
-            said += run([sys.executable, "-c", content], folder, **environment)
-    assert re.search(RESULTS[name], said, re.M), said
+            output += run([sys.executable, "-c", content], folder, **environment)
+    assert re.search(RESULTS[name], output, re.M), output
 
 
 @pytest.mark.parametrize("path", sorted((DOCS / "tutorial").glob("*.md")), ids=name_of)
 def test_every_tutorial_is_executed(path):
-    assert path.name in PROJECTS or path.name == "quickstart.md"
+    """That of a cluster runs on the test cluster: `tests/slurm/test_tutorial.py`."""
+    assert path.name in TUTORIALS or path.name in ("quickstart.md", "first-cluster-run.md")
 
 
 def install(project: str, folder: Path) -> None:
