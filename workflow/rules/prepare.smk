@@ -2,14 +2,14 @@
 RESUME_WITH = Untracked(*(["--resume-with"] if config["resume_with"] else []))
 CFG = load_run()
 KIND = kind_of(CFG)
-BEFORE = KIND.preparation(CFG)
-RECORDED, ONLY_SUCCEEDED = KIND.recording(CFG)
+BEFORE = KIND.offline.preparation(CFG)
+RECORDED, ONLY_SUCCEEDED = KIND.offline.recording(CFG)
 EVAL_RESOURCES = job_resources(CFG.workflow.eval_job)
 CONVERT_RESOURCES = job_resources(CFG.workflow.convert_job)
 RUN = RunPaths.of(CFG.runner.run_dir, CFG.runner.name)
 checked(refuse_braces, RUN_CONFIG, RUN.root)
 ENDS = segment_ends(CFG)
-ENDS_EARLY = KIND.goal(CFG) is not None
+ENDS_EARLY = KIND.checks.goal(CFG) is not None
 SUITES = list(config["suites"] or CFG.workflow.eval_suites)
 
 ROOT = near(RUN.root)

@@ -23,7 +23,7 @@ rule report:
                 category="Curves",
                 labels={"run": CFG.runner.name, "curve": title},
             )
-            for name, title in KIND.curves.items()
+            for name, title in KIND.reporting.curves.items()
         ],
     log:
         f"{LOGS}/report.log",

@@ -10,7 +10,7 @@ TRAIN_PARAMS = {
     "resume_with": RESUME_WITH,
     # What is trained, and how long: when these change, `rlhpc submit` looks again, and refuses or goes on.
     "training": training_fingerprint(CFG),
-    "end": lambda wildcards: [ENDS[int(wildcards.segment)], KIND.goal(CFG)],
+    "end": lambda wildcards: [ENDS[int(wildcards.segment)], KIND.checks.goal(CFG)],
 }
 TRAIN_COMMAND = (
     "rlhpc submit {input.config:q} --segment {wildcards.segment} --executor {params.executor}"
