@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhpc.algorithms.registry import ADVANTAGES
 from rlhpc.runtime.errors import ConfigError
 
-Reduce = Callable[[Tensor], Tensor]
+_Reduce = Callable[[Tensor], Tensor]
 #: Outcomes of a group are equal if they differ by at most this part of the largest.
 _ROUNDING = 1e-6
 
@@ -29,7 +29,7 @@ def calculate_adv_and_returns(
     gamma: float = 1.0,
     gae_lambda: float = 1.0,
     normalize: bool = False,
-    all_reduce: Reduce | None = None,
+    all_reduce: _Reduce | None = None,
     members: Tensor | None = None,
     **kw: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ def _rows(value: Any, members: Tensor, rows: int) -> Any:
     return value[members] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
 
 
-def masked_moments(x: Tensor, mask: Tensor, unbiased: bool, all_reduce: Reduce | None) -> tuple[Tensor, Tensor]:
+def _masked_moments(x: Tensor, mask: Tensor, unbiased: bool, all_reduce: _Reduce | None) -> tuple[Tensor, Tensor]:
     """Returns mean and variance over valid entries; over all ranks with `all_reduce`."""
     valid = x.masked_fill(~mask, 0)
     sums = torch.stack([mask.sum().to(x.dtype), valid.sum()])
@@ -104,9 +104,9 @@ def masked_moments(x: Tensor, mask: Tensor, unbiased: bool, all_reduce: Reduce |
     return mean, squares[0] / (count - (1 if unbiased else 0)).clamp(min=1)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, all_reduce: Reduce | None = None) -> Tensor:
+def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, all_reduce: _Reduce | None = None) -> Tensor:
     """Computes (x − mean) / (std + eps) over valid entries, std unbiased; over the batch of all ranks, not per rank."""
-    mean, variance = masked_moments(x, mask, True, all_reduce)
+    mean, variance = _masked_moments(x, mask, True, all_reduce)
     return (x - mean) / (variance.sqrt() + eps)
 
 
@@ -250,7 +250,7 @@ def reinforce_plus_plus(
     mask: Tensor,
     group_ids: Tensor | None,
     gamma: float,
-    all_reduce: Reduce | None,
+    all_reduce: _Reduce | None,
     kl: Tensor | None = None,
     kl_coef: float = 0.0,
     baseline: bool = False,
@@ -266,7 +266,7 @@ def reinforce_plus_plus(
     if kl is not None:
         per_token = per_token - kl_coef * kl * mask
     returns = _discounted(per_token, mask, gamma)
-    mean, variance = masked_moments(returns, mask, False, all_reduce)
+    mean, variance = _masked_moments(returns, mask, False, all_reduce)
     return (returns - mean) * variance.clamp(min=1e-8).rsqrt(), returns
 
 

@@ -14,14 +14,14 @@ from rlhpc.runtime.standard_streams import tell
 from rlhpc.runtime.text import readable
 from rlhpc.runtime.trust import FLAG
 
-Command = Callable[[argparse.Namespace], int]
-OVERRIDES = "key=value of the configuration, such as runner.max_steps=20; the value is YAML"
+_Command = Callable[[argparse.Namespace], int]
+_OVERRIDES = "key=value of the configuration, such as runner.max_steps=20; the value is YAML"
 SITE = "site file of the cluster, by name or path (default: what RLHPC_SITE says)"
 RESUME_WITH = "go on with a run although the configuration now says that something else is trained"
 RUN = "run folder, or the run's configuration file (with the overrides it was started with)"
 
 
-class Parser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     """argparse parser with the project's error format."""
 
     def error(self, message: str) -> NoReturn:
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-class TopParser(Parser):
+class TopParser(_Parser):
     """Parser of `rlhpc` itself: its help groups the commands by purpose.
 
     Attributes:
@@ -41,7 +41,7 @@ class TopParser(Parser):
         super().__init__(prog="rlhpc", description="Reinforcement learning on batch-scheduled clusters.")
         self.groups = groups
         self.add_argument("--version", action="version", version=f"rlhpc {rlhpc.__version__}")
-        self.subparsers: Any = self.add_subparsers(metavar="command", required=True, parser_class=Parser)
+        self.subparsers: Any = self.add_subparsers(metavar="command", required=True, parser_class=_Parser)
 
     @property
     def commands(self) -> dict[str, argparse.ArgumentParser]:
@@ -61,7 +61,7 @@ class TopParser(Parser):
             lines.append("")
         lines += [
             "rlhpc help COMMAND shows a command's arguments and examples; rlhpc --version, the version.",
-            f"Documentation: {documentation()}",
+            f"Documentation: {_documentation()}",
         ]
         return "\n".join(lines) + "\n"
 
@@ -94,14 +94,14 @@ def documentation_root() -> str:
     return (urls.get("Documentation") or urls.get("Homepage") or "docs").rstrip("/")
 
 
-def documentation() -> str:
+def _documentation() -> str:
     """Returns the first page of the documentation."""
     root = documentation_root()
     return root if "://" in root else f"{root}/README.md{'' if Path(root).is_absolute() else ' of the project'}"
 
 
 def add_command(
-    commands: Any, name: str, function: Command, summary: str, examples: Sequence[str]
+    commands: Any, name: str, function: _Command, summary: str, examples: Sequence[str]
 ) -> argparse.ArgumentParser:
     """Adds a command to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -119,7 +119,7 @@ def add_words(parser: argparse.ArgumentParser, **first: str) -> None:
     """Adds the positional arguments: those of the command, and overrides."""
     for name, text in first.items():
         parser.add_argument(name, help=text)
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ MODELS = (
     "lerobot",
 )  # fmt: skip
 #: Policies that act by a flow (of lerobot's: smolvla, pi0 and pi05).
-FLOWS = ("flow", "pi0", "lerobot")
+_FLOWS = ("flow", "pi0", "lerobot")
 #: Policies with critics of actions.
 _CRITICS = ("sac", "crossq", "td3", "iql", "dsrl")
 #: Policies that each off-policy algorithm can train.
@@ -49,7 +49,7 @@ _RECOMPUTED = ("vla", "openvla")
 #: Environment types of robots, which cannot be duplicated.
 _ROBOTS = ("robot", "distant_robot")
 #: Options of the `mlp`.
-MLP_GAINS = ("actor_gain", "critic_gain")
+_MLP_GAINS = ("actor_gain", "critic_gain")
 
 
 def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
@@ -59,9 +59,9 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     model = cfg.actor.model
-    check_normalisation(cfg, fail)
+    _check_normalisation(cfg, fail)
     if model.model_type.lower() in MODELS:
-        check_options(model, fail)
+        _check_options(model, fail)
     else:
         from rlhpc.embodied.models.registry import MODELS as REGISTRY
 
@@ -76,10 +76,10 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
             f"actor.model.model_type {model.model_type} has nothing to recompute, as {' and '.join(_RECOMPUTED)} have: false",
         )
     delay = select(cfg, "env.eval.real_time_chunking.inference_delay")  # which off-policy runs have not
-    if delay is not None and model.model_type.lower() in MODELS and model.model_type.lower() not in FLOWS:
+    if delay is not None and model.model_type.lower() in MODELS and model.model_type.lower() not in _FLOWS:
         raise fail(
             "env.eval.real_time_chunking.inference_delay",
-            f"chunks are guided where a policy acts by a flow: actor.model.model_type {', '.join(FLOWS)}; "
+            f"chunks are guided where a policy acts by a flow: actor.model.model_type {', '.join(_FLOWS)}; "
             f"{model.model_type} does not",
         )
     for suite in cfg.workflow.eval_suites:
@@ -124,7 +124,7 @@ def _gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
         raise fail(key, f"gymnasium does not know it; {hint}")
 
 
-def check_normalisation(cfg: EmbodiedConfig, fail: Fail) -> None:
+def _check_normalisation(cfg: EmbodiedConfig, fail: Fail) -> None:
     """Refuses running statistics of observations that evaluations would lack: a policy keeps its own.
 
     Raises:
@@ -149,7 +149,7 @@ def check_normalisation(cfg: EmbodiedConfig, fail: Fail) -> None:
         )
 
 
-def check_demos_target(cfg: SacConfig | BcConfig, key: str, fail: Fail) -> None:
+def _check_demos_target(cfg: SacConfig | BcConfig, key: str, fail: Fail) -> None:
     """Checks that `workflow.demos_expert` writes one `.h5` file, which the run reads as its demonstrations.
 
     Raises:
@@ -223,10 +223,10 @@ def check_divisibility(cfg: PpoConfig, fail: Fail) -> None:
     micro = cfg.actor.micro_batch_size
     if micro is not None and (micro > batch or batch % micro):
         raise fail("actor.micro_batch_size", f"it must divide actor.global_batch_size ({batch})")
-    check_parts(cfg, fail)
+    _check_parts(cfg, fail)
 
 
-def check_parts(cfg: PpoConfig, fail: Fail) -> None:
+def _check_parts(cfg: PpoConfig, fail: Fail) -> None:
     """Checks the parts of rollouts: that the rollouts can be divided, and that the parts are large enough for training on them
     as they arrive.
 
@@ -286,7 +286,7 @@ def _pipeline(cfg: PpoConfig, fail: Fail) -> None:
         )
 
 
-def check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
+def _check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
     """Checks that the model supports the adapters and the dtype.
 
     Raises:
@@ -338,7 +338,7 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
         raise fail(
             "actor.model.model_type", "a model of success does not act: bc trains it, env.train.reward_model uses it"
         )
-    check_adapters(cfg, fail)
+    _check_adapters(cfg, fail)
     if cfg.actor.training_backend.lower() == "deepspeed" and algorithm.target_kl is not None:
         raise fail(
             "algorithm.target_kl", "DeepSpeed cannot take back a gradient: use null, or another training backend"
@@ -372,15 +372,17 @@ def _chunks(cfg: PpoConfig, fail: Fail) -> None:
         raise fail("actor.model.value_per_action", "it is for algorithm.reward_type action_level")
 
 
-def check_options(model: PolicyConfig, fail: Fail) -> None:
+def _check_options(model: PolicyConfig, fail: Fail) -> None:
     """Checks `actor.model.kwargs` of models with few or no options; the other models check them when they are built."""
     name, options = model.model_type.lower(), model.kwargs
     if name in _PLAIN and options:
         raise fail("actor.model.kwargs", f"the {name} takes none; they are for a model of your own")
     if name != "mlp":
         return
-    if unknown := sorted(set(options) - set(MLP_GAINS)):
-        raise fail("actor.model.kwargs", f"the mlp does not take {', '.join(unknown)}; allowed: {', '.join(MLP_GAINS)}")
+    if unknown := sorted(set(options) - set(_MLP_GAINS)):
+        raise fail(
+            "actor.model.kwargs", f"the mlp does not take {', '.join(unknown)}; allowed: {', '.join(_MLP_GAINS)}"
+        )
     for option, value in options.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
             raise fail(f"actor.model.kwargs.{option}", "it must be a number greater than 0")
@@ -404,7 +406,7 @@ def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
         ALGORITHMS.find(algorithm.name)
     elif model_type in MODELS and model_type not in _NETWORKS[name]:
         raise fail("actor.model.model_type", f"algorithm.name {name} trains {', '.join(_NETWORKS[name])}")
-    check_demos_target(cfg, "algorithm.demo_buffer.load_path", fail)
+    _check_demos_target(cfg, "algorithm.demo_buffer.load_path", fail)
     if buffer.size < max(buffer.min_buffer_size, cfg.env.train.num_envs):
         raise fail(
             "algorithm.replay_buffer.size",
@@ -430,7 +432,7 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
     Raises:
         ConfigError: The first rule that is broken.
     """
-    check_adapters(cfg, fail)
+    _check_adapters(cfg, fail)
     name = cfg.actor.model.model_type.lower()
     if why := _NOT_CLONED.get(name):
         raise fail("actor.model.model_type", why)
@@ -445,7 +447,7 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
         raise fail(
             "runner.val_check_interval", "a model of success does not play; train/holdout_loss says what it learns"
         )
-    check_demos_target(cfg, "demos.path", fail)
+    _check_demos_target(cfg, "demos.path", fail)
     if not cfg.demos.path:
         raise fail(
             "demos.path", "name trajectories: a .h5 file, a pattern, a folder of them, or a LeRobot dataset's folder"

@@ -225,14 +225,14 @@ class TrainingBackend(abc.ABC):
         dicts of them.
         """
         self.module.eval()
-        with torch.no_grad(), explained_out_of_memory(self.blueprint.knobs):
+        with torch.no_grad(), _explained_out_of_memory(self.blueprint.knobs):
             return forward(self.called, batch)
 
     def evaluate_reference(self, forward: Callable[[nn.Module, Batch], Outputs], batch: Batch) -> Outputs:
         """Runs `forward` as `evaluate` does, with the weights from before training."""
         if self._reference is None:
             self._reference = self._make_reference()
-        with torch.no_grad(), explained_out_of_memory(self.blueprint.knobs):
+        with torch.no_grad(), _explained_out_of_memory(self.blueprint.knobs):
             return forward(self._reference, batch)
 
     def forward_backward(
@@ -252,7 +252,7 @@ class TrainingBackend(abc.ABC):
         self._clear()
         self.module.train()
         metrics = []
-        with explained_out_of_memory(self.blueprint.knobs):
+        with _explained_out_of_memory(self.blueprint.knobs):
             for number, batch in enumerate(micro_batches):
                 value, measured = loss(self.called, batch)
                 self._backward(value, last=number == len(micro_batches) - 1)
@@ -441,7 +441,7 @@ def _of_about(identity: Mapping[str, Any], key: str) -> Any:
 
 
 @contextlib.contextmanager
-def explained_out_of_memory(knobs: str) -> Iterator[None]:
+def _explained_out_of_memory(knobs: str) -> Iterator[None]:
     """Turns a failed allocation into a message that names the settings to change.
 
     Raises:

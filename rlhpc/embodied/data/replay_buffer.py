@@ -25,11 +25,11 @@ from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import expand_home, read_json
 
 FOLDER = "replay"
-FORMAT = 1
+_FORMAT = 1
 
 
 @dataclass(frozen=True)
-class ReplayFile:
+class _ReplayFile:
     """File of a stored buffer.
 
     Attributes:
@@ -43,7 +43,7 @@ class ReplayFile:
 
 
 @dataclass
-class Index:
+class _Index:
     """Index of one rank's part of a stored buffer.
 
     Attributes:
@@ -58,14 +58,14 @@ class Index:
     num_envs: int
     decisions: int
     held: int
-    segments: list[ReplayFile] = field(default_factory=list)
+    segments: list[_ReplayFile] = field(default_factory=list)
 
     def dump(self) -> bytes:
         """Returns the index as JSON."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode() + b"\n"
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode() + b"\n"
 
     @classmethod
-    def load(cls, path: Path) -> Index:
+    def load(cls, path: Path) -> _Index:
         """Reads the JSON of `dump`.
 
         Raises:
@@ -73,9 +73,9 @@ class Index:
         """
         try:
             data = read_json(path.read_bytes())
-            if data.pop("format") != FORMAT:
-                raise ValueError(f"format is not {FORMAT}")
-            segments = [ReplayFile(**segment) for segment in data.pop("segments")]
+            if data.pop("format") != _FORMAT:
+                raise ValueError(f"format is not {_FORMAT}")
+            segments = [_ReplayFile(**segment) for segment in data.pop("segments")]
             for segment in segments:
                 if not is_plain_name(segment.file) or "/" in segment.file or not segment.file.endswith(".npy"):
                     raise ValueError(f"file {segment.file!r} is not the name of a .npy file beside it")
@@ -84,7 +84,7 @@ class Index:
             raise CheckpointError(f"{path}: cannot be read as the index of a replay buffer ({error})") from error
 
 
-def write_segment(path: Path, parts: Sequence[np.ndarray]) -> None:
+def _write_segment(path: Path, parts: Sequence[np.ndarray]) -> None:
     """Writes arrays of one dtype one after the other, as one `.npy`."""
     shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
     with path.open("wb") as file:
@@ -114,7 +114,7 @@ class StoredReplay:
                 f"{folder} holds no replay buffer; name a checkpoint of an off-policy run (runs/NAME/checkpoints/"
                 "global_step_N), its folder 'replay', or what `rlhpc replay merge` wrote"
             )
-        self.ranks = sorted((Index.load(path) for path in files), key=lambda index: index.slots)
+        self.ranks = sorted((_Index.load(path) for path in files), key=lambda index: index.slots)
         first = self.ranks[0]
         ends = [0, *(index.slots[1] for index in self.ranks)]
         is_complete = [index.slots[0] for index in self.ranks] == ends[:-1] and ends[-1] == first.num_envs
@@ -135,7 +135,7 @@ class StoredReplay:
     def __len__(self) -> int:
         return self.held * self.num_envs
 
-    def _open(self, index: Index) -> list[np.ndarray]:
+    def _open(self, index: _Index) -> list[np.ndarray]:
         """Opens the files' arrays, memory-mapped, without decisions before the buffer's oldest one."""
         oldest, at, parts = index.decisions - index.held, index.decisions - index.held, []
         for segment in index.segments:
@@ -178,7 +178,7 @@ class StoredReplay:
         return self.of_slots(range(self.num_envs)).reshape(-1)
 
 
-def open_all(folders: Sequence[str | Path]) -> list[StoredReplay]:
+def _open_all(folders: Sequence[str | Path]) -> list[StoredReplay]:
     """Opens several stored buffers of the same columns, none of them empty.
 
     Raises:
@@ -204,7 +204,7 @@ def describe(dtype: np.dtype[Any] | None) -> str:
     )
 
 
-def write_replay(target: Path, transitions: np.ndarray) -> None:
+def _write_replay(target: Path, transitions: np.ndarray) -> None:
     """Writes transitions as a stored buffer of one slot, atomically.
 
     Raises:
@@ -214,9 +214,9 @@ def write_replay(target: Path, transitions: np.ndarray) -> None:
         raise ConfigError(f"{target} exists; give another --output")
     count = len(transitions)
     with filled_folder(target) as folder:
-        segment = ReplayFile(f"0-0-{count}.npy", 0, count)
-        write_segment(folder / segment.file, [transitions.reshape(-1, 1)])
-        (folder / "index-0.json").write_bytes(Index((0, 1), 1, count, count, [segment]).dump())
+        segment = _ReplayFile(f"0-0-{count}.npy", 0, count)
+        _write_segment(folder / segment.file, [transitions.reshape(-1, 1)])
+        (folder / "index-0.json").write_bytes(_Index((0, 1), 1, count, count, [segment]).dump())
 
 
 def inspect(folder: str | Path) -> dict[str, Any]:
@@ -251,8 +251,8 @@ def merge(folders: Sequence[str | Path], output: str | Path) -> int:
     Returns:
         Its transitions.
     """
-    parts = [one.transitions() for one in open_all(folders)]
-    write_replay(Path(output), np.concatenate(parts))
+    parts = [one.transitions() for one in _open_all(folders)]
+    _write_replay(Path(output), np.concatenate(parts))
     return sum(map(len, parts))
 
 
@@ -262,7 +262,7 @@ def split(folder: str | Path, output: str | Path, parts: int) -> list[int]:
     Returns:
         Transitions of each.
     """
-    (stored,) = open_all([folder])
+    (stored,) = _open_all([folder])
     if not 1 <= parts <= len(stored):
         raise ConfigError(f"--parts is {parts}; {stored.folder} has {len(stored)} transitions")
     target = Path(output)
@@ -270,7 +270,7 @@ def split(folder: str | Path, output: str | Path, parts: int) -> list[int]:
         raise ConfigError(f"{target} exists; give another --output")
     pieces = np.array_split(stored.transitions(), parts)
     for number, piece in enumerate(pieces):
-        write_replay(target / str(number), piece)
+        _write_replay(target / str(number), piece)
     return [len(piece) for piece in pieces]
 
 
@@ -319,7 +319,7 @@ class ReplayBuffer:
         self.dtype: np.dtype[Any] | None = None
         self._bytes = np.empty((0, 0), np.uint8)
         self._ring: Any = np.empty((0, len(share)))
-        self._segments: list[ReplayFile] = []
+        self._segments: list[_ReplayFile] = []
         self._saved: Path | None = None
 
     @property
@@ -416,15 +416,15 @@ class ReplayBuffer:
             segments = []
         first = segments[-1].stop if segments else oldest
         if first < self.decisions:
-            segment = ReplayFile(f"{self.rank}-{first}-{self.decisions}.npy", first, self.decisions)
-            write_segment(folder / segment.file, self._between(first, self.decisions))
+            segment = _ReplayFile(f"{self.rank}-{first}-{self.decisions}.npy", first, self.decisions)
+            _write_segment(folder / segment.file, self._between(first, self.decisions))
             segments.append(segment)
-        index = Index((self.share.start, self.share.stop), self.num_envs, self.decisions, self.held, segments)
+        index = _Index((self.share.start, self.share.stop), self.num_envs, self.decisions, self.held, segments)
         (folder / f"index-{self.rank}.json").write_bytes(index.dump())
         self._segments = segments
         self._saved = final_folder(checkpoint) / FOLDER
 
-    def _link(self, segments: list[ReplayFile], folder: Path) -> bool:
+    def _link(self, segments: list[_ReplayFile], folder: Path) -> bool:
         """Links all files of the last checkpoint; returns False and links none if one cannot be linked (it is gone, or
         the filesystem has no links).
         """
@@ -479,7 +479,7 @@ class ReplayBuffer:
             local_indices
             and stored.num_envs == self.num_envs
             and file.is_file()
-            and Index.load(file) == local_indices[0]
+            and _Index.load(file) == local_indices[0]
         ):
             self._segments = local_indices[0].segments
             self._saved = stored.folder

@@ -113,16 +113,16 @@ def _copied(obs: Obs) -> Obs:
 log = logging.getLogger(__name__)
 
 #: Decisions after which an episode that has not ended is an error, so that no evaluation runs for ever.
-MAX_DECISIONS = 1_000_000
+_MAX_DECISIONS = 1_000_000
 #: The same where the environment has no time limit.
 MAX_WITHOUT_LIMIT = 20_000
 #: Episodes of one slot that may be lost with a simulator or robot; each is played again.
-MAX_FAILURES = 20
+_MAX_FAILURES = 20
 
 #: Called after each decision with the number of complete episodes and of environment steps so far.
-ProgressCallback = Callable[[int, int], None]
+_ProgressCallback = Callable[[int, int], None]
 #: Returns noise `[N, ...]` for each slot's episode number and decision number within it.
-Noise = Callable[[np.ndarray, np.ndarray], torch.Tensor]
+_Noise = Callable[[np.ndarray, np.ndarray], torch.Tensor]
 
 
 class Watch:
@@ -152,7 +152,7 @@ def eval_seed(env_cfg: EnvSideConfig, seed: int) -> int:
     return env_cfg.seed if env_cfg.seed is not None else seed + 1_000_003
 
 
-def eval_noise(policy: Any, env_cfg: EnvSideConfig, seed: int) -> Noise | None:
+def eval_noise(policy: Any, env_cfg: EnvSideConfig, seed: int) -> _Noise | None:
     """Returns the source of a policy's noise in evaluations by `env.eval.noise`, or None for a policy without noise.
 
     Args:
@@ -180,7 +180,7 @@ def evaluate_policy(
     episodes: int | None = None,
     device: torch.device | str = "cpu",
     watch: Callable[[VectorEnv], Watch] | None = None,
-    on_progress: ProgressCallback | None = None,
+    on_progress: _ProgressCallback | None = None,
 ) -> dict[str, Any]:
     """Runs the first episodes of every slot of a vector environment.
 
@@ -228,7 +228,7 @@ def evaluate_policy(
             f"{bad[0]}; {cause}): there is no mean to report. Evaluate another checkpoint, or look at what the environment "
             "gives"
         )
-    return {**summarize(rows), "env_id": env_cfg.env_id, "seed": seed}
+    return {**_summarize(rows), "env_id": env_cfg.env_id, "seed": seed}
 
 
 def evaluation_metrics(cfg: EmbodiedConfig, policy: Any, seed: int, device: torch.device) -> dict[str, float]:
@@ -253,9 +253,9 @@ def play(
     *,
     mode: str = "eval",
     watch: Watch | None = None,
-    on_progress: ProgressCallback | None = None,
+    on_progress: _ProgressCallback | None = None,
     on_episode_end: Callable[[np.ndarray], None] | None = None,
-    noise: Noise | None = None,
+    noise: _Noise | None = None,
 ) -> list[dict[str, float]]:
     """Plays the first `quota[i]` episodes of each slot i, starting from a reset. An episode that is lost with its simulator or
     robot does not count: another one is played.
@@ -280,7 +280,7 @@ def play(
     rows: list[tuple[int, int, dict[str, float]]] = []  # slot, number of its episode, row
     finished, since = np.zeros_like(quota), np.zeros_like(quota)
     failures, episodes = np.zeros_like(quota), np.zeros_like(quota)
-    limit = MAX_DECISIONS if env.max_episode_steps != 0 else MAX_WITHOUT_LIMIT
+    limit = _MAX_DECISIONS if env.max_episode_steps != 0 else MAX_WITHOUT_LIMIT
     steps = 0
     obs, _ = env.reset()
     while since.max() < limit:
@@ -295,7 +295,7 @@ def play(
         done = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
         failed = env_failed(infos, len(quota))
         failures += failed
-        if (failures > MAX_FAILURES).any():
+        if (failures > _MAX_FAILURES).any():
             raise RlhpcError(
                 f"simulators failed {int(failures.max())} times in one slot of the evaluation; {len(rows)} of {quota.sum()} "
                 "episodes ended. Look at what the environment logged, then evaluate again"
@@ -318,8 +318,8 @@ def play(
             return [row for _, _, row in sorted(rows, key=lambda row: row[:2])]
     raise RlhpcError(
         f"an episode of the evaluation has not ended after {limit} decisions"
-        f"{', and its environment has no time limit' if limit < MAX_DECISIONS else ''}; {len(rows)} of {quota.sum()} episodes "
-        "did; set env.eval.max_episode_steps=N"
+        f"{', and its environment has no time limit' if limit < _MAX_DECISIONS else ''}; {len(rows)} of {quota.sum()} "
+        "episodes did; set env.eval.max_episode_steps=N"
     )
 
 
@@ -333,7 +333,7 @@ def _episode_row(episode: dict[str, Any], slot: int) -> dict[str, float]:
     return row
 
 
-def summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
+def _summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
     """Returns the statistics of an evaluation.
 
     The interval of the mean return is Student's, those of the success rates are Wilson's.

@@ -20,7 +20,7 @@ from rlhpc.training.flat_parameters import Reduce
 
 #: Constants of CrossQ's authors: fraction of the running statistics that a batch replaces, term added to variances, number
 #: of batches that are normalised by their own statistics alone, bounds of the correction.
-MOMENTUM, EPS, WARM_UP, R_MAX, D_MAX = 0.01, 1e-3, 100_000, 3.0, 5.0
+_MOMENTUM, _EPS, WARM_UP, _R_MAX, _D_MAX = 0.01, 1e-3, 100_000, 3.0, 5.0
 
 
 class _Sum(torch.autograd.Function):
@@ -59,22 +59,22 @@ class BatchRenorm(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """Returns normalised rows."""
         if not self.training:
-            return (rows - self.mean) * (self.variance + EPS).rsqrt() * self.weight + self.bias
+            return (rows - self.mean) * (self.variance + _EPS).rsqrt() * self.weight + self.bias
         mean, variance = self._statistics(rows)
-        normal = (rows - mean) * (variance + EPS).rsqrt()
+        normal = (rows - mean) * (variance + _EPS).rsqrt()
         if self.batches >= WARM_UP:
             normal = self._corrected(normal, mean.detach(), variance.detach())
         with torch.no_grad():
-            self.mean.lerp_(mean, MOMENTUM)
-            self.variance.lerp_(variance, MOMENTUM)
+            self.mean.lerp_(mean, _MOMENTUM)
+            self.variance.lerp_(variance, _MOMENTUM)
             self.batches += 1
         return normal * self.weight + self.bias
 
     def _corrected(self, normal: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """Corrects rows normalised by a batch's statistics towards the result of the running ones."""
-        running = (self.variance + EPS).sqrt()
-        stretch = ((variance + EPS).sqrt() / running).clamp(1 / R_MAX, R_MAX)
-        return normal * stretch + ((mean - self.mean) / running).clamp(-D_MAX, D_MAX)
+        running = (self.variance + _EPS).sqrt()
+        stretch = ((variance + _EPS).sqrt() / running).clamp(1 / _R_MAX, _R_MAX)
+        return normal * stretch + ((mean - self.mean) / running).clamp(-_D_MAX, _D_MAX)
 
     def _statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns mean and variance over the rows of all ranks."""
@@ -88,7 +88,7 @@ class BatchRenorm(nn.Module):
         return mean, squares / total[-1].detach()
 
 
-def renormed(sizes: list[int], outputs: int, activation: str) -> nn.Sequential:
+def _renormed(sizes: list[int], outputs: int, activation: str) -> nn.Sequential:
     """Builds a perceptron that normalises each layer's input."""
     layers: list[nn.Module] = []
     for inputs, hidden in itertools.pairwise(sizes):
@@ -96,7 +96,7 @@ def renormed(sizes: list[int], outputs: int, activation: str) -> nn.Sequential:
     return nn.Sequential(*layers, BatchRenorm(sizes[-1]), nn.Linear(sizes[-1], outputs))
 
 
-class NormedTwinCritic(nn.Module):
+class _NormedTwinCritic(nn.Module):
     """Pair of Q-networks with batch renormalisation.
 
     Args:
@@ -107,7 +107,7 @@ class NormedTwinCritic(nn.Module):
 
     def __init__(self, inputs: int, hidden: list[int], activation: str) -> None:
         super().__init__()
-        self.one, self.two = renormed([inputs, *hidden], 1, activation), renormed([inputs, *hidden], 1, activation)
+        self.one, self.two = _renormed([inputs, *hidden], 1, activation), _renormed([inputs, *hidden], 1, activation)
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Returns values `[2, B]` of flat observations `[B, D]` and actions `[B, d]`."""
@@ -115,7 +115,7 @@ class NormedTwinCritic(nn.Module):
         return torch.stack((self.one(rows).squeeze(-1), self.two(rows).squeeze(-1)))
 
 
-def flat_width(space: Any, model_type: str) -> int:
+def _flat_width(space: Any, model_type: str) -> int:
     """Returns the number of values in an observation.
 
     Raises:
@@ -188,7 +188,7 @@ class ActorCritic(Policy):
             raise ConfigError(
                 f"actor.model.hidden_sizes is empty; model_type {cfg.model_type!r} needs at least one layer"
             )
-        inputs = flat_width(observation_space, cfg.model_type)
+        inputs = _flat_width(observation_space, cfg.model_type)
         self.build_networks(cfg, inputs, hidden, list(cfg.critic_hidden_sizes or hidden))
 
     def build_networks(
@@ -240,8 +240,8 @@ class CrossQPolicy(SACPolicy):
         self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
     ) -> None:
         """Builds renormalised networks (`ActorCritic.build_networks`)."""
-        self.actor = renormed([inputs, *hidden], self.head.inputs, cfg.activation)
-        self.critics = NormedTwinCritic(inputs + self.head.dim, critic_hidden, cfg.activation)
+        self.actor = _renormed([inputs, *hidden], self.head.inputs, cfg.activation)
+        self.critics = _NormedTwinCritic(inputs + self.head.dim, critic_hidden, cfg.activation)
 
 
 class TD3Policy(ActorCritic):
@@ -254,7 +254,7 @@ class TD3Policy(ActorCritic):
         return DeterministicHead(action_space, cfg.exploration_noise, self.chunk)
 
 
-class SpreadActor(nn.Module):
+class _SpreadActor(nn.Module):
     """Actor whose log-std does not depend on the observation; outputs mean and log-std, concatenated.
 
     Args:
@@ -273,7 +273,7 @@ class SpreadActor(nn.Module):
         return torch.cat((mean, self.log_std.expand_as(mean)), -1)
 
 
-class ValuedTwinCritic(TwinCritic):
+class _ValuedTwinCritic(TwinCritic):
     """Twin critics with a network that values observations without an action.
 
     Args:
@@ -291,7 +291,7 @@ class IQLPolicy(ActorCritic):
     """Actor, critics and value network of IQL (as CORL's iql.py). The value network is among the critics."""
 
     head: BoundedGaussianHead
-    critics: ValuedTwinCritic
+    critics: _ValuedTwinCritic
 
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> BoundedGaussianHead:
         """Builds a bounded Gaussian."""
@@ -302,5 +302,5 @@ class IQLPolicy(ActorCritic):
     ) -> None:
         """Builds actor, critics and value network (`ActorCritic.build_networks`)."""
         mean = mlp([inputs, *hidden], self.head.dim, cfg.activation, cfg.ortho_init, 0.01)
-        self.actor = SpreadActor(mean, self.head.dim)
-        self.critics = ValuedTwinCritic(inputs, self.head.dim, critic_hidden, cfg.activation, cfg.critic_layer_norm)
+        self.actor = _SpreadActor(mean, self.head.dim)
+        self.critics = _ValuedTwinCritic(inputs, self.head.dim, critic_hidden, cfg.activation, cfg.critic_layer_norm)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 #: Ways of predicting actions.
-HEADS = ("tokens", "parallel", "l1")
+_HEADS = ("tokens", "parallel", "l1")
 
 
 class OpenVLAPolicy(TokenPolicy):
@@ -76,23 +76,23 @@ class OpenVLAPolicy(TokenPolicy):
                 part.freeze_unused()
         if self.action_head is not None:  # it writes no tokens
             self.vlm.language_model.lm_head.requires_grad_(False)
-        load_extra_weights(self, self.source)
+        _load_extra_weights(self, self.source)
 
     def load(self, cfg: ModelConfig) -> None:
         """Loads the network, its heads, and the statistics (`TokenPolicy.load`)."""
         space, options = self.observation_space, self.options
         self.vlm, self.tokenizer, settings = load_vlm(cfg, "openvla", self.chunk, self.dim, 0)
         config, self.source = self.vlm.config, folder_of(cfg)
-        width, parts = int(config.text_config.hidden_size), find_components(self.source)
+        width, parts = int(config.text_config.hidden_size), _find_components(self.source)
         self.kind = str(options.get("head") or ("l1" if HEAD in parts else "tokens"))
-        if self.kind not in HEADS:
-            raise ConfigError(f"actor.model.kwargs.head is {self.kind!r}; allowed: {', '.join(HEADS)}")
+        if self.kind not in _HEADS:
+            raise ConfigError(f"actor.model.kwargs.head is {self.kind!r}; allowed: {', '.join(_HEADS)}")
         if self.kind != "tokens" and cfg.attn_implementation == "flash_attention_2":
             raise ConfigError(
                 f"actor.model.attn_implementation: with head {self.kind} attention goes both ways past what is padded, which "
                 "flash_attention_2 does not do here: take sdpa"
             )
-        felt = bool(options.get("proprio", PROJECTOR in parts))
+        felt = bool(options.get("proprio", _PROJECTOR in parts))
         self.numbers = numbers_in(space) if felt and "state" in boxes_of(space) else 0
         if felt and not self.numbers:
             raise ConfigError(
@@ -100,13 +100,13 @@ class OpenVLAPolicy(TokenPolicy):
             )
         self.state_scaling = None
         self._scale(options)
-        self.action_head, self.proprio_projector = load_components(
+        self.action_head, self.proprio_projector = _load_components(
             parts, width, self.dim if self.kind == "l1" else 0, self.numbers
         )
         if self.kind == "l1":
             self.head = GaussianHead(self.dim, cfg.log_std_init, self.chunk)
         self.tokens = ActionTokens(int(config.text_config.vocab_size) - int(config.pad_to_multiple_of))
-        self.eye = eye_of(config, settings, space, bool(options.get("center_crop")))
+        self.eye = _eye_of(config, settings, space, bool(options.get("center_crop")))
         blank = self.tokenizer.convert_tokens_to_ids(
             "▁"
         )  # Llama's, which was there in training before the first action
@@ -131,7 +131,7 @@ class OpenVLAPolicy(TokenPolicy):
             ConfigError: A folder has none: its actions would be scaled otherwise than in its demonstrations.
         """
         where = str(options.get("statistics") or self.source)
-        self.statistics = find_statistics(options, self.source, {"norm_stats": self.vlm.config.norm_stats})
+        self.statistics = _find_statistics(options, self.source, {"norm_stats": self.vlm.config.norm_stats})
         gripper = options.get("gripper")
         if gripper not in (None, "rlds"):
             raise ConfigError(f"actor.model.kwargs.gripper is {gripper!r}; allowed: rlds, or none")
@@ -249,30 +249,30 @@ class OpenVLAPolicy(TokenPolicy):
         release(self, folder, step)
 
 
-HEAD, PROJECTOR = "action_head", "proprio_projector"
-STATISTICS, EXTRA_WEIGHTS = "dataset_statistics.json", "rlhpc.safetensors"
+HEAD, _PROJECTOR = "action_head", "proprio_projector"
+_STATISTICS, _EXTRA_WEIGHTS = "dataset_statistics.json", "rlhpc.safetensors"
 _EXTRA_PREFIXES = ("value_head.", "head.")
 
 
-def path_of(path: Any) -> Path:
+def _path_of(path: Any) -> Path:
     """Returns a path from a user's text."""
     return expand_home(str(path))
 
 
 def folder_of(cfg: ModelConfig) -> Path | None:
     """Returns the model's folder; None for a hub name or a built-in one."""
-    folder = path_of(cfg.model_path or "")
+    folder = _path_of(cfg.model_path or "")
     return folder if cfg.model_path and folder.is_dir() else None
 
 
-def find_components(folder: Path | None) -> dict[str, Path]:
+def _find_components(folder: Path | None) -> dict[str, Path]:
     """Returns the files of components outside the network, by component name.
 
     Raises:
         ConfigError: A component has several files.
     """
     files_by_component: dict[str, Path] = {}
-    for name in (HEAD, PROJECTOR) if folder else ():
+    for name in (HEAD, _PROJECTOR) if folder else ():
         assert folder is not None
         files = sorted(folder.glob(f"{name}--*checkpoint.pt"))
         if len(files) > 1:
@@ -284,7 +284,7 @@ def find_components(folder: Path | None) -> dict[str, Path]:
     return files_by_component
 
 
-def find_statistics(options: Mapping[str, Any], folder: Path | None, config: Mapping[str, Any]) -> dict[str, Any]:
+def _find_statistics(options: Mapping[str, Any], folder: Path | None, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the statistics that scale actions: those of `kwargs`, or those of the model. They are empty for the
     bounds of the action space, and for a model without a folder.
 
@@ -300,13 +300,13 @@ def find_statistics(options: Mapping[str, Any], folder: Path | None, config: Map
     if source == BOUNDS:
         return {}
     if source:
-        return read_statistics(path_of(source))
-    file = None if folder is None else folder / STATISTICS
+        return read_statistics(_path_of(source))
+    file = None if folder is None else folder / _STATISTICS
     statistics = read_statistics(file) if file is not None and file.is_file() else dict(config.get("norm_stats") or {})
     if not statistics and folder is not None:
         raise ConfigError(
             f"actor.model.model_path is {str(folder)!r}, whose actions are scaled by a dataset's statistics; looked for "
-            f"{folder / STATISTICS} and norm_stats in its config.json: there are none. Name a file: "
+            f"{folder / _STATISTICS} and norm_stats in its config.json: there are none. Name a file: "
             f"actor.model.kwargs.statistics=FILE; or {BOUNDS}, for the bounds of the action space"
         )
     return statistics
@@ -320,11 +320,11 @@ def check_folder(cfg: ModelConfig) -> None:
     """
     require_weights(cfg.model_path)
     if (folder := folder_of(cfg)) is not None:
-        find_components(folder)
-        find_statistics(cfg.kwargs, folder, read_config(folder))
+        _find_components(folder)
+        _find_statistics(cfg.kwargs, folder, read_config(folder))
 
 
-def load_components(
+def _load_components(
     files: dict[str, Path], width: int, dim: int, state: int
 ) -> tuple[ActionHead | None, ProprioProjector | None]:
     """Builds head and projector, with the weights of their files, if any; None without components (`dim`) or numbers
@@ -333,7 +333,7 @@ def load_components(
     from rlhpc.embodied.models.prismatic import ActionHead, ProprioProjector
 
     head = _loaded(ActionHead(width, dim), files.get(HEAD)) if dim else None
-    return head, _loaded(ProprioProjector(state, width), files.get(PROJECTOR)) if state else None
+    return head, _loaded(ProprioProjector(state, width), files.get(_PROJECTOR)) if state else None
 
 
 def _loaded(module: Any, file: Path | None) -> Any:
@@ -348,16 +348,16 @@ def _loaded(module: Any, file: Path | None) -> Any:
     return module
 
 
-def load_extra_weights(policy: nn.Module, folder: Path | None) -> None:
+def _load_extra_weights(policy: nn.Module, folder: Path | None) -> None:
     """Loads the value head and the log-std of a policy's folder, if they fit the policy."""
-    if folder is not None and (folder / EXTRA_WEIGHTS).is_file():
+    if folder is not None and (folder / _EXTRA_WEIGHTS).is_file():
         state = policy.state_dict()
-        weights = load_tensors(folder / EXTRA_WEIGHTS).items()
+        weights = load_tensors(folder / _EXTRA_WEIGHTS).items()
         fitting = {name: value for name, value in weights if name in state and state[name].shape == value.shape}
         policy.load_state_dict(fitting, strict=False)
 
 
-def eye_of(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: bool) -> Eye:
+def _eye_of(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: bool) -> Eye:
     """Returns the model's image preprocessing.
 
     Args:
@@ -385,7 +385,7 @@ def eye_of(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: bo
     return Eye(sizes.pop(), means, stds, bicubic=True, middle=0.9 if crop else 1.0)
 
 
-class Released(Protocol):
+class _Released(Protocol):
     """Parts of a policy that `release` writes.
 
     Attributes:
@@ -408,7 +408,7 @@ class Released(Protocol):
         """Returns all tensors of the policy, with rlhpc's value head and log-std."""
 
 
-def release(policy: Released, folder: Path, step: int) -> None:
+def release(policy: _Released, folder: Path, step: int) -> None:
     """Writes a policy in the layout of OpenVLA's folders: with merged adapters, and also the adapters alone.
 
     Args:
@@ -428,8 +428,8 @@ def release(policy: Released, folder: Path, step: int) -> None:
     vlm.config.norm_stats = policy.statistics or None
     vlm.save_pretrained(folder, state_dict=weights)
     if policy.statistics:
-        _write_json(folder / STATISTICS, policy.statistics)
-    parts: dict[str, nn.Module | None] = {HEAD: policy.action_head, PROJECTOR: policy.proprio_projector}
+        _write_json(folder / _STATISTICS, policy.statistics)
+    parts: dict[str, nn.Module | None] = {HEAD: policy.action_head, _PROJECTOR: policy.proprio_projector}
     for name, module in parts.items():
         if module is not None:
             torch.save(module.state_dict(), folder / f"{name}--{step}_checkpoint.pt")
@@ -444,7 +444,7 @@ def release(policy: Released, folder: Path, step: int) -> None:
         save_file(named, adapter / "adapter_model.safetensors")
     extra_weights = {name: value for name, value in policy.state_dict().items() if name.startswith(_EXTRA_PREFIXES)}
     if extra_weights:
-        save_file(extra_weights, folder / EXTRA_WEIGHTS)
+        save_file(extra_weights, folder / _EXTRA_WEIGHTS)
 
 
 def _processor(eye: Eye, config: OpenVLAConfig) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class ViTShape:
+class _ViTShape:
     """Architecture parameters of a vision transformer.
 
     Attributes:
@@ -44,10 +44,10 @@ class ViTShape:
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
 
-_SIGLIP = ViTShape(1152, 27, 16, 3.7362, pooled=True)
+_SIGLIP = _ViTShape(1152, 27, 16, 3.7362, pooled=True)
 #: By timm's names.
-SHAPES = {
-    "vit_large_patch14_reg4_dinov2.lvd142m": ViTShape(
+_SHAPES = {
+    "vit_large_patch14_reg4_dinov2.lvd142m": _ViTShape(
         1024, 24, 16, reg_tokens=4, scaled=True, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
     ),
     "vit_so400m_patch14_siglip_224": _SIGLIP,
@@ -55,18 +55,18 @@ SHAPES = {
 }
 
 
-def vit_shape(name: str, changes: dict[str, Any]) -> ViTShape:
+def vit_shape(name: str, changes: dict[str, Any]) -> _ViTShape:
     """Returns the shape of a timm model name, with changes to it.
 
     Raises:
-        ConfigError: The name is none of `SHAPES`.
+        ConfigError: The name is none of `_SHAPES`.
     """
-    if name not in SHAPES:
-        raise ConfigError(f"the model's config.json has {name!r} in timm_model_ids; supported: {', '.join(SHAPES)}")
-    return replace(SHAPES[name], **changes)
+    if name not in _SHAPES:
+        raise ConfigError(f"the model's config.json has {name!r} in timm_model_ids; supported: {', '.join(_SHAPES)}")
+    return replace(_SHAPES[name], **changes)
 
 
-class LayerScale(nn.Module):
+class _LayerScale(nn.Module):
     """Layer that multiplies each component by a separate weight."""
 
     def __init__(self, dim: int) -> None:
@@ -78,7 +78,7 @@ class LayerScale(nn.Module):
         return x * self.scale_factor
 
 
-class Attention(nn.Module):
+class _Attention(nn.Module):
     """Self-attention layer."""
 
     def __init__(self, dim: int, heads: int) -> None:
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         return outputs
 
 
-class Mlp(nn.Module):
+class _Mlp(nn.Module):
     """Perceptron of two layers."""
 
     def __init__(self, dim: int, hidden: int) -> None:
@@ -109,15 +109,15 @@ class Mlp(nn.Module):
 class ViTBlock(nn.Module):
     """Layer of a vision transformer."""
 
-    def __init__(self, shape: ViTShape) -> None:
+    def __init__(self, shape: _ViTShape) -> None:
         super().__init__()
         dim = shape.embed_dim
         self.norm1 = nn.LayerNorm(dim, _EPS)
-        self.attn = Attention(dim, shape.num_heads)
-        self.ls1 = LayerScale(dim) if shape.scaled else nn.Identity()
+        self.attn = _Attention(dim, shape.num_heads)
+        self.ls1 = _LayerScale(dim) if shape.scaled else nn.Identity()
         self.norm2 = nn.LayerNorm(dim, _EPS)
-        self.mlp = Mlp(dim, int(dim * shape.mlp_ratio))
-        self.ls2 = LayerScale(dim) if shape.scaled else nn.Identity()
+        self.mlp = _Mlp(dim, int(dim * shape.mlp_ratio))
+        self.ls2 = _LayerScale(dim) if shape.scaled else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns outputs `[B, L, dim]` for `[B, L, dim]`."""
@@ -126,22 +126,22 @@ class ViTBlock(nn.Module):
         return outputs
 
 
-class AttentionPool(nn.Module):
+class _AttentionPool(nn.Module):
     """Weights of SigLIP's pool: files have them, and no action depends on them."""
 
-    def __init__(self, shape: ViTShape) -> None:
+    def __init__(self, shape: _ViTShape) -> None:
         super().__init__()
         dim = shape.embed_dim
         self.latent = nn.Parameter(torch.zeros(1, 1, dim))
         self.q, self.kv, self.proj = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
         self.norm = nn.LayerNorm(dim, _EPS)
-        self.mlp = Mlp(dim, int(dim * shape.mlp_ratio))
+        self.mlp = _Mlp(dim, int(dim * shape.mlp_ratio))
 
 
-class PatchEmbed(nn.Module):
+class _PatchEmbed(nn.Module):
     """Patch embedding of pictures."""
 
-    def __init__(self, shape: ViTShape) -> None:
+    def __init__(self, shape: _ViTShape) -> None:
         super().__init__()
         self.proj = nn.Conv2d(3, shape.embed_dim, shape.patch_size, shape.patch_size)
 
@@ -160,7 +160,7 @@ class ViT(nn.Module):
         size: Pixels a side.
     """
 
-    def __init__(self, shape: ViTShape, size: int) -> None:
+    def __init__(self, shape: _ViTShape, size: int) -> None:
         super().__init__()
         dim, self.patches = shape.embed_dim, (size // shape.patch_size) ** 2
         self.embed_dim = dim
@@ -169,10 +169,10 @@ class ViT(nn.Module):
             self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
             self.reg_token = nn.Parameter(torch.randn(1, shape.reg_tokens, dim) * 0.02)
         self.pos_embed = nn.Parameter(torch.randn(1, self.patches, dim) * 0.02)
-        self.patch_embed = PatchEmbed(shape)
+        self.patch_embed = _PatchEmbed(shape)
         self.blocks = nn.ModuleList(ViTBlock(shape) for _ in range(shape.depth))
         self.norm = nn.LayerNorm(dim, _EPS)
-        self.attn_pool = AttentionPool(shape) if shape.pooled else None
+        self.attn_pool = _AttentionPool(shape) if shape.pooled else None
         self.freeze_unused()
 
     def freeze_unused(self) -> None:
@@ -203,7 +203,7 @@ class OpenVLAConfig(PretrainedConfig):
     Args:
         timm_model_ids: Names of one or two vision transformers.
         image_sizes: Pixels a side, of each.
-        timm_overrides: Changes of `ViTShape`, of each; released models have none.
+        timm_overrides: Changes of `_ViTShape`, of each; released models have none.
         text_config: Configuration of the Llama.
         pad_to_multiple_of: By how much its vocabulary is larger than the tokenizer's.
         n_action_bins: The last tokens of the vocabulary that stand for parts of an action.
@@ -247,7 +247,7 @@ class OpenVLAConfig(PretrainedConfig):
 AutoConfig.register("openvla", OpenVLAConfig, exist_ok=True)  # else AutoTokenizer does not know what its folder is
 
 
-class VisionBackbone(nn.Module):
+class _VisionBackbone(nn.Module):
     """Vision backbone: one vision transformer, or two that see the same pictures."""
 
     def __init__(self, config: OpenVLAConfig) -> None:
@@ -271,7 +271,7 @@ class VisionBackbone(nn.Module):
         return result
 
 
-class Projector(nn.Module):
+class _Projector(nn.Module):
     """Projector of visual features to embeddings of the language model: three layers behind two vision transformers,
     else two.
     """
@@ -303,9 +303,9 @@ class OpenVLAForActionPrediction(PreTrainedModel):
     def __init__(self, config: OpenVLAConfig) -> None:
         super().__init__(config)
         config.text_config._attn_implementation = config._attn_implementation
-        self.vision_backbone = VisionBackbone(config)
+        self.vision_backbone = _VisionBackbone(config)
         hidden = config.text_config.hidden_size
-        self.projector = Projector(self.vision_backbone.width, hidden, len(config.timm_model_ids) > 1)
+        self.projector = _Projector(self.vision_backbone.width, hidden, len(config.timm_model_ids) > 1)
         self.language_model = LlamaForCausalLM(config.text_config)
         self.post_init()
 
@@ -332,7 +332,7 @@ class OpenVLAForActionPrediction(PreTrainedModel):
         return embeddings
 
 
-class ResidualBlock(nn.Module):
+class _ResidualBlock(nn.Module):
     """Layer of the head that regresses actions."""
 
     def __init__(self, width: int) -> None:
@@ -345,14 +345,14 @@ class ResidualBlock(nn.Module):
         return outputs
 
 
-class ResidualMlp(nn.Module):
+class _ResidualMlp(nn.Module):
     """Network of the head that regresses actions."""
 
     def __init__(self, inputs: int, width: int, outputs: int) -> None:
         super().__init__()
         self.layer_norm1 = nn.LayerNorm(inputs)
         self.fc1 = nn.Linear(inputs, width)
-        self.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(width) for _ in range(_BLOCKS))
+        self.mlp_resnet_blocks = nn.ModuleList(_ResidualBlock(width) for _ in range(_BLOCKS))
         self.layer_norm2 = nn.LayerNorm(width)
         self.fc2 = nn.Linear(width, outputs)
 
@@ -373,7 +373,7 @@ class ActionHead(nn.Module):
     def __init__(self, width: int, dim: int) -> None:
         super().__init__()
         self.dim = dim
-        self.model = ResidualMlp(width * dim, width, dim)
+        self.model = _ResidualMlp(width * dim, width, dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Converts hidden states `[B, chunk · dim, width]` to actions `[B, chunk, dim]`."""

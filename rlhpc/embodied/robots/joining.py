@@ -42,7 +42,7 @@ def proof(secret: str, role: str, *parts: str) -> str:
 
 
 @dataclass(frozen=True)
-class RobotMeetingPoint:
+class _RobotMeetingPoint:
     """Published address at which an env rank waits for a robot.
 
     Attributes:
@@ -88,7 +88,7 @@ class Key:
     id: str
     secret: str
     until: float
-    place: RobotMeetingPoint
+    place: _RobotMeetingPoint
 
     @classmethod
     def read(cls, path: Path) -> Key:
@@ -104,7 +104,7 @@ class Key:
             content = read_json(path.read_bytes())
             if content.pop("form") != _FORM:
                 raise ValueError
-            key = cls(**{**content, "place": RobotMeetingPoint(**content["place"])})
+            key = cls(**{**content, "place": _RobotMeetingPoint(**content["place"])})
             if not _ID.fullmatch(key.id) or len(bytes.fromhex(key.secret)) != 32:
                 raise ValueError
         except OSError as error:
@@ -118,9 +118,9 @@ def _place(folder: Path, slot: int) -> Path:
     return folder / f"slot_{slot}.json"
 
 
-def places(folder: Path) -> list[RobotMeetingPoint]:
+def places(folder: Path) -> list[_RobotMeetingPoint]:
     """Returns the addresses at which robots are awaited."""
-    return [RobotMeetingPoint(**read_json(path.read_bytes())) for path in sorted(folder.glob("slot_*.json"))]
+    return [_RobotMeetingPoint(**read_json(path.read_bytes())) for path in sorted(folder.glob("slot_*.json"))]
 
 
 def invite(folder: Path, output: Path, *, slot: int | None, minutes: float, wait_s: float, run: str) -> Key:
@@ -164,7 +164,7 @@ def _entry(folder: Path, slot: int, name: str) -> Path:
     return folder / f"slot_{slot}.{name}.key"
 
 
-def secret_of(folder: Path, slot: int, name: str) -> str | None:
+def _secret_of(folder: Path, slot: int, name: str) -> str | None:
     """Returns the secret of a key of this slot; None if there is no such key."""
     try:
         return str(read_json(_entry(folder, slot, name).read_bytes())["secret"]) if _ID.fullmatch(name) else None
@@ -172,7 +172,7 @@ def secret_of(folder: Path, slot: int, name: str) -> str | None:
         return None
 
 
-def use(folder: Path, slot: int, name: str, fits: Callable[[], None]) -> None:
+def _use(folder: Path, slot: int, name: str, fits: Callable[[], None]) -> None:
     """Marks a key as used.
 
     Args:
@@ -204,15 +204,15 @@ GREETING_S, _MAX_UNPROVEN = 10.0, 32
 _POLL_S = 0.2
 #: Seconds in which the closed connection of an earlier robot process is detected.
 _NOTICED_S = 2.0
-VERSION = 2
+_VERSION = 2
 
 
-def line_key(secret: str, *nonces: str) -> bytes:
+def _line_key(secret: str, *nonces: str) -> bytes:
     """Returns the HMAC key of one connection."""
     return bytes.fromhex(proof(secret, "line", *nonces))
 
 
-def session_of(secret: str, *nonces: str) -> tuple[str, str]:
+def _session_of(secret: str, *nonces: str) -> tuple[str, str]:
     """Returns name and secret with which a robot that has joined by a key reconnects."""
     return proof(secret, "session name", *nonces)[:16], proof(secret, "session", *nonces)
 
@@ -240,7 +240,7 @@ class Meeting:
         _refuse_two(folder, slot)
         listener = TcpListener(address)
         port = listener.address[1]
-        self.place = RobotMeetingPoint(robot, slot, address, port, node_name(), run, there=False, since=time.time())
+        self.place = _RobotMeetingPoint(robot, slot, address, port, node_name(), run, there=False, since=time.time())
         self._changed = threading.Condition()
         self._strangers = ConnectionTable[socket.socket](_MAX_UNPROVEN)
         self._unproven_lock = threading.Lock()
@@ -306,12 +306,12 @@ class Meeting:
     def _greet(self, sock: socket.socket) -> bool:
         """Runs the greeting; returns whether a robot has joined. A peer without a key learns only that it is rejected."""
         nonce = secrets.token_hex(32)
-        greet(sock, {"rlhpc robot": VERSION, "nonce": nonce})
+        greet(sock, {"rlhpc robot": _VERSION, "nonce": nonce})
         greeting = hear_greeting(sock, GREETING_S)
         name, peer_nonce, about = str(greeting["name"]), str(greeting["nonce"]), str(greeting["about"])
         with self._changed:
             again = bool(self._session[0]) and hmac.compare_digest(name, self._session[0])
-            secret = self._session[1] if again else secret_of(self._folder, self._slot, name)
+            secret = self._session[1] if again else _secret_of(self._folder, self._slot, name)
             if secret is None or not hmac.compare_digest(
                 str(greeting["proof"]), proof(secret, "robot", nonce, peer_nonce, name, about)
             ):
@@ -326,9 +326,9 @@ class Meeting:
                 return False
             greet(sock, {"proof": proof(secret, "run", nonce, peer_nonce)})
             if not again:
-                self._session = session_of(secret, nonce, peer_nonce)
+                self._session = _session_of(secret, nonce, peer_nonce)
                 self._fresh = True
-            self._line = RobotConnection(sock, line_key(secret, nonce, peer_nonce), b"run", b"robot")
+            self._line = RobotConnection(sock, _line_key(secret, nonce, peer_nonce), b"run", b"robot")
             self._publish_presence(connected=True)
             self._changed.notify_all()
         log.info("%s %s", self.place.robot, "is back" if again else "has joined")
@@ -350,7 +350,7 @@ class Meeting:
             if why := self._misfit(json.loads(about)):
                 raise RobotRefused(why)
 
-        use(self._folder, self._slot, name, fits)
+        _use(self._folder, self._slot, name, fits)
 
 
 def _refuse_two(folder: Path, slot: int) -> None:
@@ -377,7 +377,7 @@ def join(sock: socket.socket, name: str, secret: str, about: str) -> tuple[Robot
         LineLost: No answer came, or the answer does not prove knowledge of the secret.
     """
     greeting = hear_greeting(sock, GREETING_S)
-    if greeting.get("rlhpc robot") != VERSION:
+    if greeting.get("rlhpc robot") != _VERSION:
         raise RobotRefused(f"the run speaks another version ({greeting.get('rlhpc robot')!r}): install the run's rlhpc")
     peer_nonce, nonce = str(greeting["nonce"]), secrets.token_hex(32)
     key_proof = proof(secret, "robot", peer_nonce, nonce, name, about)
@@ -387,6 +387,6 @@ def join(sock: socket.socket, name: str, secret: str, about: str) -> tuple[Robot
         raise RobotRefused(f"the run refuses this robot: {str(greeting['refused'])[:300]}")
     if not hmac.compare_digest(str(greeting.get("proof")), proof(secret, "run", peer_nonce, nonce)):
         raise LineLost("what answers there does not know the key")
-    return RobotConnection(sock, line_key(secret, peer_nonce, nonce), b"robot", b"run"), session_of(
+    return RobotConnection(sock, _line_key(secret, peer_nonce, nonce), b"robot", b"run"), _session_of(
         secret, peer_nonce, nonce
     )

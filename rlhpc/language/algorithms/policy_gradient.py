@@ -37,11 +37,11 @@ from rlhpc.language.scoring.registry import Column
 
 #: Values of `algorithm.credit`: one advantage for all turns of a role; turns compared by their number; or also by their
 #: state, the text that they had just read.
-EPISODE, TURN, STATE = "episode", "turn", "state"
+_EPISODE, _TURN, STATE = "episode", "turn", "state"
 
 
 @dataclass(frozen=True)
-class Credit:
+class _Credit:
     """Credit assignment of turns.
 
     Attributes:
@@ -59,13 +59,13 @@ class Credit:
     normalizes: bool
 
 
-def turn_advantages(batch: TokenBatch, rewards: Tensor, credit: Credit) -> Tensor:
+def _turn_advantages(batch: TokenBatch, rewards: Tensor, credit: _Credit) -> Tensor:
     """Returns the advantage of each turn at all its tokens.
 
     Args:
         batch: Complete groups.
         rewards: `[T]`, reward of each token: process rewards, and the reward of the episode at its last token.
-        credit: With `by` of `TURN` or `STATE`, which defines the compared turns of a group's role.
+        credit: With `by` of `_TURN` or `STATE`, which defines the compared turns of a group's role.
 
     Returns:
         `[T]`, 0 at tokens that are not trained.
@@ -77,12 +77,12 @@ def turn_advantages(batch: TokenBatch, rewards: Tensor, credit: Credit) -> Tenso
         return credits
     turns, which = keys.unique(dim=0, return_inverse=True)  # by sequence, then in the order of time
     turn_rewards = torch.zeros(len(turns), dtype=rewards.dtype).index_add(0, which, rewards[batch.mask])
-    like = batch.turn[batch.mask] if credit.by == TURN else _states(batch)
+    like = batch.turn[batch.mask] if credit.by == _TURN else _states(batch)
     place = torch.repeat_interleave(batch.group * (int(batch.role.max()) + 1) + batch.role, batch.lengths)[batch.mask]
     groups = torch.zeros(len(turns), 2, dtype=torch.long)
     groups[which] = torch.stack([place, like], 1)
     advantages, _ = calculate_adv_and_returns(
-        credit.estimator, rewards=to_go(turn_rewards, turns[:, 0], credit.gamma)[:, None],
+        credit.estimator, rewards=_to_go(turn_rewards, turns[:, 0], credit.gamma)[:, None],
         loss_mask=torch.ones(len(turns), 1, dtype=torch.bool), group_ids=groups.unique(dim=0, return_inverse=True)[1],
         gamma=1.0,
     )  # fmt: skip
@@ -90,19 +90,19 @@ def turn_advantages(batch: TokenBatch, rewards: Tensor, credit: Credit) -> Tenso
     return credits
 
 
-def credited(
-    batch: TokenBatch, episode_advantages: Tensor, rewards: Tensor, credit: Credit, all_reduce: Reduce | None
+def _credited(
+    batch: TokenBatch, episode_advantages: Tensor, rewards: Tensor, credit: _Credit, all_reduce: Reduce | None
 ) -> Tensor:
     """Returns the advantages by `algorithm.credit`.
 
     Args:
-        batch, rewards, credit: See `turn_advantages`.
+        batch, rewards, credit: See `_turn_advantages`.
         episode_advantages: `[T]`, advantages of the episodes.
         all_reduce: Sums over the ranks.
     """
-    if credit.by == EPISODE:
+    if credit.by == _EPISODE:
         return episode_advantages
-    advantages = turn_advantages(batch, rewards, credit)
+    advantages = _turn_advantages(batch, rewards, credit)
     if credit.by == STATE:  # as GiGPO (Feng et al. 2025): both, the second weighted
         advantages = episode_advantages + credit.coef * advantages
     if credit.normalizes:
@@ -110,7 +110,7 @@ def credited(
     return advantages.masked_fill(~batch.mask, 0)
 
 
-def to_go(rewards: Tensor, sequence: Tensor, gamma: float) -> Tensor:
+def _to_go(rewards: Tensor, sequence: Tensor, gamma: float) -> Tensor:
     """Returns the discounted sum of each turn's reward and those of the later turns of its sequence.
 
     Args:
@@ -167,13 +167,13 @@ def value_part(
     return loss, {"value": minibatch.mean(values, batch), **minibatch.of_means(metrics, batch)}
 
 
-OLD, REFERENCE = "old_logprobs", "ref_logprobs"
+OLD, _REFERENCE = "old_logprobs", "ref_logprobs"
 #: Prefix of the columns with the rewards of `reward.process_terms` for each token.
-PROCESS = "process/"
+_PROCESS = "process/"
 #: Column of the turns' rewards, with the weight of the agent's reward.
 TURN_REWARDS = "turn_rewards"
 #: Estimator that needs a critic.
-GAE = "gae"
+_GAE = "gae"
 
 
 class PolicyGradient(LanguageAlgorithm):
@@ -187,21 +187,21 @@ class PolicyGradient(LanguageAlgorithm):
         self.entropy = options.entropy_coef != 0.0
         self.kl_coef = options.kl_coef
         old = [Column(OLD, "actor")] if options.recompute_logprobs else []
-        self.critic = options.adv_type.lower() == GAE
+        self.critic = options.adv_type.lower() == _GAE
         self.own_values = self.critic and cfg.actor.model.value_head
         self.process = {term.name: term.weight for term in cfg.reward.process_terms}
         normalizes = options.normalize_advantages == "batch" or (self.critic and options.normalize_advantages == "auto")
-        self.credit = Credit(options.credit, options.adv_type, options.turn_gamma, options.turn_coef, normalizes)
+        self.credit = _Credit(options.credit, options.adv_type, options.turn_gamma, options.turn_coef, normalizes)
         self.turns = cfg.agent.kind != "inline"  # its agent may give rewards to turns
         self._agent_weight = sum(term.weight for term in cfg.reward.terms if term.name.lower() == "agent")
         self.columns = [
             *old,
             *([Column(TURN_REWARDS, ROLLOUT)] if self.turns else []),
-            *[Column(PROCESS + name, name) for name in self.process],
-            *([Column(REFERENCE, "reference")] if self.kl_coef else []),
+            *[Column(_PROCESS + name, name) for name in self.process],
+            *([Column(_REFERENCE, "reference")] if self.kl_coef else []),
             *([Column(VALUES, VALUE_HEAD if self.own_values else "critic")] if self.critic else []),
         ]
-        self.at_first = self.at_first | {PROCESS + name for name in self.process}
+        self.at_first = self.at_first | {_PROCESS + name for name in self.process}
         # An estimator with a parameter `kl` gets penalties and rewards separately, other estimators get the difference. A loss
         # with `proximal_logprobs` distinguishes the policy that sampled the tokens from the one before the update.
         self._kl_apart = "kl" in inspect.signature(ESTIMATORS.find(options.adv_type)).parameters
@@ -232,7 +232,7 @@ class PolicyGradient(LanguageAlgorithm):
         if self.turns:
             rewards += turns
         for name, weight in self.process.items():
-            rewards += weight * mask * batch.padded(batch.columns[PROCESS + name])
+            rewards += weight * mask * batch.padded(batch.columns[_PROCESS + name])
         return rewards
 
     def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
@@ -242,7 +242,7 @@ class PolicyGradient(LanguageAlgorithm):
         extra: dict[str, Any] = {}
         if self.kl_coef and cfg.kl_in == "reward":
             old = batch.columns[OLD if cfg.recompute_logprobs else ROLLOUT_LOGPROBS]
-            kl = episodes.padded(kl_penalty(old, batch.columns[REFERENCE], cfg.kl_type))
+            kl = episodes.padded(kl_penalty(old, batch.columns[_REFERENCE], cfg.kl_type))
             if self._kl_apart:
                 extra = {"kl": kl, "kl_coef": self.kl_coef}
             else:
@@ -252,11 +252,11 @@ class PolicyGradient(LanguageAlgorithm):
             extra |= {"values": episodes.padded(batch.columns[VALUES]), "gae_lambda": cfg.gae_lambda}
         advantages, returns = calculate_adv_and_returns(
             cfg.adv_type, rewards=rewards, loss_mask=mask, group_ids=episodes.group * roles + episodes.role, gamma=cfg.gamma,
-            normalize=self.credit.normalizes and self.credit.by == EPISODE, all_reduce=all_reduce, **extra,
+            normalize=self.credit.normalizes and self.credit.by == _EPISODE, all_reduce=all_reduce, **extra,
         )  # fmt: skip
         if self.critic:
             batch.columns[RETURNS] = episodes.flat(returns)
-        return credited(batch, episodes.flat(advantages), episodes.flat(rewards), self.credit, all_reduce)
+        return _credited(batch, episodes.flat(advantages), episodes.flat(rewards), self.credit, all_reduce)
 
     # -- loss -----------------------------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class PolicyGradient(LanguageAlgorithm):
         loss, measured = self._policy_loss(scores.logprobs, batch, whole)
         parts: dict[str, Tensor] = {"policy_loss": loss.detach()}
         if self.kl_coef:
-            kl = kl_penalty(scores.logprobs, batch.columns[REFERENCE], cfg.kl_type)
+            kl = kl_penalty(scores.logprobs, batch.columns[_REFERENCE], cfg.kl_type)
             parts["ref_kl"] = whole.mean(kl, batch)
             if cfg.kl_in == "loss":
                 loss = loss + self.kl_coef * whole.loss(kl, batch, cfg.loss_agg)
@@ -283,8 +283,8 @@ class PolicyGradient(LanguageAlgorithm):
         if self.own_values:
             loss = loss + self._value_loss(scores, batch, whole, parts)
         for name in self.process:
-            process_reward = batch.columns[PROCESS + name][batch.mask].sum()
-            parts[PROCESS + name] = process_reward / max(whole.sequences, 1.0)
+            process_reward = batch.columns[_PROCESS + name][batch.mask].sum()
+            parts[_PROCESS + name] = process_reward / max(whole.sequences, 1.0)
         parts["loss"] = loss.detach()
         return loss, parts
 

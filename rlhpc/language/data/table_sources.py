@@ -25,10 +25,10 @@ from rlhpc.runtime.text import first_line
 if TYPE_CHECKING:
     from rlhpc.language.config.data import DataSourceConfig
 
-Row = dict[str, Any]
+_Row = dict[str, Any]
 
 
-class Table(Protocol):
+class _Table(Protocol):
     """Rows with named columns.
 
     Attributes:
@@ -39,10 +39,10 @@ class Table(Protocol):
 
     def __len__(self) -> int: ...
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> _Row:
         """Returns one complete row."""
 
-    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+    def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
         """Yields all rows in order, with those of `columns` that they have."""
 
     def columns(self, index: int) -> list[str]:
@@ -75,7 +75,7 @@ class JsonLines:
     def __len__(self) -> int:
         return len(self._lines)
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> _Row:
         try:
             row = read_json(self._lines[index])
         except UnicodeDecodeError as error:
@@ -86,7 +86,7 @@ class JsonLines:
             raise ConfigError(f"{self.place(index)} is a JSON {type(row).__name__}, not an object with columns as keys")
         return row
 
-    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+    def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
         for index in range(len(self)):
             row = self.row(index)
             yield {name: row[name] for name in columns if name in row}
@@ -98,7 +98,7 @@ class JsonLines:
         return f"{self.path}:{self._numbers[index]}"
 
 
-class ParquetFile:
+class _ParquetFile:
     """One Parquet file, in memory as an Arrow table."""
 
     sparse = True
@@ -116,11 +116,11 @@ class ParquetFile:
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
-    def row(self, index: int) -> Row:
-        row: Row = self._table.slice(index, 1).to_pylist()[0]
+    def row(self, index: int) -> _Row:
+        row: _Row = self._table.slice(index, 1).to_pylist()[0]
         return row
 
-    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+    def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
         chosen = self._table.select([name for name in columns if name in self._table.column_names])
         if not chosen.column_names:
             yield from ({} for _ in range(len(self)))
@@ -177,10 +177,10 @@ class Hdf5File:
     def __len__(self) -> int:
         return self._length
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> _Row:
         return {name: values[index] for name, values in self._columns.items()}
 
-    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+    def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
         chosen = [name for name in columns if name in self._columns]
         for index in range(len(self)):
             yield {name: self._columns[name][index] for name in chosen}
@@ -192,7 +192,7 @@ class Hdf5File:
         return f"{self.path}, row {index}"
 
 
-class DatasetFolder:
+class _DatasetFolder:
     """Folder from `datasets.Dataset.save_to_disk` or `DatasetDict.save_to_disk`, memory-mapped.
 
     Args:
@@ -228,11 +228,11 @@ class DatasetFolder:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def row(self, index: int) -> Row:
-        row: Row = self._rows[index]
+    def row(self, index: int) -> _Row:
+        row: _Row = self._rows[index]
         return row
 
-    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+    def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
         chosen = [name for name in columns if name in self._rows.column_names]
         if not chosen:
             yield from ({} for _ in range(len(self)))
@@ -246,10 +246,10 @@ class DatasetFolder:
         return f"{self.path}, row {index}"
 
 
-class Joined:
+class _Joined:
     """Several tables, one after the other."""
 
-    def __init__(self, tables: Sequence[Table]) -> None:
+    def __init__(self, tables: Sequence[_Table]) -> None:
         self._tables = list(tables)
         self.sparse = any(table.sparse for table in tables)
         self._ends = list(accumulate(len(table) for table in tables))
@@ -257,15 +257,15 @@ class Joined:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def _find(self, index: int) -> tuple[Table, int]:
+    def _find(self, index: int) -> tuple[_Table, int]:
         which = bisect_right(self._ends, index)
         return self._tables[which], index - (self._ends[which - 1] if which else 0)
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> _Row:
         table, inside = self._find(index)
         return table.row(inside)
 
-    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+    def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
         for table in self._tables:
             yield from table.rows(columns)
 
@@ -281,7 +281,7 @@ class Joined:
 Result = TypeVar("Result")
 
 
-class ColumnProblems:
+class _ColumnProblems:
     """Rows of a table as problems.
 
     A prompt column holds a text or a list of chat messages; a conversation that ends with the assistant's turn has its
@@ -300,7 +300,7 @@ class ColumnProblems:
         ConfigError: A column is missing, or a prompt is neither text nor conversation; names file and row.
     """
 
-    def __init__(self, cfg: DataSourceConfig, table: Table, *, part: str, key: str, filters: str | None) -> None:
+    def __init__(self, cfg: DataSourceConfig, table: _Table, *, part: str, key: str, filters: str | None) -> None:
         self._table = table
         self._key = key
         self._prompt = cfg.prompt_key
@@ -339,7 +339,7 @@ class ColumnProblems:
 
     @property
     def sparse(self) -> bool:
-        """True if null represents absent keys (`Table.sparse`)."""
+        """True if null represents absent keys (`_Table.sparse`)."""
         return self._table.sparse
 
     def place(self, index: int) -> str:
@@ -443,7 +443,7 @@ class ColumnProblems:
             'empty, or a list of messages {"role": …, "content": …}'
         )
 
-    def _demonstration(self, row: Row, number: int) -> tuple[list[Message], str, Message | None]:
+    def _demonstration(self, row: _Row, number: int) -> tuple[list[Message], str, Message | None]:
         """Returns the messages before the response, and the demonstration: as text, and as a message if it has more."""
         messages, turn = self._conversation(row[self._prompt], number)
         value = row.get(self._response)
@@ -472,7 +472,7 @@ class ColumnProblems:
             )
         return [*messages, *before], written(last), None if is_plain(last) else last
 
-    def _shown_tools(self, row: Row, number: int) -> tuple[dict[str, Any], ...]:
+    def _shown_tools(self, row: _Row, number: int) -> tuple[dict[str, Any], ...]:
         if not self._tools:
             return ()
         try:
@@ -480,7 +480,7 @@ class ColumnProblems:
         except ConfigError as error:
             raise ConfigError(f"{self._table.place(number)}: column {self._tools!r}: {error}") from None
 
-    def _read_image_column(self, row: Row, number: int, how: Callable[[Any, Path], Result]) -> Result:
+    def _read_image_column(self, row: _Row, number: int, how: Callable[[Any, Path], Result]) -> Result:
         try:
             return how(row[self._images or ""], self._folder)
         except ConfigError as error:
@@ -496,28 +496,28 @@ class ColumnProblems:
         )
 
 
-def jsonl(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
+def jsonl(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Reads source `jsonl`."""
     _no_kwargs(cfg, key)
-    table = Joined([JsonLines(file) for file in find_files(cfg.path, (".jsonl", ".jsonl.gz", ".ndjson"), key)])
-    return ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
+    table = _Joined([JsonLines(file) for file in find_files(cfg.path, (".jsonl", ".jsonl.gz", ".ndjson"), key)])
+    return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
-def parquet(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
+def parquet(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Reads source `parquet`."""
     _no_kwargs(cfg, key)
-    table = Joined([ParquetFile(file) for file in find_files(cfg.path, (".parquet",), key)])
-    return ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
+    table = _Joined([_ParquetFile(file) for file in find_files(cfg.path, (".parquet",), key)])
+    return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
-def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
+def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Reads source `hdf5`; `kwargs: {group: train}` selects the columns of a group."""
     files = find_files(cfg.path, (".h5", ".hdf5"), key)
-    table = Joined([Hdf5File(file, **cfg.kwargs) for file in files])
-    return ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
+    table = _Joined([Hdf5File(file, **cfg.kwargs) for file in files])
+    return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
-def hf(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
+def hf(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Reads source `hf`."""
     _no_kwargs(cfg, key)
     if not cfg.path:
@@ -529,8 +529,8 @@ def hf(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
             "datasets.load_dataset(NAME).save_to_disk(FOLDER)"
         )
     filters = cfg.split if cfg.split and "=" in cfg.split else None
-    table = DatasetFolder(folder, None if filters else cfg.split, key)
-    return ColumnProblems(cfg, table, part=part, key=key, filters=filters)
+    table = _DatasetFolder(folder, None if filters else cfg.split, key)
+    return _ColumnProblems(cfg, table, part=part, key=key, filters=filters)
 
 
 def plain(value: Any) -> Any:

@@ -23,12 +23,12 @@ from torch.nn import functional as F
 from rlhpc.language.models.vision import sub_attention
 
 #: Attention reads the columns of a row in blocks of this size; their number depends only on the row's length.
-BLOCK = 32
+_BLOCK = 32
 
 
-def blocks(length: int) -> int:
+def _blocks(length: int) -> int:
     """Returns the number of columns of the blocks for `length` tokens."""
-    return -(-length // BLOCK) * BLOCK
+    return -(-length // _BLOCK) * _BLOCK
 
 
 class KVCache:
@@ -118,7 +118,7 @@ class KVCache:
         if rows > room[0]:
             rows = min(self.max_rows, max(2 * room[0], rows))
         if columns > room[2]:
-            columns = blocks(columns + columns // 2 + 64)
+            columns = _blocks(columns + columns // 2 + 64)
         rows, columns = max(rows, room[0]), max(columns, room[2])
         grown = list[Tensor]()
         for old in (*self.keys, *self.values) or like:
@@ -222,7 +222,7 @@ class Decoding:
     def _grouped(self, window: int | None) -> Iterator[_Group]:
         lengths = self._lengths
         begins = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
-        needs = np.stack([begins // BLOCK * BLOCK, [blocks(int(length)) for length in lengths]], axis=1)
+        needs = np.stack([begins // _BLOCK * _BLOCK, [_blocks(int(length)) for length in lengths]], axis=1)
         if self._device.type != "cpu":  # one launch for all rows
             needs[:] = needs[:, 0].min(), needs[:, 1].max()
         for first, end in np.unique(needs, axis=0).tolist():
@@ -253,7 +253,7 @@ def present(computation: Sequence[int] | Decoding | None) -> Iterator[None]:
         _present.reset(token)
 
 
-def attend(
+def _attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -332,7 +332,7 @@ def _last(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: floa
     return outputs.reshape(*query.shape[:3], -1)
 
 
-def expert_products(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _expert_products(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Computes a layer's experts in the form that transformers calls: `[T, H]` to `[T, H]`, each expert's tokens in full
     tiles.
     """
@@ -395,10 +395,10 @@ def can_join(model: Any, context: int) -> bool:
 
 def join(model: Any, device: torch.device) -> None:
     """Makes a model use the functions here."""
-    sys.modules["transformers"].AttentionInterface.register(NAME, attend)
+    sys.modules["transformers"].AttentionInterface.register(NAME, _attend)
     model.set_attn_implementation(sub_attention(model, NAME))
     if device.type == "cpu" and getattr(model, "_can_set_experts_implementation", lambda: False)():
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-        ALL_EXPERTS_FUNCTIONS.register(NAME, expert_products)
+        ALL_EXPERTS_FUNCTIONS.register(NAME, _expert_products)
         model.set_experts_implementation(NAME)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Commands of the leader; a tuple begins with one of these.
-ADD, STEP, GENERATE, SCORE, ABORT, DROP, OFFLOAD, RELOAD, WEIGHTS, END = (
+_ADD, _STEP, _GENERATE, _SCORE, _ABORT, _DROP, _OFFLOAD, _RELOAD, _WEIGHTS, _END = (
     "add", "step", "generate", "score", "abort", "drop", "offload", "reload", "weights", "end",
 )  # fmt: skip
 #: Commands, and the checksum of the leader's finished sequences so far.
@@ -102,11 +102,11 @@ class Leader(RolloutBackend):
         """Adds requests; see `RolloutBackend.add`."""
         batch = list(requests)
         self._engine.add(batch)
-        self._before.append((ADD, batch))
+        self._before.append((_ADD, batch))
 
     def step(self) -> list[Completion]:
         """Advances all ranks; see `RolloutBackend.step`."""
-        return self._drawn((STEP,), self._engine.step)
+        return self._drawn((_STEP,), self._engine.step)
 
     def unfinished(self) -> int:
         """Returns the number of unfinished requests; see `RolloutBackend.unfinished`."""
@@ -116,13 +116,13 @@ class Leader(RolloutBackend):
         """Ends all running requests; see `RolloutBackend.abort`."""
         aborted = self._engine.abort()
         self._checksum.update(aborted)
-        self._before.append((ABORT,))
+        self._before.append((_ABORT,))
         return aborted
 
     def drop(self, ids: Collection[int]) -> None:
         """Ends some requests; see `RolloutBackend.drop`."""
         self._engine.drop(ids)
-        self._before.append((DROP, list(ids)))
+        self._before.append((_DROP, list(ids)))
 
     def so_far(self, ids: Collection[int]) -> Mapping[int, list[int]]:
         """Returns the tokens of running requests; see `RolloutBackend.so_far`."""
@@ -130,11 +130,11 @@ class Leader(RolloutBackend):
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completes requests; see `RolloutBackend.generate`."""
-        return self._drawn((GENERATE, list(requests)), lambda: self._engine.generate(requests))
+        return self._drawn((_GENERATE, list(requests)), lambda: self._engine.generate(requests))
 
     def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
         """Returns the log-probs of a text; see `RolloutBackend.score`."""
-        self._tell((SCORE, list(token_ids), policy))
+        self._tell((_SCORE, list(token_ids), policy))
         with _SuppressConsequences(self._link):
             return self._engine.score(token_ids, policy)
 
@@ -148,21 +148,21 @@ class Leader(RolloutBackend):
 
     def begin_weights(self) -> None:
         """Makes the other ranks load their weights, as this rank is about to do."""
-        self._tell((WEIGHTS,))
+        self._tell((_WEIGHTS,))
 
     def offload(self) -> None:
         """Frees all ranks' accelerators; see `RolloutBackend.offload`."""
-        self._tell((OFFLOAD,))
+        self._tell((_OFFLOAD,))
         self._engine.offload()
 
     def reload(self) -> None:
         """Returns to all ranks' accelerators; see `RolloutBackend.reload`."""
-        self._tell((RELOAD,))
+        self._tell((_RELOAD,))
         self._engine.reload()
 
     def end(self) -> None:
         """Releases the other ranks until the next command."""
-        self._tell((END,))
+        self._tell((_END,))
 
     def close(self) -> None:
         """Ends this rank's engine; the other ranks end theirs."""
@@ -207,33 +207,33 @@ class FollowerEngine:
                 commands, check = self._link.hear()
                 for command, *arguments in commands:
                     # Aborts sent in this message are in rank 0's checksum already, and by now in this one's.
-                    if command in (STEP, GENERATE, END) and check != self._checksum.check:
+                    if command in (_STEP, _GENERATE, _END) and check != self._checksum.check:
                         raise EnginesDiffer(
                             f"rank {self._link.rank} of {self._link.ident} has drawn other tokens than rank 0 with the same "
                             "requests and weights: nobody goes on with either; restart the rollout group, and report "
                             "model and version of vLLM"
                         )
-                    if command == END:
+                    if command == _END:
                         return
                     self._repeat(command, arguments)
 
     def _repeat(self, command: str, arguments: list[Any]) -> None:
         engine = self._engine
-        if command == ADD:
+        if command == _ADD:
             engine.add(arguments[0])
-        elif command == STEP:
+        elif command == _STEP:
             self._checksum.update(engine.step())
-        elif command == GENERATE:
+        elif command == _GENERATE:
             self._checksum.update(engine.generate(arguments[0]))
-        elif command == ABORT:
+        elif command == _ABORT:
             self._checksum.update(engine.abort())
-        elif command == DROP:
+        elif command == _DROP:
             engine.drop(arguments[0])
-        elif command == SCORE:
+        elif command == _SCORE:
             engine.score(*arguments)
-        elif command == OFFLOAD:
+        elif command == _OFFLOAD:
             engine.offload()
-        elif command == RELOAD:
+        elif command == _RELOAD:
             engine.reload()
         else:
             self._take()

@@ -20,7 +20,7 @@ from rlhpc.language.policy_text import parse_json
 Message = dict[str, Any]
 Tool = TypeVar("Tool", bound=Callable[..., Any])
 #: Maximum length of a tool's result, in characters.
-LONGEST = 4000
+_LONGEST = 4000
 _CALL = re.compile(r"^\s*(\w+)\s*:\s*(.*)$", re.DOTALL)
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
@@ -199,7 +199,7 @@ class ToolEnvironment(Environment):
             result = str(method(**values) if isinstance(values, dict) else method(*filter(None, [arguments])))
         except Exception as error:  # the model's mistake: it is told
             result = f"error: {error}"
-        return result if len(result) <= LONGEST else result[:LONGEST] + "…"
+        return result if len(result) <= _LONGEST else result[:_LONGEST] + "…"
 
 
 def described(name: str, method: Callable[..., Any]) -> dict[str, Any]:
@@ -215,13 +215,13 @@ def described(name: str, method: Callable[..., Any]) -> dict[str, Any]:
 #: Time limit of `Environment.close`, in seconds.
 _CLOSE_S = 5.0
 #: Requests the model's next message, with a role, its conversation and its tools; None if a limit is reached.
-Ask = Callable[[str, list[Message], Sequence[Any]], Awaitable["Message | None"]]
+_Ask = Callable[[str, list[Message], Sequence[Any]], Awaitable["Message | None"]]
 #: Calls a blocking function.
-Call = Callable[..., Awaitable[Any]]
+_Call = Callable[..., Awaitable[Any]]
 
 
 @dataclass
-class Earned:
+class _Earned:
     """Rewards of the turns of an episode.
 
     Attributes:
@@ -276,13 +276,13 @@ class Conversations:
         return messages
 
 
-async def play(environment: Environment, task: Task, ask: Ask, call: Call) -> dict[str, Any]:
+async def play(environment: Environment, task: Task, ask: _Ask, call: _Call) -> dict[str, Any]:
     """Plays an episode to its end.
 
     Returns:
         Outcome in the format of external agents; `cut` if the episode reached a limit.
     """
-    conversations, earned, cut = Conversations(task), Earned(), False
+    conversations, earned, cut = Conversations(task), _Earned(), False
     try:
         observation: Said = await call(environment.reset, task)
         step = step_of(observation)

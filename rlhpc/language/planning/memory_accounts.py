@@ -43,7 +43,7 @@ def held(training: Training) -> float:
     return max(moment.nbytes for moment in training.moments())
 
 
-def largest_micro_batch(name: str, training: Training, room: float) -> Mapping[str, str]:
+def _largest_micro_batch(name: str, training: Training, room: float) -> Mapping[str, str]:
     """Returns the largest micro-batch that fits; nothing if none does."""
     tokens = largest_tokens(training, room)
     return {f"{name}.max_tokens_per_micro_batch": f"{tokens} tokens"} if tokens else {}
@@ -61,7 +61,7 @@ def largest_tokens(training: Training, room: float) -> int:
     return low * _STEP
 
 
-def largest_context(name: str, serving: Serving, room: float) -> Mapping[str, str]:
+def _largest_context(name: str, serving: Serving, room: float) -> Mapping[str, str]:
     """Returns the longest sequence that fits into the KV cache."""
     del room
     if serving.engine != "vllm" or not serving.accelerated or serving.room is None:
@@ -70,7 +70,7 @@ def largest_context(name: str, serving: Serving, room: float) -> Mapping[str, st
     return {f"{name}.max_model_len": f"{tokens} tokens"} if tokens > 0 else {}
 
 
-def wider_engines(name: str, serving: Serving, room: float) -> Sequence[SuggestedChange]:
+def _wider_engines(name: str, serving: Serving, room: float) -> Sequence[SuggestedChange]:
     """Returns the smallest engine with more ranks that fits, for groups whose engines may have several ranks."""
     if serving.engine != "vllm" or name != "rollout":
         return ()
@@ -249,7 +249,7 @@ def itemsize(dtype: str, accelerated: bool) -> int:
     return 2 if dtype in _HALF or (dtype == "auto" and accelerated) else 4
 
 
-def sizes_of(section: LanguageActorConfig, ranks: int) -> MeshSizes:
+def _sizes_of(section: LanguageActorConfig, ranks: int) -> MeshSizes:
     """Returns the sizes by which a group's ranks divide its model."""
     if section.training_backend.lower() != "fsdp":
         return MeshSizes(replicate=ranks)
@@ -290,7 +290,7 @@ def training_of(
     if backend not in _BACKENDS:
         raise NotKnown(f"{name}.training_backend is {section.training_backend}, of which nothing is known here")
     size = size_of(section.model.model_path, plain(section.model.kwargs), build=build)
-    sizes = sizes_of(section, ranks.number)
+    sizes = _sizes_of(section, ranks.number)
     prompt, response = longest(cfg)
     grpo = typed(GrpoConfig, cfg) if _writes(cfg) else None
     roles = group_roles(grpo) if grpo is not None else {}
@@ -372,7 +372,7 @@ def _trained(
         turns=turns and ranks.accelerated,
         measured=lambda: _measured(training, section),
         changes=lambda room: nearest(name, training, section, room),
-        most=lambda room: largest_micro_batch(name, training, room),
+        most=lambda room: _largest_micro_batch(name, training, room),
     )
 
 
@@ -509,8 +509,8 @@ def _serving(
         turns=turns and ranks.accelerated,
         remarks=tuple(remarks),
         refusals=serving.refusals(),
-        most=lambda room: largest_context(name, serving, room),
-        changes=lambda room: wider_engines(name, serving, room),
+        most=lambda room: _largest_context(name, serving, room),
+        changes=lambda room: _wider_engines(name, serving, room),
     )
 
 
@@ -540,12 +540,12 @@ def _scoring(cfg: GrpoConfig, name: str, ranks: GroupRanks, build: bool) -> Acco
         prompt, response = longest(cfg)
         step = responses_per_step(cfg)
         return _serving(cfg, name, group.model, cfg.teacher, "vllm", ranks, prompt, response, step, build)
-    return frozen_account(
+    return _frozen_account(
         cfg, name, group.model, group.max_tokens, ranks, logits="logprobs" in group.scorer, build=build
     )
 
 
-def frozen_account(
+def _frozen_account(
     cfg: GrpoConfig,
     name: str,
     model: PretrainedConfig,

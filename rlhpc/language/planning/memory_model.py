@@ -121,14 +121,14 @@ class LayerMemory:
 
 
 #: Elements of a chunk, and limits of its rows on a CPU (`rlhpc.language.models.logprobs.chunks`).
-CHUNK, QUARTER, ROWS = 1 << 24, 4, 128
+_CHUNK, _QUARTER, _ROWS = 1 << 24, 4, 128
 
 
-def chunk_rows(vocabulary: int, tokens: int, *, on_host: bool) -> int:
+def _chunk_rows(vocabulary: int, tokens: int, *, on_host: bool) -> int:
     """Returns the number of tokens whose logits are computed at once."""
-    rows = max(1, CHUNK // vocabulary)
+    rows = max(1, _CHUNK // vocabulary)
     if on_host:
-        rows = min(rows, max(ROWS, rows // QUARTER))
+        rows = min(rows, max(_ROWS, rows // _QUARTER))
     return min(rows, tokens)
 
 
@@ -138,35 +138,35 @@ def loss_chunk(layers: LayerMemory, tokens: int) -> float:
     """
     size = layers.size
     if size.whole_logits:  # each rank of a tensor group computes all logits, and their gradient is as large
-        rows = chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
+        rows = _chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
         return (2.0 * layers.itemsize * tokens + 12.0 * rows) * size.vocabulary
-    rows = chunk_rows(size.vocabulary // layers.tensor, tokens, on_host=layers.on_host)
+    rows = _chunk_rows(size.vocabulary // layers.tensor, tokens, on_host=layers.on_host)
     return (12.0 if layers.itemsize == 4 else 14.0) * rows * size.vocabulary / layers.tensor
 
 
 def scoring_chunk(layers: LayerMemory, tokens: int) -> float:
     """Returns the bytes of a chunk of logits without training."""
     size = layers.size
-    rows = chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
+    rows = _chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
     all_logits = layers.itemsize * tokens * size.vocabulary / layers.tensor if size.whole_logits else 0.0
     return all_logits + (8.0 if layers.itemsize == 4 else 10.0) * rows * size.vocabulary / layers.tensor
 
 
-def head_gradient(layers: LayerMemory) -> float:
+def _head_gradient(layers: LayerMemory) -> float:
     """Returns the bytes of the head's gradient, summed in float32, and one chunk's gradient in half precision."""
     return (4.0 if layers.itemsize == 4 else 6.0) * layers.size.embedding / layers.tensor
 
 
 #: Work space of libraries; on an accelerator, its context and the buffers of collectives.
-ON_HOST, ON_ACCELERATOR = 24 * MIB, 1.5 * GIB
+_ON_HOST, _ON_ACCELERATOR = 24 * MIB, 1.5 * GIB
 
 
 def process(accelerated: bool) -> MemoryTerm:
     """Returns the fixed memory of a process on its device."""
     return (
-        MemoryTerm("context and collectives", ON_ACCELERATOR)
+        MemoryTerm("context and collectives", _ON_ACCELERATOR)
         if accelerated
-        else MemoryTerm("libraries' work space", ON_HOST)
+        else MemoryTerm("libraries' work space", _ON_HOST)
     )
 
 
@@ -177,8 +177,8 @@ _GROWTH, _BLOCK, _MORE = 1.5, 32, 64
 #: Bytes of a bucket of an update, and number of buckets in flight (`weights.publish`, `weights.window`).
 PART, PARTS = 256 * MIB, 3
 #: Default sequences of an engine, on an accelerator (vLLM) and elsewhere; maximum bytes of its cache on a CPU.
-VLLM_SEQUENCES, SEQUENCES, CPU_CACHE = 256, 64, 4 << 30
-GENERATION, UPDATE = "generation", "weight update"
+_VLLM_SEQUENCES, SEQUENCES, _CPU_CACHE = 256, 64, 4 << 30
+_GENERATION, _UPDATE = "generation", "weight update"
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class Serving:
     @property
     def sequences(self) -> int:
         """Sequences at a time."""
-        default = VLLM_SEQUENCES if self.engine == "vllm" and self.accelerated else SEQUENCES
+        default = _VLLM_SEQUENCES if self.engine == "vllm" and self.accelerated else SEQUENCES
         return max(1, min(self.at_once or default, self.work))
 
     def moments(self) -> tuple[Moment, ...]:
@@ -256,7 +256,7 @@ class Serving:
         held = (*terms(weights=self.weights), *self._cache(), *self._passing(), process(self.accelerated))
         layer = self.itemsize * sum(self.size.layer_parameters) / self.tensor
         arriving = max(layer if self.engine == "vllm" else 0.0, self.itemsize * float(self.size.largest))
-        return Moment(GENERATION, held), Moment(UPDATE, (*held, *terms(arriving_weights=arriving)))
+        return Moment(_GENERATION, held), Moment(_UPDATE, (*held, *terms(arriving_weights=arriving)))
 
     def _passing(self) -> tuple[MemoryTerm, ...]:
         layers = LayerMemory(self.size, self.itemsize, not self.accelerated, tensor=self.tensor)
@@ -280,7 +280,7 @@ class Serving:
         minimum = self.sequence(self.context)
         if not self.accelerated:
             blocks = self.sequence(128 * (-(-self.context // 128) + 1))
-            return max(2 * blocks, min(CPU_CACHE, blocks * self.sequences))
+            return max(2 * blocks, min(_CPU_CACHE, blocks * self.sequences))
         if self.room is None:
             return max(minimum, self.sequences * self.sequence(self.length))
         return max(minimum, self.cache_budget())
@@ -313,10 +313,10 @@ class Serving:
 
 
 #: Maximum gathered elements of ZeRO-3, and elements of its gradient bucket (DeepSpeed's defaults).
-LIVE, BUCKET = 10**9, 5 * 10**8
+_LIVE, _BUCKET = 10**9, 5 * 10**8
 #: Bytes per token of an epoch's tensors: ids, positions, log-probs, advantages and others.
 _BATCH = 96.0
-LOSS, BACKWARD, REDUCTION, STEP = "loss", "backward pass", "gradients of the embeddings", "optimizer step"
+_LOSS, _BACKWARD, _REDUCTION, STEP = "loss", "backward pass", "gradients of the embeddings", "optimizer step"
 
 
 @dataclass(frozen=True)
@@ -442,7 +442,7 @@ class Training:
         hidden = tokens * (layers.norm() + 2 * layers.edge())
         if not self.logits:
             return terms(last_hidden_states=hidden)
-        gradient = 0.0 if self.lora else head_gradient(layers)
+        gradient = 0.0 if self.lora else _head_gradient(layers)
         return terms(last_hidden_states=hidden, loss_chunk=loss_chunk(layers, tokens), gradient_of_the_head=gradient)
 
     def _model(self, **divided: float) -> tuple[MemoryTerm, ...]:
@@ -473,8 +473,8 @@ class Training:
         one = self.itemsize * self._widest()
         temporary = 0.0 if self.accelerated else 4.0 * trained
         return {
-            LOSS: (*base, *saved, *self.at_loss()),
-            BACKWARD: (*base, *saved, *terms(backward_pass_of_a_layer=self.recomputed(), gradient_of_a_weight=one)),
+            _LOSS: (*base, *saved, *self.at_loss()),
+            _BACKWARD: (*base, *saved, *terms(backward_pass_of_a_layer=self.recomputed(), gradient_of_a_weight=one)),
             STEP: (*base, *terms(optimizer_temporaries=temporary)),
         }
 
@@ -519,17 +519,17 @@ class Training:
             )
             hidden = terms(last_hidden_states=2.0 * self.own_tokens * self.layers().edge())
             return {
-                LOSS: (*at_loss, *one, *terms(gathered_embeddings=b * edge * self.head)),
-                REDUCTION: (*model, *gradients, *saved, *hidden, *of_edges),
-                BACKWARD: (*model, *gradients, *saved, *in_layers),
+                _LOSS: (*at_loss, *one, *terms(gathered_embeddings=b * edge * self.head)),
+                _REDUCTION: (*model, *gradients, *saved, *hidden, *of_edges),
+                _BACKWARD: (*model, *gradients, *saved, *in_layers),
                 STEP: (*model, *gradients),
             }
         # Embeddings and head belong to the root module, which stays gathered and whose gradients are summed at the end.
         roots, head = terms(gathered_embeddings=b * root), b * size.embedding / s.tensor * has_gradients * self.logits
         return {
-            LOSS: (*at_loss, *roots, *one),
-            BACKWARD: (*model, *gradients, *saved, *roots, *in_layers, *terms(gradient_of_the_head=head)),
-            REDUCTION: (*model, *gradients, *of_edges),
+            _LOSS: (*at_loss, *roots, *one),
+            _BACKWARD: (*model, *gradients, *saved, *roots, *in_layers, *terms(gradient_of_the_head=head)),
+            _REDUCTION: (*model, *gradients, *of_edges),
             STEP: (*model, *gradients),
         }
 
@@ -549,16 +549,16 @@ class Training:
             other_models=self.other_models_bytes,
         )
         # Gradients of a micro-batch before reduction: with stage 1 all, otherwise a bucket and its contents.
-        bucket = 4.0 * min(trained, BUCKET)
+        bucket = 4.0 * min(trained, _BUCKET)
         pending = terms(
             gradients=gradients,
-            gradients_being_summed=bucket + b * (trained if self.stage == 1 else min(trained, BUCKET) * self.mixed),
+            gradients_being_summed=bucket + b * (trained if self.stage == 1 else min(trained, _BUCKET) * self.mixed),
         )
-        gathered = terms(gathered_layers=b * min(float(size.parameters), LIVE) * third)
+        gathered = terms(gathered_layers=b * min(float(size.parameters), _LIVE) * third)
         saved = terms(activations=self.saved_activations())
         return {
-            LOSS: (*base, *gathered, *saved, *self.at_loss(), *terms(gradients=gradients)),
-            BACKWARD: (*base, *gathered, *saved, *pending, *terms(backward_pass_of_a_layer=self.recomputed())),
+            _LOSS: (*base, *gathered, *saved, *self.at_loss(), *terms(gradients=gradients)),
+            _BACKWARD: (*base, *gathered, *saved, *pending, *terms(backward_pass_of_a_layer=self.recomputed())),
             STEP: (*base, *terms(gradients=gradients, optimizer_temporaries=4.0 * trained / ranks)),
         }
 

@@ -22,7 +22,7 @@ import numpy as np
 from rlhpc.metrics.statistics import interval, share_interval
 from rlhpc.runtime.text import in_parentheses
 
-Row = Mapping[str, Any]
+_Row = Mapping[str, Any]
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -57,15 +57,15 @@ def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
     return sum(shares) / len(shares)
 
 
-def by_problem(rows: Iterable[Row]) -> list[list[Row]]:
+def _by_problem(rows: Iterable[_Row]) -> list[list[_Row]]:
     """Groups rows by problem; problems and their samples are in order."""
-    groups: dict[Any, list[Row]] = {}
+    groups: dict[Any, list[_Row]] = {}
     for row in sorted(rows, key=lambda row: (row["id"], row["sample"])):
         groups.setdefault(row["id"], []).append(row)
     return list(groups.values())
 
 
-def summarize(rows: Iterable[Row]) -> dict[str, Any]:
+def summarize(rows: Iterable[_Row]) -> dict[str, Any]:
     """Returns the summary of an evaluation's answers for its JSON file.
 
     Returns:
@@ -75,7 +75,7 @@ def summarize(rows: Iterable[Row]) -> dict[str, Any]:
     Raises:
         ValueError: There are no rows, or problems have different numbers of samples.
     """
-    problems = by_problem(rows)
+    problems = _by_problem(rows)
     counts = {len(problem) for problem in problems}
     if len(counts) != 1:
         raise ValueError(f"problems have {sorted(counts) or 'no'} samples; each must have equally many, at least one")
@@ -96,7 +96,7 @@ def summarize(rows: Iterable[Row]) -> dict[str, Any]:
     }
 
 
-def _scores(problems: Sequence[Sequence[Row]]) -> dict[str, Any]:
+def _scores(problems: Sequence[Sequence[_Row]]) -> dict[str, Any]:
     samples = len(problems[0])
     right = [sum(bool(row["right"]) for row in problem) for problem in problems]
     passed = {k: [pass_at_k(samples, count, k) for count in right] for k in ks(samples)}
@@ -113,9 +113,9 @@ def _scores(problems: Sequence[Sequence[Row]]) -> dict[str, Any]:
     }
 
 
-def _levels(problems: Sequence[Sequence[Row]]) -> dict[str, Any]:
+def _levels(problems: Sequence[Sequence[_Row]]) -> dict[str, Any]:
     """Returns the scores of each level, for suites with levels; numbers in order, then words."""
-    groups: dict[str, list[Sequence[Row]]] = {}
+    groups: dict[str, list[Sequence[_Row]]] = {}
     for problem in problems:
         groups.setdefault(str(problem[0]["level"]), []).append(problem)
     if set(groups) == {""}:
@@ -132,25 +132,25 @@ def _mean(name: str, values: Sequence[float]) -> dict[str, Any]:
     return {name: sum(values) / len(values), f"{name}_ci95": list(interval(values))}
 
 
-def _term(name: str, row: Row) -> float:
+def _term(name: str, row: _Row) -> float:
     return float(row["terms"][name])
 
 
-def _share(problem: Sequence[Row], value: Callable[[Row], float]) -> float:
+def _share(problem: Sequence[_Row], value: Callable[[_Row], float]) -> float:
     return sum(float(value(row)) for row in problem) / len(problem)
 
 
-def _overall(problems: Sequence[Sequence[Row]], value: Callable[[Row], float]) -> float:
+def _overall(problems: Sequence[Sequence[_Row]], value: Callable[[_Row], float]) -> float:
     return sum(_share(problem, value) for problem in problems) / len(problems)
 
 
 #: A row of an evaluation: `rewards` of its responses, `target` (margin or label), `level`, and the text of its `prompt`.
-PreferenceRow = dict[str, Any]
+_PreferenceRow = dict[str, Any]
 #: Number of bins of the probabilities from 1/2 to 1 for calibration.
-BINS = 10
+_BINS = 10
 
 
-def summarize_preferences(rows: Sequence[PreferenceRow], form: str) -> dict[str, Any]:
+def summarize_preferences(rows: Sequence[_PreferenceRow], form: str) -> dict[str, Any]:
     """Returns the summary of preference rows.
 
     Args:
@@ -164,7 +164,7 @@ def summarize_preferences(rows: Sequence[PreferenceRow], form: str) -> dict[str,
     return pairs_summary(rows) if form == "pairs" else labels_summary(rows)
 
 
-def pairs_summary(rows: Sequence[PreferenceRow]) -> dict[str, Any]:
+def pairs_summary(rows: Sequence[_PreferenceRow]) -> dict[str, Any]:
     """Returns the summary of pairs; see `summarize_preferences`. Equal rewards count as a mistake, because they do not
     decide the pair.
     """
@@ -213,9 +213,9 @@ def calibration(margins: np.ndarray) -> tuple[float, list[dict[str, float]]]:
     """
     probabilities = 1 / (1 + np.exp(-np.abs(margins)))
     was = np.where(margins == 0, 0.5, margins > 0)  # a tie makes both equally likely
-    place = np.minimum(((probabilities - 0.5) * 2 * BINS).astype(int), BINS - 1)
+    place = np.minimum(((probabilities - 0.5) * 2 * _BINS).astype(int), _BINS - 1)
     parts = []
-    for part in range(BINS):
+    for part in range(_BINS):
         members = place == part
         if members.any():
             parts.append(
@@ -229,7 +229,7 @@ def calibration(margins: np.ndarray) -> tuple[float, list[dict[str, float]]]:
     return float(error), parts
 
 
-def labels_summary(rows: Sequence[PreferenceRow]) -> dict[str, Any]:
+def labels_summary(rows: Sequence[_PreferenceRow]) -> dict[str, Any]:
     """Returns the summary of labelled rows; see `summarize_preferences`. r2 and spearman are None if all labels, or all
     rewards, are equal.
     """

@@ -24,9 +24,9 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import is_count, is_number, open_file, read_file, read_json
 from rlhpc.runtime.text import interval_text
 
-PROBLEMS = 24
+_PROBLEMS = 24
 """Problems of a suite that are shown in full."""
-CHECKPOINTS = 6
+_CHECKPOINTS = 6
 """Checkpoints that stand side by side."""
 _MAP_COLUMNS = 240
 _FOLD_CHARACTERS, _MAX_SAMPLE_CHARACTERS, _MAX_MORE_SAMPLES = 600, 8000, 7
@@ -84,7 +84,7 @@ for (const form of document.querySelectorAll("form.filter")) {
 }
 """
 
-Row = dict[str, Any]
+_Row = dict[str, Any]
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -118,7 +118,7 @@ class _Column:
     path: Path
     share: dict[Any, float] = field(default_factory=dict)
     level: dict[Any, str] = field(default_factory=dict)
-    selected_rows: dict[Any, list[Row]] = field(default_factory=dict)
+    selected_rows: dict[Any, list[_Row]] = field(default_factory=dict)
 
 
 def samples_path(result: Path) -> Path:
@@ -126,7 +126,7 @@ def samples_path(result: Path) -> Path:
     return result.with_name(f"{result.stem}.samples.jsonl")
 
 
-def read_samples(path: Path) -> Iterator[Row]:
+def read_samples(path: Path) -> Iterator[_Row]:
     """Yields the rows of a samples file; leaves out damaged or foreign lines, and fields of a wrong type.
 
     Raises:
@@ -153,7 +153,7 @@ def write_samples_page(paths: RunPaths) -> Path | None:
     Raises:
         RlhpcError: The page cannot be written.
     """
-    suites = {suite: _columns(results) for suite, results in results_with_samples(paths).items()}
+    suites = {suite: _columns(results) for suite, results in _results_with_samples(paths).items()}
     suites = {suite: columns for suite, columns in suites.items() if columns}
     if not suites:
         return None
@@ -181,7 +181,7 @@ def _ways(suites: Sequence[str]) -> str:
     return f"<nav>{' · '.join(links)}</nav>"
 
 
-def results_with_samples(paths: RunPaths) -> dict[str, list[tuple[int, Path, Mapping[str, Any]]]]:
+def _results_with_samples(paths: RunPaths) -> dict[str, list[tuple[int, Path, Mapping[str, Any]]]]:
     """Returns (step, JSON file, content) by suite, with ascending steps, of evaluations with a samples file."""
     by_suite: dict[str, list[tuple[int, Path, Mapping[str, Any]]]] = {}
     for path in paths.eval_results():
@@ -219,15 +219,15 @@ def _columns(results: Sequence[tuple[int, Path, Mapping[str, Any]]]) -> list[_Co
     if not columns:
         return []
     ids = _ordered(columns)
-    chosen = {ids[i] for i in spread(len(ids), PROBLEMS)}
-    for i in spread(len(columns), CHECKPOINTS):
+    chosen = {ids[i] for i in spread(len(ids), _PROBLEMS)}
+    for i in spread(len(columns), _CHECKPOINTS):
         for row in _rows(columns[i].path):
             if row["id"] in chosen:
                 columns[i].selected_rows.setdefault(row["id"], []).append(row)
     return columns
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[_Row]:
     try:
         yield from read_samples(path)
     except OSError:
@@ -252,7 +252,7 @@ def _ordered(columns: Sequence[_Column]) -> list[Any]:
 
 def _suite(columns: Sequence[_Column]) -> str:
     ids = _ordered(columns)
-    chosen = [ids[i] for i in spread(len(ids), PROBLEMS)]
+    chosen = [ids[i] for i in spread(len(ids), _PROBLEMS)]
     columns_with_rows = [column for column in columns if column.selected_rows]
     parts = [_changes(columns)]
     if len(ids) > 1:
@@ -373,7 +373,7 @@ def _not_asked(step: int) -> str:
     return f'<div class="answer"><h4>step {step}</h4>{missing("Not asked at this checkpoint.")}</div>'
 
 
-def _answer(step: int, rows: Sequence[Row]) -> str:
+def _answer(step: int, rows: Sequence[_Row]) -> str:
     right = sum(row["right"] for row in rows)
     count = f" · {right} of {len(rows)} right" if len(rows) > 1 else ""
     html = f"<h4>step {step}{count}</h4>{_sample(rows[0])}"
@@ -383,7 +383,7 @@ def _answer(step: int, rows: Sequence[Row]) -> str:
     return f'<div class="answer">{html}</div>'
 
 
-def _sample(row: Row) -> str:
+def _sample(row: _Row) -> str:
     mark = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
     facts = [f"{row['tokens']} tokens"] if "tokens" in row else []
     if row.get("finished") is False:
@@ -465,7 +465,7 @@ def _by_sample(result: str | Path) -> dict[tuple[Any, int], dict[str, Any]]:
         ) from error
 
 
-EPISODES = 24
+_EPISODES = 24
 """Episodes of a suite that are shown."""
 _MAX_CHARACTERS = 4000
 _EPISODE_CSS = """
@@ -483,7 +483,7 @@ border-radius:8px;font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospa
 .drawn i{font-style:normal;border-radius:3px}
 .ok,.no{font-weight:650}.ok{color:var(--c2)}.no{color:var(--c3)}
 """
-EpisodeRow = dict[str, Any]
+_EpisodeRow = dict[str, Any]
 
 
 def episodes_page(paths: RunPaths) -> Path:
@@ -499,11 +499,11 @@ def write_episodes_page(paths: RunPaths) -> Path | None:
         RlhpcError: The page cannot be written.
     """
     sections = []
-    for suite, results in results_with_samples(paths).items():
+    for suite, results in _results_with_samples(paths).items():
         step, path, _ = results[-1]
         rows = _episode_rows(samples_path(path))
         if rows:
-            selected = [rows[at] for at in spread(len(rows), EPISODES)]
+            selected = [rows[at] for at in spread(len(rows), _EPISODES)]
             note = f'<p class="note">{len(selected)} of {len(rows)} episodes, evenly spaced, at step {step}.</p>'
             sections.append(section(f"Suite {suite}", note + "".join(map(_episode, selected))))
     if not sections:
@@ -519,7 +519,7 @@ def write_episodes_page(paths: RunPaths) -> Path | None:
     return write_page(html, target)
 
 
-def _episode_rows(path: Path) -> list[EpisodeRow]:
+def _episode_rows(path: Path) -> list[_EpisodeRow]:
     try:
         return [row for row in read_samples(path) if _is_episode(row.get("episode"))]
     except OSError:
@@ -550,7 +550,7 @@ def _is_token(token: Any) -> bool:
     return isinstance(token, list) and len(token) == 2 and isinstance(token[0], str) and is_number(token[1])
 
 
-def _episode(row: EpisodeRow) -> str:
+def _episode(row: _EpisodeRow) -> str:
     mark = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
     samples: Sequence[Any] = row["episode"]
     turns = {(str(s.get("role")), p["turn"]) for s in samples for p in s["parts"] if "drawn" in p}

@@ -63,13 +63,13 @@ def last_number(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-def complete_text(text: str) -> str | None:
+def _complete_text(text: str) -> str | None:
     """Returns the complete response."""
     return text.strip() or None
 
 
-WAYS: dict[str, Callable[[str], str | None]] = {
-    "boxed": boxed, "####": hashed, "tag": tagged, "last_number": last_number, "whole": complete_text,
+_WAYS: dict[str, Callable[[str], str | None]] = {
+    "boxed": boxed, "####": hashed, "tag": tagged, "last_number": last_number, "whole": _complete_text,
 }  # fmt: skip
 
 
@@ -79,19 +79,19 @@ def check_ways(ways: Sequence[str], option: str) -> tuple[str, ...]:
     Raises:
         ConfigError: A name is unknown.
     """
-    unknown = [way for way in ways if way not in WAYS]
+    unknown = [way for way in ways if way not in _WAYS]
     if unknown or isinstance(ways, str):
         unknown_way = ways if isinstance(ways, str) else unknown[0]
-        raise ConfigError(f"reward.terms: {option} has {unknown_way!r}; allowed: a list of {', '.join(WAYS)}")
+        raise ConfigError(f"reward.terms: {option} has {unknown_way!r}; allowed: a list of {', '.join(_WAYS)}")
     return tuple(ways)
 
 
 def extract(text: str, ways: Sequence[str]) -> str | None:
     """Returns the result of the first extraction method that finds an answer."""
-    return next((answer for way in ways if (answer := WAYS[way](text)) is not None), None)
+    return next((answer for way in ways if (answer := _WAYS[way](text)) is not None), None)
 
 
-MAX_CHARACTERS = 1000
+_MAX_CHARACTERS = 1000
 """Maximum length of an answer that is parsed or read as a number."""
 
 _DOLLARS = re.compile(r"\$+([^$]*[^$\\])\$+")
@@ -126,7 +126,7 @@ def to_latex(answer: str) -> str:
     return text
 
 
-def parse_word(latex: str) -> str | None:
+def _parse_word(latex: str) -> str | None:
     """Returns a word, with or without `\\text{}` around it; None for other texts. math-verify reads some words as
     expressions.
 
@@ -145,7 +145,7 @@ def parse_number(latex: str) -> Fraction | None:
     Args:
         latex: From `to_latex`.
     """
-    if len(latex) > MAX_CHARACTERS:
+    if len(latex) > _MAX_CHARACTERS:
         return None
     text = latex.removeprefix("\\$").removeprefix("$").removesuffix("\\$").removesuffix("$").strip()
     sign = -1 if text[:1] == "-" else 1
@@ -220,7 +220,7 @@ def equal(reference: str, answer: str) -> bool:
 
     Identical texts, plain numbers of one value and identical words need no parser; every other pair is parsed.
     """
-    if len(answer) > MAX_CHARACTERS:
+    if len(answer) > _MAX_CHARACTERS:
         return False
     reference, answer = to_latex(reference), to_latex(answer)
     if reference == answer:
@@ -228,8 +228,8 @@ def equal(reference: str, answer: str) -> bool:
     number = parse_number(reference)
     if number is not None and number == parse_number(answer):
         return True
-    word = parse_word(reference)
-    if word is not None and word == parse_word(answer):
+    word = _parse_word(reference)
+    if word is not None and word == _parse_word(answer):
         return True
     # The caller's deadline bounds the time; the library's alarms would need the main thread.
     library = importlib.import_module("math_verify")

@@ -55,7 +55,7 @@ _PLACES = re.compile(r"\{(prompt|response|answer)\}")
 _MARKS = re.compile(r"<{1,2}[^\s<>]+>{1,2}|\[/?[^\s\[\]]+\]")
 
 
-class Questions:
+class _Questions:
     """Builder of the questions to a judge, as token ids.
 
     Args:
@@ -111,9 +111,9 @@ class Questions:
     def text(self, sample: Sample, responses: Sequence[str]) -> str:
         """Returns the question as text; see `about`."""
         prompt, answer, *escaped = (
-            harmless(one, self._forbidden) for one in (sample.prompt, sample.answer, *responses)
+            _harmless(one, self._forbidden) for one in (sample.prompt, sample.answer, *responses)
         )
-        mark = mark_for((prompt, answer, *escaped), self._seed)
+        mark = _mark_for((prompt, answer, *escaped), self._seed)
         names = [f"answer {mark}"] if len(escaped) == 1 else [f"answer {which} {mark}" for which in "AB"]
         blocks = [f"<{name}>\n{one}\n</{name}>" for name, one in zip(names, escaped, strict=True)]
         texts = {"prompt": prompt, "answer": answer, "response": "\n\n".join(blocks)}
@@ -121,7 +121,7 @@ class Questions:
         return _PLACES.sub(lambda match: texts[match[1]], self._rubric)
 
 
-def mark_for(texts: Sequence[str], seed: bytes) -> str:
+def _mark_for(texts: Sequence[str], seed: bytes) -> str:
     """Returns a word that none of some texts contains, the same for the same texts."""
     for attempt in range(1000):
         digest = hashlib.blake2b(digest_size=8, key=seed[:64], salt=attempt.to_bytes(2, "big"))
@@ -154,7 +154,7 @@ def _marks(encoder: PromptTokenizer) -> set[str]:
     return marks
 
 
-def harmless(text: str, forbidden: Sequence[str]) -> str:
+def _harmless(text: str, forbidden: Sequence[str]) -> str:
     """Returns a text without any of the forbidden texts: a space splits each.
 
     Args:
@@ -175,7 +175,7 @@ def harmless(text: str, forbidden: Sequence[str]) -> str:
 _SCORE = re.compile(r"Score: (-?[0-9]{1,9}(?:\.[0-9]{1,9})?)")
 _BETTER = re.compile(r"Better: (A|B|neither)")
 #: Results of a comparison: the first answer is better, the second one, or neither.
-FIRST, SECOND, NEITHER = "A", "B", "neither"
+_FIRST, _SECOND, _NEITHER = "A", "B", "neither"
 
 
 def score_in(reply: str, low: float, high: float) -> float | None:
@@ -195,7 +195,7 @@ def score_in(reply: str, low: float, high: float) -> float | None:
 
 
 def better_in(reply: str) -> str | None:
-    """Returns the preferred answer of a reply: `FIRST`, `SECOND` or `NEITHER`; None if its last line is not `Better:
+    """Returns the preferred answer of a reply: `_FIRST`, `_SECOND` or `_NEITHER`; None if its last line is not `Better:
     <which>`, or if there is more than one such line.
     """
     return _verdict(reply, "better", _BETTER)
@@ -228,11 +228,11 @@ def both_say(in_order: str | None, swapped: str | None) -> float | None:
     """Returns the share of a comparison that the first answer wins, from the verdicts in both orders of the pair; None
     if these contradict each other.
     """
-    if in_order == NEITHER and swapped == NEITHER:
+    if in_order == _NEITHER and swapped == _NEITHER:
         return 0.5
-    if (in_order, swapped) == (FIRST, SECOND):
+    if (in_order, swapped) == (_FIRST, _SECOND):
         return 1.0
-    return 0.0 if (in_order, swapped) == (SECOND, FIRST) else None
+    return 0.0 if (in_order, swapped) == (_SECOND, _FIRST) else None
 
 
 def shares(count: int, won: Mapping[tuple[int, int], float | None]) -> list[float | None]:
@@ -254,7 +254,7 @@ def shares(count: int, won: Mapping[tuple[int, int], float | None]) -> list[floa
 #: depend on the order. The number of cache hits depends on earlier calls.
 _COUNTS = ("too_long", "over_budget", "no_verdict", "inconsistent", "time/requests", "time/cache_hits")
 
-Question = tuple[int, ...]
+_Question = tuple[int, ...]
 
 
 class Judge(Rater):
@@ -283,7 +283,7 @@ class Judge(Rater):
         context = int(getattr(engine, "context", section.max_prompt_tokens + section.max_new_tokens))
         limit = min(section.max_prompt_tokens, context - section.max_new_tokens)
         scale = None if self.compares else (float(section.scale[0]), float(section.scale[1]))
-        self.questions = Questions(section.rubric, scale, encoder, cfg.runner.seed, limit, section.reply_start)
+        self.questions = _Questions(section.rubric, scale, encoder, cfg.runner.seed, limit, section.reply_start)
         if self.questions.about(Sample("x", "x"), ["x"] * (1 + self.compares)) is None:
             engine.close()
             raise ConfigError(
@@ -293,7 +293,7 @@ class Judge(Rater):
             )
         self.sampling = SamplingParams(max_new_tokens=section.max_new_tokens, temperature=section.temperature)
         self._numbers = itertools.count(1)
-        self._replies: collections.OrderedDict[Question, str] = collections.OrderedDict()
+        self._replies: collections.OrderedDict[_Question, str] = collections.OrderedDict()
         self._counts = collections.Counter[str]()
 
     def rate(self, samples: Sequence[Sample]) -> list[float | None]:
@@ -321,7 +321,7 @@ class Judge(Rater):
         chosen = list(pairs(len(texts)))
         budget = self.section.max_requests // 2
         self._counts["over_budget"] += 2 * max(0, len(chosen) - budget)
-        questions: dict[tuple[int, int], tuple[Question, Question]] = {}
+        questions: dict[tuple[int, int], tuple[_Question, _Question]] = {}
         for one, other in chosen[:budget]:
             both = [texts[one], texts[other]]
             in_order, swapped = self._fitting(problem, both), self._fitting(problem, both[::-1])
@@ -337,14 +337,14 @@ class Judge(Rater):
         )
         return shares(len(texts), won)
 
-    def _fitting(self, problem: Sample, responses: Sequence[str]) -> Question | None:
+    def _fitting(self, problem: Sample, responses: Sequence[str]) -> _Question | None:
         question = self.questions.about(problem, responses)
         self._counts["too_long"] += question is None
         return question
 
-    def _ask(self, questions: Sequence[Question]) -> dict[Question, str]:
+    def _ask(self, questions: Sequence[_Question]) -> dict[_Question, str]:
         """Returns question → reply; an empty reply if the judge did not finish."""
-        replies: dict[Question, str] = {}
+        replies: dict[_Question, str] = {}
         for question in questions:
             if question in self._replies:
                 self._replies.move_to_end(question)
@@ -363,7 +363,7 @@ class Judge(Rater):
             self._replies.popitem(last=False)
         return replies
 
-    def _seed(self, question: Question) -> int:
+    def _seed(self, question: _Question) -> int:
         digest = hashlib.blake2b(repr((self.cfg.runner.seed, question)).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 

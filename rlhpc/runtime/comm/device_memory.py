@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class DeviceEvent(Protocol):
+class _DeviceEvent(Protocol):
     """A point in the order of a device's operations."""
 
     @property
@@ -62,7 +62,7 @@ class DeviceEvent(Protocol):
         """Returns whether the device has reached the event."""
 
 
-class Device(Protocol):
+class _Device(Protocol):
     """An accelerator as this process sees it. It runs the enqueued operations in order, asynchronously.
 
     Attributes:
@@ -104,10 +104,10 @@ class Device(Protocol):
     def to_host(self, memory: torch.Tensor) -> torch.Tensor:
         """Returns a copy on the host, complete on return."""
 
-    def event(self) -> DeviceEvent:
+    def event(self) -> _DeviceEvent:
         """Creates an event."""
 
-    def open_event(self, handle: bytes) -> DeviceEvent:
+    def open_event(self, handle: bytes) -> _DeviceEvent:
         """Opens another process's event.
 
         Raises:
@@ -115,22 +115,22 @@ class Device(Protocol):
         """
 
 
-_current_device: Device | None = None
+_current_device: _Device | None = None
 
 
-def use(device: Device | None) -> None:
+def use(device: _Device | None) -> None:
     """Makes a device this process's own; for kinds that torch does not call `cuda`."""
     global _current_device
     _current_device = device
 
 
-def current_device() -> Device | None:
+def current_device() -> _Device | None:
     """Returns the device that this process computes on; None until the process has initialized one."""
     global _current_device
     if _current_device is None:
         module: Any = sys.modules.get("torch.cuda")
         if module is not None and module.is_initialized():
-            _current_device = CudaDevice()
+            _current_device = _CudaDevice()
     return _current_device
 
 
@@ -141,7 +141,7 @@ def address() -> str:
 
 
 #: Most readers of a message.
-MAX_READERS = MAX_TRACKED
+_MAX_READERS = MAX_TRACKED
 
 
 class TensorView(NamedTuple):
@@ -185,7 +185,7 @@ def layout_tensors(tensors: list[tuple[str, tuple[int, ...], int]]) -> tuple[lis
     return parts, offset
 
 
-def make_lease(path: str) -> mmap.mmap:
+def _make_lease(path: str) -> mmap.mmap:
     """Creates a lease."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -198,12 +198,12 @@ def make_lease(path: str) -> mmap.mmap:
         os.close(fd)
 
 
-def lend_to(lease: mmap.mmap, readers: int) -> None:
+def _lend_to(lease: mmap.mmap, readers: int) -> None:
     """Sets the marks of readers that will come; called by the sender of a free buffer."""
     await_readers(lease, readers)
 
 
-def begin_reading(lease: mmap.mmap, reader: int) -> bool:
+def _begin_reading(lease: mmap.mmap, reader: int) -> bool:
     """Sets the mark of a reader that has come; returns False if the sender no longer waits for it."""
     if lease[reader : reader + 1] == FREE:
         return False
@@ -211,12 +211,12 @@ def begin_reading(lease: mmap.mmap, reader: int) -> bool:
     return True
 
 
-def end_reading(lease: mmap.mmap, reader: int) -> None:
+def _end_reading(lease: mmap.mmap, reader: int) -> None:
     """Clears the mark of a reader that is done."""
     lease[reader : reader + 1] = FREE
 
 
-def is_free(lease: mmap.mmap, readers: int) -> bool:
+def _is_free(lease: mmap.mmap, readers: int) -> bool:
     """Returns whether a buffer has no readers left; called by its sender. Frees what readers that have died had in use."""
     if lease[:readers] == FREE * readers:
         return True
@@ -230,7 +230,7 @@ _SHARE = 32
 _NO_FILE, _NO_EVENT = b"/rlhpc-leases", b""
 
 
-class CudaEvent:
+class _CudaEvent:
     """An event of this process, or one of another's."""
 
     def __init__(self, event: Any) -> None:
@@ -238,20 +238,20 @@ class CudaEvent:
 
     @property
     def handle(self) -> bytes:
-        """See `DeviceEvent.handle`."""
+        """See `_DeviceEvent.handle`."""
         handle: bytes = self._event.ipc_handle()
         return handle
 
     def record(self) -> None:
-        """Implements `DeviceEvent.record` on the thread's current stream."""
+        """Implements `_DeviceEvent.record` on the thread's current stream."""
         self._event.record()
 
     def wait(self) -> None:
-        """Implements `DeviceEvent.wait`: the thread's current stream waits."""
+        """Implements `_DeviceEvent.wait`: the thread's current stream waits."""
         torch.cuda.current_stream().wait_event(self._event)
 
     def done(self) -> bool:
-        """Implements `DeviceEvent.done`."""
+        """Implements `_DeviceEvent.done`."""
         return bool(self._event.query())
 
 
@@ -263,7 +263,7 @@ def _address(number: int) -> str:
     return f"{where} {about.uuid} {os.readlink('/proc/self/ns/pid')}"
 
 
-class CudaDevice:
+class _CudaDevice:
     """The device that is current when this is made; see `devices.Device`."""
 
     def __init__(self) -> None:
@@ -277,22 +277,22 @@ class CudaDevice:
         self.reads = (self.address, *(_address(o) for o in peers if torch.cuda.can_device_access_peer(index, o)))
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Implements `Device.holds`."""
+        """Implements `_Device.holds`."""
         return tensor.device == self._device
 
     def allocate(self, size: int) -> torch.Tensor:
-        """Implements `Device.allocate`."""
+        """Implements `_Device.allocate`."""
         return self.empty(size)
 
     def export(self, memory: torch.Tensor) -> bytes:
-        """Implements `Device.export`."""
+        """Implements `_Device.export`."""
         shared: Any = memory.untyped_storage()._share_cuda_()
         _, handle, size, offset, counter, number, *_ = shared
         torch.UntypedStorage._release_ipc_counter_cuda(counter, number)
         return pickle.dumps((handle, size, offset))
 
     def open(self, handle: bytes) -> torch.Tensor:
-        """Implements `Device.open`. The device's index is that of this process."""
+        """Implements `_Device.open`. The device's index is that of this process."""
         storage: Any = torch.UntypedStorage._new_shared_cuda(
             self._device.index, *pickle.loads(handle), _NO_FILE, 0, _NO_EVENT, False
         )
@@ -300,25 +300,25 @@ class CudaDevice:
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def empty(self, size: int) -> torch.Tensor:
-        """Implements `Device.empty`; the memory may be written to inside and outside inference mode."""
+        """Implements `_Device.empty`; the memory may be written to inside and outside inference mode."""
         with torch.inference_mode(False):
             return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Implements `Device.copy` on the thread's current stream."""
+        """Implements `_Device.copy` on the thread's current stream."""
         into.copy_(source, non_blocking=True)
 
     def to_host(self, memory: torch.Tensor) -> torch.Tensor:
-        """Implements `Device.to_host`."""
+        """Implements `_Device.to_host`."""
         return memory.cpu()
 
-    def event(self) -> CudaEvent:
-        """Implements `Device.event`."""
-        return CudaEvent(torch.cuda.Event(enable_timing=False, interprocess=True))
+    def event(self) -> _CudaEvent:
+        """Implements `_Device.event`."""
+        return _CudaEvent(torch.cuda.Event(enable_timing=False, interprocess=True))
 
-    def open_event(self, handle: bytes) -> CudaEvent:
-        """Implements `Device.open_event`."""
-        return CudaEvent(torch.cuda.Event.from_ipc_handle(self._device, handle))
+    def open_event(self, handle: bytes) -> _CudaEvent:
+        """Implements `_Device.open_event`."""
+        return _CudaEvent(torch.cuda.Event.from_ipc_handle(self._device, handle))
 
 
 #: Seconds that enqueued copies on the accelerator may take.
@@ -332,12 +332,12 @@ class NotReadable(Exception):
 
 
 class _Opened:
-    def __init__(self, device: Device, lease: mmap.mmap, memory: Any, written: DeviceEvent) -> None:
+    def __init__(self, device: _Device, lease: mmap.mmap, memory: Any, written: _DeviceEvent) -> None:
         self.lease, self.memory, self.written, self.read = lease, memory, written, device.event()
 
 
 #: Memory and event of a buffer that is this process's own.
-Local = Callable[[str], tuple[Any, DeviceEvent] | None]
+_Local = Callable[[str], tuple[Any, _DeviceEvent] | None]
 
 
 class DeviceMappings:
@@ -350,7 +350,7 @@ class DeviceMappings:
         reading: Buffers that are still copied from.
     """
 
-    def __init__(self, local: Local = lambda path: None) -> None:
+    def __init__(self, local: _Local = lambda path: None) -> None:
         self._local = local
         self._lock = threading.Lock()
         self._opened: dict[str, _Opened] = {}
@@ -371,7 +371,7 @@ class DeviceMappings:
         self.settle()
         with self._lock:
             opened = self._open(device, crossing)
-            if not begin_reading(opened.lease, reader):
+            if not _begin_reading(opened.lease, reader):
                 raise SegmentGone(crossing.path)
             try:
                 arrived = device.empty(crossing.size)
@@ -379,7 +379,7 @@ class DeviceMappings:
                 device.copy(arrived, opened.memory[: crossing.size])
                 opened.read.record()
             except BaseException:  # of a device that is full, say
-                end_reading(opened.lease, reader)
+                _end_reading(opened.lease, reader)
                 raise
             self.reading.append((opened, reader))
         return [
@@ -387,7 +387,7 @@ class DeviceMappings:
             for part in crossing.parts
         ]
 
-    def _open(self, device: Device, crossing: Crossing) -> _Opened:
+    def _open(self, device: _Device, crossing: Crossing) -> _Opened:
         sender = _PROCESS.search(crossing.path)
         # An event of a process that has ended must not be waited for.
         if sender is not None and has_ended(sender[1]):
@@ -411,7 +411,7 @@ class DeviceMappings:
             still = []
             for opened, reader in self.reading:
                 if opened.read.done():
-                    end_reading(opened.lease, reader)
+                    _end_reading(opened.lease, reader)
                 else:
                     still.append((opened, reader))
             self.reading = still
@@ -443,9 +443,9 @@ _counter = itertools.count()
 class _SentBuffer:
     """A buffer as its sender knows it."""
 
-    def __init__(self, device: Device, path: str, memory: Any, exported: bytes, event: DeviceEvent) -> None:
+    def __init__(self, device: _Device, path: str, memory: Any, exported: bytes, event: _DeviceEvent) -> None:
         self.device, self.path, self.memory, self.exported, self.event = device, path, memory, exported, event
-        self.lease: mmap.mmap = make_lease(path)
+        self.lease: mmap.mmap = _make_lease(path)
         self.readers = self.size = 0
         self.holders: Sequence[str] = ()
 
@@ -455,7 +455,7 @@ class _SentBuffer:
         return int(self.memory.numel())
 
     def free(self) -> bool:
-        return is_free(self.lease, self.readers)
+        return _is_free(self.lease, self.readers)
 
 
 class DevicePool:
@@ -493,7 +493,7 @@ class DevicePool:
             None if there is no capacity: all buffers are lent, or the budget is spent.
         """
         device = current_device()
-        if device is None or readers > MAX_READERS:
+        if device is None or readers > _MAX_READERS:
             return None
         parts, size = layout_tensors([(_name(one.dtype), tuple(one.shape), one.element_size()) for one in tensors])
         with self._lock:
@@ -506,7 +506,7 @@ class DevicePool:
                     device.copy(into.view(tensor.dtype).reshape(part.shape), tensor.detach())
             buffer.event.record()
             buffer.readers, buffer.size, buffer.holders = readers, size, holders
-            lend_to(buffer.lease, readers)
+            _lend_to(buffer.lease, readers)
             self.crossed += 1
         handle = buffer.event.handle
         return Crossing(self._endpoint, buffer.path, device.address, buffer.exported, handle, size, parts)
@@ -516,7 +516,7 @@ class DevicePool:
         buffer = self._buffers.get(path)
         return [] if buffer is None else [state == WRITTEN[0] for state in buffer.lease[: buffer.readers]]
 
-    def local(self, path: str) -> tuple[Any, DeviceEvent] | None:
+    def local(self, path: str) -> tuple[Any, _DeviceEvent] | None:
         """Returns memory and event of a buffer of this process: a process cannot open what it exported itself."""
         buffer = self._buffers.get(path)
         return None if buffer is None else (buffer.memory, buffer.event)
@@ -539,7 +539,7 @@ class DevicePool:
                 raise ChannelError("a message was forgotten before its reader came")
             buffer.event.wait()
             copied = buffer.device.to_host(buffer.memory[: buffer.size])
-            end_reading(buffer.lease, reader)
+            _end_reading(buffer.lease, reader)
         if why:
             self._give_up(f"another process cannot open it ({why})")
         return copied
@@ -550,7 +550,7 @@ class DevicePool:
             for buffer in list(self._buffers.values()):
                 slots = [slot for slot, holder in enumerate(buffer.holders) if holder == process]
                 for slot in slots:
-                    end_reading(buffer.lease, slot)
+                    _end_reading(buffer.lease, slot)
                 if slots and buffer.free():
                     self._drop(buffer)
 
@@ -570,7 +570,7 @@ class DevicePool:
 
     # -- finding one ----------------------------------------------------------------------------------------------
 
-    def _take(self, device: Device, size: int) -> _SentBuffer | None:
+    def _take(self, device: _Device, size: int) -> _SentBuffer | None:
         free = [buffer for buffer in self._buffers.values() if buffer.free()]
         fitting = [buffer for buffer in free if size <= buffer.capacity <= 2 * size]
         if fitting:
@@ -582,7 +582,7 @@ class DevicePool:
             return None
         return self._make(device, capacity)
 
-    def _make(self, device: Device, capacity: int) -> _SentBuffer | None:
+    def _make(self, device: _Device, capacity: int) -> _SentBuffer | None:
         try:
             memory, event = device.allocate(capacity), device.event()
         except RuntimeError:  # its memory is full
