@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from rlhpc.config.conditional_keys import Condition
 from rlhpc.config.constraints import Fail
@@ -24,20 +23,16 @@ from rlhpc.language.config.run import (
     TRAINED_RANGES,
     DpoConfig,
     GrpoConfig,
-    LanguageConfig,
     RewardRunConfig,
     SftConfig,
-    TrainedLanguageConfig,
 )
 from rlhpc.language.data.held_out import check_holdout, holdout_section
+from rlhpc.language.group_specs import Cfg, GrpoGroupSpec, RewardModelGroupSpec, SftGroupSpec, Trained
 from rlhpc.language.scoring.groups import (
-    AGENT,
     CRITIC,
     group_models,
     group_roles,
-    learning_groups,
     placed,
-    scoring_groups,
 )
 from rlhpc.runs.checks import check_estimators
 from rlhpc.runs.config_changes import differing, saved_values
@@ -45,7 +40,6 @@ from rlhpc.runs.preflight import Check, Need
 from rlhpc.runs.task_type import (
     ConfigChecks,
     Exporting,
-    GroupSpec,
     Headline,
     Offline,
     Parts,
@@ -56,29 +50,8 @@ from rlhpc.runs.task_type import (
     Rows,
     TaskType,
 )
-from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
+from rlhpc.runtime.errors import ConfigError
 
-#: The configuration of a run that trains a language model; and of one whose model answers.
-Trained = TypeVar("Trained", bound=TrainedLanguageConfig)
-Cfg = TypeVar("Cfg", bound=LanguageConfig)
-#: Seconds after which a silent rank of the group `agent` is done without.
-_AGENT_LOST_S = 30.0
-_PRELOAD = (
-    "rlhpc.language.workers.agent",
-    "rlhpc.language.workers.grpo_actor",
-    "rlhpc.language.workers.supervised_actors",
-    "rlhpc.language.workers.rollout",
-    "rlhpc.language.workers.supervised_actors",
-    "rlhpc.language.workers.supervised_actors",
-    "rlhpc.language.workers.critic",
-    "rlhpc.language.workers.evaluation",
-    "rlhpc.weights.transport",
-    "transformers",
-    "transformers.models.auto.modeling_auto",
-)
-#: The worker whose engines answer the suites of a supervised run.
-_EVALUATION = "rlhpc.language.workers.evaluation:EvaluationWorker"
 _EACH = {
     "evaluation": "Evaluation per checkpoint", "throughput": "Tokens per second", "time_per_phase": "Time per phase",
 }  # fmt: skip
@@ -123,102 +96,6 @@ def _suites(cfg: Any) -> Sequence[Any]:
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
-
-
-class TrainedGroupSpec(GroupSpec[Trained]):
-    """Worker groups of a run that trains a language model."""
-
-    preload = _PRELOAD
-
-
-class LanguageGroupSpec(TrainedGroupSpec[Cfg]):
-    """Worker groups of a run whose model answers problems, at least in evaluation."""
-
-    def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Refuses prompts that cannot be distributed evenly, and processes with several accelerators."""
-        checks.check_sizes(cfg, cfg.data.prompts_per_step, processes)
-        checks.check_accelerators(cfg, accelerators)
-        size_checks.check_models(cfg, accelerators)
-
-
-class SftGroupSpec(LanguageGroupSpec[SftConfig]):
-    """Worker groups of supervised fine-tuning."""
-
-    def roles_of(self, cfg: SftConfig) -> Mapping[str, str]:
-        """Adds the engines that answer the suites, if they have a placement."""
-        return {**self.roles, **({"rollout": _EVALUATION} if "rollout" in placed(cfg) else {})}
-
-    def components(self, cfg: SftConfig) -> Sequence[str]:
-        """Returns all names that a component may have."""
-        return [*self.roles, "rollout"]
-
-    def check_placement(self, cfg: SftConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Refuses also engines of several ranks."""
-        super().check_placement(cfg, processes, accelerators)
-        if accelerators.get("rollout", 0) > 1:
-            raise PlacementError(
-                f"cluster.component_placement.rollout gives each process {accelerators['rollout']} accelerators, and the "
-                "engines that answer the suites of a supervised run compute on one: give it a process an accelerator"
-            )
-
-
-class RewardModelGroupSpec(TrainedGroupSpec[RewardRunConfig]):
-    """Worker groups of reward model training."""
-
-    def check_placement(
-        self, cfg: RewardRunConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]
-    ) -> None:
-        """Refuses rows that cannot be distributed evenly, and processes with several accelerators."""
-        checks.check_sizes(cfg, cfg.data.prompts_per_step, processes)
-        checks.check_accelerators(cfg, accelerators)
-
-
-class GrpoGroupSpec(LanguageGroupSpec[GrpoConfig]):
-    """Worker groups of RL: actor and engines, and the critic, agents and scoring groups that a configuration adds."""
-
-    def roles_of(self, cfg: GrpoConfig) -> Mapping[str, str]:
-        """Returns actor, rollout, and the groups of a configuration that have a placement or need one."""
-        return {**self.roles, **group_roles(cfg)}
-
-    def components(self, cfg: GrpoConfig) -> Sequence[str]:
-        """Returns all names that a component may have."""
-        return [*self.roles, AGENT, CRITIC, *scoring_groups(cfg)]
-
-    def policies(self, cfg: GrpoConfig, *, max_recoveries: int = 0) -> SessionPolicies:
-        """Returns the policies of the engines, the scoring groups and the agents' group.
-
-        The ranks of scoring groups are stateless and do not communicate with each other. Engines are elastic unless they are
-        offloaded in turn: other ranks take over the work of a lost one. A step waits for the episodes of the agents' group,
-        which other ranks restart at little cost, so its ranks are given up early.
-        """
-        stateless = frozenset(group_roles(cfg)) - learning_groups(cfg)
-        size = self.engine_size(cfg)
-        groups = {
-            name: GroupPolicy(restartable=True, independent_ranks=name in stateless)
-            for name in frozenset(group_roles(cfg)) - {CRITIC}
-        }
-        groups["rollout"] = GroupPolicy(
-            restartable=True, replica_size=size, min_ranks=None if cfg.actor.offload_in_rollout else size
-        )
-        if AGENT in placed(cfg):
-            groups[AGENT] = replace(groups.get(AGENT, GroupPolicy()), min_ranks=1, lease_s=_AGENT_LOST_S)
-        return SessionPolicies(groups, max_recoveries)
-
-    @staticmethod
-    def engine_size(cfg: GrpoConfig) -> int:
-        """Returns the number of ranks of an engine."""
-        return cfg.rollout.parallel.tensor or 1
-
-    def placed(self, cfg: GrpoConfig, replicas: Mapping[str, int]) -> GrpoConfig:
-        """Returns the configuration with the number of ranks of an engine."""
-        return changed(cfg, "rollout.parallel.tensor", replicas["rollout"])
-
-    def most_useful(self, cfg: GrpoConfig, started: Mapping[str, int]) -> dict[str, int]:
-        """Returns maximum useful ranks: an engine leases at least one prompt, and an agents' rank one episode."""
-        del started
-        prompts = cfg.data.prompts_per_step
-        agents = {AGENT: prompts * cfg.algorithm.group_size} if AGENT in placed(cfg) else {}
-        return {"rollout": prompts * self.engine_size(cfg), **agents}
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------

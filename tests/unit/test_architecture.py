@@ -122,6 +122,7 @@ WIDE_MODULES = {
     ),
     "one name for each member of a family: types of values, errors, checks, task types, charts, columns, capabilities": (
         "rlhpc/config/constraints.py",
+        "rlhpc/embodied/task_types.py",
         "rlhpc/jobs/doctor/node_checks.py",
         "rlhpc/jobs/doctor/slurm_checks.py",
         "rlhpc/jobs/paths.py",
