@@ -1,0 +1,127 @@
+"""Sample groups: batches of episodes, messages of channels, and columns of algorithms."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.algorithms.base import ROLLOUT
+from rlhpc.language.models.moe_routing import EXPERTS
+from rlhpc.language.rewards.pool import Scored
+from rlhpc.language.rollout.sample_group import SampleGroup, column_message, columns_of, group_of
+from rlhpc.runtime.errors import RlhpcError
+
+
+def episode(*tokens: int, prompt: tuple[int, ...] = (1, 2), **fields: Any) -> Episode:
+    """Returns an episode of one turn."""
+    count = len(tokens)
+    return Episode(
+        0, prompt, token_ids=list(tokens), logprobs=[-0.5] * count, versions=[3] * count, loss_mask=[True] * count,
+        turn_ids=[0] * count, finish_reason="stop", **fields,
+    )  # fmt: skip
+
+
+def group(**options: Any) -> SampleGroup:
+    """Returns a group of two episodes, the members 0 and 2 of three."""
+    episodes = {0: episode(5, 6), 2: episode(7)}
+    given: dict[str, Any] = {
+        "columns": [{"weight": [0.1, 0.2]}, {"weight": [0.3]}],
+        "trains": True,
+        "size": 3,
+        **options,
+    }
+    return group_of(4, 10, episodes, np.array([1.0, -1.0], np.float32), **given)
+
+
+def test_prompts_and_answers_become_one_batch() -> None:
+    batch = group().batch
+    assert batch.cu_seqlens.tolist() == [0, 4, 7]
+    assert batch.ids.tolist() == [1, 2, 5, 6, 1, 2, 7]
+    assert batch.mask.tolist() == [False, False, True, True, False, False, True]
+    assert batch.columns["rollout_logprobs"].tolist() == [0, 0, -0.5, -0.5, 0, 0, -0.5]
+    assert batch.columns["versions"].tolist() == [-1, -1, 3, 3, -1, -1, 3]
+    assert batch.columns["weight"].tolist() == pytest.approx([0, 0, 0.1, 0.2, 0, 0, 0.3])
+    assert batch.episode.tolist() == [30, 32] and batch.group.tolist() == [10, 10]
+    assert batch.reward.tolist() == [1.0, -1.0]
+
+
+def test_branches_of_an_episode_are_samples_with_its_reward_and_that_of_their_role() -> None:
+    whole = episode(9, branches=[episode(5), episode(6, prompt=(1, 5), role=1, above=0.5)])
+    one = group_of(
+        1, 0, {0: whole}, np.array([2.0], np.float32), columns=[{}, {}], trains=True, size=1, agent_weight=10.0
+    )
+    assert one.batch.ids.tolist() == [1, 2, 5, 1, 5, 6]
+    assert one.batch.episode.tolist() == [0, 0] and one.batch.role.tolist() == [0, 1]
+    assert one.batch.reward.tolist() == [2.0, 7.0]
+
+
+def test_only_members_are_trained_on() -> None:
+    assert group().trained() is group().batch or group().trained().ids.tolist() == group().batch.ids.tolist()
+    some = group(trains=[False, True])
+    assert some.members.tolist() == [False, True] and some.trained().ids.tolist() == [1, 2, 7]
+    assert some.batch.ids.tolist() == group().batch.ids.tolist()  # the others are sent all the same
+
+
+def test_a_group_goes_through_a_channel() -> None:
+    sent = group(trains=[True, False])
+    received = SampleGroup.unpack(sent.pack())
+    assert (received.step, received.position) == (4, 10) and received.members.tolist() == [True, False]
+    assert received.batch.ids.tolist() == sent.batch.ids.tolist()
+    assert set(received.batch.columns) == set(sent.batch.columns)
+    assert received.draw == sent.draw
+    bare = SampleGroup.unpack(sent.bare())
+    assert bare.batch.columns == {} and bare.draw == sent.draw
+
+
+def test_another_set_of_answers_has_another_digest() -> None:
+    digests = {
+        group_of(4, 10, {0: episode(*tokens)}, np.zeros(1, np.float32), [{}], trains=True, size=1).draw
+        for tokens in ((5, 6), (5, 7), (5,), (6, 5))
+    }
+    assert len(digests) == 4
+
+
+def test_a_column_names_the_answers_that_it_is_of() -> None:
+    message = column_message(group(), "critic", torch.arange(7.0))
+    assert message["values"].tolist() == list(range(7)) and message["maker"] == "critic"
+    assert (message["step"], message["position"], message["draw"]) == (4, 10, group().draw)
+
+
+def test_routers_choices_are_unknown_where_the_engine_has_none() -> None:
+    routed = episode(5, 6, experts=np.array([[1, 2], [3, 4], [5, 6]], np.int16))  # the last token was never read
+    one = group_of(1, 0, {0: routed, 1: episode(7)}, np.zeros(2, np.float32), [{}, {}], trains=True, size=2, choices=2)
+    assert one.batch.columns[EXPERTS].tolist() == [[1, 2], [3, 4], [5, 6], [-1, -1]] + [[-1, -1]] * 3
+
+
+def algorithm(**columns: list[float]) -> Any:
+    """Returns an algorithm that declares `weight` and returns these columns."""
+    return SimpleNamespace(
+        rollout_columns=lambda sample, score: columns,
+        columns=[SimpleNamespace(name="weight", by=ROLLOUT), SimpleNamespace(name="values", by="critic")],
+        cfg=SimpleNamespace(algorithm=SimpleNamespace(name="mine")),
+    )
+
+
+def test_an_algorithm_returns_the_columns_that_it_declares() -> None:
+    assert columns_of(algorithm(weight=[1.0, 2.0]), episode(5, 6), Scored(1.0)) == {"weight": [1.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({}, r"rollout_columns gave nothing; wanted: \['weight'\]"),
+        (
+            {"weight": [1.0]},
+            r"gave \['weight'\] of \{1\} values; wanted: \['weight'\], one value for each of the episode's 2",
+        ),
+        ({"weight": [1.0, 2.0], "more": [1.0, 2.0]}, r"gave \['more', 'weight'\]; wanted: \['weight'\]"),
+    ],
+)
+def test_other_columns_are_refused(columns: dict[str, list[float]], message: str) -> None:
+    with pytest.raises(RlhpcError, match=rf"algorithm\.name=mine: .*{message}"):
+        columns_of(algorithm(**columns), episode(5, 6), Scored(1.0))
