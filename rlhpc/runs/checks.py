@@ -17,7 +17,7 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import mapping, plain, select
 from rlhpc.jobs.elastic.helper_plan import check_elastic
 from rlhpc.jobs.paths import RunPaths, SweepPaths
-from rlhpc.runs.best_checkpoint import check_best
+from rlhpc.runs.checkpointing import check_best
 from rlhpc.runs.preflight import FILES_ALONE, Check, Need, run_checks
 from rlhpc.runs.task_type import Cfg, TaskType, kind_of
 from rlhpc.runtime.cluster import read_key

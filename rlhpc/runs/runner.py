@@ -22,8 +22,7 @@ from rlhpc.metrics import MetricLogger, ProgressBar
 from rlhpc.metrics.loggers.base import public_config
 from rlhpc.metrics.phase_times import active_s
 from rlhpc.metrics.provenance import update_provenance
-from rlhpc.runs.best_checkpoint import PATIENCE, BestCheckpoint
-from rlhpc.runs.checkpointing import Saves
+from rlhpc.runs.checkpointing import PATIENCE, BestCheckpoint, Saves
 from rlhpc.runs.run_folder import RunFolder, note, segment_end
 from rlhpc.runs.task_type import Cfg
 from rlhpc.runtime.comm.context import current
@@ -177,7 +176,7 @@ class Runner(Generic[Cfg]):
         return session.failures.policies.max_recoveries if session else 0
 
     @final
-    def run(self, on_step: Callable[[dict[str, float]], None] = lambda row: None) -> dict[str, Any]:
+    def run(self, on_step: Callable[[dict[str, float]], None] | None = None) -> dict[str, Any]:
         """Trains until the end of this start, or until a stop is requested.
 
         Args:
@@ -213,7 +212,7 @@ class Runner(Generic[Cfg]):
             "elapsed_s": self.elapsed,
         }
 
-    def _train(self, resumed: int | None, on_step: Callable[[dict[str, float]], None]) -> None:
+    def _train(self, resumed: int | None, on_step: Callable[[dict[str, float]], None] | None) -> None:
         """Runs the loop from the present step to the end of this start."""
         cfg, folder = self.cfg, self.folder
         public = public_config(plain(cfg, resolve=False), plain(cfg))
@@ -236,7 +235,8 @@ class Runner(Generic[Cfg]):
                     bar.message(f"rlhpc: {self.stop.reason}: saving step {self.step}; Ctrl-C again ends at once")
                     break
                 row = self._timed_step()
-                on_step(row)
+                if on_step is not None:
+                    on_step(row)
                 if "first_step" not in folder.marks:
                     folder.mark("first_step")
                     folder.write_marks(current().registry.root)

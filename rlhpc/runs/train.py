@@ -117,7 +117,7 @@ def _train(
             active_runner.init_workers()
             with session.training(policies):
                 elastic.start()
-                result = active_runner.run(on_step=elastic.record_step)
+                result = active_runner.run(on_step=elastic.record_step if helper_jobs else None)
             for group in groups.values():
                 group.shutdown()
         except Stopped as stopped:

@@ -13,7 +13,7 @@ from rlhpc.checkpoint import CheckpointWriter, prune
 from rlhpc.cli.arguments import checkpoint_of
 from rlhpc.cli.parser import add_checkpoint
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.runs.best_checkpoint import BestCheckpoint
+from rlhpc.runs.checkpointing import BestCheckpoint
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.tuning.tune import NOT_IN_SHORT_RUNS
 from rlhpc.runtime.errors import CheckpointError, ConfigError
