@@ -20,7 +20,7 @@ from torch import nn
 from rlhpc.algorithms import losses, policy_loss, value_loss
 from rlhpc.algorithms.nonfinite import Skips, listed, nonfinite
 from rlhpc.algorithms.registry import POLICY_LOSSES
-from rlhpc.embodied.data.minibatches import local_minibatches, passes, permutation, permutation_by_part
+from rlhpc.embodied.data.batches import local_minibatches, passes, permutation, permutation_by_part
 from rlhpc.embodied.envs.observations import rows_of
 from rlhpc.embodied.training.blueprint import passed
 from rlhpc.runtime.errors import ConfigError

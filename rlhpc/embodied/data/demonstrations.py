@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rlhpc.embodied.config import BcConfig
-from rlhpc.embodied.data.minibatches import permutation
+from rlhpc.embodied.data.batches import permutation
 from rlhpc.embodied.data.trajectories import read_trajectories
 from rlhpc.embodied.data.trajectory import Trajectory, shapes
 from rlhpc.embodied.envs.observations import boxes_of

@@ -17,8 +17,7 @@ from rlhpc.embodied.config import EmbodiedConfig, EnvSideConfig, EvalEnvConfig, 
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv, env_failed
 from rlhpc.embodied.envs.observations import count_rows
-from rlhpc.embodied.models.base import Guide, Obs, Policy, overlap_weights
-from rlhpc.embodied.models.noise import noise_of_episodes
+from rlhpc.embodied.models.base import Guide, Obs, Policy, noise_of_episodes, overlap_weights
 from rlhpc.metrics.statistics import mean_interval, wilson
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, NonFinite, RlhpcError

@@ -17,8 +17,8 @@ from rlhpc.algorithms import value_loss
 from rlhpc.algorithms.nonfinite import Skips, listed, skips
 from rlhpc.config.typed import plain, typed
 from rlhpc.embodied.config import BcConfig, EnvSideConfig
+from rlhpc.embodied.data.batches import local_minibatches, passes, permutation
 from rlhpc.embodied.data.demonstrations import check_fit, chunks_of, held_out_of, read_demos, returns_to_go, windows_of
-from rlhpc.embodied.data.minibatches import local_minibatches, passes, permutation
 from rlhpc.embodied.data.trajectory import Trajectory
 from rlhpc.embodied.envs.observations import join, take
 from rlhpc.embodied.envs.registry import check_env

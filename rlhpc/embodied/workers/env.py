@@ -1,27 +1,312 @@
-"""Env worker of runs that learn from rollouts, and replicas: env ranks that joined and also run the policy."""
+"""Env workers: simulation of a share of the slots for the rollout ranks that act on them, and replicas, which also act."""
 
 from __future__ import annotations
 
 import queue
 import time
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from rlhpc.embodied.config import PpoConfig
-from rlhpc.embodied.envs.observations import take
-from rlhpc.embodied.models.noise import noise_of_slots
-from rlhpc.embodied.rollout.slot_map import SlotMap, UnitMap
-from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, OutcomeShape, ppo_shape
-from rlhpc.embodied.rollout.work_sharing import PARTS, PLAYED, DeliveredShard, RolloutShard
-from rlhpc.embodied.workers.env_base import Cfg, SimulatingWorker
-from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
+from rlhpc.algorithms.nonfinite import nonfinite, skips
+from rlhpc.checkpoint.async_writer import SavingWorker
+from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from rlhpc.embodied.config import PlayingConfig, PpoConfig
+from rlhpc.embodied.envs import make_env
+from rlhpc.embodied.envs.base import VectorEnv
+from rlhpc.embodied.envs.observations import Obs, as_arrays, as_given, join, take
+from rlhpc.embodied.models.base import noise_of_slots
+from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, open_links, put_until_left
+from rlhpc.embodied.rollout.slot_map import OUTCOMES, SlotMap, UnitMap, within
+from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, OutcomeShape, ppo_shape
+from rlhpc.embodied.rollout.work_sharing import PARTS, PLAYED, DeliveredShard, FullRollout, RolloutShard
+from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runtime.comm.context import current
+from rlhpc.runtime.devices import empty_cache
+from rlhpc.runtime.errors import CheckpointError, ConfigError, DeadlineExceeded
 from rlhpc.runtime.plugins import load_attribute
 
 if TYPE_CHECKING:
     from rlhpc.embodied.workers.rollout import ActingWorker
+
+FILE = "env-{rank}.pt"
+Cfg = TypeVar("Cfg", bound=PlayingConfig)
+
+
+class SimulatingWorker(SavingWorker, Generic[Cfg]):
+    """Base of env ranks; a subclass defines what rewards and log-probabilities belong to."""
+
+    envs: list[VectorEnv]
+
+    def __init__(self, cfg: Cfg) -> None:
+        super().__init__()
+        self.cfg: Cfg = cfg
+        self.envs = []
+        self._waited = 0.0
+
+    @property
+    def run_seed(self) -> int:
+        """Seed of the run's environments."""
+        env_seed = self.cfg.env.train.seed
+        return env_seed if env_seed is not None else self.cfg.runner.seed
+
+    def init_worker(self, slots: SlotMap, seed: int | None = None) -> dict[str, Any]:
+        """Builds the environments and resets them.
+
+        Args:
+            slots: Slot map.
+            seed: Seed of these environments, where it differs from the run's.
+
+        Returns:
+            `observation_space`, `action_space` (of one slot) and `supports_state`.
+        """
+        cfg = self.cfg.env.train
+        self.slots, self.steps = slots, self.cfg.algorithm.rollout_steps
+        self.seed = self.run_seed if seed is None else seed
+        # Simulators ask torch for an accelerator, and silently take the CPU if there is none.
+        device = own_device(self)
+        seed_process(self.seed, "env", self.rank)
+        self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
+        self.envs = [self._build_env(len(share), share.start, device) for share in self.shares]
+        self.obs: list[Obs] = [as_arrays(env.reset()[0]) for env in self.envs]
+        #: Slots of each stage whose episode contains actions that are not the policy's.
+        self._mixed = [np.zeros(len(share), bool) for share in self.shares]
+        first = self.envs[0]
+        count = sum(map(len, self.shares))
+        self.log.info("simulates %d of %d slots of %s", count, slots.num_envs, cfg.env_id)
+        return {
+            "observation_space": first.observation_space,
+            "action_space": first.action_space,
+            "supports_state": all(env.supports_state for env in self.envs),
+        }
+
+    def _build_env(self, count: int, first: int, device: torch.device) -> VectorEnv:
+        """Builds the environments of `count` slots, the first of which has the number `first`."""
+        cfg = self.cfg.env.train
+        env = make_env(cfg, count, slot_offset=first, seed=self.seed, stage="train")
+        if cfg.reward_model is None:
+            return env
+        from rlhpc.embodied.rewards.success_reward import SuccessRewardEnv
+
+        return SuccessRewardEnv(env, cfg, device)
+
+    def connect(self, slots: SlotMap) -> None:
+        """Connects to the channels, once the driver has created them; again, with a new map, as ranks join and leave."""
+        self.slots = slots
+        self.peers = [slots.rollouts_of(stage, self.rank) for stage in range(slots.stages)]
+        near = agree_on_device(self, slots, [env.can_stay_on_device for env in self.envs])
+        for env, peers in zip(self.envs, near, strict=True):
+            env.on_device = all(peers)
+        self.links = open_links(self, self.slots, self.envs[0].observation_space, near)
+        if any(env.on_device for env in self.envs):
+            self.log.info("observations stay on the accelerator on their way to the policy")
+        self._outcomes = self.connect_channel(OUTCOMES)
+
+    def interact(self, turn: FullRollout) -> dict[str, np.ndarray]:
+        """Simulates the decisions of a turn in every slot.
+
+        While the policy acts on one stage, this rank simulates the other stages. If a rollout rank has gone, its slots have no
+        policy for the rest of the step: they get copies of other slots' actions, do not train, and episodes with such actions
+        are left out. A stage without any rollout rank pauses.
+
+        If a rollout is one complete episode per slot, every slot first begins a new episode, whose start depends only on seed,
+        step and turn.
+
+        Returns:
+            Episodes that ended, with counts (`EpisodeLog.report`).
+
+        Raises:
+            NonFinite: A simulator returned a number that is not finite, and `runner.on_nonfinite` is stop.
+        """
+        stages, start, self._waited = range(self.slots.stages), time.perf_counter(), 0.0
+        outcomes = [self.outcomes_of(turn.step, share) for share in self.shares]
+        if self.shape().single_episode:
+            self.new_episodes(turn.step, turn.begin)
+        episodes, before = EpisodeLog(), current().service.lane.crossed
+        for stage in stages:
+            if (fresh := self.envs[stage].refresh()) is not None:  # a robot has gone on since the last rollout
+                self.obs[stage] = fresh
+            self._send(stage, outcomes[stage], 0)
+        for t in range(turn.decisions):
+            for stage in stages:
+                env, actions = self.envs[stage], self._receive(stage)
+                if actions is None:
+                    continue
+                obs, rewards, terminations, truncations, infos = env.chunk_step(actions)
+                self.obs[stage] = obs
+                episodes.count_skipped(infos)
+                if t + 1 < turn.decisions:
+                    self._send(stage, outcomes[stage], t + 1)
+                ended_slots = outcomes[stage].add(t, rewards, terminations, truncations, infos)
+                if ended_slots is not None:
+                    episodes.add(
+                        turn.begin + t, self.shares[stage].start, infos, self._acted_by_policy(stage, ended_slots)
+                    )
+        for stage in stages:
+            self._send_outcomes(stage, outcomes[stage], turn.decisions)
+        by_device = current().service.lane.crossed - before
+        on_accelerator = sum(
+            len(peers) for env, peers in zip(self.envs, self.peers, strict=True) if env.can_stay_on_device
+        )
+        return episodes.report(
+            restarts=sum(env.restarts for env in self.envs),
+            by_device=by_device,
+            by_host=max(0, on_accelerator * (turn.decisions + 1) - by_device),
+            busy_s=time.perf_counter() - start - self._waited,
+            timing=[env.timing for env in self.envs],
+        )
+
+    @abstractmethod
+    def shape(self) -> OutcomeShape:
+        """Returns the shape of the outcomes."""
+
+    def outcomes_of(self, step: int, share: range) -> Outcomes:
+        """Returns the object that collects the outcomes of a step."""
+        shape = self.shape()
+
+        def spoiled(quantity: str, t: int, rows: np.ndarray) -> None:
+            if not skips(self.cfg):
+                slots = ", ".join(str(share.start + slot) for slot in np.flatnonzero(rows)[:5])
+                name = self.cfg.env.train.env_id
+                raise nonfinite(
+                    f"step {step}, decision {t}: the {quantity} of slot {slots} of {name} (env-{self.rank}) is not finite"
+                )
+
+        return Outcomes(
+            share,
+            self.steps,
+            chunk=shape.chunk,
+            reward_per_action=shape.reward_per_action,
+            single_episode=shape.single_episode,
+            spoiled=spoiled,
+        )
+
+    def new_episodes(self, step: int, begin: int = 0) -> None:
+        """Begins new episodes, whose starts depend only on seed, step, and the number of the step's earlier decisions."""
+        words = [self.seed, step, begin] if begin else [self.seed, step]
+        seed = int(np.random.SeedSequence(words).generate_state(1)[0])
+        if self.cfg.env.train.use_fixed_reset_state_ids:
+            seed = self.seed
+        self.obs = [as_given(env.reset(seed=seed)[0]) for env in self.envs]
+        for mixed in self._mixed:
+            mixed[:] = False
+
+    def _send(self, stage: int, outcomes: Outcomes, t: int) -> None:
+        obs = outcomes.cleaned_obs(t, self.obs[stage])
+        self.links.put(stage, lambda common: take(obs, within(common, self.shares[stage])))
+
+    def _receive(self, stage: int) -> np.ndarray | None:
+        """Returns the actions in all slots of a stage, or None if no rollout rank is left."""
+        start = time.perf_counter()
+        parts = self.links.get(stage)
+        self._waited += time.perf_counter() - start
+        chosen = [part for _, part in parts if part is not None]
+        if not chosen:
+            return None
+        for common, part in parts if len(chosen) < len(parts) else ():
+            if part is None:
+                self._mixed[stage][within(common, self.shares[stage])] = True
+        shape = chosen[0].shape[1:]
+        actions: np.ndarray = join(
+            [np.resize(chosen[0], (len(common), *shape)) if part is None else part for common, part in parts]
+        )
+        return actions
+
+    def _acted_by_policy(self, stage: int, ended_slots: np.ndarray) -> np.ndarray:
+        """Returns the slots, of some whose episodes have ended, in which only the policy acted."""
+        mixed = self._mixed[stage]
+        policy_slots: np.ndarray = ended_slots[~mixed[ended_slots]]
+        mixed[ended_slots] = False
+        return policy_slots
+
+    def _send_outcomes(self, stage: int, outcomes: Outcomes, num_decisions: int) -> None:
+        """Sends a stage's outcomes to the rollout ranks."""
+        last = outcomes.cleaned_obs(num_decisions, self.obs[stage])
+        for index, (rank, common) in enumerate(self.peers[stage]):
+            if self.links.has_gone(stage, index):
+                continue
+            part, key = within(common, self.shares[stage]), self.slots.to_rollout_key(stage, self.rank, rank)
+            try:
+                put_until_left(
+                    self._outcomes,
+                    outcomes.part(part, take(last, part), num_decisions),
+                    key,
+                    (self.slots.rollout_name, rank),
+                )
+            except PeerLeft:
+                self.links.lose(stage, index)
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Writes `env-<rank>.pt`: for each vector environment its slots, its simulators' state and the policy's
+        observation.
+        """
+        units = [
+            {
+                "start": share.start,
+                "stop": share.stop,
+                "obs": as_arrays(obs),
+                "state": env.state_dict() if env.supports_state else None,
+            }
+            for share, obs, env in zip(self.shares, self.obs, self.envs, strict=True)
+        ]
+        save_state(Path(folder) / FILE.format(rank=self.rank), {"rng": rng_state(), "units": units})
+
+    def load(self, folder: str) -> bool:
+        """Restores the slots from the files of all env ranks of a checkpoint, whatever its layout was.
+
+        Returns:
+            False if the simulators cannot be restored; their episodes start anew.
+        """
+        units = [
+            unit for file in sorted(Path(folder).glob(FILE.format(rank="*"))) for unit in load_state(file)["units"]
+        ]
+        rank_file = Path(folder) / FILE.format(rank=self.rank)
+        if rank_file.is_file():
+            set_rng_state(load_state(rank_file)["rng"])
+        restored = [self._restore(stage, units, Path(folder)) for stage in range(self.slots.stages)]
+        return all(restored)
+
+    def _restore(self, stage: int, units: list[dict[str, Any]], folder: Path) -> bool:
+        share, env = self.shares[stage], self.envs[stage]
+        units_by_slot = {
+            slot: (unit, slot - unit["start"]) for unit in units for slot in range(unit["start"], unit["stop"])
+        }
+        same_layout = any(range(unit["start"], unit["stop"]) == share and unit["state"] is not None for unit in units)
+        if not same_layout and not all(
+            slot in units_by_slot and units_by_slot[slot][0]["state"] is not None for slot in share
+        ):
+            return False
+        try:
+            if same_layout:
+                unit = units_by_slot[share.start][0]
+                env.load_state_dict(unit["state"])
+            else:
+                env.load_state_dict(env.merge_states([_slot_state(env, *units_by_slot[slot]) for slot in share]))
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder}: the environments' state does not fit this run: {error!r}") from error
+        rows = [take(unit["obs"], slice(index, index + 1)) for unit, index in (units_by_slot[slot] for slot in share)]
+        self.obs[stage] = join(rows)
+        return True
+
+    def offload(self) -> None:
+        """Releases the accelerator memory of observations in transit. The simulators stay."""
+        current().service.lane.park()
+        empty_cache()
+
+    def close(self) -> None:
+        """Closes the simulators."""
+        for env in self.envs:
+            env.close()
+
+
+def _slot_state(env: VectorEnv, unit: dict[str, Any], index: int) -> Any:
+    return env.slot_state(unit["state"], index)
 
 
 #: Notice of the actor to a rank to which it sends weights.

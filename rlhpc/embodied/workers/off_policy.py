@@ -21,9 +21,8 @@ from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.off_policy import ActorCritic
 from rlhpc.embodied.rollout.slot_map import TRAJECTORIES, SlotMap, Source
 from rlhpc.embodied.rollout.step_outcomes import OutcomeShape
-from rlhpc.embodied.rollout.trajectory_receiver import TrajectoryReceiver
 from rlhpc.embodied.rollout.work_sharing import PARTS, FullRollout
-from rlhpc.embodied.workers.actor import PolicyTrainer
+from rlhpc.embodied.workers.actor import PolicyTrainer, TrajectoryReceiver
 from rlhpc.embodied.workers.env import JoiningWorker
 from rlhpc.embodied.workers.rollout import ActingWorker
 from rlhpc.runs.device import settle

@@ -16,9 +16,8 @@ from rlhpc.embodied.config import PpoConfig, minibatch_size
 from rlhpc.embodied.envs.observations import cleaned, is_column, rows_of
 from rlhpc.embodied.models.mlp import flat_numbers
 from rlhpc.embodied.rollout.slot_map import TRAJECTORIES, SlotMap, Source
-from rlhpc.embodied.rollout.trajectory_receiver import TrajectoryReceiver
 from rlhpc.embodied.rollout.work_sharing import PARTS, cuts
-from rlhpc.embodied.workers.actor import PolicyTrainer
+from rlhpc.embodied.workers.actor import PolicyTrainer, TrajectoryReceiver
 
 #: Columns of a step, or of a part of it, from which advantages are computed.
 _SEQUENCE = ("rewards", "values", "next_values", "terminations", "truncations", "loss_mask")

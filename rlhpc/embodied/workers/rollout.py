@@ -18,7 +18,7 @@ from rlhpc.embodied.config import PlayingConfig, PpoConfig
 from rlhpc.embodied.envs.observations import as_arrays, blank, columns_of, count_rows, is_tensor, join, take
 from rlhpc.embodied.evaluation.episodes import evaluation_metrics
 from rlhpc.embodied.models import Policy, build_model, policy_section
-from rlhpc.embodied.models.noise import noise_of_slots
+from rlhpc.embodied.models.base import noise_of_slots
 from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, get_until_left, open_links, until_left
 from rlhpc.embodied.rollout.slot_map import OUTCOMES, TRAJECTORIES, SlotMap, within
 from rlhpc.embodied.rollout.step_outcomes import OutcomeShape, next_values, nothing_of, ppo_shape

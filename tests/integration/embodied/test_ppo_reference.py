@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from bench import single_process_ppo as reference
 from rlhpc.cli import main
-from rlhpc.embodied.data.minibatches import permutation
+from rlhpc.embodied.data.batches import permutation
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.models import build_model, policy_section
-from rlhpc.embodied.models.noise import noise_of_slots
+from rlhpc.embodied.models.base import noise_of_slots
 from rlhpc.runs.configuration import load_config
 
 SLOTS, ROLLOUT, STEPS, SEED = 4, 60, 5, 3

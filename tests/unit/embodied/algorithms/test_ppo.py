@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rlhpc.embodied.algorithms.ppo import PolicyUpdate
-from rlhpc.embodied.data.minibatches import permutation
+from rlhpc.embodied.data.batches import permutation
 from tests.replicas import replicated
 from tests.unit.embodied.algorithms.ppo_updates import BATCH, OPTIM, TOTAL, Tiny
 

@@ -17,7 +17,7 @@ from rlhpc.embodied.evaluation.intervention import Gated, Intervention
 from rlhpc.embodied.evaluation.recorder import TakenRecorder
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.rollout.step_outcomes import EpisodeLog
-from rlhpc.embodied.rollout.trajectory_receiver import TrajectoryReceiver
+from rlhpc.embodied.workers.actor import TrajectoryReceiver
 from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
 from rlhpc.runtime.errors import RlhpcError
 from tests.unit.embodied.workers.failing import GAMMA, LAMBDA, SIZE, STEPS, Failing, Still, recorded, rollout

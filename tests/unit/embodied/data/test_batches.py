@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhpc.embodied.data.minibatches import local_minibatches, permutation, permutation_by_part
+from rlhpc.embodied.data.batches import local_minibatches, permutation, permutation_by_part
 from tests.unit.embodied.algorithms.ppo_updates import BATCH, TOTAL
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from rlhpc.embodied.config import SacConfig
 from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
-from rlhpc.embodied.rollout.trajectory_receiver import TrajectoryReceiver
 from rlhpc.embodied.rollout.work_sharing import FullRollout
+from rlhpc.embodied.workers.actor import TrajectoryReceiver
 from rlhpc.runtime.errors import DeadlineExceeded
 
 

@@ -16,7 +16,7 @@ from rlhpc.config.typed import typed
 from rlhpc.embodied.config import EvalEnvConfig, PpoConfig
 from rlhpc.embodied.evaluation.episodes import evaluate_policy
 from rlhpc.embodied.models import build_model
-from rlhpc.embodied.models.noise import BLOCK, noise_of_episodes, noise_of_slots
+from rlhpc.embodied.models.base import BLOCK, noise_of_episodes, noise_of_slots
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.rollout.work_sharing import FullRollout
 from rlhpc.embodied.standalone_policy import SCRIPT
