@@ -20,8 +20,14 @@ from torch import nn
 from rlhpc.algorithms import losses, policy_loss, value_loss
 from rlhpc.algorithms.nonfinite import Skips, listed, nonfinite
 from rlhpc.algorithms.registry import POLICY_LOSSES
-from rlhpc.embodied.data.batches import local_minibatches, passes, permutation, permutation_by_part
-from rlhpc.embodied.envs.observations import rows_of
+from rlhpc.embodied.data.batches import (
+    TrainBatch,
+    local_minibatches,
+    passes,
+    permutation,
+    permutation_by_part,
+    spread,
+)
 from rlhpc.embodied.training.blueprint import passed
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.backend import Metrics, TrainingBackend
@@ -37,31 +43,43 @@ class TransitionStream:
     """Stream of a step's transitions of one rank, which arrive in parts.
 
     Args:
-        take: Receives the part with a number: columns `[n, T / parts, ...]` of its decisions in all slots.
+        take: Receives the part with a number: its decisions in all slots, `[n, T / parts, ...]`.
         parts: Number of parts; they arrive in order.
         steps: T, decisions of the step.
 
     Attributes:
-        columns: `[n · T, ...]`, slot by slot. Rows of parts that have not been received are uninitialized.
         waited: Seconds spent on receiving parts.
     """
 
-    def __init__(self, take: Callable[[int], dict[str, torch.Tensor]], parts: int, steps: int) -> None:
+    def __init__(self, take: Callable[[int], TrainBatch], parts: int, steps: int) -> None:
         self._take, self.parts, self.steps = take, parts, steps
-        self.columns: dict[str, torch.Tensor] = {}
-        self._next, self.waited = 0, 0.0
+        self._batch: TrainBatch | None = None
+        self._next = 0
+        self.waited = 0.0
+
+    @property
+    def batch(self) -> TrainBatch:
+        """All transitions, once a part has been received. Rows of parts that have not been received are uninitialized."""
+        assert self._batch is not None, "nothing has been received"
+        return self._batch
 
     def wait_until(self, part: int) -> None:
         """Receives all parts up to and including `part` that have not been received yet; blocks until they are there."""
         start = time.perf_counter()
         while self._next <= part:
-            for name, column in self._take(self._next).items():
-                slots, size, *shape = column.shape
-                if name not in self.columns:
-                    self.columns[name] = column.new_empty((slots * size * self.parts, *shape))
-                self.columns[name].view(slots, self.parts, size, *shape)[:, self._next] = column
+            received = self._take(self._next)
+            if self._batch is None:
+                self._batch = received.map(self._allocate)
+            for column, rows in zip(self._batch.tensors(), received.tensors(), strict=True):
+                slots, size, *shape = rows.shape
+                column.view(slots, self.parts, size, *shape)[:, self._next] = rows
             self._next += 1
         self.waited += time.perf_counter() - start
+
+    def _allocate(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns room for the rows of all parts, like those of one part."""
+        slots, size, *shape = rows.shape
+        return rows.new_empty((slots * size * self.parts, *shape))
 
     def iter_micro_batches(
         self, indices: torch.Tensor, size: int, make: Callable[[torch.Tensor], Item]
@@ -126,7 +144,7 @@ class MinibatchShard:
 class Micro(NamedTuple):
     """Input of one forward and backward pass."""
 
-    columns: dict[str, torch.Tensor]
+    rows: TrainBatch
     part: MinibatchShard
 
 
@@ -186,7 +204,7 @@ class PolicyUpdate:
 
     def run(
         self,
-        batch: dict[str, torch.Tensor],
+        batch: TrainBatch,
         held: range,
         total: int,
         step: int,
@@ -196,10 +214,7 @@ class PolicyUpdate:
         """Runs all epochs over one rollout.
 
         Args:
-            batch: This rank's transitions, flat `[N, ...]`: obs (or several, see `rows_of`), actions, logprobs, values,
-                advantages, returns, mask; where they exist also the model's `inputs.*`, and token_mask, which marks the
-                log-probabilities that train. Advantages, returns and mask are `[N]`, or `[N, chunk]` if they belong to single
-                actions; log-probs have the shape of the policy's `logprob_type`.
+            batch: This rank's transitions, `[N, ...]`.
             held: Indices of this rank's rows among the run's `total` transitions.
             total: Transitions of all ranks.
             step: Global step, part of the order's seed.
@@ -213,9 +228,9 @@ class PolicyUpdate:
         Raises:
             NonFinite: A gradient is not finite.
         """
-        device = batch["logprobs"].device
+        device = batch.logprobs.device
         if self.decoupled:
-            batch = {**batch, "proximal": self._proximal(batch)}
+            batch = replace(batch, proximal_logprobs=self._proximal(batch))
         sums = torch.zeros(len(METRICS), dtype=torch.float64, device=device)
         norms = torch.zeros((), dtype=torch.float64, device=device)
         loss_facts: dict[str, torch.Tensor] = {}
@@ -253,18 +268,14 @@ class PolicyUpdate:
         }
 
     @torch.no_grad()
-    def _proximal(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _proximal(self, batch: TrainBatch) -> torch.Tensor:
         """Returns log-probs of the rollout's actions under the weights before the update; the weights that acted may be
         older.
         """
         logprobs = []
-        for part in torch.arange(len(batch["mask"]), device=batch["mask"].device).split(
-            self.micro_batch or len(batch["mask"])
-        ):
-            micro = {name: column[part] for name, column in batch.items()}
-            inputs = {"obs": rows_of(micro, "obs"), "actions": micro["actions"]} | rows_of(micro, "inputs")
-            options = {"compute_logprobs": True, "compute_entropy": False, "compute_values": False}
-            out = self.backend.evaluate(_forward, (inputs, options))
+        options = {"compute_logprobs": True, "compute_entropy": False, "compute_values": False}
+        for rows in torch.arange(len(batch), device=batch.mask.device).split(self.micro_batch or len(batch)):
+            out = self.backend.evaluate(_forward, (batch.select(rows).policy_inputs(), options))
             logprobs.append(out["logprobs"])
         return torch.cat(logprobs)
 
@@ -309,7 +320,7 @@ class PolicyUpdate:
         return self._reduce(tensor) if self._ranks > 1 else tensor
 
     def _minibatches(
-        self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, arriving: TransitionStream | None
+        self, batch: TrainBatch, held: range, total: int, step: int, arriving: TransitionStream | None
     ) -> Iterator[MinibatchShard]:
         """Yields the minibatches of all epochs. Sums over the ranks are computed before the first of them where possible."""
         begin = 0
@@ -321,7 +332,7 @@ class PolicyUpdate:
         yield from (part for parts in epochs for part in parts)
 
     def _as_they_come(
-        self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, arriving: TransitionStream
+        self, batch: TrainBatch, held: range, total: int, step: int, arriving: TransitionStream
     ) -> Iterator[MinibatchShard]:
         """Yields the minibatches of the first epoch.
 
@@ -338,22 +349,22 @@ class PolicyUpdate:
                 yield from self._parts(batch, indices[part * each : (part + 1) * each])
             return
         arriving.wait_until(0)
-        device, tokens = batch["logprobs"].device, math.prod(batch["logprobs"].shape[1:])
+        device, tokens = batch.logprobs.device, batch.tokens_per_row
         zero = torch.zeros((), device=device)
         count = zero + self.batch_size
         for local_indices in indices:
             yield MinibatchShard(local_indices.to(device), count, count * tokens, zero, zero + 1, coming=arriving)
 
-    def _parts(self, batch: dict[str, torch.Tensor], indices: list[torch.Tensor]) -> list[MinibatchShard]:
+    def _parts(self, batch: TrainBatch, indices: list[torch.Tensor]) -> list[MinibatchShard]:
         """Returns the minibatches, with counts and moments of their advantages over all ranks."""
-        device = batch["logprobs"].device
+        device = batch.logprobs.device
         indices = [part.to(device) for part in indices]
-        mask = batch["mask"].double()
-        advantages = batch["advantages"].double() * mask
-        sums = [mask, advantages, advantages * batch["advantages"]]
+        mask = batch.mask.double()
+        advantages = batch.advantages.double() * mask
+        sums = [mask, advantages, advantages * batch.advantages]
         rows = torch.stack([column.flatten(1).sum(1) if column.dim() > 1 else column for column in sums], dim=1)
-        tokens = _tokens(batch)
-        each = mask if tokens.shape[1] == 1 and "token_mask" not in batch else tokens.double().sum(1)
+        tokens = batch.token_weights()
+        each = mask if tokens.shape[1] == 1 and batch.token_mask is None else tokens.double().sum(1)
         if self.normalize == "batch":
             moments = rows.sum(0).expand(len(indices), 3).clone()
         else:
@@ -380,24 +391,22 @@ class PolicyUpdate:
     def _size(self, part: MinibatchShard) -> int:
         return self.micro_batch or max(part.indices.numel(), 1)
 
-    def _accumulate(
-        self, batch: dict[str, torch.Tensor], part: MinibatchShard
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _accumulate(self, batch: TrainBatch, part: MinibatchShard) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Accumulates the gradients of one minibatch; returns this rank's share of its metrics and of the loss's other
         facts.
         """
-        stats = torch.zeros(len(METRICS), dtype=torch.float64, device=batch["logprobs"].device)
+        stats = torch.zeros(len(METRICS), dtype=torch.float64, device=batch.logprobs.device)
         loss_facts: dict[str, torch.Tensor] = {}
 
         def micro(indices: torch.Tensor) -> Micro:
-            return Micro({name: column[indices] for name, column in batch.items()}, part)
+            return Micro(batch.select(indices), part)
 
         if part.coming is not None:
             micros = part.coming.iter_micro_batches(part.indices, self._size(part), micro)
         else:
             micros = [micro(rows) for rows in part.indices.split(self._size(part)) if rows.numel()]
         if part.passes > len(micros):
-            micros = [*micros, *[Micro(_idle(batch), part)] * (part.passes - len(micros))]
+            micros = [*micros, *[Micro(batch.idle_row(), part)] * (part.passes - len(micros))]
         for facts in self.backend.forward_backward(micros, self._loss):
             stats += facts.pop("stats")
             loss_facts = _added(loss_facts, facts)
@@ -405,23 +414,24 @@ class PolicyUpdate:
 
     def _loss(self, called: nn.Module, micro_batch: Micro) -> tuple[torch.Tensor, Metrics]:
         """Returns a micro-batch's share of the minibatch's loss and metrics; "stats" are those of `METRICS`."""
-        micro, part = micro_batch
-        size = len(micro["mask"])
-        tokens, rows = _tokens(micro), micro["mask"].reshape(size, -1)
-        advantages = micro["advantages"].reshape(size, -1)
+        rows, part = micro_batch
+        size = len(rows)
+        tokens = rows.token_weights()
+        advantages = rows.advantages.reshape(size, -1)
         if self.normalize not in ("none", "false"):
             advantages = (advantages - part.mean) / (part.std + 1e-8)
-        inputs = {"obs": rows_of(micro, "obs"), "actions": micro["actions"]} | rows_of(micro, "inputs")
         has_value_loss = self.value_coef > 0
         options = {"compute_logprobs": True, "compute_entropy": True, "compute_values": has_value_loss}
-        out = _forward(called, (inputs, options))
-        extra: dict[str, Any] = {"proximal_logprobs": micro["proximal"].reshape(size, -1)} if self.decoupled else {}
+        out = _forward(called, (rows.policy_inputs(), options))
+        extra: dict[str, Any] = {}
+        if rows.proximal_logprobs is not None:
+            extra["proximal_logprobs"] = rows.proximal_logprobs.reshape(size, -1)
         # A decision is a sequence here, of one token or of several: [M, ...] → [M, tokens].
         policy, facts = policy_loss(
             self.loss_type,
             logprobs=out["logprobs"].reshape(size, -1),
-            old_logprobs=micro["logprobs"].reshape(size, -1),
-            advantages=_spread(advantages, tokens.shape[1]),
+            old_logprobs=rows.logprobs.reshape(size, -1),
+            advantages=spread(advantages, tokens.shape[1]),
             loss_mask=tokens,
             global_tokens=part.tokens,
             **self._loss_options,
@@ -430,9 +440,9 @@ class PolicyUpdate:
         if has_value_loss:
             value, _ = value_loss(
                 values=out["values"].reshape(size, -1),
-                returns=micro["returns"].reshape(size, -1),
-                loss_mask=rows,
-                old_values=micro["values"].reshape(size, -1),
+                returns=rows.returns.reshape(size, -1),
+                loss_mask=rows.mask.reshape(size, -1),
+                old_values=rows.values.reshape(size, -1),
                 value_clip=self.value_clip,
                 global_tokens=part.count,
             )
@@ -459,24 +469,5 @@ def _forward(called: nn.Module, request: tuple[dict[str, Any], dict[str, bool]])
     return passed(called, lambda policy: policy.default_forward(inputs, **options))
 
 
-def _idle(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns a row that trains nothing, for a rank that has fewer passes to make than the others."""
-    row = {name: column[:1] for name, column in batch.items()}
-    return row | {name: torch.zeros_like(row[name]) for name in ("mask", "token_mask") if name in row}
-
-
 def _added(sums: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**sums, **{name: sums[name] + value if name in sums else value for name, value in more.items()}}
-
-
-def _tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Returns the mask of the log-probabilities that train, `[N, tokens]`."""
-    size = len(batch["mask"])
-    if "token_mask" in batch:
-        return batch["token_mask"].reshape(size, -1)
-    return _spread(batch["mask"].reshape(size, -1), math.prod(batch["logprobs"].shape[1:]))
-
-
-def _spread(columns: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Expands values of a chunk or of its actions, `[M, 1]` or `[M, chunk]`, to each of its tokens, `[M, tokens]`."""
-    return columns if columns.shape[1] == tokens else columns.repeat_interleave(tokens // columns.shape[1], 1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +38,66 @@ def ppo_shape(cfg: PpoConfig) -> OutcomeShape:
     return shape_of(cfg, algorithm.reward_type.lower(), algorithm.logprob_type.lower(), not cfg.env.train.auto_reset)
 
 
+#: Columns of a message whose names differ from the fields of `SlotOutcomes`.
+_COLUMNS = {"executed": "action_mask", "valid": "loss_mask", "missing": "lost"}
+
+
+@dataclass(frozen=True)
+class SlotOutcomes:
+    """Outcomes of some slots over a rollout, `[n, T]`, as an env rank sends them to a rollout rank.
+
+    Attributes:
+        rewards: `[n, T]`, or `[n, T, C]` if each action of a chunk has its own.
+        terminations, truncations: Decisions after which an episode ended, bool.
+        executed: Actions that were executed, bool `[n, T, C]`; None if a decision is one action.
+        valid: Decisions that train, bool; None for all of them.
+        env_failed: Transitions whose simulator or robot failed, bool.
+        nonfinite: Transitions in which 0 replaced numbers that are not finite, bool; None if such numbers were not looked for.
+        last_obs: Observations after the rollout, `[n, ...]`.
+        final_slot, final_step, final_obs: Ends of episodes, `[k]`: slot, decision, and the last observation `[k, ...]`.
+        missing: Transitions whose outcome is missing because an env rank left the run, bool; None if no rank did.
+    """
+
+    rewards: np.ndarray
+    terminations: np.ndarray
+    truncations: np.ndarray
+    executed: np.ndarray | None
+    valid: np.ndarray | None
+    env_failed: np.ndarray
+    nonfinite: np.ndarray | None
+    last_obs: Any
+    final_slot: np.ndarray
+    final_step: np.ndarray
+    final_obs: Any
+    missing: np.ndarray | None = None
+
+    def columns(self) -> dict[str, Any]:
+        """Returns the message, by column; fields that are None have none."""
+        columns = {_COLUMNS.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
+        return {name: column for name, column in columns.items() if column is not None}
+
+    def transition_columns(self) -> dict[str, np.ndarray]:
+        """Returns the columns `[n, T, ...]`, which belong to transitions."""
+        excluded = ("last_obs", "final_slot", "final_step", "final_obs")
+        return {name: column for name, column in self.columns().items() if name not in excluded}
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any]) -> SlotOutcomes:
+        """Builds the outcomes from a message."""
+        values: dict[str, Any] = {each.name: columns.get(_COLUMNS.get(each.name, each.name)) for each in fields(cls)}
+        return cls(**values)
+
+    def shifted(self, slots: int) -> SlotOutcomes:
+        """Returns the outcomes with the slots of ended episodes counted from `slots` slots earlier."""
+        return replace(self, final_slot=self.final_slot + slots)
+
+    @staticmethod
+    def join(parts: Sequence[SlotOutcomes]) -> SlotOutcomes:
+        """Concatenates the outcomes of consecutive slots; `final_slot` of all parts counts from the same slot."""
+        columns = [part.columns() for part in parts]
+        return SlotOutcomes.from_columns({name: join([each[name] for each in columns]) for name in columns[0]})
+
+
 class Outcomes:
     """Outcomes of one vector environment over a rollout, batch first: `[n, T]`.
 
@@ -46,9 +106,9 @@ class Outcomes:
     Args:
         share: Global slots of the environment.
         steps: T, decisions of a rollout.
-        chunk: Actions of a decision, if they are distinguished: `action_mask [n, T, chunk]` marks the executed ones.
+        chunk: Actions of a decision, if they are distinguished: `executed [n, T, chunk]` marks the executed ones.
         reward_per_action: Rewards are `[n, T, chunk]`.
-        single_episode: Each slot plays one episode; `loss_mask [n, T]` excludes the decisions after its end.
+        single_episode: Each slot plays one episode; `valid [n, T]` excludes the decisions after its end.
         spoiled: Called for non-finite values with "reward", "observation" or "last observation of an episode", the step, and
             the slots (bool `[n]`); it may raise. If it does not, `nonfinite [n, T]` marks the transitions in which 0 has
             replaced the simulator's numbers.
@@ -72,9 +132,9 @@ class Outcomes:
         self.truncations = np.zeros((size, steps), bool)
         self._optional: dict[str, np.ndarray] = {}
         if chunk > 1:
-            self._optional["action_mask"] = np.ones((size, steps, chunk), bool)
+            self._optional["executed"] = np.ones((size, steps, chunk), bool)
         if single_episode:
-            self._optional["loss_mask"] = np.ones((size, steps), bool)
+            self._optional["valid"] = np.ones((size, steps), bool)
         self._optional["env_failed"] = np.zeros((size, steps), bool)
         if spoiled is not None:
             self._optional["nonfinite"] = np.zeros((size, steps), bool)
@@ -92,13 +152,13 @@ class Outcomes:
         Raises:
             ConfigError: The environment does not report the actions of a chunk separately.
         """
-        if "action_mask" in self._optional:
+        if "executed" in self._optional:
             if "chunk" not in infos:
                 raise ConfigError(
                     "algorithm.logprob_type and algorithm.reward_type need to know what each action of a chunk brought, "
                     "which this environment does not say (infos['chunk']); choose chunk_level for both"
                 )
-            self._optional["action_mask"][:, t] = infos["chunk"]["mask"]
+            self._optional["executed"][:, t] = infos["chunk"]["mask"]
             if self._per_action:
                 rewards = infos["chunk"]["rewards"]
         self.rewards[:, t] = rewards
@@ -108,7 +168,7 @@ class Outcomes:
         if failed.any():
             self.rewards[failed, t], self.terminations[failed, t], self.truncations[failed, t] = 0, False, True
         if self._alive is not None:
-            self._optional["loss_mask"][:, t] = self._alive
+            self._optional["valid"][:, t] = self._alive
             for column in (self.rewards, self.terminations, self.truncations, self._optional["env_failed"]):
                 column[~self._alive, t] = 0
             self._alive &= ~(self.terminations[:, t] | self.truncations[:, t])
@@ -146,8 +206,8 @@ class Outcomes:
             self._spoil("observation", t, rows, (t - 1, t))
         return cleaned(obs)
 
-    def part(self, part: slice, last_obs: Any, num_decisions: int | None = None) -> dict[str, Any]:
-        """Returns the message about the slots `part`.
+    def part(self, part: slice, last_obs: Any, num_decisions: int | None = None) -> SlotOutcomes:
+        """Returns the outcomes of the slots `part`.
 
         Args:
             part: Slots of the environment.
@@ -155,9 +215,7 @@ class Outcomes:
             num_decisions: T, if the rollout has ended early.
 
         Returns:
-            rewards (see the class), terminations, truncations `[n, T]`; last_obs `[n, ...]`; final_slot, final_step `[k]`
-            and final_obs `[k, ...]`: the true last observations of the episodes that ended, slots counted from 0; and
-            env_failed `[n, T]`, and action_mask, loss_mask, nonfinite, where they exist.
+            The outcomes; slots count from the first of the part.
         """
         slots, steps, rows = [], [], []
         for t, done, final in self._finals:
@@ -167,24 +225,32 @@ class Outcomes:
                 steps.append(np.full(int(inside.sum()), t))
                 rows.append(take(final, inside))
         empty = np.zeros(0, np.int64)
-        return {
-            "rewards": self.rewards[part, :num_decisions],
-            "terminations": self.terminations[part, :num_decisions],
-            "truncations": self.truncations[part, :num_decisions],
-            **{name: column[part, :num_decisions] for name, column in self._optional.items()},
-            "last_obs": last_obs,
-            "final_slot": np.concatenate(slots) if slots else empty,
-            "final_step": np.concatenate(steps) if steps else empty,
-            "final_obs": join(rows) if rows else take(last_obs, slice(0)),
-        }
+        optional = {name: column[part, :num_decisions] for name, column in self._optional.items()}
+        return SlotOutcomes(
+            rewards=self.rewards[part, :num_decisions],
+            terminations=self.terminations[part, :num_decisions],
+            truncations=self.truncations[part, :num_decisions],
+            executed=optional.get("executed"),
+            valid=optional.get("valid"),
+            env_failed=optional["env_failed"],
+            nonfinite=optional.get("nonfinite"),
+            last_obs=last_obs,
+            final_slot=np.concatenate(slots) if slots else empty,
+            final_step=np.concatenate(steps) if steps else empty,
+            final_obs=join(rows) if rows else take(last_obs, slice(0)),
+        )
 
 
-def nothing_of(share: range, steps: int, shape: OutcomeShape, last_obs: Any) -> dict[str, Any]:
-    """Returns a message like `Outcomes.part` for slots whose outcomes are unknown; the receiver must know this."""
+def unknown_outcomes(share: range, steps: int, shape: OutcomeShape, last_obs: Any) -> SlotOutcomes:
+    """Returns outcomes like `Outcomes.part` for slots whose env rank left the run; the receiver must mark them as lost."""
     outcomes = Outcomes(
-        share, steps, chunk=shape.chunk, reward_per_action=shape.reward_per_action, single_episode=shape.single_episode,
+        share,
+        steps,
+        chunk=shape.chunk,
+        reward_per_action=shape.reward_per_action,
+        single_episode=shape.single_episode,
         spoiled=lambda *_: None,
-    )  # fmt: skip
+    )
     return outcomes.part(slice(0, len(share)), last_obs)
 
 
@@ -194,7 +260,7 @@ def next_values(
     final_slot: np.ndarray,
     final_step: np.ndarray,
     final_values: np.ndarray,
-    action_mask: np.ndarray | None = None,
+    executed: np.ndarray | None = None,
 ) -> np.ndarray:
     """Returns the value of the true next observation of each transition, `[n, T]`.
 
@@ -203,14 +269,14 @@ def next_values(
         last_values: `[n]`, of the slots' observations after the rollout (of `[n, chunk]`, the first is used).
         final_slot, final_step, final_values: `[k]` (or `[k, chunk]`), ends of episodes and the value of their last
             observation.
-        action_mask: `[n, T, chunk]`, marks the executed actions; needed for values of actions.
+        executed: `[n, T, chunk]`, marks the executed actions; needed for values of actions.
     """
     result = np.empty_like(values)
     if values.ndim == 3:
-        assert action_mask is not None
+        assert executed is not None
         result[:, :, :-1] = values[:, :, 1:]
         result[:, :-1, -1], result[:, -1, -1] = values[:, 1:, 0], last_values[:, 0]
-        last_action = action_mask[final_slot, final_step].sum(-1) - 1
+        last_action = executed[final_slot, final_step].sum(-1) - 1
         result[final_slot, final_step, last_action] = final_values[:, 0]
         return result
     result[:, :-1] = values[:, 1:]

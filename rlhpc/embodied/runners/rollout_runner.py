@@ -20,6 +20,7 @@ import numpy as np
 
 from rlhpc.algorithms.nonfinite import MOST_IN_A_ROW, nonfinite
 from rlhpc.embodied.config import PlayingConfig, PpoConfig, SacConfig
+from rlhpc.embodied.data.batches import DropReason, RolloutCounts
 from rlhpc.embodied.envs.base import timing_row
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.rollout.step_outcomes import in_order
@@ -204,21 +205,20 @@ class PlayingRunner(Runner[Cfg]):
                 else:
                     episodes, act_s, simulate_s = self.players.outcome(step, parts)
         with timers(self.receiving):
-            received = receive.wait(self.timeout)
-            acted = min(facts["version"] for facts in received)
+            counts = RolloutCounts.sum(receive.wait(self.timeout))
         with timers("update"):
             if update is None:
                 self.change_over(playing=False)
                 update = self.actor.update(step, progress)
             trained = update.wait(self.timeout)[0]
         chunk = self.cfg.actor.model.num_action_chunks
-        executed = int(sum(facts["taken"] for facts in received)) * chunk - int(episodes["skipped"].sum())
-        self._count_gone(int(sum(facts["lost"] for facts in received)) * chunk)
-        row = self._row(step, begin, trained, episodes, acted, executed, timers)
+        executed = counts.received * chunk - int(episodes["skipped"].sum())
+        self._count_gone(counts.dropped[DropReason.RANK_LOST] * chunk)
+        row = self._row(step, begin, trained, episodes, float(counts.version), executed, timers)
         row |= {"time/simulate_s": simulate_s, "time/act_s": act_s}
         row |= joined(self.players.joined(parts), chunk)
-        self._count_left_out(step, row, int(sum(facts["left_out"] for facts in received)))
-        if failed := int(sum(facts["failed"] for facts in received)):
+        self._count_nonfinite(step, row, counts.dropped[DropReason.NONFINITE])
+        if failed := counts.dropped[DropReason.ENV_FAILED]:
             row["env/failed"] = failed
         return row
 
@@ -238,7 +238,7 @@ class PlayingRunner(Runner[Cfg]):
         if transitions:
             self.lost_counts["steps"] += transitions
 
-    def _count_left_out(self, step: int, row: dict[str, float], count: int) -> None:
+    def _count_nonfinite(self, step: int, row: dict[str, float], count: int) -> None:
         """Counts transitions that were not trained on because something in them was not finite.
 
         Raises:

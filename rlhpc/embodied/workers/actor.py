@@ -7,6 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -18,7 +19,7 @@ from rlhpc.checkpoint.async_writer import SavingWorker
 from rlhpc.checkpoint.start import WEIGHTS, weights_that_fit
 from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
 from rlhpc.embodied.config import BcConfig, PpoConfig, SacConfig
-from rlhpc.embodied.envs.observations import bad_rows, is_finite
+from rlhpc.embodied.data.batches import RolloutBatch
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.rollout.env_link import Peer, PeerLeft, get_until_left, until_left
 from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
@@ -275,13 +276,8 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
 _LAST_S = 0.5
 
 
-def joined(parts: Sequence[dict[str, Any]], axis: int = 0) -> dict[str, np.ndarray]:
-    """Concatenates columns of consecutive slots (axis 0) or decisions (axis 1)."""
-    return {name: np.concatenate([part[name] for part in parts], axis) for name in parts[0]}
-
-
 class TrajectoryReceiver:
-    """Receiving end of the trajectories.
+    """Receiving end of the transitions that rollout ranks, and env ranks that joined, send to an actor rank.
 
     Args:
         cfg: Configuration.
@@ -291,66 +287,68 @@ class TrajectoryReceiver:
 
     def __init__(self, cfg: PpoConfig | SacConfig, slots: SlotMap, rank: int) -> None:
         self.share, self._rank, self._skip = slots.actor_share(rank), rank, skips(cfg)
-        #: Messages of later turns, by number of the turn.
-        self._early: defaultdict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
-        #: Shape of a slot's row and dtype, by column.
-        self._like: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        #: Messages of later turns, by key and number of the turn.
+        self._early: defaultdict[str, dict[int, RolloutBatch[np.ndarray]]] = defaultdict(dict)
+        #: Columns of the last message, without slots: shapes and dtypes of one that is missing.
+        self._like: dict[str, np.ndarray] = {}
 
     def connect(self, trajectories: Channel, parts: Channel) -> None:
         """Connects to the channels that it receives from."""
         self._trajectories, self._parts = trajectories, parts
         self._early.clear()
 
-    def columns(self, step: int, source: Source) -> tuple[dict[str, np.ndarray], int]:
-        """Returns this step's trajectories of the rank's slots `[n, T, ...]`, and the oldest version that acted.
+    def receive(self, step: int, source: Source) -> RolloutBatch[np.ndarray]:
+        """Receives a step's transitions of the rank's slots, `[n, T, ...]`; `missing` marks those of ranks that have gone.
 
-        `lost [n, T]` is included if env or rollout ranks have gone.
+        Raises:
+            NonFinite: A number is not finite, and `runner.on_nonfinite` is stop.
         """
         slots = source.slots
-        self._drop(slots, source.useless)
+        self._discard(slots, source.useless)
         numbers = [acted.turn.number for acted in source.acted]
-        parts_by_turn = [
-            self._turn(acted, source.later.union(numbers[at + 1 :])) for at, acted in enumerate(source.acted)
-        ]
+        turns = [self._turn(acted, source.later.union(numbers[at + 1 :])) for at, acted in enumerate(source.acted)]
         if source.units is not None:
-            parts_by_turn.append([self._unit(slots, source.units[unit]) for unit in slots.units_of(self._rank)])
-        parts = [part for parts in parts_by_turn for part in parts]
-        version = min((part.pop("version") for part in parts if "version" in part), default=step - 1)
-        if any("lost" in part for part in parts):
-            for part in parts:
-                part.setdefault("lost", np.zeros(part["rewards"].shape[:2], bool))
-        return joined([joined(parts) for parts in parts_by_turn], axis=1), version
+            turns.append([self._unit(slots, source.units[unit]) for unit in slots.units_of(self._rank)])
+        batch = RolloutBatch.join([RolloutBatch.join(parts, axis=0) for parts in turns], axis=1)
+        bad_by_column = batch.nonfinite_columns()
+        if bad_by_column and not self._skip:
+            raise self._nonfinite(step, bad_by_column)
+        batch = batch.mark_nonfinite(bad_by_column.values())
+        return batch if batch.version is not None else replace(batch, version=step - 1)
 
-    def _turn(self, acted: Acted, later: frozenset[int]) -> list[dict[str, Any]]:
-        """Returns the rollout ranks' messages of a turn, in slot order."""
+    def _turn(self, acted: Acted, later: frozenset[int]) -> list[RolloutBatch[np.ndarray]]:
+        """Returns the rollout ranks' transitions of a turn, in slot order."""
         sources = acted.slots.sources_of(self._rank)
-        messages = [(common, self._from(acted, later, stage, rank)) for stage, rank, common in sources]
+        parts = [(common, self._from(acted, later, stage, rank)) for stage, rank, common in sources]
         decisions = acted.turn.decisions
-        return [self._missing_columns(len(common), decisions) if part is None else part for common, part in messages]
+        return [self._missing(len(common), decisions) if part is None else part for common, part in parts]
 
-    def _from(self, acted: Acted, later: frozenset[int], stage: int, rank: int) -> dict[str, Any] | None:
-        """Returns a rollout rank's message of a turn's stage; None if it has gone without sending it."""
+    def _from(self, acted: Acted, later: frozenset[int], stage: int, rank: int) -> RolloutBatch[np.ndarray] | None:
+        """Returns a rollout rank's transitions of a turn's stage; None if it has gone without sending them."""
         slots, turn_number = acted.slots, acted.turn.number
         key, peer = slots.to_actor_key(stage, rank, self._rank), (slots.rollout_name, rank)
         early = self._early[key] = {
             number: received for number, received in self._early[key].items() if number in {turn_number, *later}
         }
-        message = early.pop(turn_number, None)
+        batch = early.pop(turn_number, None)
         try:
-            while message is None:
+            while batch is None:
                 # such a message is from the rank that replaced one that has gone
                 if any(number > turn_number for number in early):
                     return None
-                received = self._next(key, peer, has_left=rank in acted.lost_ranks)
-                if (number := received.pop("turn")) == turn_number:
-                    message = received
+                message = self._next(key, peer, has_left=rank in acted.lost_ranks)
+                number = message.pop("turn")
+                if number == turn_number:
+                    batch = RolloutBatch.from_columns(message)
                 elif number in later:
-                    early[number] = received
+                    early[number] = RolloutBatch.from_columns(message)
                 # else it belongs to a turn that is already over
         except PeerLeft:
             return None
-        self._like = {name: (column.shape[2:], column.dtype) for name, column in message.items() if name != "version"}
-        return message
+        self._like = {
+            name: np.empty((0, 0, *column.shape[2:]), column.dtype) for name, column in batch.columns().items()
+        }
+        return batch
 
     def _next(self, key: str, peer: Peer, *, has_left: bool) -> dict[str, Any]:
         if not has_left:
@@ -362,8 +360,8 @@ class TrajectoryReceiver:
             raise PeerLeft(f"{peer[0]}-{peer[1]}") from error
         return message
 
-    def _missing_columns(self, count: int, decisions: int) -> dict[str, Any]:
-        """Returns columns for slots and decisions of which no message has arrived.
+    def _missing(self, count: int, decisions: int) -> RolloutBatch[np.ndarray]:
+        """Returns a batch for slots and decisions of which no message has arrived, all of it lost.
 
         Raises:
             ChannelError: The columns are unknown, because no message has ever arrived.
@@ -372,49 +370,23 @@ class TrajectoryReceiver:
             raise ChannelError(
                 "all rollout ranks of this actor rank's slots ended in the first step of the run's start"
             )
-        columns = {name: np.zeros((count, decisions, *shape), dtype) for name, (shape, dtype) in self._like.items()}
-        return {**columns, "lost": np.ones(columns["rewards"].shape[:2], bool)}
+        return RolloutBatch.blank(self._like, count, decisions)
 
-    def _unit(self, slots: SlotMap, keys: Sequence[int]) -> dict[str, Any]:
+    def _unit(self, slots: SlotMap, keys: Sequence[int]) -> RolloutBatch[np.ndarray]:
         """Returns this rank's slots of a unit: its shards, concatenated."""
-        parts = [self._parts.get(key=slots.part_key(key, self._rank)) for key in keys]
-        version = min(part.pop("version") for part in parts)
-        return {**joined(parts, axis=1), "version": version}
+        messages = [self._parts.get(key=slots.part_key(key, self._rank)) for key in keys]
+        return RolloutBatch.join([RolloutBatch.from_columns(message) for message in messages], axis=1)
 
-    def _drop(self, slots: SlotMap, keys: Sequence[int]) -> None:
+    def _discard(self, slots: SlotMap, keys: Sequence[int]) -> None:
         """Removes shards that will not be used from the channel, if they have arrived."""
         for key in keys:
             with contextlib.suppress(QueueEmpty):
                 self._parts.get_nowait(key=slots.part_key(key, self._rank))
 
-    def pop_lost(self, columns: dict[str, np.ndarray]) -> np.ndarray:
-        """Removes `lost` from a step's columns: the transitions that were lost with ranks, bool `[n, T]`."""
-        shape = columns["rewards"].shape[:2]
-        is_lost: np.ndarray = columns.pop("lost", np.zeros(shape, bool))
-        return is_lost
-
-    def pop_failed(self, columns: dict[str, np.ndarray]) -> np.ndarray:
-        """Removes `env_failed` from a step's columns: transitions whose simulator or robot failed, bool `[n, T]`."""
-        shape = columns["rewards"].shape[:2]
-        failed: np.ndarray = columns.pop("env_failed", np.zeros(shape, bool))
-        return failed
-
-    def pop_nonfinite(self, step: int, columns: dict[str, np.ndarray]) -> np.ndarray:
-        """Removes `nonfinite` from a step's columns; returns all transitions that are not finite, bool `[n, T]`: those that
-        the env ranks report, and those with non-finite values.
-
-        Raises:
-            NonFinite: There is one, and `runner.on_nonfinite` is stop.
-        """
-        bad: np.ndarray = columns.pop("nonfinite")
-        names = [name for name, column in columns.items() if not is_finite(column)]
-        if names and not self._skip:
-            rows = [bad_rows(columns[name], 2) for name in names]
-            slot, t = (int(index[0]) for index in np.nonzero(np.logical_or.reduce(rows)))
-            raise nonfinite(
-                f"step {step}, decision {t}: of slot {self.share.start + slot} (actor-{self._rank}) {', '.join(names)} "
-                f"{'is' if len(names) == 1 else 'are'} not finite"
-            )
-        for name in names:
-            bad = bad | bad_rows(columns[name], 2)
-        return bad
+    def _nonfinite(self, step: int, bad_by_column: dict[str, np.ndarray]) -> Exception:
+        """Returns the error that names the first transition with numbers that are not finite."""
+        slot, t = (int(index[0]) for index in np.nonzero(np.logical_or.reduce(list(bad_by_column.values()))))
+        return nonfinite(
+            f"step {step}, decision {t}: of slot {self.share.start + slot} (actor-{self._rank}) {', '.join(bad_by_column)} "
+            f"{'is' if len(bad_by_column) == 1 else 'are'} not finite"
+        )

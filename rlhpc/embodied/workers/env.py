@@ -16,6 +16,7 @@ from rlhpc.algorithms.nonfinite import nonfinite, skips
 from rlhpc.checkpoint.async_writer import SavingWorker
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.embodied.config import PlayingConfig, PpoConfig
+from rlhpc.embodied.data.batches import RolloutBatch
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.observations import Obs, as_arrays, as_given, join, take
@@ -233,7 +234,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             try:
                 put_until_left(
                     self._outcomes,
-                    outcomes.part(part, take(last, part), num_decisions),
+                    outcomes.part(part, take(last, part), num_decisions).columns(),
                     key,
                     (self.slots.rollout_name, rank),
                 )
@@ -368,11 +369,11 @@ class Replica:
         rank.before_leaving(lambda: None)  # from now on it ends after this call, which returns early
         self._take_weights(shard.version)
         self._acting.draws(random)
-        num_decisions, columns, episodes = self._roll(shard)
-        for actor in range(self._slots.actor_ranks if num_decisions else 0):
+        num_decisions, batch, episodes = self._roll(shard)
+        for actor in range(self._slots.actor_ranks if batch is not None else 0):
             part = self._slots.unit_for(shard.unit, actor)
-            if part.stop > part.start:
-                message: dict[str, Any] = {name: column[part] for name, column in columns.items()}
+            if batch is not None and part.stop > part.start:
+                message: dict[str, Any] = batch.of_slots(part).columns()
                 message["version"] = self._version
                 self._parts.entrust(message, key=self._slots.part_key(shard.key, actor))
         self._played.entrust(
@@ -380,8 +381,8 @@ class Replica:
         )
         rank.before_leaving(None)
 
-    def _roll(self, shard: RolloutShard) -> tuple[int, dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Returns the number of decisions made, trajectories `[n, T, ...]` and episodes."""
+    def _roll(self, shard: RolloutShard) -> tuple[int, RolloutBatch[np.ndarray] | None, dict[str, np.ndarray]]:
+        """Returns the number of decisions made, their transitions (None without a decision), and episodes."""
         rank, acting, start = self._simulating, self._acting, time.perf_counter()
         env, share, single_episode = rank.envs[0], rank.shares[0], rank.shape().single_episode
         num_slots = len(self._slots.unit_share(shard.unit))  # the actors do not use further slots
@@ -403,16 +404,15 @@ class Replica:
         if single_episode and t < shard.decisions:
             t = 0
             episodes.skipped = 0
-        columns: dict[str, np.ndarray] = {}
+        batch: RolloutBatch[np.ndarray] | None = None
         if t:
             everything = slice(0, len(share))
             last = take(outcomes.cleaned_obs(t, rank.obs[0]), everything)
             acting.buffers[0].num_decisions = t
             with torch.inference_mode():
-                (columns,) = acting.columns([outcomes.part(everything, last, t)])
-            acting.cut(columns)
+                (batch,) = acting.batches([outcomes.part(everything, last, t)])
         report = episodes.report(restarts=env.restarts, busy_s=time.perf_counter() - start, timing=[env.timing])
-        return t, columns, report
+        return t, batch, report
 
     def _noise(self, part: RolloutShard, t: int) -> torch.Tensor:
         words, slots = (*self._words, part.number, t), range(len(self._simulating.shares[0]))

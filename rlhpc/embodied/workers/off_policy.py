@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,13 +15,14 @@ from rlhpc.algorithms.nonfinite import skips
 from rlhpc.embodied.algorithms.off_policy import TransitionBatch
 from rlhpc.embodied.algorithms.registry import algorithm_for
 from rlhpc.embodied.config import SacConfig
+from rlhpc.embodied.data.batches import RolloutBatch, RolloutCounts
 from rlhpc.embodied.data.mixture import Mixture, MixtureDraw, fit, load_demos
 from rlhpc.embodied.data.replay_buffer import ReplayBuffer
 from rlhpc.embodied.envs.observations import as_arrays, columns_of, rows_of
 from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.off_policy import ActorCritic
 from rlhpc.embodied.rollout.slot_map import TRAJECTORIES, SlotMap, Source
-from rlhpc.embodied.rollout.step_outcomes import OutcomeShape
+from rlhpc.embodied.rollout.step_outcomes import OutcomeShape, SlotOutcomes
 from rlhpc.embodied.rollout.work_sharing import PARTS, FullRollout
 from rlhpc.embodied.workers.actor import PolicyTrainer, TrajectoryReceiver
 from rlhpc.embodied.workers.env import JoiningWorker
@@ -146,23 +148,21 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         """Returns the shape of the outcomes."""
         return OutcomeShape()
 
-    def columns(self, outcomes: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
-        """Returns the transitions of each stage (`ActingWorker.columns`)."""
-        columns_by_stage = []
+    def transitions(self, outcomes: list[SlotOutcomes]) -> list[RolloutBatch[np.ndarray]]:
+        """Returns the transitions of each stage, with their next observations (`ActingWorker.transitions`)."""
+        batches = []
         for outcome, buffer in zip(outcomes, self.buffers, strict=True):
-            columns = {name: buffer.batch_first(name) for name in buffer.names}
-            last, final = (columns_of("obs", as_arrays(outcome[name])) for name in ("last_obs", "final_obs"))
+            columns = buffer.columns()
+            last, final = (columns_of("obs", as_arrays(obs)) for obs in (outcome.last_obs, outcome.final_obs))
             for name in last:
                 following = columns[f"next_{name}"] = np.empty_like(columns[name])
                 following[:, :-1], following[:, -1] = columns[name][:, 1:], last[name]
-                following[outcome["final_slot"], outcome["final_step"]] = final[name]
-            columns |= {
-                name: outcome[name]
-                for name in ("rewards", "terminations", "nonfinite", "env_failed", "lost")
-                if name in outcome
-            }
-            columns_by_stage.append(columns)
-        return columns_by_stage
+                following[outcome.final_slot, outcome.final_step] = final[name]
+            batch: RolloutBatch[np.ndarray] = RolloutBatch.from_columns({**columns, **outcome.transition_columns()})
+            batches.append(
+                replace(batch, truncations=None)
+            )  # a value is bootstrapped wherever an episode is not terminated
+        return batches
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         return self.policy.acting()
@@ -235,7 +235,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         """Yields the weights that act."""
         yield from ((name, tensor) for name, tensor in self.policy.acting() if name not in without)
 
-    def receive(self, step: int, source: Source) -> dict[str, float]:
+    def receive(self, step: int, source: Source) -> RolloutCounts:
         """Adds this step's transitions of the rank's slots to the buffer.
 
         Transitions that are not finite, whose simulator or robot failed, or whose env or rollout rank has gone are left out:
@@ -245,27 +245,20 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
             step: Global step.
             source: Turns and shards that make up the step.
 
-        Returns:
-            The oldest version of the policy that acted; the number of transitions left out because they are not finite; the
-            number whose simulator or robot `failed`; the number `lost` with env ranks; and the number `taken` in.
-
         Raises:
             NonFinite: A transition is not finite, and `runner.on_nonfinite` is stop.
         """
-        columns, version = self.intake.columns(step, source)
-        is_lost, failed = self.intake.pop_lost(columns), self.intake.pop_failed(columns)
-        bad = self.intake.pop_nonfinite(step, columns)
-        facts = {"version": float(version), "left_out": float(bad.sum()), "lost": float(is_lost.sum())}
-        facts["failed"] = float((failed & ~bad & ~is_lost).sum())
-        excluded = is_lost | failed | bad
-        count = torch.tensor([float(excluded.sum())])
+        batch = self.intake.receive(step, source).drop_unusable(by_slot=False, failures_by_slot=False)
+        columns = batch.transition_columns()
+        count = torch.tensor([float(sum(batch.dropped.values()))])
         if (self.all_reduce(count) if self.world_size > 1 else count).item():  # then all ranks exchange transitions
-            columns = self.incomplete.table(columns, ~excluded, self)
+            present = np.ones(batch.rewards.shape[:2], bool) if batch.drops is None else ~batch.drops
+            columns = self.incomplete.table(columns, present, self)
         rows = next(iter(columns.values())).shape[1] if columns else 0
         if rows:
             self.replay.add(columns)
         self.transitions += self.slots.num_envs * rows
-        return {**facts, "taken": float(len(self.intake.share) * rows)}
+        return batch.counts(len(self.intake.share) * rows)
 
     def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
         """Makes the pending updates: `update_to_data` for each transition since learning started.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -15,13 +16,14 @@ import torch
 from rlhpc.checkpoint.async_writer import SavingWorker
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.embodied.config import PlayingConfig, PpoConfig
+from rlhpc.embodied.data.batches import RolloutBatch
 from rlhpc.embodied.envs.observations import as_arrays, blank, columns_of, count_rows, is_tensor, join, take
 from rlhpc.embodied.evaluation.episodes import evaluation_metrics
 from rlhpc.embodied.models import Policy, build_model, policy_section
 from rlhpc.embodied.models.base import noise_of_slots
 from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, get_until_left, open_links, until_left
 from rlhpc.embodied.rollout.slot_map import OUTCOMES, TRAJECTORIES, SlotMap, within
-from rlhpc.embodied.rollout.step_outcomes import OutcomeShape, next_values, nothing_of, ppo_shape
+from rlhpc.embodied.rollout.step_outcomes import OutcomeShape, SlotOutcomes, next_values, ppo_shape, unknown_outcomes
 from rlhpc.embodied.rollout.work_sharing import FullRollout
 from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
 from rlhpc.runtime.comm.context import current
@@ -32,10 +34,6 @@ from rlhpc.weights.receiver import apply
 FILE = "rollout-{rank}.pt"
 #: All slots of a stage.
 EVERY = slice(None)
-#: Columns of a trajectory that are copied from an outcome.
-_OUTCOME_COLUMNS = (
-    "rewards", "terminations", "truncations", "action_mask", "loss_mask", "nonfinite", "env_failed", "lost",
-)  # fmt: skip
 Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
@@ -65,14 +63,11 @@ class StageBuffer:
             else:
                 self._rows[name][t, part] = row[part]
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the columns."""
-        return list(self._rows)
-
-    def batch_first(self, name: str) -> np.ndarray:
-        """Returns a column as `[n, T, ...]`, contiguous."""
-        return np.ascontiguousarray(self._rows[name][: self.num_decisions].swapaxes(0, 1))
+    def columns(self) -> dict[str, np.ndarray]:
+        """Returns all columns by name, batch first `[n, T, ...]`, contiguous."""
+        return {
+            name: np.ascontiguousarray(rows[: self.num_decisions].swapaxes(0, 1)) for name, rows in self._rows.items()
+        }
 
 
 class ActingWorker(SavingWorker, Generic[Cfg]):
@@ -261,49 +256,46 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     def _hand_over(self) -> None:
         """Sends every actor rank the slots it trains on."""
         outcomes = [self._merge_outcomes(stage) for stage in range(self.slots.stages)]
-        for stage, columns in enumerate(self.columns(outcomes)):
-            self.cut(columns)
-            self._send(stage, columns)
+        for stage, batch in enumerate(self.batches(outcomes)):
+            self._send(stage, batch)
 
-    def cut(self, columns: dict[str, np.ndarray]) -> None:
-        """Truncates the episodes of trajectories that are shorter than a step: the rows continue with another rank's
-        decisions.
+    def batches(self, outcomes: list[SlotOutcomes]) -> list[RolloutBatch[np.ndarray]]:
+        """Returns the transitions of each stage from its outcomes, as the actors get them.
+
+        Episodes of a rollout that is shorter than a step are truncated after it, because another rank's decisions follow.
         """
-        if columns["rewards"].shape[1] < self.steps and "truncations" in columns:
-            columns["truncations"][:, -1] |= ~columns["terminations"][:, -1]
+        batches = self.transitions(outcomes)
+        return [batch.cut_after_last() if batch.rewards.shape[1] < self.steps else batch for batch in batches]
 
-    def columns(self, outcomes: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
-        """Returns trajectories `[n, T, ...]` of each stage, from its outcomes: with rewards, ends and next values."""
-        columns_by_stage = []
+    def transitions(self, outcomes: list[SlotOutcomes]) -> list[RolloutBatch[np.ndarray]]:
+        """Returns the transitions of each stage from its outcomes: with rewards, ends and next values."""
+        batches = []
         # Observations without an action need values: the next ones, and the last ones of episodes that ended.
-        unvalued = [part for outcome in outcomes for part in (outcome["last_obs"], outcome["final_obs"])]
+        unvalued = [part for outcome in outcomes for part in (outcome.last_obs, outcome.final_obs)]
         values = np.split(self._value(join(unvalued)), np.cumsum([count_rows(part) for part in unvalued])[:-1])
         for stage, outcome in enumerate(outcomes):
             last, final = values[2 * stage], values[2 * stage + 1]
-            buffer = self.buffers[stage]
-            columns = {name: buffer.batch_first(name) for name in buffer.names}
+            columns = self.buffers[stage].columns()
             columns["next_values"] = next_values(
-                columns["values"], last, outcome["final_slot"], outcome["final_step"], final,
-                outcome.get("action_mask"),
-            )  # fmt: skip
-            columns |= {name: outcome[name] for name in _OUTCOME_COLUMNS if name in outcome}
-            columns_by_stage.append(columns)
-        return columns_by_stage
+                columns["values"], last, outcome.final_slot, outcome.final_step, final, outcome.executed
+            )
+            batches.append(RolloutBatch.from_columns({**columns, **outcome.transition_columns()}))
+        return batches
 
-    def _send(self, stage: int, columns: dict[str, np.ndarray]) -> None:
-        """Sends every actor rank its slots of a stage's columns `[n, T, ...]`. If this rank may exit before they are received,
-        it waits until they are stored.
+    def _send(self, stage: int, batch: RolloutBatch[np.ndarray]) -> None:
+        """Sends every actor rank its slots of a stage's transitions. If this rank may exit before they are received, it waits
+        until they are stored.
         """
         send = self._trajectories.put if self.rank < self.slots.rollout_ranks else self._trajectories.entrust
         for rank, common in self.slots.actors_of(stage, self.rank):
             part = within(common, self.shares[stage])
-            message: dict[str, Any] = {name: column[part] for name, column in columns.items()}
+            message: dict[str, Any] = batch.of_slots(part).columns()
             message["version"], message["turn"] = self.version, self._turn.number
             send(message, key=self.slots.to_actor_key(stage, self.rank, rank))
 
-    def _merge_outcomes(self, stage: int) -> dict[str, Any]:
-        """Merges the env ranks' outcomes of a stage, with slots counted from this rank's first. If env ranks have gone, `lost
-        [n, T]` marks their slots.
+    def _merge_outcomes(self, stage: int) -> SlotOutcomes:
+        """Merges the env ranks' outcomes of a stage, with slots counted from this rank's first. `missing` marks the slots of
+        env ranks that have gone.
         """
         share, merged, is_gone = self.shares[stage], [], []
         for index, (_, common) in enumerate(self.peers[stage]):
@@ -313,16 +305,16 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             is_gone.append(part is None)
             if part is None:
                 last = blank(self.policy.observation_space, len(common))
-                part = nothing_of(common, self._turn.decisions, self.shape(), last)
-            part["final_slot"] = part["final_slot"] + (common.start - share.start)
-            merged.append(part)
-        outcome = {name: join([part[name] for part in merged]) for name in merged[0]}
+                part = unknown_outcomes(common, self._turn.decisions, self.shape(), last)
+            merged.append(part.shifted(common.start - share.start))
+        outcome = SlotOutcomes.join(merged)
         if any(is_gone):
             sizes = [len(common) for _, common in self.peers[stage]]
-            outcome["lost"] = np.repeat(np.repeat(is_gone, sizes)[:, None], self._turn.decisions, axis=1)
+            missing = np.repeat(np.repeat(is_gone, sizes)[:, None], self._turn.decisions, axis=1)
+            outcome = replace(outcome, missing=missing)
         return outcome
 
-    def _outcomes_from(self, stage: int, index: int) -> dict[str, Any] | None:
+    def _outcomes_from(self, stage: int, index: int) -> SlotOutcomes | None:
         """Returns an env rank's outcomes of its slots; None if it has gone."""
         if self.links.has_gone(stage, index):
             return None
@@ -330,11 +322,11 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         key = self.slots.to_rollout_key(stage, rank, self.rank)
         try:
             peer = self.slots.env_name, rank
-            outcomes: dict[str, Any] = get_until_left(self._outcomes, key, peer, self._watches[rank])
+            message: dict[str, Any] = get_until_left(self._outcomes, key, peer, self._watches[rank])
         except PeerLeft:
             self.links.lose(stage, index)
             return None
-        return outcomes
+        return SlotOutcomes.from_columns(message)
 
     def _value(self, obs: Any) -> np.ndarray:
         """Returns values of any number of observations, in passes of no more rows than a stage has."""

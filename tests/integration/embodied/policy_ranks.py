@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.embodied.algorithms.ppo import PolicyUpdate
 from rlhpc.embodied.config import BcConfig, PpoConfig
+from rlhpc.embodied.data.batches import TrainBatch
 from rlhpc.embodied.workers.actor import PolicyTrainer
 from rlhpc.embodied.workers.bc_actor import BcActor
 
@@ -37,7 +38,7 @@ def make_config(changes: dict[str, Any]) -> Any:
     return cfg
 
 
-def rollout(kind: str, number: int) -> dict[str, torch.Tensor]:
+def rollout(kind: str, number: int) -> TrainBatch:
     """Transitions that are made up; a few of them do not train."""
     generator = torch.Generator().manual_seed(number)
 
@@ -47,12 +48,15 @@ def rollout(kind: str, number: int) -> dict[str, torch.Tensor]:
     mask = torch.ones(ROWS)
     mask[::7] = 0
     pictures = torch.randint(0, 256, (ROWS, 32, 32, 3), generator=generator, dtype=torch.uint8)
-    return {
-        "obs": draw(ROWS, 3) if kind == "mlp" else pictures,
-        "actions": draw(ROWS, 1, 2).clamp(-0.9, 0.9),
-        "logprobs": -draw(ROWS).abs() - 1, "values": draw(ROWS), "advantages": draw(ROWS) * 2 + 1, "returns": draw(ROWS),
-        "mask": mask,
-    }  # fmt: skip
+    return TrainBatch(
+        obs=draw(ROWS, 3) if kind == "mlp" else pictures,
+        actions=draw(ROWS, 1, 2).clamp(-0.9, 0.9),
+        logprobs=-draw(ROWS).abs() - 1,
+        values=draw(ROWS),
+        advantages=draw(ROWS) * 2 + 1,
+        returns=draw(ROWS),
+        mask=mask,
+    )
 
 
 def spoil_what_fills_up(module: torch.nn.Module) -> None:
@@ -87,8 +91,8 @@ class PolicyTrainer(PolicyTrainer[Any]):
         held = range(ROWS * self.rank // self.world_size, ROWS * (self.rank + 1) // self.world_size)
         metrics = []
         for number in updates:
-            mine = {name: column[held.start : held.stop] for name, column in rollout(kind, number).items()}
-            metrics.append(update.run(mine, held, ROWS, number, LR))
+            rows = torch.arange(ROWS)[held.start : held.stop]
+            metrics.append(update.run(rollout(kind, number).select(rows), held, ROWS, number, LR))
         if save:
             Path(save).mkdir(exist_ok=True)
             self.barrier()

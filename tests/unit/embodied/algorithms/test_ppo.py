@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from rlhpc.embodied.algorithms.ppo import PolicyUpdate
-from rlhpc.embodied.data.batches import permutation
+from rlhpc.embodied.data.batches import TrainBatch, permutation
 from tests.replicas import replicated
 from tests.unit.embodied.algorithms.ppo_updates import BATCH, OPTIM, TOTAL, Tiny
 
@@ -37,15 +38,15 @@ def rollout(masked):
     mask = torch.ones(TOTAL, dtype=torch.float64)
     if masked:
         mask[::5] = 0
-    return {
-        "obs": draw(TOTAL, 3),
-        "actions": torch.randint(0, 2, (TOTAL,), generator=generator),
-        "logprobs": -draw(TOTAL).abs(),
-        "values": draw(TOTAL),
-        "advantages": draw(TOTAL) * 3 + 1,
-        "returns": draw(TOTAL),
-        "mask": mask,
-    }
+    return TrainBatch(
+        obs=draw(TOTAL, 3),
+        actions=torch.randint(0, 2, (TOTAL,), generator=generator),
+        logprobs=-draw(TOTAL).abs(),
+        values=draw(TOTAL),
+        advantages=draw(TOTAL) * 3 + 1,
+        returns=draw(TOTAL),
+        mask=mask,
+    )
 
 
 class Team:
@@ -79,8 +80,7 @@ def train(ranks, micro, masked=False, **changes):
         update = PolicyUpdate(
             algorithm(**changes), backend, batch_size=BATCH, micro_batch=micro, seed=7, reduce=team.reduce, ranks=ranks
         )
-        mine = {name: column[held.start : held.stop] for name, column in batch.items()}
-        metrics = update.run(mine, held, TOTAL, step=4, lr=1e-2)
+        metrics = update.run(batch.select(torch.arange(TOTAL)[held.start : held.stop]), held, TOTAL, step=4, lr=1e-2)
         results[rank] = (torch.cat([p.detach().flatten() for p in module.parameters()]), metrics)
 
     torch.manual_seed(0)
@@ -113,7 +113,7 @@ def test_a_minibatch_of_which_nothing_trains_takes_no_step():
     metrics = update.run(full, range(TOTAL), TOTAL, step=1, lr=1e-2)
     assert "empty_minibatches" not in metrics
     before = [parameter.detach().clone() for parameter in module.parameters()]
-    nothing = {**full, "mask": torch.zeros_like(full["mask"])}
+    nothing = replace(full, mask=torch.zeros_like(full.mask))
     metrics = update.run(nothing, range(TOTAL), TOTAL, step=2, lr=1e-2)
     assert metrics["epochs"] == 0 and metrics["empty_minibatches"] == algorithm().update_epochs * TOTAL / BATCH
     assert all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
@@ -130,13 +130,13 @@ def test_the_update_is_that_of_plain_ppo():
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2, eps=1e-5)
     batch = rollout(False)
     for index in permutation(TOTAL, 7, 4, 0).split(BATCH):
-        b = {name: column[index] for name, column in batch.items()}
-        out = module.default_forward(b, True, True, True)
-        ratio = (out["logprobs"] - b["logprobs"]).clamp(-20, 20).exp()
-        advantages = (b["advantages"] - b["advantages"].mean()) / (b["advantages"].std() + 1e-8)
+        b = batch.select(index)
+        out = module.default_forward(b.policy_inputs(), True, True, True)
+        ratio = (out["logprobs"] - b.logprobs).clamp(-20, 20).exp()
+        advantages = (b.advantages - b.advantages.mean()) / (b.advantages.std() + 1e-8)
         policy = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)).mean()
-        clipped = b["values"] + (out["values"] - b["values"]).clamp(-0.2, 0.2)
-        value = 0.5 * torch.max((out["values"] - b["returns"]) ** 2, (clipped - b["returns"]) ** 2).mean()
+        clipped = b.values + (out["values"] - b.values).clamp(-0.2, 0.2)
+        value = 0.5 * torch.max((out["values"] - b.returns) ** 2, (clipped - b.returns) ** 2).mean()
         optimizer.zero_grad()
         (policy + 0.5 * value - 0.01 * out["entropy"].mean()).backward()
         nn.utils.clip_grad_norm_(module.parameters(), 0.5)

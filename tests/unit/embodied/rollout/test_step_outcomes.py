@@ -37,17 +37,17 @@ def test_parts_and_next_values_match_a_loop():
         message = outcomes.part(part, last_obs[part])
         found = next_values(
             values[part],
-            2 * message["last_obs"][:, 0],
-            message["final_slot"],
-            message["final_step"],
-            2 * message["final_obs"][:, 0],
+            2 * message.last_obs[:, 0],
+            message.final_slot,
+            message.final_step,
+            2 * message.final_obs[:, 0],
         )
         for row, slot in enumerate(range(part.start, part.stop)):
             for t in range(steps):
                 rewards, terminations, truncations, infos = rows[t]
-                assert message["rewards"][row, t] == rewards[slot]
-                assert message["terminations"][row, t] == terminations[slot]
-                assert message["truncations"][row, t] == truncations[slot]
+                assert message.rewards[row, t] == rewards[slot]
+                assert message.terminations[row, t] == terminations[slot]
+                assert message.truncations[row, t] == truncations[slot]
                 if terminations[slot] or truncations[slot]:
                     expected = 2 * infos["final_obs"][slot, 0]
                 elif t + 1 < steps:
@@ -61,7 +61,7 @@ def test_a_rollout_without_ends_has_empty_finals():
     outcomes = Outcomes(range(2), 1)
     assert outcomes.add(0, np.zeros(2), np.zeros(2, bool), np.zeros(2, bool), {}) is None
     message = outcomes.part(slice(0, 2), np.zeros((2, 3), np.float32))
-    assert message["final_obs"].shape == (0, 3) and message["final_slot"].size == 0
+    assert message.final_obs.shape == (0, 3) and message.final_slot.size == 0
 
 
 def test_episodes_are_in_the_same_order_whatever_the_partition():

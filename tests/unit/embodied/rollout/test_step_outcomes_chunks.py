@@ -17,9 +17,9 @@ def test_what_comes_after_an_episode_does_not_count():
         infos = {"final_obs": np.full((2, 1), t, np.float32)}
         reported.append(outcomes.add(t, np.ones(2, np.float32), done, np.zeros(2, bool), infos))
     message = outcomes.part(slice(0, 2), np.zeros((2, 1), np.float32))
-    assert message["loss_mask"].tolist() == [[True, True, False, False], [True, True, True, False]]
-    assert message["rewards"].sum(1).tolist() == [2, 3] and message["terminations"].sum(1).tolist() == [1, 1]
-    assert message["final_obs"].ravel().tolist() == [1, 2]
+    assert message.valid.tolist() == [[True, True, False, False], [True, True, True, False]]
+    assert message.rewards.sum(1).tolist() == [2, 3] and message.terminations.sum(1).tolist() == [1, 1]
+    assert message.final_obs.ravel().tolist() == [1, 2]
     assert [None if done is None else done.tolist() for done in reported] == [None, [0], [1], None]
 
 

@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 import torch
 
+from rlhpc.embodied.data.batches import RolloutBatch
 from rlhpc.embodied.data.trajectories import read_trajectories
 from rlhpc.embodied.envs.base import Step, VectorEnv
 from rlhpc.embodied.rollout.step_outcomes import Outcomes, next_values
@@ -45,11 +46,16 @@ def rollout(rng: np.random.Generator, *, whole: bool, chunk: int, per_action: bo
     columns = {"obs": obs[:-1].swapaxes(0, 1), "values": of(obs[:-1].swapaxes(0, 1))}
     columns["logprobs"] = rng.normal(size=(SIZE, STEPS, chunk) if chunk > 1 else (SIZE, STEPS)).astype(np.float32)
     columns["next_values"] = next_values(
-        columns["values"], of(message["last_obs"]), message["final_slot"], message["final_step"],
-        of(message["final_obs"]), message.get("action_mask"),
+        columns["values"], of(message.last_obs), message.final_slot, message.final_step,
+        of(message.final_obs), message.executed,
     )  # fmt: skip
-    names = ("rewards", "terminations", "truncations", "action_mask", "loss_mask", "nonfinite", "env_failed")
-    return columns | {name: message[name].copy() for name in names if name in message}
+    columns["actions"] = columns["obs"]
+    return columns | {name: column.copy() for name, column in message.transition_columns().items()}
+
+
+def delivered(columns: dict[str, np.ndarray]) -> RolloutBatch[np.ndarray]:
+    """Returns the batch that an actor receives."""
+    return RolloutBatch.from_columns({**{name: column.copy() for name, column in columns.items()}, "version": 0})
 
 
 class Failing(VectorEnv):

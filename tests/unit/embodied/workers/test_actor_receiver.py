@@ -29,11 +29,18 @@ class Sent(defaultdict[str, deque[dict[str, Any]]]):
 SLOTS = SlotMap(4, rollout_ranks=2, acting=(0, 1))
 
 
+def transitions(slots: int, decisions: int) -> dict[str, np.ndarray]:
+    """Columns of transitions besides those that a test is about."""
+    shape = (slots, decisions)
+    return {"actions": np.zeros((*shape, 1)), "terminations": np.zeros(shape, bool), "nonfinite": np.zeros(shape, bool)}
+
+
 def sent(*turns: tuple[int, int], decisions: int = 3) -> tuple[Any, Sent]:
     """An intake, and what it is sent by ranks of turns."""
     box = Sent()
     for rank, number in turns:
         columns = {
+            **transitions(2, decisions),
             "rewards": np.full((2, decisions), number, np.float32),
             "obs": np.full((2, decisions, 5), number, np.uint8),
         }
@@ -53,13 +60,13 @@ def test_what_a_rank_brought_counts_for_its_step_alone() -> None:
     """It has sent one step, and ended in the next; started again, under the same number, it has sent the one after that. What
     it had begun comes too late."""
     intake, box = sent((0, 7), (1, 7), (0, 8), (1, 7), (0, 9), (1, 9))
-    found, version = intake.columns(7, source((7,), {8, 9}))
-    assert version == 6 and (found["rewards"] == 7).all() and "lost" not in found
-    found, version = intake.columns(8, source((8,), {9}))
-    assert version == 7 and found["lost"].tolist() == [[False] * 3] * 2 + [[True] * 3] * 2
-    assert (found["rewards"][:2] == 8).all() and not found["rewards"][2:].any() and found["obs"].dtype == np.uint8
-    found, version = intake.columns(9, source((9,), set()))
-    assert version == 8 and (found["rewards"] == 9).all() and "lost" not in found
+    found = intake.receive(7, source((7,), {8, 9}))
+    assert found.version == 6 and (found.rewards == 7).all() and found.missing is None
+    found = intake.receive(8, source((8,), {9}))
+    assert found.version == 7 and found.missing.tolist() == [[False] * 3] * 2 + [[True] * 3] * 2
+    assert (found.rewards[:2] == 8).all() and not found.rewards[2:].any() and found.obs.dtype == np.uint8
+    found = intake.receive(9, source((9,), set()))
+    assert found.version == 8 and (found.rewards == 9).all() and found.missing is None
     assert not any(box.values())
 
 
@@ -68,11 +75,11 @@ def test_a_step_is_what_turns_and_parts_bring_one_after_the_other() -> None:
     rank has not sent its first turn."""
     intake, box = sent((0, 1), (1, 2), (0, 2), (0, 3), (1, 3), decisions=2)
     box[SLOTS.part_key(4, 0)].append(
-        {"rewards": np.full((4, 2), 9.0), "obs": np.zeros((4, 2, 5), np.uint8), "version": 1}
+        {**transitions(4, 2), "rewards": np.full((4, 2), 9.0), "obs": np.zeros((4, 2, 5), np.uint8), "version": 1}
     )
-    found, _ = intake.columns(1, source((1, 3), {2}, 2))
-    assert found["rewards"].tolist() == [[1, 1, 3, 3]] * 2 + [[0, 0, 3, 3]] * 2 and found["obs"].shape == (4, 4, 5)
-    assert found["lost"].tolist() == [[False] * 4] * 2 + [[True, True, False, False]] * 2
-    found, version = intake.columns(2, source((2,), set(), 2, units=[[4]]))
-    assert found["rewards"].tolist() == [[2, 2, 9, 9]] * 4 and version == 1 and "lost" not in found
+    found = intake.receive(1, source((1, 3), {2}, 2))
+    assert found.rewards.tolist() == [[1, 1, 3, 3]] * 2 + [[0, 0, 3, 3]] * 2 and found.obs.shape == (4, 4, 5)
+    assert found.missing.tolist() == [[False] * 4] * 2 + [[True, True, False, False]] * 2
+    found = intake.receive(2, source((2,), set(), 2, units=[[4]]))
+    assert found.rewards.tolist() == [[2, 2, 9, 9]] * 4 and found.version == 1 and found.missing is None
     assert not any(box.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,28 +12,28 @@ import torch
 
 from rlhpc.algorithms import calculate_adv_and_returns
 from rlhpc.embodied.config import PpoConfig
+from rlhpc.embodied.data.batches import DropReason, RolloutCounts, TrainBatch
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
 from rlhpc.embodied.evaluation.episodes import play
 from rlhpc.embodied.evaluation.intervention import Gated, Intervention
 from rlhpc.embodied.evaluation.recorder import TakenRecorder
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.rollout.step_outcomes import EpisodeLog
-from rlhpc.embodied.workers.actor import TrajectoryReceiver
 from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
 from rlhpc.runtime.errors import RlhpcError
-from tests.unit.embodied.workers.failing import GAMMA, LAMBDA, SIZE, STEPS, Failing, Still, recorded, rollout
+from tests.unit.embodied.workers.failing import GAMMA, LAMBDA, SIZE, STEPS, Failing, Still, delivered, recorded, rollout
 
 
-def trained(columns: dict[str, np.ndarray], adv_type: str, group_size: int) -> tuple[dict[str, Any], dict[str, float]]:
-    """What an actor trains on of them, and what it says of it."""
+def trained(columns: dict[str, np.ndarray], adv_type: str, group_size: int) -> tuple[TrainBatch, RolloutCounts]:
+    """Returns the batch that an actor trains on, and its counts."""
     actor: Any = object.__new__(EmbodiedActor)
     actor.cfg = PpoConfig()
     actor.cfg.algorithm.adv_type, actor.cfg.algorithm.gamma, actor.cfg.algorithm.gae_lambda = adv_type, GAMMA, LAMBDA
     actor.share, actor.device, actor.world_size = range(SIZE), torch.device("cpu"), 1
     actor.slots = SlotMap(SIZE, group_size=group_size)
-    actor.intake = TrajectoryReceiver(actor.cfg, actor.slots, 0)
-    actor.intake.columns = lambda step, source: ({name: column.copy() for name, column in columns.items()}, 0)
-    return actor._take(1, None)
+    actor.intake = SimpleNamespace(receive=lambda step, source: delivered(columns))
+    result: tuple[TrainBatch, RolloutCounts] = actor._take(1, None)
+    return result
 
 
 def gae_of(columns: dict[str, np.ndarray], slot: int) -> dict[tuple[int, int], float]:
@@ -66,9 +67,9 @@ def test_gae_is_that_of_the_rollout_without_what_failed(per_action: bool, seed: 
     chunk = 3 if per_action else 1
     columns = rollout(np.random.default_rng(seed), whole=False, chunk=chunk, per_action=per_action)
     assert columns["env_failed"].any()
-    batch, facts = trained(columns, "gae", 1)
-    assert facts["failed"] == columns["env_failed"].sum() and facts["left_out"] == 0
-    mask, advantages = (batch[name].reshape(SIZE, STEPS, -1) for name in ("mask", "advantages"))
+    batch, counts = trained(columns, "gae", 1)
+    assert counts.dropped == {DropReason.ENV_FAILED: columns["env_failed"].sum()}
+    mask, advantages = (tensor.reshape(SIZE, STEPS, -1) for tensor in (batch.mask, batch.advantages))
     for slot in range(SIZE):
         expected = gae_of(columns, slot)
         assert {tuple(at) for at in mask[slot].nonzero().tolist()} == set(expected)
@@ -88,8 +89,8 @@ def test_others_advantages_are_those_of_the_batch_without_the_slots_that_failed(
         columns = rollout(np.random.default_rng(seed), whole=whole, chunk=chunk, per_action=per_action)
         counted = columns["env_failed"].any(1)
         assert counted.any() and not counted.all()
-        batch, facts = trained(columns, adv_type, group)
-        assert facts["failed"] == counted.sum() * STEPS and not batch["mask"][counted].any()
+        batch, counts = trained(columns, adv_type, group)
+        assert counts.dropped == {DropReason.ENV_FAILED: counted.sum() * STEPS} and not batch.mask[counted].any()
         mask = torch.from_numpy(columns.get("loss_mask", np.ones((SIZE, STEPS), bool)))
         if per_action:
             mask = torch.from_numpy(columns["action_mask"]) & mask[..., None]
@@ -98,8 +99,8 @@ def test_others_advantages_are_those_of_the_batch_without_the_slots_that_failed(
             adv_type, rewards=torch.from_numpy(columns["rewards"]).flatten(1)[rest], loss_mask=mask.flatten(1)[rest],
             group_ids=torch.arange(SIZE)[rest] // group, gamma=GAMMA,
         )  # fmt: skip
-        assert torch.equal(batch["advantages"].flatten(1)[rest], advantages)
-        assert torch.equal(batch["returns"].flatten(1)[rest], returns)
+        assert torch.equal(batch.advantages.flatten(1)[rest], advantages)
+        assert torch.equal(batch.returns.flatten(1)[rest], returns)
 
 
 def test_an_evaluation_plays_an_episode_that_was_lost_again() -> None:

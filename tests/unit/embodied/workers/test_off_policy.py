@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.embodied.data.batches import DropReason
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.rollout.step_outcomes import Outcomes
 from rlhpc.embodied.workers.off_policy import Incomplete, OffPolicyActor, OffPolicyRolloutWorker
-from tests.unit.embodied.workers.failing import SIZE, STEPS, rollout
+from tests.unit.embodied.workers.failing import SIZE, STEPS, delivered, rollout
 
 
 def test_off_policy_buffers_get_the_transitions_that_did_not_fail() -> None:
@@ -22,25 +23,23 @@ def test_off_policy_buffers_get_the_transitions_that_did_not_fail() -> None:
         columns = rollout(rng, whole=False, chunk=1, per_action=False)
         columns["obs"] = np.arange(SIZE * STEPS).reshape(SIZE, STEPS, 1) + 1000.0 * step
         expected += columns["obs"][~columns["env_failed"]].ravel().tolist()
-        intake = SimpleNamespace(share=range(SIZE), columns=lambda *_, c=columns: (c, 0))
-        intake.pop_lost = lambda c: np.zeros((SIZE, STEPS), bool)
-        intake.pop_failed = lambda c: c.pop("env_failed")
-        intake.pop_nonfinite = lambda step, c: c.pop("nonfinite")
+        intake = SimpleNamespace(share=range(SIZE), receive=lambda *_, c=columns: delivered(c))
         actor.intake, actor.replay = intake, SimpleNamespace(add=lambda c: kept.extend(c["obs"].ravel().tolist()))
-        facts = actor.receive(step, None)
-        assert facts["failed"] + facts["left_out"] > 0 and facts["left_out"] == 0
+        counts = actor.receive(step, None)
+        assert counts.dropped == {DropReason.ENV_FAILED: columns["env_failed"].sum()}
     assert len({*kept}) == len(kept) == actor.transitions and {*kept} <= {*expected}
     assert len(expected) - len(kept) < SIZE, "less than a row waits"
 
 
 def test_rollout_ranks_hand_over_what_failed() -> None:
     worker: Any = object.__new__(OffPolicyRolloutWorker)
-    worker.buffers = [SimpleNamespace(names=["obs"], batch_first=lambda name: np.zeros((2, 1, 1), np.float32))]
+    zeros = np.zeros((2, 1, 1), np.float32)
+    worker.buffers = [SimpleNamespace(columns=lambda: {"obs": zeros, "actions": zeros})]
     outcomes = Outcomes(range(2), 1, spoiled=lambda *_: None)
     final = np.ones((2, 1), np.float32)
     outcomes.add(
         0, np.ones(2), np.array([True, False]), np.zeros(2, bool), {"lost": np.array([True, False]), "final_obs": final}
     )
-    (columns,) = worker.columns([outcomes.part(slice(0, 2), final)])
-    assert columns["env_failed"].tolist() == [[True], [False]]
-    assert columns["rewards"].tolist() == [[0], [1]] and not columns["terminations"].any()
+    (batch,) = worker.transitions([outcomes.part(slice(0, 2), final)])
+    assert batch.env_failed.tolist() == [[True], [False]]
+    assert batch.rewards.tolist() == [[0], [1]] and not batch.terminations.any()

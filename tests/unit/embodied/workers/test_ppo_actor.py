@@ -10,8 +10,8 @@ import torch
 
 from rlhpc.algorithms import calculate_adv_and_returns
 from rlhpc.embodied.algorithms.ppo import PolicyUpdate
+from rlhpc.embodied.data.batches import RolloutBatch, TrainBatch, token_mask
 from rlhpc.embodied.rollout.step_outcomes import Outcomes, next_values
-from rlhpc.embodied.workers.ppo_actor import by_action, token_mask
 from tests.replicas import replicated
 
 GAMMA, LAMBDA = 0.9, 0.8
@@ -52,18 +52,14 @@ def test_advantages_of_actions_are_those_of_a_run_without_chunks():
                     cause = (end and terminated[i], end and not terminated[i])
                     flat[i].append((rewards[i, c], values[i, t, c], *cause, 2 * final[i, 0]))
     message = outcomes.part(slice(0, size), last)
-    final_values = np.repeat(2 * message["final_obs"], chunk, 1)
-    ahead = next_values(
-        values, last, message["final_slot"], message["final_step"], final_values, message["action_mask"]
-    )
-    batch = {
-        name: torch.from_numpy(message[name]) for name in ("rewards", "terminations", "truncations", "action_mask")
-    }
-    batch |= {"values": torch.from_numpy(values), "next_values": torch.from_numpy(ahead)}
-    batch["loss_mask"] = torch.ones(size, steps, dtype=torch.bool)
-    advantages, _ = calculate_adv_and_returns("gae", **by_action(batch), gamma=GAMMA, gae_lambda=LAMBDA)
+    final_values = np.repeat(2 * message.final_obs, chunk, 1)
+    ahead = next_values(values, last, message.final_slot, message.final_step, final_values, message.executed)
+    columns = {"obs": values, "actions": values, "values": values, "next_values": ahead}
+    batch = RolloutBatch.from_columns({**columns, **message.transition_columns()}).to_tensors(torch.device("cpu"))
+    sequence = batch.reward_sequence()
+    advantages, _ = calculate_adv_and_returns("gae", **sequence.estimator_inputs(), gamma=GAMMA, gae_lambda=LAMBDA)
     for i in range(size):
-        mine = advantages[i][batch["action_mask"][i].flatten()]
+        mine = advantages[i][batch.executed[i].flatten()]
         np.testing.assert_allclose(mine.numpy(), gae_of(flat[i], last[i, 0]), rtol=1e-4, atol=1e-5)
 
 
@@ -99,11 +95,16 @@ def test_the_loss_of_tokens_is_the_mean_over_those_that_were_executed(per_action
     new, old = (torch.randn(rows, chunk, dim, generator=draw) * 0.2 for _ in range(2))
     advantages = torch.randn(rows, chunk, generator=draw) if per_action else torch.randn(rows, generator=draw)
     executed = torch.rand(rows, chunk, generator=draw) < 0.6
-    batch = {
-        "obs": torch.arange(rows), "actions": torch.zeros(rows), "logprobs": old, "values": torch.zeros(rows),
-        "advantages": advantages, "returns": advantages, "token_mask": token_mask(executed, old),
-        "mask": executed.float() if per_action else torch.ones(rows),
-    }  # fmt: skip
+    batch = TrainBatch(
+        obs=torch.arange(rows),
+        actions=torch.zeros(rows),
+        logprobs=old,
+        values=torch.zeros(rows),
+        advantages=advantages,
+        returns=advantages,
+        token_mask=token_mask(executed, old),
+        mask=executed.float() if per_action else torch.ones(rows),
+    )
     module = Table(new)
     update = PolicyUpdate(ALGORITHM, replicated(module, OPTIM), batch_size=rows, micro_batch=micro, seed=0)
     found = update.run(batch, range(rows), rows, 0, 1e-3)
