@@ -235,7 +235,6 @@ FOREIGN_PARTS = {
 #: The same for objects of rlhpc. This list only gets shorter: give the object a method, or its constructor an argument.
 OWN_PARTS = {
     "rlhpc/embodied/runners/rollout_runner.py": {"self.players.num_lost"},
-    "rlhpc/jobs/doctor/probe_jobs.py": {"step.job.error"},
     "rlhpc/language/rollout/engine_group.py": {"self._link.call"},
     "rlhpc/language/workers/critic.py": {"group.batch.pad_id"},
     "rlhpc/language/workers/rollout.py": {"self.receiver.version"},
