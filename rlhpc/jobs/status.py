@@ -143,13 +143,6 @@ def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str
 
     Raises:
         UserError: The run does not exist.
-
-    Args:
-        paths: The run.
-        headlines: Gives the numbers by which the run is judged.
-
-    Raises:
-        UserError: There is no such run.
     """
     if not paths.root.is_dir():
         raise UserError(f"there is no run at {paths.root}; runs are in runner.run_dir, `ls` shows their names")

@@ -281,14 +281,6 @@ def _finish(adapted: nn.Module, lora: AdapterConfig, allowed: Collection[str]) -
 
     Raises:
         ConfigError: A layer is not linear, or its weight is shared with another module.
-
-    Args:
-        adapted: The model with adapters.
-        lora: What was asked for.
-        allowed: Names of the layers that may have adapters, for messages.
-
-    Raises:
-        ConfigError: A layer is not linear, or its weight is another module's, too.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in adapted.named_parameters(remove_duplicate=False):
@@ -453,10 +445,6 @@ def initial_adapters(module: nn.Module, seed: int) -> Iterator[tuple[str, torch.
     Args:
         module: From `attach_lora`, with any memory.
         seed: Seed given to `attach_lora`.
-
-    Args:
-        module: From `attach_lora`, of whatever memory.
-        seed: As there.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)

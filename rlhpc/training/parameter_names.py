@@ -55,16 +55,6 @@ def checkpoint_parts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -
     Args:
         module: A model of transformers, with adapters or without, or any other module, whose names are all kept.
         shapes: Full shapes by the module's own names.
-
-    Args:
-        module: A model of transformers, with adapters or without, or anything else, of which all names are kept.
-        shapes: Whole shapes by the module's own names.
-
-    Returns:
-        By the module's own names.
-
-    Raises:
-        ConfigError: The checkpoint has a tensor that is not a view of the module's, such as a transposed one.
     """
     package = sys.modules.get("transformers")
     model = next((part for part in module.modules() if package and isinstance(part, package.PreTrainedModel)), None)

@@ -117,13 +117,6 @@ class Layout:
         Args:
             folder: Folder of the files.
             boxes: Name of the tensor, the box, and its values, in any dtype and on any device; one at a time.
-
-        Args:
-            folder: Where they are.
-            boxes: Name of the tensor, which box of it, and the values, in any dtype and on any device; one at a time.
-
-        Returns:
-            Bytes written.
         """
         files: dict[str, int] = {}
         written = 0
@@ -208,16 +201,6 @@ def fill(
         slices: The files.
         created: Tensors that are not in the files, by the module's own names, one at a time: full, the same on every rank.
         where: Name of the files in messages.
-
-    Args:
-        module: Its memory holds anything.
-        mesh: How it is divided.
-        slices: The files.
-        created: What is not in the files, by the module's own names, one at a time: whole tensors, the same on every rank.
-        where: What messages call the files.
-
-    Raises:
-        ConfigError: A tensor has another shape in the files.
     """
     done = set[str]()
     for name, tensor in created:

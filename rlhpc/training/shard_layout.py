@@ -241,17 +241,6 @@ def pieces(
 
     Raises:
         RlhpcError: Raised when values are read: adapters are merged into the module's own weights, too.
-
-    Args:
-        module: A divided model, with adapters or without.
-        mesh: How it is divided; None if each rank has all of it.
-        full: Makes a tensor whole: for adapters.
-        rows: Ranks that have columns of a matrix exchange them for rows first, a matrix at a time: a box is then one run of
-            bytes in a file.
-        is_included: Of which checkpoint names.
-
-    Raises:
-        RlhpcError: Asked for the values: adapters are merged into the module's own weights, too.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):

@@ -20,10 +20,6 @@ def is_target(name: str, targets: str | Collection[str]) -> bool:
     Args:
         name: The module's name in the model.
         targets: A string is a regular expression that must match the full name. A list contains names, or their last parts.
-
-    Args:
-        name: The module's name in the model.
-        targets: A text is a regular expression that the whole name matches. A list has names, or their last parts.
     """
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None

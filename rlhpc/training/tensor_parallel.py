@@ -43,14 +43,6 @@ def divide(model: Any, mesh: Mesh, key: str) -> None:
 
     Raises:
         ConfigError: The model has no plan, or the plan is not valid for these sizes.
-
-    Args:
-        model: A `PreTrainedModel`, with adapters or without, on the meta device or with weights.
-        mesh: Of the ranks.
-        key: What messages call the section `parallel`.
-
-    Raises:
-        ConfigError: The model has no plan, or it would not be right for these sizes.
     """
     tensor, expert = mesh.sizes.tensor, mesh.sizes.expert
     check_heads(model, mesh, key)

@@ -58,12 +58,6 @@ class Subscriber:
             read: Opens a part.
             ahead: Prefetches pieces while an earlier one is in use.
             skip: Skips a part; by default it is opened and released.
-
-        Args:
-            following: Waits for the next announcement and returns it.
-            read: Opens a part.
-            ahead: Takes pieces while an earlier one is in use.
-            skip: Does without a part, which otherwise is opened and let go.
         """
         skip = skip or (lambda part: read(part, False))
         first = following()

@@ -88,10 +88,6 @@ class SendsShards(Protocol):
         Args:
             version: Version of the weights.
             shards: Slices of this rank; the same ones in every version.
-
-        Args:
-            version: Version of the weights.
-            shards: What this rank holds; the same parts in every version.
         """
 
     def want(self, requested: RequestedSlices) -> None:

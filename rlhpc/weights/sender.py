@@ -325,13 +325,6 @@ class Publisher:
                 in the stream before may be left out.
             frozen: Names of tensors that are not trained. An in-place change of one is detected.
             window: Flow control; without it, parts are written without a wait.
-
-        Args:
-            version: Version of the weights.
-            tensors: Names and tensors; each is dropped before the next part begins. Tensors in `frozen` that have been
-                in the stream before may be left out.
-            frozen: Names of tensors that are not trained. If one is changed in place all the same, this is noticed.
-            window: Says when there is room for a part; always, without one.
         """
         pending: tuple[Announcement, Callable[[], None]] | None = None  # started, but not fully written
         try:

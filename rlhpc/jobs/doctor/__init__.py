@@ -34,12 +34,6 @@ def examine(section: SectionSource, folder: Path, *, start_s: float = 60.0, most
         folder: Folder for runs; if it does not exist, the nearest existing parent is examined.
         start_s: Maximum wait for the probe jobs to start.
         most_nodes: Maximum number of nodes to examine in each partition; 0 submits nothing.
-
-    Args:
-        section: The section `cluster` of a site file; None examines the default partition.
-        folder: Where runs will be written; if it does not exist, the nearest existing parent is examined.
-        start_s: How long to wait for the probe jobs to start.
-        most_nodes: Most nodes to examine in each partition; 0 submits nothing.
     """
     site = Site.of(section)
     folder = here.nearest_folder(expand_home(folder).absolute())
