@@ -15,7 +15,7 @@ from rlhpc.jobs.elastic.helper_job import submit
 from rlhpc.jobs.elastic.helper_plan import ClusterState, Decision, HelperPlan, LiveHelperJob, Rule
 from rlhpc.jobs.elastic.records import Attendance, HelperJobRecord, HelperRecord, end_helpers, helpers_name
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.probes import JobState, SlurmProbe
+from rlhpc.jobs.probes import SlurmProbe
 from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS, StopRequest
 from rlhpc.jobs.slurm import QueuedJob, jobs_named, scancel, starts_in
@@ -152,19 +152,21 @@ class HelperJobs:
             if job.id not in record.jobs:
                 record.jobs[job.id] = HelperJobRecord(job.id, self.plan.group, self.plan.counted, now)
             job_record = record.jobs[job.id]
-            job_record.state, job_record.reason, job_record.ended = job.state, job.reason, None
-            job_record.started, job_record.node = job.started or job_record.started, job.node or job_record.node
-            job_record.joined = max(job_record.joined, _joined(present, job.id))
+            job_record.observe(job, _joined(present, job.id))
             self._last_seen[job.id] = now
             if job.state in _ENDING:
-                job_record.leaving = job_record.leaving or now
+                job_record.leave(now)
                 self._job_gone(job.id)
         ended_jobs = [job for job in record.live() if job.id not in queued]
         reports = SlurmProbe(command_timeout_s=10.0).query([job.id for job in ended_jobs]) if ended_jobs else {}
         for job_record in ended_jobs:
-            job_record.joined = max(job_record.joined, _joined(present, job_record.id))
-            job_record.state = reports[job_record.id].state.value
-            self._bound(job_record, now)
+            job_record.finish(
+                reports[job_record.id].state.value,
+                _joined(present, job_record.id),
+                now=now,
+                last_seen=self._last_seen.pop(job_record.id, job_record.submitted),
+                walltime_s=60.0 * self.plan.minutes,
+            )
             self._job_gone(job_record.id)
             if job_record.id in self._faulty:
                 self._num_failed, self._failed_at = self._num_failed + 1, now
@@ -179,14 +181,6 @@ class HelperJobs:
                 self._say(
                     f"job {job_record.id} ended ({job_record.state}) before a rank of it had joined; see {log_file}"
                 )
-
-    def _bound(self, job: HelperJobRecord, now: float) -> None:
-        """Sets start and end of an ended job: unobserved time counts as if the job had run as long as it could."""
-        last_seen, walltime = self._last_seen.pop(job.id, job.submitted), 60.0 * self.plan.minutes
-        cancelled = job.leaving is not None and job.state == JobState.CANCELLED.value
-        if job.started is None and (job.joined or not cancelled):
-            job.started = max(last_seen, now - walltime)
-        job.ended = now if job.started is None else min(now, max(last_seen, job.started + walltime))
 
     def _cluster_state(self, now: float) -> ClusterState:
         present = self._present()
@@ -208,7 +202,7 @@ class HelperJobs:
                 scancel(job.id, name=self._name)
         for job_id in decision.leave:
             job = self._record.jobs[job_id]
-            job.leaving, job.why = now, decision.why
+            job.leave(now, decision.why)
             if job.started is None:
                 scancel(job_id, name=self._name)
             else:

@@ -13,8 +13,9 @@ from typing import Any
 
 from rlhpc.jobs.job_record import job_name
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import JobState
 from rlhpc.jobs.shared_files import read_json_file, write_json
-from rlhpc.jobs.slurm import end_named
+from rlhpc.jobs.slurm import QueuedJob, end_named
 from rlhpc.runtime.files import is_count, is_number, read_file, read_json
 
 #: Maximum number of ended jobs with their own record; older ones are summed up.
@@ -49,6 +50,33 @@ class HelperJobRecord:
     def hours(self, now: float) -> float:
         """Returns the hours of the budget that it has used."""
         return 0.0 if self.started is None else max(0.0, (self.ended or now) - self.started) / 3600 * self.counted
+
+    def observe(self, job: QueuedJob, ranks: int) -> None:
+        """Takes in the job's row of the queue, and the number of its ranks that were present at the same time."""
+        self.state, self.reason, self.ended = job.state, job.reason, None
+        self.started, self.node = job.started or self.started, job.node or self.node
+        self.joined = max(self.joined, ranks)
+
+    def leave(self, now: float, why: str = "") -> None:
+        """Marks the job as leaving, for this reason; an earlier request counts."""
+        self.leaving, self.why = self.leaving or now, self.why or why
+
+    def finish(self, state: str, ranks: int, *, now: float, last_seen: float, walltime_s: float) -> None:
+        """Records the end of a job that is not in the queue any more: unobserved time counts as if it had run as long as it
+        could.
+
+        Args:
+            state: Slurm's last state.
+            ranks: Number of its ranks that were present at the same time.
+            now: The present.
+            last_seen: When it was last in the queue.
+            walltime_s: Its time limit.
+        """
+        self.joined, self.state = max(self.joined, ranks), state
+        cancelled = self.leaving is not None and state == JobState.CANCELLED.value
+        if self.started is None and (self.joined or not cancelled):
+            self.started = max(last_seen, now - walltime_s)
+        self.ended = now if self.started is None else min(now, max(last_seen, self.started + walltime_s))
 
 
 @dataclass
