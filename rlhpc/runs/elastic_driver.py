@@ -149,22 +149,20 @@ class HelperJobs:
         present, record = self._present(), self._record
         queued = {job.id: job for job in queue}
         for job in queue:
-            if job.id not in record.jobs:
-                record.jobs[job.id] = HelperJobRecord(job.id, self.plan.group, self.plan.counted, now)
-            job_record = record.jobs[job.id]
-            job_record.observe(job, _joined(present, job.id))
+            job_record = record.jobs.get(job.id) or HelperJobRecord(job.id, self.plan.group, self.plan.counted, now)
+            job_record = job_record.observe(job, _joined(present, job.id))
+            record.jobs[job.id] = job_record.leave(now) if job.state in _ENDING else job_record
             self._last_seen[job.id] = now
             if job.state in _ENDING:
-                job_record.leave(now)
                 self._job_gone(job.id)
-        ended_jobs = [job for job in record.live() if job.id not in queued]
-        reports = SlurmProbe(command_timeout_s=10.0).query([job.id for job in ended_jobs]) if ended_jobs else {}
-        for job_record in ended_jobs:
-            job_record.finish(
-                reports[job_record.id].state.value,
-                _joined(present, job_record.id),
+        ended_jobs = [live for live in record.live() if live.id not in queued]
+        reports = SlurmProbe(command_timeout_s=10.0).query([live.id for live in ended_jobs]) if ended_jobs else {}
+        for live in ended_jobs:
+            job_record = record.jobs[live.id] = live.finish(
+                reports[live.id].state.value,
+                _joined(present, live.id),
                 now=now,
-                last_seen=self._last_seen.pop(job_record.id, job_record.submitted),
+                last_seen=self._last_seen.pop(live.id, live.submitted),
                 walltime_s=60.0 * self.plan.minutes,
             )
             self._job_gone(job_record.id)
@@ -202,7 +200,7 @@ class HelperJobs:
                 scancel(job.id, name=self._name)
         for job_id in decision.leave:
             job = self._record.jobs[job_id]
-            job.leave(now, decision.why)
+            self._record.jobs[job_id] = job.leave(now, decision.why)
             if job.started is None:
                 scancel(job_id, name=self._name)
             else:

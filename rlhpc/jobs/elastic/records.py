@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rlhpc.runtime.files import is_count, is_number, read_file, read_json
 _MAX_ENDED_JOBS = 200
 
 
-@dataclass
+@dataclass(frozen=True)
 class HelperJobRecord:
     """Record of one job. Times are Unix times; None for events that have not happened (yet).
 
@@ -51,18 +51,24 @@ class HelperJobRecord:
         """Returns the hours of the budget that it has used."""
         return 0.0 if self.started is None else max(0.0, (self.ended or now) - self.started) / 3600 * self.counted
 
-    def observe(self, job: QueuedJob, ranks: int) -> None:
-        """Takes in the job's row of the queue, and the number of its ranks that were present at the same time."""
-        self.state, self.reason, self.ended = job.state, job.reason, None
-        self.started, self.node = job.started or self.started, job.node or self.node
-        self.joined = max(self.joined, ranks)
+    def observe(self, job: QueuedJob, ranks: int) -> HelperJobRecord:
+        """Returns the record after a look at the queue, with the number of the job's ranks that were present then."""
+        return replace(
+            self,
+            state=job.state,
+            reason=job.reason,
+            started=job.started or self.started,
+            ended=None,
+            node=job.node or self.node,
+            joined=max(self.joined, ranks),
+        )
 
-    def leave(self, now: float, why: str = "") -> None:
-        """Marks the job as leaving, for this reason; an earlier request counts."""
-        self.leaving, self.why = self.leaving or now, self.why or why
+    def leave(self, now: float, why: str = "") -> HelperJobRecord:
+        """Returns the record of a job that leaves, for this reason; an earlier request counts."""
+        return replace(self, leaving=self.leaving or now, why=self.why or why)
 
-    def finish(self, state: str, ranks: int, *, now: float, last_seen: float, walltime_s: float) -> None:
-        """Records the end of a job that is not in the queue any more: unobserved time counts as if it had run as long as it
+    def finish(self, state: str, ranks: int, *, now: float, last_seen: float, walltime_s: float) -> HelperJobRecord:
+        """Returns the record of a job that is not in the queue any more: unobserved time counts as if it had run as long as it
         could.
 
         Args:
@@ -72,11 +78,12 @@ class HelperJobRecord:
             last_seen: When it was last in the queue.
             walltime_s: Its time limit.
         """
-        self.joined, self.state = max(self.joined, ranks), state
+        joined, start = max(self.joined, ranks), self.started
         cancelled = self.leaving is not None and state == JobState.CANCELLED.value
-        if self.started is None and (self.joined or not cancelled):
-            self.started = max(last_seen, now - walltime_s)
-        self.ended = now if self.started is None else min(now, max(last_seen, self.started + walltime_s))
+        if start is None and (joined or not cancelled):
+            start = max(last_seen, now - walltime_s)
+        end = now if start is None else min(now, max(last_seen, start + walltime_s))
+        return replace(self, state=state, joined=joined, started=start, ended=end)
 
 
 @dataclass
