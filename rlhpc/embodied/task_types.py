@@ -34,7 +34,6 @@ from rlhpc.runs.task_type import (
     Reporting,
     Rows,
     TaskType,
-    early_end,
 )
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
@@ -229,7 +228,7 @@ class PlayingChecks(EmbodiedChecks[Playing]):
 
     def goal(self, cfg: Playing) -> Any:
         """Returns the conditions of an early end, including the return at which the run stops."""
-        early: Any = early_end(cfg)
+        early = super().goal(cfg)
         if early is None:
             return cfg.runner.stop_return
         return [cfg.runner.stop_return, *early]

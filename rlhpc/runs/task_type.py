@@ -6,126 +6,67 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import yaml
 
 from rlhpc.config.conditional_keys import Condition
-from rlhpc.config.constraints import Fail, Range
+from rlhpc.config.constraints import Range
 from rlhpc.config.schema import Schema
 from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runs.preflight import Check
+from rlhpc.runs.task_parts import (
+    Cfg,
+    ConfigChecks,
+    Exporting,
+    GroupSpec,
+    Headline,
+    Offline,
+    Parts,
+    Planning,
+    PlayOptions,
+    Preparation,
+    Reporting,
+    Rows,
+)
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_file, read_yaml
 from rlhpc.runtime.plugins import Registry, import_attribute, nearest, offered
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from rlhpc.runtime.text import shown
 
-
-@dataclass(frozen=True)
-class Preparation:
-    """Steps of the workflow before training.
-
-    Attributes:
-        sft: Configuration of a run that comes first, relative to this run's; and its overrides.
-        demos: The file for an expert's episodes, the expert, and how many episodes to record.
-        evaluates_start: Whether the model is also evaluated before training, as step 0.
-    """
-
-    sft: tuple[str, list[str]] | None = None
-    demos: tuple[str, str, int] | None = None
-    evaluates_start: bool = False
-
-
-@dataclass(frozen=True)
-class Exporting:
-    """Options of `rlhpc convert`.
-
-    Attributes:
-        licence: SPDX identifier for the model card.
-        adapter_only: With LoRA: write only the adapter.
-        base: With LoRA: present path of the adapted model, if it has moved.
-        dtype: Dtype of the written weights; None keeps that of training.
-        critic: Write the critic rather than the policy.
-        released: Write the format in which the model's family is released, for its own code.
-        trust_code: Import names of the form `module:Class` in the checkpoint.
-    """
-
-    licence: str | None = None
-    adapter_only: bool = False
-    base: str | None = None
-    dtype: str | None = None
-    critic: bool = False
-    released: bool = False
-    trust_code: bool = False
-
-
-@dataclass(frozen=True)
-class Headline:
-    """Number by which runs of a task type are judged: a column of tables, and of `rlhpc status`.
-
-    Attributes:
-        metric: Name in metrics.jsonl; `eval/…` for a result of evaluations, `eval/pass_at_k` for the largest k.
-        title: Title of the column.
-        form: `share` (a percentage with its interval), `count`, or `number`.
-    """
-
-    metric: str
-    title: str
-    form: str = "number"
-
-
-@dataclass(frozen=True)
-class PlayOptions:
-    """Options of `rlhpc play`; None stands for the default.
-
-    Attributes:
-        film: File of the film if no display is available.
-        episodes: Number of episodes to play.
-        seed: Seed of the environment, or of sampling.
-        system: First message of a conversation.
-        max_tokens: Maximum number of tokens of a reply.
-        trust_code: Import names of the form `module:Class` in the checkpoint.
-    """
-
-    film: Path
-    episodes: int | None = None
-    seed: int | None = None
-    system: str | None = None
-    max_tokens: int | None = None
-    trust_code: bool = False
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Parts of a report that depend on the task type, as HTML and SVG.
-
-    Attributes:
-        subject: Model and task, for the subtitle.
-        cards: The key figures.
-        curves: Learning curves, the most important first.
-        evaluation: Plot and table of the evaluations.
-        times: Curves of time.
-        evaluated: Step → result of its first evaluation, for the table of checkpoints.
-        trained: Metric in the table of checkpoints, and its title.
-    """
-
-    subject: str
-    cards: str
-    curves: list[str]
-    evaluation: str
-    times: list[str]
-    evaluated: Mapping[int, str]
-    trained: tuple[str, str]
-
+__all__ = [
+    "DEFAULT",
+    "KINDS",
+    "Cfg",
+    "ConfigChecks",
+    "ConfigKeys",
+    "Exporting",
+    "GroupSpec",
+    "Headline",
+    "Kind",
+    "Offline",
+    "Parts",
+    "Planning",
+    "PlayOptions",
+    "Preparation",
+    "Reporting",
+    "Rows",
+    "TaskType",
+    "all_kinds",
+    "find_kind",
+    "keys_of",
+    "kind_names",
+    "kind_of",
+    "kind_of_checkpoint",
+    "kind_of_run",
+]
 
 DEFAULT = "embodied"
 KINDS: Registry[Any] = Registry(
@@ -143,280 +84,6 @@ KINDS: Registry[Any] = Registry(
     },
     form="module:NAME",
 )
-
-Rows = Sequence[Mapping[str, Any]]
-#: Configuration of a task type.
-Cfg = TypeVar("Cfg", bound=RunConfig)
-
-
-class GroupSpec(Generic[Cfg]):
-    """Worker groups of a task type, and how they are placed and kept alive.
-
-    Args:
-        roles: Group → its worker class, as `module:Class`.
-        preload: Modules that the fork server imports; by default those of the class.
-    """
-
-    preload: tuple[str, ...] = ()
-
-    def __init__(self, roles: Mapping[str, str], preload: Sequence[str] = ()) -> None:
-        self.roles = roles
-        self.preload = tuple(preload) or self.preload
-
-    def roles_of(self, cfg: Cfg) -> Mapping[str, str]:
-        """Returns the groups of a run with this configuration and their worker classes: `roles`, and groups that the
-        configuration adds.
-        """
-        del cfg
-        return self.roles
-
-    def components(self, cfg: Cfg) -> Sequence[str]:
-        """Returns the names that `cluster.component_placement` may have, for messages."""
-        return list(self.roles_of(cfg))
-
-    def policies(self, cfg: Cfg, *, max_recoveries: int = 0) -> SessionPolicies:
-        """Returns the failure handling of each group of a run with this configuration; by default any failure ends the run.
-
-        Args:
-            cfg: The configuration.
-            max_recoveries: Maximum number of restarts of restartable groups without a new checkpoint in between.
-        """
-        del cfg
-        return SessionPolicies({}, max_recoveries)
-
-    def most_useful(self, cfg: Cfg, started: Mapping[str, int]) -> dict[str, int]:
-        """Returns the maximum number of ranks that each elastic group can use at a time.
-
-        Args:
-            cfg: The configuration.
-            started: Ranks of each group that the run starts with.
-        """
-        del cfg, started
-        return {}
-
-    def placed(self, cfg: Cfg, replicas: Mapping[str, int]) -> Cfg:
-        """Returns the configuration with the values that follow from the placement.
-
-        Args:
-            cfg: The configuration.
-            replicas: Number of neighbouring ranks that form one engine, by group.
-        """
-        del replicas
-        return cfg
-
-    def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Raises an error for numbers of processes that do not fit.
-
-        Args:
-            cfg: The configuration.
-            processes: Number of processes of each group.
-            accelerators: Number of accelerators of each process of a group.
-
-        Raises:
-            ConfigError, PlacementError: Names the component and the numbers.
-        """
-
-
-class ConfigChecks(Generic[Cfg]):
-    """Rules of a task type's configuration, and the checks before a start.
-
-    Attributes:
-        ranges: Key → the range of its number.
-        choices: Key → its allowed words.
-        conditions: Keys that a run reads only under a condition; it always reads the others.
-        evaluation: Keys, or sections (with a dot at the end), that change evaluations and nothing else.
-        free: Keys changeable on resume: those of the machine and of the division of the work.
-        other_start: End of a message: the other use of a checkpoint from which a run cannot resume.
-    """
-
-    ranges: Mapping[str, Range] = MappingProxyType({})
-    choices: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-    conditions: tuple[Condition, ...] = ()
-    evaluation: tuple[str, ...] = ()
-    free: tuple[str, ...] = ()
-    other_start = ""
-
-    def missing(self, cfg: Cfg) -> list[str]:
-        """Returns the required keys that are not set."""
-        del cfg
-        return []
-
-    def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
-        """Raises an error for names and combinations that cannot work; imports no torch, and writes nothing.
-
-        Args:
-            cfg: The configuration.
-            fail: Makes the error for a key and the rule that it breaks.
-            training: Also check values that only training needs.
-
-        Raises:
-            ConfigError: The first broken rule.
-        """
-
-    def preflight(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
-        """Yields the checks before a start that need more than the configuration, in the order of a start.
-
-        `rlhpc train` runs all of these checks; `rlhpc plan` and `submit` run those that need only files.
-
-        Args:
-            cfg: The configuration from `prepare` or `trial`.
-            ranks: Number of processes of each group.
-        """
-        del cfg, ranks
-        return iter(())
-
-    def prepare(self, cfg: Cfg, *, resumes: bool) -> Cfg:
-        """Returns the configuration for the ranks; the caller's stays unchanged.
-
-        Args:
-            cfg: The configuration.
-            resumes: The run continues from a checkpoint.
-        """
-        del resumes
-        return cfg
-
-    @contextlib.contextmanager
-    def trial(self, cfg: Cfg) -> Iterator[Cfg]:
-        """Yields the configuration for `preflight`, as from `prepare`, and removes everything that this creates.
-
-        Args:
-            cfg: The configuration.
-        """
-        yield self.prepare(cfg, resumes=False)
-
-    def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
-        """Returns the keys in which a checkpoint of this task type differs from this run, with both values."""
-        del cfg, checkpoint
-        return []
-
-    def goal(self, cfg: Cfg) -> Any:
-        """Returns the goal that can end a segment before its planned step; None without one."""
-        return early_end(cfg)
-
-    def evaluation_metrics(self, cfg: Cfg) -> Sequence[str]:
-        """Returns the metrics of held-out data that a run with this configuration measures during training and that have a
-        better direction, for `runner.keep_best`; empty if it does not evaluate.
-        """
-        del cfg
-        return ()
-
-
-class Offline(Generic[Cfg]):
-    """Work of a task type before and after training: data to prepare, evaluation, playing, export.
-
-    Args:
-        name: Name of the task type, for messages.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def preparation(self, cfg: Cfg) -> Preparation:
-        """Returns the steps of the workflow before training."""
-        del cfg
-        return Preparation()
-
-    def recording(self, cfg: Cfg) -> tuple[int, bool]:
-        """Returns the number of recorded episodes of the last policy, and whether only successful ones are recorded."""
-        del cfg
-        return 0, False
-
-    def evaluate(
-        self, cfg: Cfg, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
-    ) -> str:
-        """Evaluates a checkpoint.
-
-        Args:
-            cfg: The configuration.
-            checkpoint: Its folder.
-            suite: Name of the evaluation.
-            episodes: Number of episodes; None for that of the configuration.
-            output: File for the result; None writes nothing.
-            trust_code: Import names of the form `module:Class` in the checkpoint.
-
-        Returns:
-            The result in a line.
-        """
-        raise ConfigError(f"runs of kind {self.name} are not evaluated")
-
-    def evaluate_model(self, cfg: Cfg, *, suite: str, output: Path | None) -> str:
-        """Evaluates the model that the configuration names, without a checkpoint; returns the result in a line."""
-        raise ConfigError(f"--model is for language models; {self.name} runs have none. Give a checkpoint")
-
-    def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
-        """Plays episodes with a checkpoint's policy, or chats with its model.
-
-        Args:
-            cfg: The configuration.
-            checkpoint: Its folder.
-            options: Options.
-
-        Returns:
-            The result in a line; "" without a result.
-        """
-        raise ConfigError(f"runs of kind {self.name} have nothing to play; rlhpc eval evaluates their checkpoints")
-
-    def export(self, checkpoint: Path, output: Path | None, options: Exporting) -> Path:
-        """Exports a checkpoint as a folder for other tools.
-
-        Args:
-            checkpoint: Its folder.
-            output: Target; by default in the run of the checkpoint.
-            options: Options.
-
-        Returns:
-            The folder.
-        """
-        raise ConfigError(f"runs of kind {self.name} have no export")
-
-
-class Reporting:
-    """Pages and tables of a task type's runs.
-
-    Args:
-        curves: Curves that its report always has: file name → title.
-        compared: Metrics by which runs are compared: name, title, axis; those of evaluations begin with `eval/`.
-        headlines: Numbers by which its runs are judged, the most important first; empty for those of `compared`.
-    """
-
-    def __init__(
-        self,
-        curves: Mapping[str, str] | None = None,
-        compared: Sequence[tuple[str, str, str]] = (),
-        headlines: Sequence[Headline] = (),
-    ) -> None:
-        self.curves: Mapping[str, str] = curves or {}
-        self.compared, self.headlines = tuple(compared), tuple(headlines)
-
-    def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
-        """Returns every chart of a run as SVG, by file name."""
-        del paths, rows
-        return {}
-
-    def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
-        """Returns the parts of the report that depend on the task type.
-
-        Args:
-            paths: The run.
-            rows: Its metrics.
-            linked: The page may refer to other files of the run.
-        """
-        del paths, rows, linked
-        return Parts("", "", [], "", [], {}, ("", ""))
-
-
-@dataclass(frozen=True)
-class Planning:
-    """Models of a task type's runs, which `rlhpc tune` and `rlhpc plan` read.
-
-    Attributes:
-        workload: Workload of a step: a function as `module:function` that takes the configuration and the maximum staleness in
-            steps, and returns a `Workload`; "" if unknown.
-        account: Memory account of its ranks: a `rlhpc.runs.memory.plan.Accounting`, as `module:function`; "" if unknown.
-    """
-
-    workload: str = ""
-    account: str = ""
 
 
 class ConfigKeys:
@@ -604,11 +271,6 @@ class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
             for name in {*restartable, *min_ranks, *sizes, *leases}
         }
         return SessionPolicies(groups, max_recoveries, self.why_fixed(cfg))
-
-
-def early_end(cfg: RunConfig) -> list[Any] | None:
-    """Returns the settings that end a run without improvement; None if the configuration has no early end."""
-    return [cfg.runner.keep_best, cfg.runner.patience] if cfg.runner.patience > 0 else None
 
 
 def kind_names() -> list[str]:

@@ -170,7 +170,6 @@ WIDE_MODULES = {
         "rlhpc/language/rollout/group_builder.py",
         "rlhpc/language/training/weight_sync.py",
         "rlhpc/runs/memory/plan.py",
-        "rlhpc/runs/task_type.py",
         "rlhpc/runtime/comm/shared_memory.py",
     ),
 }

@@ -72,9 +72,8 @@ def test_evaluations_of_checkpoints_come_before_rows_of_training() -> None:
 
 
 def test_the_metric_is_the_first_that_all_runs_have_at_some_step() -> None:
-    kind: Any = SimpleNamespace(
-        compared=[("eval/success", "", ""), ("env/return", "", ""), ("env/return", "", "again")]
-    )
+    compared = [("eval/success", "", ""), ("env/return", "", ""), ("env/return", "", "again")]
+    kind: Any = SimpleNamespace(reporting=SimpleNamespace(compared=compared))
     assert metric_of(kind, [logged(1, 2), logged(3)]) == "env/return"
     assert metric_of(kind, [evaluated(s1=0.5)]) == "eval/success"
     assert metric_of(kind, [logged(1), Run()]) is None
