@@ -57,12 +57,12 @@ def single_process() -> dict[str, float]:
     import torch
 
     import bench.peers.dummy_env  # noqa: F401
-    from bench.single_process_sac import Buffer, Learner
+    from bench.single_process_sac import Buffer, SacLearner
 
     torch.set_num_threads(1)
     env = gymnasium.make("RlhpcDummy-v0")
     assert isinstance(env.action_space, gymnasium.spaces.Box)
-    learner, buffer = Learner(17, env.action_space), Buffer(100_000, 17, 6)
+    learner, buffer = SacLearner(17, env.action_space), Buffer(100_000, 17, 6)
     obs, times = env.reset(seed=1)[0], []
     for step in range(STEPS):
         started = time.perf_counter()

@@ -84,7 +84,7 @@ class HalfTrainer(Worker):
         }
         to = [(engine, [0, 1])]
         self.shards = make_sync("shards", self, (self.group_name, 0), to, "off")
-        self.whole = make_sync("broadcast", self, (self.group_name, 0), to, "off")
+        self.gathered_sync = make_sync("broadcast", self, (self.group_name, 0), to, "off")
 
     def change(self, version: int) -> None:
         for tensor in self.held.values():
@@ -102,7 +102,7 @@ class HalfTrainer(Worker):
             for _ in gathered:
                 pass
             return 0, self.memory.mb()
-        self.whole.send(version, gathered)
+        self.gathered_sync.send(version, gathered)
         return sum(tensor.numel() * 2 for tensor in self.held.values()), self.memory.mb()
 
     def _parts(self) -> Iterator[Part]:
@@ -118,24 +118,24 @@ class HalfEngine(Worker):
     def open(self, layers: int) -> None:
         self.memory = Resident()
         self.boxes = {name: slice_of(name, shape, self.rank) for name, shape in shapes(layers).items()}
-        self.own = {name: torch.zeros(box.sizes, dtype=torch.bfloat16) for name, box in self.boxes.items()}
+        self.local_shards = {name: torch.zeros(box.sizes, dtype=torch.bfloat16) for name, box in self.boxes.items()}
         to = [(self.group_name, [0, 1])]
-        self.shards = make_sync("shards", self, ("trainer", 0), to, whole=True)
-        self.whole = make_sync("broadcast", self, ("trainer", 0), to, whole=True)
+        self.shards = make_sync("shards", self, ("trainer", 0), to, complete_updates=True)
+        self.gathered_sync = make_sync("broadcast", self, ("trainer", 0), to, complete_updates=True)
         assert isinstance(self.shards, ShardSync)
         self.shards.want({name: (box,) for name, box in self.boxes.items()})
 
     def take(self, way: str) -> float:
         """Receives a version, and returns the memory in MB."""
         self.memory.begin()
-        update: Update = (self.shards if way == "shards" else self.whole).receive()
+        update: Update = (self.shards if way == "shards" else self.gathered_sync).receive()
         for name, tensor in update.tensors:
             assert isinstance(tensor, torch.Tensor)
-            self.own[name].copy_(cut(tensor, self.boxes[name]))
+            self.local_shards[name].copy_(cut(tensor, self.boxes[name]))
         return self.memory.mb()
 
     def check(self, version: int) -> bool:
-        return all(bool((tensor == version).all()) for tensor in self.own.values())
+        return all(bool((tensor == version).all()) for tensor in self.local_shards.values())
 
 
 def measure(trainer: WorkerGroup, engine: WorkerGroup, way: str, version: int) -> tuple[float, list[int], float, float]:

@@ -30,7 +30,7 @@ from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import timing_row
 from rlhpc.embodied.robots.joining import invite
-from rlhpc.embodied.robots.robot_env import Robot, Seen, Verdict
+from rlhpc.embodied.robots.robot_env import Observation, Robot, Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWS: dict[str, Any] = {"7 numbers": 7, "2 pictures of 128 x 128": {"state": 7, "rgb": [128, 128, 6]}}
@@ -53,9 +53,9 @@ class Still(Robot):
     def act(self, action: np.ndarray) -> None:
         """Stays."""
 
-    def observe(self) -> Seen:
+    def observe(self) -> Observation:
         """Returns the same observation with the present time."""
-        return Seen(self._obs, time.monotonic())
+        return Observation(self._obs, time.monotonic())
 
     def judge(self, obs: Any, action: np.ndarray) -> Verdict:
         """Returns no reward."""

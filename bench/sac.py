@@ -65,9 +65,9 @@ def plain() -> Callable[[], None]:
     import numpy as np
     from gymnasium import spaces
 
-    from bench.single_process_sac import Buffer, Learner
+    from bench.single_process_sac import Buffer, SacLearner
 
-    learner, buffer = Learner(OBS, spaces.Box(-1, 1, (ACT,), np.float32)), Buffer(ROWS, OBS, ACT)
+    learner, buffer = SacLearner(OBS, spaces.Box(-1, 1, (ACT,), np.float32)), Buffer(ROWS, OBS, ACT)
     random = np.random.default_rng(1)
     for name in ("obs", "next_obs", "actions", "rewards"):
         getattr(buffer, name)[:] = random.standard_normal(getattr(buffer, name).shape, np.float32)

@@ -56,8 +56,8 @@ def real(count: int) -> dict[str, float]:
     RuntimePeer.create_group().launch(cluster, NodePlacementStrategy([0]), "first")
     group = RuntimePeer.create_group()
     row = {"launch (s)": seconds(lambda: group.launch(cluster, NodePlacementStrategy([0] * count), "group"))}
-    group.nothing().wait()
-    row["dispatch to all (us)"] = float(np.median([seconds(lambda: group.nothing().wait()) for _ in range(100)])) * 1e6
+    group.idle().wait()
+    row["dispatch to all (us)"] = float(np.median([seconds(lambda: group.idle().wait()) for _ in range(100)])) * 1e6
     row["end (s)"] = seconds(group.shutdown)
     Session.current().stop()
     return row
@@ -137,10 +137,8 @@ def slow(milliseconds: int) -> dict[str, float]:
         row["cold start to 8 ready workers (s)"] = time.perf_counter() - started
         other = RuntimePeer.create_group()
         row["warm launch (s)"] = seconds(lambda: other.launch(cluster, NodePlacementStrategy([0]), "other"))
-        group.nothing().wait()
-        row["dispatch to 8 (us)"] = (
-            float(np.median([seconds(lambda: group.nothing().wait()) for _ in range(100)])) * 1e6
-        )
+        group.idle().wait()
+        row["dispatch to 8 (us)"] = float(np.median([seconds(lambda: group.idle().wait()) for _ in range(100)])) * 1e6
 
         def talk(count: int) -> list[float]:
             channel, back = Channel.create("out", home="other"), Channel.create("back", home="eight")

@@ -48,7 +48,7 @@ def ours(task: str, processes: int) -> float:
     return SLOTS * TASKS[task] / took
 
 
-def theirs(kind: str, task: str) -> float:
+def gymnasium_rate(kind: str, task: str) -> float:
     """Returns environment steps a second of a vector environment, in a process of the simulators' Python."""
     words = [PYTHON, "-m", "bench.simulators", "--theirs", kind, task, json.dumps(section(task))]
     done = subprocess.run(
@@ -58,7 +58,7 @@ def theirs(kind: str, task: str) -> float:
 
 
 def their_rate(kind: str, task: str, env: dict[str, Any]) -> float:
-    """Returns the rate that `theirs` prints."""
+    """Returns the rate that `gymnasium_rate` prints."""
     import gymnasium
     from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
@@ -89,11 +89,11 @@ def contenders() -> dict[str, Any]:
     """Returns the measurements by name; a round runs all in this order."""
     measurements: dict[str, Any] = {}
     for task in TASKS:
-        measurements[f"{task}: SyncVectorEnv"] = partial(theirs, "sync", task)
+        measurements[f"{task}: SyncVectorEnv"] = partial(gymnasium_rate, "sync", task)
         measurements[f"{task}: rlhpc, 1 process"] = partial(ours, task, 1)
-        measurements[f"{task}: AsyncVectorEnv"] = partial(theirs, "async", task)
+        measurements[f"{task}: AsyncVectorEnv"] = partial(gymnasium_rate, "async", task)
         measurements[f"{task}: rlhpc, 2 processes"] = partial(ours, task, 2)
-    measurements["breakout: AtariVectorEnv"] = partial(theirs, "own", "breakout")
+    measurements["breakout: AtariVectorEnv"] = partial(gymnasium_rate, "own", "breakout")
     return measurements
 
 

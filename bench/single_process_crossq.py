@@ -24,7 +24,7 @@ def network(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.BatchNorm1d(256, eps=1e-3, momentum=0.01), nn.Linear(256, outputs)).eval()
 
 
-class Actor(nn.Module):
+class CrossQActor(nn.Module):
     """Squashed Gaussian."""
 
     def __init__(self, obs: int, space: gym.spaces.Box) -> None:
@@ -45,12 +45,12 @@ class Actor(nn.Module):
         return squashed * self.scale + self.bias, logprob.sum(1)
 
 
-class Learner:
+class CrossQLearner:
     """Networks, optimizers and the update."""
 
     def __init__(self, obs: int, space: gym.spaces.Box) -> None:
         dim = int(np.prod(space.shape))
-        self.actor = Actor(obs, space)
+        self.actor = CrossQActor(obs, space)
         self.critics = nn.ModuleList(network(obs + dim, 1) for _ in range(2))
         self.q_opt = torch.optim.Adam(self.critics.parameters(), lr=1e-3, betas=(0.5, 0.999))
         self.actor_opt = torch.optim.Adam(self.actor.parameters(), lr=1e-3, betas=(0.5, 0.999))
@@ -91,4 +91,4 @@ class Learner:
 
 
 if __name__ == "__main__":
-    main(Learner, __doc__)
+    main(CrossQLearner, __doc__)

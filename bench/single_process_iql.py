@@ -28,7 +28,7 @@ def network(inputs: int, outputs: int) -> nn.Sequential:
     )  # fmt: skip
 
 
-class Actor(nn.Module):
+class IqlActor(nn.Module):
     """A Gaussian whose spread does not depend on the observation, in halves of the bounds' width."""
 
     def __init__(self, obs: int, space: gym.spaces.Box) -> None:
@@ -49,12 +49,12 @@ class Actor(nn.Module):
         return self.normal(obs).sample().clamp(-1, 1) * self.scale + self.bias, None
 
 
-class Learner:
+class IqlLearner:
     """Networks, optimizers and the update."""
 
     def __init__(self, obs: int, space: gym.spaces.Box) -> None:
         dim = int(np.prod(space.shape))
-        self.actor, self.value = Actor(obs, space), network(obs, 1)
+        self.actor, self.value = IqlActor(obs, space), network(obs, 1)
         self.q1, self.q2 = Critic(obs, dim), Critic(obs, dim)
         self.t1, self.t2 = copy.deepcopy(self.q1), copy.deepcopy(self.q2)
         self.q_opt = torch.optim.Adam([*self.q1.parameters(), *self.q2.parameters()], lr=3e-4)
@@ -113,5 +113,5 @@ class Learner:
 
 if __name__ == "__main__":
     main(
-        Learner, __doc__, data="", expectile=0.7, inverse_temperature=3.0, offline_steps=5, offline_updates=1000
+        IqlLearner, __doc__, data="", expectile=0.7, inverse_temperature=3.0, offline_steps=5, offline_updates=1000
     )  # fmt: skip

@@ -35,7 +35,7 @@ class Critic(nn.Module):
         return self.out(F.relu(self.two(hidden)))
 
 
-class Actor(nn.Module):
+class SacActor(nn.Module):
     """Squashed Gaussian."""
 
     def __init__(self, obs: int, space: gym.spaces.Box) -> None:
@@ -81,12 +81,12 @@ class Buffer:
         return [torch.as_tensor(x[rows]) for x in (self.obs, self.next_obs, self.actions, self.rewards, self.ends)]
 
 
-class Learner:
+class SacLearner:
     """Networks, optimizers and the update."""
 
     def __init__(self, obs: int, space: gym.spaces.Box) -> None:
         dim = int(np.prod(space.shape))
-        self.actor = Actor(obs, space)
+        self.actor = SacActor(obs, space)
         self.q1, self.q2, self.t1, self.t2 = (Critic(obs, dim) for _ in range(4))
         self.t1.load_state_dict(self.q1.state_dict())
         self.t2.load_state_dict(self.q2.state_dict())
@@ -126,7 +126,7 @@ class Learner:
                 t.data.copy_(0.005 * p.data + 0.995 * t.data)
 
 
-def train(args: argparse.Namespace, kind: type[Any] = Learner) -> dict[str, Any]:
+def train(args: argparse.Namespace, kind: type[Any] = SacLearner) -> dict[str, Any]:
     """Trains a learner of a kind for `steps` environment steps."""
     torch.manual_seed(args.seed)
     np.random.seed(args.seed)
@@ -161,7 +161,7 @@ def train(args: argparse.Namespace, kind: type[Any] = Learner) -> dict[str, Any]
     return {"seed": args.seed, "returns": returns, "loop_s": time.perf_counter() - started}
 
 
-def main(kind: type[Any] = Learner, description: str | None = __doc__, **more: Any) -> None:
+def main(kind: type[Any] = SacLearner, description: str | None = __doc__, **more: Any) -> None:
     """Trains as the command line says. Further arguments, with their defaults, are a learner's own (`before`)."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--env", default="InvertedPendulum-v5")

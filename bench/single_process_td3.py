@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from bench.single_process_sac import Critic, main
 
 
-class Actor(nn.Module):
+class Td3Actor(nn.Module):
     """One action; explores by noise."""
 
     def __init__(self, obs: int, space: gym.spaces.Box) -> None:
@@ -40,12 +40,12 @@ class Actor(nn.Module):
         return (action + torch.randn_like(action) * self.scale * 0.1).clamp(self.low, self.high), None
 
 
-class Learner:
+class Td3Learner:
     """Networks, optimizers and the update."""
 
     def __init__(self, obs: int, space: gym.spaces.Box) -> None:
         dim = int(np.prod(space.shape))
-        self.actor, self.q1, self.q2 = Actor(obs, space), Critic(obs, dim), Critic(obs, dim)
+        self.actor, self.q1, self.q2 = Td3Actor(obs, space), Critic(obs, dim), Critic(obs, dim)
         self.target_actor, self.t1, self.t2 = copy.deepcopy(self.actor), copy.deepcopy(self.q1), copy.deepcopy(self.q2)
         self.q_opt = torch.optim.Adam([*self.q1.parameters(), *self.q2.parameters()], lr=3e-4)
         self.actor_opt = torch.optim.Adam(self.actor.parameters(), lr=3e-4)
@@ -74,4 +74,4 @@ class Learner:
 
 
 if __name__ == "__main__":
-    main(Learner, __doc__)
+    main(Td3Learner, __doc__)

@@ -72,7 +72,7 @@ def ours(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tupl
     return seconds, export
 
 
-def theirs(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tuple[float, Path]:
+def train_trl(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tuple[float, Path]:
     """Returns the same for TRL, in a separate process."""
     export = folder / f"trl-{seed}-{threads}"
     words = ["--peer", "--start", str(start), "--output", str(export), "--seed", str(seed), "--steps", str(steps)]
@@ -147,7 +147,7 @@ def compare(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
     rows: dict[str, list[dict[str, float]]] = {f"{side}, {n} threads": [] for n in (1, 2) for side in ("rlhpc", "TRL")}
     for seed in range(1, seeds + 1):
         for name in rows if seed % 2 else reversed(rows):
-            run, threads = (ours if name.startswith("rlhpc") else theirs), 2 if "2" in name else 1
+            run, threads = (ours if name.startswith("rlhpc") else train_trl), 2 if "2" in name else 1
             seconds, export = run(folder, start, seed, steps, threads)
             row = {"seed": float(seed), "step_s": seconds, "accuracy": accuracy(export, overrides)}
             rows[name].append(row)
@@ -158,8 +158,8 @@ def compare(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
     }
     ratios = {
         f"{n} threads": statistics.median(
-            theirs["step_s"] / ours["step_s"]
-            for ours, theirs in zip(
+            trl_row["step_s"] / rlhpc_row["step_s"]
+            for rlhpc_row, trl_row in zip(
                 _by_seed(rows[f"rlhpc, {n} threads"]), _by_seed(rows[f"TRL, {n} threads"]), strict=True
             )
         )

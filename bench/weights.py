@@ -49,9 +49,9 @@ ROWS = [
         for how in ("adopted", "copied")
     ),
     *(
-        WeightFigure(f"1 to 4, {how}, 1 % {what}", "r4", changed, how == "adopted", delta)
+        WeightFigure(f"1 to 4, {how}, 1 % {label}", "r4", changed, how == "adopted", delta)
         for how in ("adopted", "copied")
-        for what, changed, delta in (("trained", "trained", "frozen"), ("of elements", "elements", "elements"))
+        for label, changed, delta in (("trained", "trained", "frozen"), ("of elements", "elements", "elements"))
     ),
     WeightFigure("1 to 1 over TCP, copied, all", "far", "all", False),
     WeightFigure("1 to 1 over TCP, copied, 1 % trained", "far", "trained", False, "frozen"),

@@ -1,33 +1,27 @@
-"""Words check of docstrings and names, against a ratchet: `python -m tests.words`.
+"""Words check of docstrings and names: `python -m tests.words`.
 
-Five kinds of findings in `rlhpc/` and `bench/`:
+Five kinds of findings in `rlhpc/` and `bench/`, each of which is an error:
 
 - `module_docstring`, `class_docstring`: opens with a word such as What, How or Of, where a noun phrase of the field belongs.
 - `function_docstring`: does not begin with a verb in the third person. A property may begin with a noun.
 - `name`: a variable, parameter, attribute, function or class has one of the reserved names.
 - `class_name`: a public class name that is defined more than once in the package.
-
-`tests/refactor/ratchet.json` has the number of findings that each top-level package may still have; a package without a row
-may have none. More findings are an error. With fewer, `python -m tests.words --lower` writes the lower numbers. It also
-moves numbers between packages after files have moved, but it never lets the total of a kind rise.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import json
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RATCHET = ROOT / "tests" / "refactor" / "ratchet.json"
-#: Folders whose files are checked. The first-level folders of a nested root are packages of their own in the ratchet.
-NESTED, FLAT = ("rlhpc",), ("bench",)
+#: Folders whose files are checked.
+FOLDERS = ("rlhpc", "bench")
 KINDS = ("module_docstring", "class_docstring", "function_docstring", "name", "class_name")
 
 
@@ -101,20 +95,9 @@ class Finding:
     kind: str
     message: str
 
-    @property
-    def package(self) -> str:
-        """Row of the ratchet that the file belongs to."""
-        return package_of(self.path)
-
     def __str__(self) -> str:
         """Formats the finding as `file:line: message`."""
         return f"{self.path}:{self.line}: {self.message}"
-
-
-def package_of(path: str) -> str:
-    """Returns the row of a file in the ratchet: `rlhpc/language`, `rlhpc` for files at its top, `bench`."""
-    parts = path.split("/")
-    return "/".join(parts[:2]) if parts[0] in NESTED and len(parts) > 2 else parts[0]
 
 
 def begins_with_verb(docstring: str) -> bool:
@@ -259,109 +242,22 @@ def read_sources(root: Path) -> dict[str, str]:
     """Returns path and text of each file that is checked."""
     return {
         path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
-        for folder in (*NESTED, *FLAT)
+        for folder in FOLDERS
         for path in sorted((root / folder).rglob("*.py"))
     }
 
 
-def count(findings: Iterable[Finding], packages: Iterable[str]) -> dict[str, dict[str, int]]:
-    """Returns the number of findings by package and kind, with a row for each of `packages` too."""
-    numbers = Counter((finding.package, finding.kind) for finding in findings)
-    names = {*packages, *(package for package, _ in numbers)}
-    return {package: {kind: numbers[package, kind] for kind in KINDS} for package in sorted(names)}
-
-
-def _totals(counts: Mapping[str, Mapping[str, int]]) -> Counter[str]:
-    """Returns the number of findings of each kind."""
-    totals: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
-    for row in counts.values():
-        totals.update(row)
-    return totals
-
-
-def compare(
-    findings: Iterable[Finding], counts: Mapping[str, Mapping[str, int]], ratchet: Mapping[str, Mapping[str, int]]
-) -> tuple[list[str], list[str]]:
-    """Compares counts with the ratchet.
-
-    Returns:
-        Errors, with each finding of a package and kind that has too many; and what can be lowered.
-    """
-    errors, lower = [], []
-    findings = list(findings)
-    for package in sorted({*counts, *ratchet}):
-        for kind in KINDS:
-            number, limit = counts.get(package, {}).get(kind, 0), ratchet.get(package, {}).get(kind, 0)
-            if number > limit:
-                errors += [str(each) for each in findings if (each.package, each.kind) == (package, kind)]
-                errors.append(f"{package}: {number} findings of kind {kind}, allowed are {limit}")
-            elif number < limit:
-                lower.append(f"{package}: {number} findings of kind {kind}, allowed are {limit}")
-    return errors, lower
-
-
-def lowered(
-    counts: Mapping[str, Mapping[str, int]], ratchet: Mapping[str, Mapping[str, int]] | None
-) -> dict[str, dict[str, int]]:
-    """Returns the new ratchet.
-
-    Args:
-        counts: Findings of today, by package and kind.
-        ratchet: The old one; None where there is no file yet.
-
-    Raises:
-        ValueError: The total of a kind would rise.
-    """
-    if ratchet is not None:
-        new, old = _totals(counts), _totals(ratchet)
-        risen = [f"{kind} from {old[kind]} to {new[kind]}" for kind in KINDS if new[kind] > old[kind]]
-        if risen:
-            raise ValueError(f"the ratchet only goes down; findings have risen: {', '.join(risen)}")
-    return {package: dict(row) for package, row in counts.items()}
-
-
-def format_ratchet(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """Formats a ratchet as JSON with one package a line."""
-    rows = [f"  {json.dumps(package)}: {json.dumps(row)}" for package, row in sorted(counts.items())]
-    return "{\n" + ",\n".join(rows) + "\n}\n"
-
-
-def main(arguments: list[str] | None = None, root: Path = ROOT, ratchet_path: Path = RATCHET) -> int:
+def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     """Runs the check; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.words", description="Checks docstrings and names.")
-    parser.add_argument("--lower", action="store_true", help="write today's numbers into the ratchet")
-    parser.add_argument("--list", metavar="PATH", help="print all findings in the files whose paths begin so, and end")
+    parser.add_argument("--list", metavar="PATH", default="", help="check only the files whose paths begin so")
     options = parser.parse_args(arguments)
-    sources = read_sources(root)
-    findings = check_sources(sources)
-    counts = count(findings, map(package_of, sources))
-    if options.list is not None:
-        for finding in findings:
-            if finding.path.startswith(options.list):
-                print(finding)
-        return 0
-    ratchet = json.loads(ratchet_path.read_text(encoding="utf-8")) if ratchet_path.exists() else None
-    if options.lower:
-        try:
-            new = lowered(counts, ratchet)
-        except ValueError as error:
-            print(f"words: {error}")
-            return 1
-        ratchet_path.write_text(format_ratchet(new), encoding="utf-8")
-        print(f"words: wrote {ratchet_path.name}")
-        return 0
-    errors, lower = compare(findings, counts, ratchet or {})
-    for line in errors:
-        print(line)
-    if errors:
-        print("words: mend what you have added; `python -m tests.words --list PATH` prints the findings of a file")
-        print("words: after a move of files between packages, `python -m tests.words --lower` moves the numbers")
-        return 1
-    if lower:
-        print("\n".join(lower))
-        print("words: fewer findings than allowed: lower the ratchet by `python -m tests.words --lower`")
-    print("words: " + ", ".join(f"{number} {kind}" for kind, number in _totals(counts).items()))
-    return 0
+    findings = [finding for finding in check_sources(read_sources(root)) if finding.path.startswith(options.list)]
+    for finding in findings:
+        print(finding)
+    counts = Counter(finding.kind for finding in findings)
+    print("words: " + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS))
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def measure(report: Report) -> None:
         if report.small:
             report.skip("device masks", "a CPU has none")
         else:
-            masks, visible, which = zip(*group.seen().wait(), strict=True)
+            masks, visible, which = zip(*group.visible_cards().wait(), strict=True)
             if visible != (1, 1) or len(set(which)) < 2:
                 raise RuntimeError(f"ranks with the masks {masks} see {visible} cards: {which}")
             report.figure("cards that each rank sees", 1, "")

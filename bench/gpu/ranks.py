@@ -61,7 +61,7 @@ class Trains(Worker):
         every = make_batches(size.vocabulary, size.sequences, size.longest, size.micro)
         count = sum(batch.tokens for batch in every)
         local_batches = every[self.rank :: self.world_size]
-        local_batches += [every[0].nothing()] * (-(-len(every) // self.world_size) - len(local_batches))
+        local_batches += [every[0].empty_sample()] * (-(-len(every) // self.world_size) - len(local_batches))
 
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             value = -(batch.columns["weights"] * scores.logprobs).sum() / count
@@ -139,7 +139,7 @@ class Linked(Worker):
                 tensor.fill_(1.0)
         return seconds_by_name
 
-    def seen(self) -> tuple[str, int, str]:
+    def visible_cards(self) -> tuple[str, int, str]:
         """Returns the mask, the number of cards that torch sees through it, and the index of the card."""
         kind = own_device(self).type
         module: Any = torch.get_device_module(kind)

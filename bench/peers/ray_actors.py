@@ -32,7 +32,7 @@ class RayPeer:
         torch.set_num_threads(1)
         self.held: list[np.ndarray] = []
 
-    def nothing(self) -> None: ...
+    def idle(self) -> None: ...
 
     def pid(self) -> int:
         return os.getpid()
@@ -103,15 +103,15 @@ def measure() -> dict[str, float]:
     started = time.perf_counter()
     ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=3 << 30)
     eight = [RayPeer.remote() for _ in range(8)]
-    ray.get([peer.nothing.remote() for peer in eight])
+    ray.get([peer.idle.remote() for peer in eight])
     row["cold start to 8 ready workers (s)"] = time.perf_counter() - started
     started = time.perf_counter()
     more = [RayPeer.remote() for _ in range(8)]
-    ray.get([peer.nothing.remote() for peer in more])
+    ray.get([peer.idle.remote() for peer in more])
     row["warm launch of 8 workers (s)"] = time.perf_counter() - started
     for peer in more:
         ray.kill(peer)
-    row["dispatch to 8 workers (us)"] = median(lambda: ray.get([p.nothing.remote() for p in eight]), 300, 20) * 1e6
+    row["dispatch to 8 workers (us)"] = median(lambda: ray.get([p.idle.remote() for p in eight]), 300, 20) * 1e6
     workers = ray.get([peer.pid.remote() for peer in eight])
     time.sleep(2.0)
     everybody = [*descendants(os.getpid()), os.getpid()]
@@ -125,7 +125,7 @@ def measure() -> dict[str, float]:
     for peer in eight[5:]:
         ray.kill(peer)
     a, b, *remaining = eight[:5]
-    row["dispatch to 1 worker (us)"] = median(lambda: ray.get(a.nothing.remote()), 500, 20) * 1e6
+    row["dispatch to 1 worker (us)"] = median(lambda: ray.get(a.idle.remote()), 500, 20) * 1e6
     out, back = Queue(), Queue()
     done = b.pong.remote(out, back, 100)
     row["channel, 1 KB, one way (us)"] = statistics.median(ray.get(a.ping.remote(out, back, 100))) / 2 * 1e6

@@ -20,7 +20,7 @@ MIB = 1 << 20
 class RuntimePeer(Worker):
     """The other end of every measurement."""
 
-    def nothing(self) -> None: ...
+    def idle(self) -> None: ...
 
     def ping(self, out: Channel, back: Channel, count: int, item: Any) -> list[float]:
         """Returns the seconds of `count` round trips of `item`."""
@@ -86,8 +86,8 @@ def measure() -> dict[str, float]:
     more = launch(8, "more")
     row["warm launch of 8 workers (s)"] = time.perf_counter() - started
     more.shutdown()
-    eight.nothing().wait()
-    row["dispatch to 8 workers (us)"] = float(np.median([seconds(eight.nothing().wait) for _ in range(300)])) * 1e6
+    eight.idle().wait()
+    row["dispatch to 8 workers (us)"] = float(np.median([seconds(eight.idle().wait) for _ in range(300)])) * 1e6
 
     workers = [record["pid"] for record in eight._records]
     system = [pid for pid in descendants(os.getpid()) if pid not in workers]
@@ -101,13 +101,13 @@ def measure() -> dict[str, float]:
     eight.shutdown()
     a, b = launch(1, "a"), launch(1, "b")
     b.shutdown()
-    a.nothing().wait()
+    a.idle().wait()
     time.sleep(0.5)
     one = pss_mb([a._records[0]["pid"], *system, os.getpid()])
     row["idle memory, a worker beyond the first (PSS, MB)"] = (all_of_them - one) / 7
     b = launch(1, "b")
-    b.nothing().wait()
-    row["dispatch to 1 worker (us)"] = float(np.median([seconds(lambda: a.nothing().wait()) for _ in range(500)])) * 1e6
+    b.idle().wait()
+    row["dispatch to 1 worker (us)"] = float(np.median([seconds(lambda: a.idle().wait()) for _ in range(500)])) * 1e6
     tensors = {f"t{i}": torch.ones(4 * MIB, dtype=torch.uint8) for i in range(64)}
     for text, item, count in (
         ("1 KB, one way (us)", {"x": np.ones(1000, np.uint8)}, 500),

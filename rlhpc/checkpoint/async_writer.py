@@ -266,12 +266,12 @@ class SavingWorker(Worker):
         """Restores the state that `save` wrote."""
         raise NotImplementedError
 
-    def begin_save(self, folder: str, beside: bool) -> Checksums | None:
+    def begin_save(self, folder: str, async_write: bool) -> Checksums | None:
         """Starts what `save` does.
 
         Args:
             folder: Of the checkpoint.
-            beside: Only copy large data, if memory suffices; a thread writes the copies.
+            async_write: Only copy large data, if memory suffices; a thread writes the copies.
 
         Returns:
             The written files; None if a thread is still writing, in which case `saved` returns them.
@@ -279,9 +279,9 @@ class SavingWorker(Worker):
         Raises:
             CheckpointError: The filesystem refused.
         """
-        if beside and self._copies is None:
+        if async_write and self._copies is None:
             self._copies = HostBuffers()
-        writes = Writes(Path(folder), self._copies if beside else None)
+        writes = Writes(Path(folder), self._copies if async_write else None)
         with writes.collecting():
             self.save(folder)
         self._save, self._written = None, writes.write() if writes.done else None

@@ -122,20 +122,20 @@ class CheckpointWriter:
             raise self._failed(error) from error
 
     def commit(
-        self, meta: dict[str, Any] | None = None, known: Mapping[str, tuple[int, str] | None] | None = None
+        self, meta: dict[str, Any] | None = None, reported: Mapping[str, tuple[int, str] | None] | None = None
     ) -> Path:
         """Seals the checkpoint and gives it its name. Once this returns, the checkpoint survives a power cut.
 
         Args:
             meta: JSON-serializable data for the manifest.
-            known: Names of files that ranks have written or listed, with size and SHA-256 of those that their writers made
+            reported: Names of files that ranks have written or listed, with size and SHA-256 of those that their writers made
                 durable; the others are read. This node's listing may not have them all.
 
         Raises:
             CheckpointError: Nothing was written, or the filesystem refused; the staging folder is removed.
         """
         try:
-            self._seal(meta or {}, known or {})
+            self._seal(meta or {}, reported or {})
             self._rename()
         except OSError as error:
             shutil.rmtree(self.staging, ignore_errors=True)

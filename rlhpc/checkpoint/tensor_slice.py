@@ -69,7 +69,7 @@ def between(starts: Iterable[int], ends: Iterable[int]) -> Box:
     return Box(first, tuple(end - start for start, end in zip(first, ends, strict=True)))
 
 
-def whole(shape: Iterable[int]) -> Box:
+def full_box(shape: Iterable[int]) -> Box:
     """Returns the box of a full tensor."""
     sizes = tuple(shape)
     return Box((0,) * len(sizes), sizes)

@@ -18,7 +18,7 @@ from rlhpc.cli.parser import add_command, documentation_root
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plugins import meant
-from rlhpc.runtime.text import shown
+from rlhpc.runtime.text import short_repr
 
 _EXAMPLES = {
     "init": (
@@ -160,7 +160,7 @@ def _folder(text: str | None) -> Path:
     folder = expand_home(text).absolute()
     if os.pathsep in str(folder) or not str(folder).isprintable():
         raise ConfigError(
-            f"{shown(str(folder))}: modules in it cannot be imported, because of {os.pathsep!r} or a character "
+            f"{short_repr(str(folder))}: modules in it cannot be imported, because of {os.pathsep!r} or a character "
             "that is not printable in its name; give another folder"
         )
     return folder

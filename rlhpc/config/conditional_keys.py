@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from rlhpc.config.load import ALWAYS_SAVED
 from rlhpc.config.merge import ConfigLayers
 from rlhpc.config.typed import select, untouched
-from rlhpc.runtime.text import shown
+from rlhpc.runtime.text import short_repr
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class UnusedKey:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.key}={shown(self.value)} ({self.source}): it is read {self.reason}"
+        return f"{self.key}={short_repr(self.value)} ({self.source}): it is read {self.reason}"
 
 
 def is_none_of(key: str, *words: str) -> Callable[[Any], bool]:

@@ -14,7 +14,7 @@ from rlhpc.config.schema import typed_value
 from rlhpc.config.yaml_files import ConfigDumper, UniqueKeys, WrittenScalars, plain_value
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, read_yaml, read_yaml_file
-from rlhpc.runtime.text import cut, shown
+from rlhpc.runtime.text import cut, short_repr
 from rlhpc.runtime.trust import Trust, without_variables
 
 _MAX_DEPTH = 10
@@ -91,10 +91,10 @@ def _with_defaults(
             raise ConfigError(f"{path}: defaults: a configuration that comes with a checkpoint names no other files")
     defaults = typed_value(content.pop("defaults", None), list[str]) or []
     if isinstance(defaults, str) or not isinstance(defaults, list):
-        raise ConfigError(f"{path}: defaults is {shown(defaults)}; give a list of files")
+        raise ConfigError(f"{path}: defaults is {short_repr(defaults)}; give a list of files")
     if wrong := [name for name in defaults if not isinstance(name, str)]:
         raise ConfigError(
-            f"{path}: defaults has {shown(wrong[0])}; give a list of files, as paths relative to this one"
+            f"{path}: defaults has {short_repr(wrong[0])}; give a list of files, as paths relative to this one"
         )
     included = [file for name in defaults for file in _read((folder / str(name)).resolve(), chain, trust)]
     return [*included, (path, content)]

@@ -25,7 +25,7 @@ from rlhpc.config.sweep import SWEEP, is_about_sweep, read_section
 from rlhpc.config.yaml_files import ConfigDumper
 from rlhpc.runtime import env_references
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.text import shown
+from rlhpc.runtime.text import short_repr
 from rlhpc.runtime.trust import Trust
 
 #: Sections of a file in which an earlier version saved a run's configuration, with the keys of all kinds of run.
@@ -152,10 +152,10 @@ def read_task_type(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -
             task, origin = runner["task_type"], source
     for text in overrides:
         if text.partition("=")[0].strip() == TASK:
-            task, origin = parse_override(text)[1], f"override {shown(text)}"
+            task, origin = parse_override(text)[1], f"override {short_repr(text)}"
     task = typed_value(task, str)
     if task is not None and not isinstance(task, str):
-        raise ConfigError(f"{origin}: {TASK} is {shown(task)}; it must be the name of a kind of run")
+        raise ConfigError(f"{origin}: {TASK} is {short_repr(task)}; it must be the name of a kind of run")
     return task, origin
 
 

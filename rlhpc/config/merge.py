@@ -17,7 +17,7 @@ from rlhpc.config.typed import untouched
 from rlhpc.config.yaml_files import Scalar, WrittenScalars
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_yaml
-from rlhpc.runtime.text import cut, first_line, shown
+from rlhpc.runtime.text import cut, first_line, short_repr
 
 #: Returns a message that names the task type of a key that this configuration may not have; empty if none has it.
 Whose = Callable[[str], str]
@@ -82,7 +82,7 @@ class ConfigLayers:
                 value = self._null_numbers.get(path)
             name = self.schema.type_name(path)
             if isinstance(value, bool) and name in ("int", "float"):
-                raise ConfigError(f"{source}: {path} is {shown(value)}; it must be {name}")
+                raise ConfigError(f"{source}: {path} is {short_repr(value)}; it must be {name}")
             try:
                 if (cls := element_of(self.schema.kind(path))) is not None:
                     self.element_keys[path] = [{*item} if isinstance(item, dict) else set() for item in value]
@@ -93,7 +93,7 @@ class ConfigLayers:
                 else:
                     OmegaConf.update(self.cfg, node, value, merge=isinstance(value, dict))
             except OmegaConfBaseException as error:
-                words, why = ("null", "") if value is None else (shown(value), f" ({reason(error)})")
+                words, why = ("null", "") if value is None else (short_repr(value), f" ({reason(error)})")
                 raise ConfigError(f"{source}: {path} is {words}; it must be {name}{why}") from None
 
     def override(self, text: str) -> None:
@@ -103,7 +103,7 @@ class ConfigLayers:
             ConfigError: It does not have this form, or is not allowed.
         """
         key, value = parse_override(text)
-        self.set(key, value, f"override {shown(text)}")
+        self.set(key, value, f"override {short_repr(text)}")
 
     def set(self, key: str, value: Any, source: str) -> None:
         """Sets a value at a dotted key, on top of the layers so far.
@@ -145,7 +145,7 @@ class ConfigLayers:
         fields = fields_of(cls)
         if not isinstance(content, dict):
             raise ConfigError(
-                f"{source}: {prefix.rstrip('.')} is {shown(content)}; it is a section with the keys {', '.join(fields)}"
+                f"{source}: {prefix.rstrip('.')} is {short_repr(content)}; it is a section with the keys {', '.join(fields)}"
             )
         for key, value in content.items():
             path = f"{prefix}{key}"
@@ -159,11 +159,11 @@ class ConfigLayers:
                 self._check(value, kind, f"{path}.", source)
             elif (element := element_of(kind)) is not None:
                 if not isinstance(value, list):
-                    raise ConfigError(f"{source}: {path} is {shown(value)}; it is a list")
+                    raise ConfigError(f"{source}: {path} is {short_repr(value)}; it is a list")
                 for index, item in enumerate(value):
                     self._check(item, element, f"{path}[{index}].", source)
             elif isinstance(value, dict) and kind is not Any and typing.get_origin(kind) is not dict:
-                raise ConfigError(f"{source}: {path} is {shown(value)}; it must be {self.schema.type_name(path)}")
+                raise ConfigError(f"{source}: {path} is {short_repr(value)}; it must be {self.schema.type_name(path)}")
 
     def _leaves(self, content: dict[str, Any], parent: str = "", node: str = "") -> Iterable[tuple[str, str, Any]]:
         """Yields each value with its dotted key and its OmegaConf path, where a dot within a name does not divide it."""
@@ -185,13 +185,15 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, raw = text.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise ConfigError(f"override {shown(text)}: write key=value, for example runner.max_steps=20")
+        raise ConfigError(f"override {short_repr(text)}: write key=value, for example runner.max_steps=20")
     try:
         return key, _written_value(raw.strip()) if raw.strip() else None
     except ValueError as error:
         raise ConfigError(f"override {cut(key)}=…: the value is {error}") from None
     except yaml.YAMLError:
-        raise ConfigError(f"override {shown(text)}: the value {shown(raw)} is not valid YAML; quote it") from None
+        raise ConfigError(
+            f"override {short_repr(text)}: the value {short_repr(raw)} is not valid YAML; quote it"
+        ) from None
 
 
 def _written_value(text: str) -> Any:
@@ -237,7 +239,7 @@ def _structured(item: dict[str, Any], cls: type, where: str, source: str) -> Dic
         except OmegaConfBaseException as error:
             rule = words_of(fields[key])
             raise ConfigError(
-                f"{source}: {where}.{key} is {shown(value)}; it must be {rule} ({reason(error)})"
+                f"{source}: {where}.{key} is {short_repr(value)}; it must be {rule} ({reason(error)})"
             ) from None
     return section
 

@@ -18,7 +18,7 @@ from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.plugins import meant
-from rlhpc.runtime.text import shown
+from rlhpc.runtime.text import short_repr
 
 
 @dataclass
@@ -63,7 +63,7 @@ def find_site(name: str) -> Path:
             return site_file
     site_names = sorted({path.stem for folder in site_folders() for path in folder.glob("*.yaml")})
     raise ConfigError(
-        f"no site {shown(name)}; {meant(name, site_names)}there are: {', '.join(site_names) or 'none'} "
+        f"no site {short_repr(name)}; {meant(name, site_names)}there are: {', '.join(site_names) or 'none'} "
         f"(looked in {', '.join(str(folder) for folder in site_folders())})"
     )
 

@@ -18,7 +18,7 @@ from rlhpc.config.merge import ConfigLayers, parse_override
 from rlhpc.config.schema import Schema, typed_value
 from rlhpc.config.yaml_files import Scalar
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.text import cut, shown
+from rlhpc.runtime.text import cut, short_repr
 
 SWEEP = "sweep"
 GOALS = ("maximize", "minimize")
@@ -132,11 +132,11 @@ def read_section(
     changes = [text for text in overrides if is_about_sweep(text)]
     for source, content in [*sections, *(("", text) for text in changes)]:
         key, value = (SWEEP, content) if source else parse_override(content)
-        source = source or f"override {shown(content)}"
+        source = source or f"override {short_repr(content)}"
         value = _typed(key, value, run_keys)
         if key != SWEEP:
             sweep = sweep or (ConfigLayers(Schema(SweepFile)), source)
-            sweep[0].set(key, value, f"override {shown(content)}")
+            sweep[0].set(key, value, f"override {short_repr(content)}")
         elif value is None:
             sweep = None
         else:
@@ -195,7 +195,7 @@ def points(section: SweepConfig, source: str, overrides: Sequence[str] = ()) -> 
     if section.max_queued is not None and section.max_queued < 1:
         raise fail("max_queued", f"it is {section.max_queued}; it must be at least 1, or null for no limit")
     if section.metric is not None and not re.fullmatch(r"[\w.-]+/[\w./-]+", section.metric):
-        raise fail("metric", f"it is {shown(section.metric)}; write a metric's name, such as eval/return_mean")
+        raise fail("metric", f"it is {short_repr(section.metric)}; write a metric's name, such as eval/return_mean")
     seeds = _seeds(section, fail)
     combinations = _listed(section.list, fail) if section.list else _combined(section.grid, fail)
     if not seeds and not section.grid and not section.list:
@@ -204,7 +204,7 @@ def points(section: SweepConfig, source: str, overrides: Sequence[str] = ()) -> 
     for text in overrides:
         if (key := text.partition("=")[0].strip()) in varied:
             raise ConfigError(
-                f"override {shown(text)}: the sweep varies {key} ({source}); change its values there, with "
+                f"override {short_repr(text)}: the sweep varies {key} ({source}); change its values there, with "
                 f"{SWEEP}.{'seeds' if key == _SEED else f'grid.{key}'}=[…], or leave out the override"
             )
     runs = [
@@ -237,11 +237,11 @@ def _combined(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, A
                 f"grid.{key}", f"it is a mapping; write the whole key before its values: {key}.{next(iter(values))}"
             )
         if not isinstance(values, list):
-            raise fail(f"grid.{key}", f"it is {shown(values)}; write a list of values: [{shown(values)}]")
+            raise fail(f"grid.{key}", f"it is {short_repr(values)}; write a list of values: [{short_repr(values)}]")
         if not values:
             raise fail(f"grid.{key}", "the list is empty; give it values, or leave out the key")
         if twice := _twice(values):
-            raise fail(f"grid.{key}", f"{shown(twice[0])} is there twice")
+            raise fail(f"grid.{key}", f"{short_repr(twice[0])} is there twice")
         count *= len(values)
     if count > MAX_RUNS:
         raise fail("grid", f"these are {count} combinations; a sweep has at most {MAX_RUNS}")
@@ -255,14 +255,14 @@ def _listed(entries: Sequence[Any], fail: Any) -> list[tuple[str, dict[str, Any]
         where = f"list[{index}]"
         if not isinstance(entry, dict) or not entry:
             raise fail(
-                where, f"it is {shown(entry)}; write a mapping of keys to values, such as {{actor.optim.lr: 1e-4}}"
+                where, f"it is {short_repr(entry)}; write a mapping of keys to values, such as {{actor.optim.lr: 1e-4}}"
             )
         values = {key: value for key, value in entry.items() if key != "name"}
         for key in values:
             _check_key(key, fail, where)
         name = entry.get("name")
         if name is not None and (not isinstance(name, str) or not _NAME.fullmatch(name)):
-            raise fail(f"{where}.name", f"it is {shown(name)}; use letters, digits, '.', '_' and '-'")
+            raise fail(f"{where}.name", f"it is {short_repr(name)}; use letters, digits, '.', '_' and '-'")
         named_values.append((name or _name(values), values))
     return named_values
 

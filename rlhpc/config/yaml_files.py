@@ -12,7 +12,7 @@ import yaml
 
 from rlhpc.runtime import env_references
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.text import cut, shown
+from rlhpc.runtime.text import cut, short_repr
 
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -140,7 +140,7 @@ def plain_value(value: Any, key: str) -> Any:
         return value
     if isinstance(value, Mapping):
         if wrong := [name for name in value if not isinstance(name, (str, int))]:
-            raise ConfigError(f"{key}: {shown(wrong[0])} is not a key; keys are texts")
+            raise ConfigError(f"{key}: {short_repr(wrong[0])} is not a key; keys are texts")
         return {name: plain_value(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain_value(item, f"{key}[{index}]") for index, item in enumerate(value)]

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhpc.runtime.errors import RlhpcError, UserError
 from rlhpc.runtime.slurm import CommandOutput, ask
-from rlhpc.runtime.text import shown
+from rlhpc.runtime.text import short_repr
 
 
 def component_ids(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -238,8 +238,8 @@ def is_job_named(job_id: str, name: str) -> bool:
     identity = identify_job(job_id)
     if identity is not None and identity.name != name:
         raise UserError(
-            f"Slurm job {job_id} is named {shown(identity.name)}, and this run's {shown(name)}: it was left alone. A run "
-            "folder that was moved or copied from elsewhere names jobs that are not its own; "
+            f"Slurm job {job_id} is named {short_repr(identity.name)}, and this run's {short_repr(name)}: it was left alone. "
+            "A run folder that was moved or copied from elsewhere names jobs that are not its own; "
             f"`scancel {job_id}` ends the job all the same"
         )
     return identity is not None

@@ -74,7 +74,7 @@ def stream_shards(
     Raises:
         CheckpointError: A file is damaged, or is of another model.
     """
-    from rlhpc.checkpoint.tensor_slice import whole
+    from rlhpc.checkpoint.tensor_slice import full_box
     from rlhpc.training.distributed_checkpoint import saved_boxes
     from rlhpc.training.parameter_names import checkpoint_parts
     from rlhpc.training.shard_layout import within
@@ -93,11 +93,11 @@ def stream_shards(
             for read, box in boxes:
                 values = read()
                 for part in parts[name]:
-                    if (cut := within(part.index, box, whole(box.sizes))) is not None:
+                    if (cut := within(part.index, box, full_box(box.sizes))) is not None:
                         yield part.name, cut[0], values[cut[1]]
         for name, values in untrained_weights(skeleton, saved_slices, frozen, model, base, load, shards):
             for part in parts[name]:
-                yield part.name, whole(part.shape), part.of(values)
+                yield part.name, full_box(part.shape), part.of(values)
 
     _write(folder, skeleton, model, layout, written())
     return layout.parameters
@@ -111,7 +111,7 @@ def stream_folder(
     Returns:
         Whether it could: its weights are in safetensors, under the names that transformers writes; and the parameters.
     """
-    from rlhpc.checkpoint.tensor_slice import whole
+    from rlhpc.checkpoint.tensor_slice import full_box
     from rlhpc.language.models.loading import model_file
     from rlhpc.training.safetensors_reader import Slices
     from rlhpc.training.safetensors_writer import missing
@@ -125,7 +125,7 @@ def stream_folder(
     def written() -> Written:
         with slices:
             for name, place in layout.places.items():
-                yield name, whole(place.shape), slices.read(name)
+                yield name, full_box(place.shape), slices.read(name)
 
     _write(folder, skeleton, model, layout, written())
     return True, layout.parameters

@@ -24,7 +24,7 @@ from rlhpc.runtime.cluster import read_key
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.files import expand_home, unwritable
 from rlhpc.runtime.plugins import Registry, meant
-from rlhpc.runtime.text import shown
+from rlhpc.runtime.text import short_repr
 from rlhpc.weights.base import DELTAS, STRATEGIES
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -60,7 +60,7 @@ def validate(
     """
 
     def fail(key: str, rule: str) -> ConfigError:
-        return ConfigError(f"{(sources or {}).get(key, source)}: {key} is {shown(select(cfg, key))}; {rule}")
+        return ConfigError(f"{(sources or {}).get(key, source)}: {key} is {short_repr(select(cfg, key))}; {rule}")
 
     kind = kind_of(cfg)
     _numbers(cfg, kind, fail)

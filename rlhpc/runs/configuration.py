@@ -14,9 +14,11 @@ from rlhpc.config.typed import typed
 from rlhpc.runs.checks import validate
 from rlhpc.runs.task_type import keys_of, kind_of
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.former_names import former_keywords
 from rlhpc.runtime.trust import Trust
 
 
+@former_keywords(theirs="trust")
 def load_config(
     config: ConfigSource,
     overrides: Sequence[str] = (),

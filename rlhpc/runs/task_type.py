@@ -39,7 +39,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_file, read_yaml
 from rlhpc.runtime.plugins import Registry, import_attribute, nearest, offered
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
-from rlhpc.runtime.text import shown
+from rlhpc.runtime.text import short_repr
 
 __all__ = [
     "DEFAULT",
@@ -297,8 +297,8 @@ def find_kind(name: str | None = None, source: str = "configuration") -> TaskTyp
     if path := KINDS.path(type_name):
         return _checked(import_attribute(path, f"{source}: {KINDS.key}"), type_name, source)
     raise ConfigError(
-        f"{source}: {KINDS.key} is {shown(type_name)}{nearest(type_name, kind_names())} allowed: {', '.join(kind_names())}, "
-        f"or {KINDS.form}"
+        f"{source}: {KINDS.key} is {short_repr(type_name)}{nearest(type_name, kind_names())} "
+        f"allowed: {', '.join(kind_names())}, or {KINDS.form}"
     )
 
 
@@ -312,7 +312,9 @@ def _checked(item: Any, name: str, source: str) -> TaskType[Any]:
         return item
     if isinstance(item, Kind):
         return item.task_type
-    raise ConfigError(f"{source}: runner.task_type is {shown(name)}, which is a {type(item).__name__} and no TaskType")
+    raise ConfigError(
+        f"{source}: runner.task_type is {short_repr(name)}, which is a {type(item).__name__} and no TaskType"
+    )
 
 
 def kind_of(cfg: Cfg) -> TaskType[Cfg]:

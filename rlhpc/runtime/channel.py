@@ -21,6 +21,7 @@ from rlhpc.runtime.comm.queues import ChannelRefused, Item, PutEstimate, Taker
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES
 from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.errors import ChannelError, RegistryError
+from rlhpc.runtime.former_names import former_keywords
 from rlhpc.runtime.host import process_key
 from rlhpc.runtime.session import here
 
@@ -130,18 +131,20 @@ class Channel:
 
     # -- put ------------------------------------------------------------------------------------------------------
 
+    @former_keywords(gone="home_ended")
     def put(
         self,
         item: Any,
         weight: float = 0,
         key: str = DEFAULT_KEY,
         async_op: bool = False,
-        gone: Callable[[], bool] = lambda: False,
+        home_ended: Callable[[], bool] = lambda: False,
     ) -> AsyncWork | None:
         """Appends `item`; blocks while the channel is full.
 
-        With `async_op` the item is copied now, and the returned `AsyncWork` completes when the channel has admitted it. `gone`
-        returns whether the channel's home is known to have ended: the end of a process on another host closes no connection.
+        With `async_op` the item is copied now, and the returned `AsyncWork` completes when the channel has admitted it.
+        `home_ended` returns whether the channel's home is known to have ended: the end of a process on another host closes no
+        connection.
 
         Raises:
             DeadlineExceeded: The channel stayed full until the session's wait deadline.
@@ -159,7 +162,7 @@ class Channel:
             return in_background(
                 f"put-{self.name}", lambda: self._put(context, packed, weight, key, True, confirm=True)
             )
-        self._put(context, packed, weight, key, True, gone=gone)
+        self._put(context, packed, weight, key, True, home_ended=home_ended)
         return None
 
     def entrust(self, item: Any, key: str = DEFAULT_KEY) -> None:
@@ -189,7 +192,7 @@ class Channel:
         key: str,
         wait: bool,
         confirm: bool = False,
-        gone: Callable[[], bool] = lambda: False,
+        home_ended: Callable[[], bool] = lambda: False,
     ) -> None:
         service, home = context.service, self._home(key)
         whom = f"room in channel {self.name!r}, key {key!r}"
@@ -224,7 +227,7 @@ class Channel:
                 service.peers.post(choose(home), b"PUT", frames, context.wait_deadline, whom, process_key(home))
                 return
             request = service.peers.begin(choose(home), b"PUT", [head, *packed.frames()], whom, context.wait_deadline)
-            reply = service.peers.reply_to(request, context.wait_deadline, gone)
+            reply = service.peers.reply_to(request, context.wait_deadline, home_ended)
             self._sent(context, packed, key, PutEstimate(*pickle.loads(reply[0])))
         except BaseException as error:
             packed.discard()

@@ -1,14 +1,23 @@
-"""Former module paths of rlhpc. Each works for two releases, in imports, configurations and entry points, with a warning."""
+"""Former names of rlhpc: modules, names in modules, members of classes, keyword arguments.
+
+Each works for two releases, in imports, configurations, entry points and calls, with a warning.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
 
 #: Former module or package → today's. A module of a former package is sought in today's package of that name.
 FORMER_MODULES: dict[str, str] = {
@@ -103,6 +112,12 @@ FORMER_MODULES: dict[str, str] = {
     "rlhpc.weights.target": "rlhpc.weights.receiver",
 }
 
+#: Module → former names in it → today's. The module's `__getattr__` is `former_attributes` of it.
+FORMER_ATTRIBUTES: dict[str, dict[str, str]] = {
+    "rlhpc.language.algorithms.base": {"Whole": "MinibatchCounts"},
+    "rlhpc.language.envs.base": {"Said": "EnvResponse"},
+}
+
 
 def current_module(name: str) -> str | None:
     """Returns today's path of a former module; None if the name is not a former one."""
@@ -110,6 +125,101 @@ def current_module(name: str) -> str | None:
         return FORMER_MODULES[name]
     package, _, leaf = name.rpartition(".")
     return f"{FORMER_MODULES[package]}.{leaf}" if package in FORMER_MODULES else None
+
+
+def _warn(former: str, current: str, stacklevel: int = 3) -> None:
+    warnings.warn(
+        f"{former} is now {current}; the old name works for two releases", FutureWarning, stacklevel=stacklevel
+    )
+
+
+def former_attributes(module: str) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a module that has a row in `FORMER_ATTRIBUTES`."""
+
+    def find(name: str) -> Any:
+        if (current := FORMER_ATTRIBUTES[module].get(name)) is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        _warn(f"{module}.{name}", current)
+        return getattr(sys.modules[module], current)
+
+    return find
+
+
+def former_keywords(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function whose keyword arguments have been renamed.
+
+    Args:
+        names: Former name → today's.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for former in names.keys() & kwargs.keys() if kwargs else ():
+                _warn(f"argument {former} of {function.__qualname__}", names[former])
+                kwargs[names[former]] = kwargs.pop(former)
+            return function(*args, **kwargs)
+
+        call.former_keywords = names  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def current_keywords(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns keyword arguments of a function or class by today's names, without a warning."""
+    target = getattr(function, "__init__", None) if isinstance(function, type) else function
+    names = getattr(target, "former_keywords", {})
+    return {names.get(name, name): value for name, value in kwargs.items()}
+
+
+def former_members(**names: str) -> Callable[[C], C]:
+    """Decorates a class whose fields, methods or constructor arguments have been renamed.
+
+    A former name can be read, set and passed to the constructor. A subclass that defines it defines today's member.
+
+    Args:
+        names: Former name → today's.
+    """
+
+    def decorate(cls: C) -> C:
+        for former, current in names.items():
+            setattr(cls, former, _FormerMember(former, current))
+        cls.__init__ = former_keywords(**names)(cls.__init__)  # type: ignore[misc]
+
+        def adopt(subclass: type, **kwargs: Any) -> None:
+            super(cls, subclass).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+            for former, current in names.items():
+                if former in vars(subclass):
+                    _warn(f"{subclass.__qualname__}.{former}", current)
+                    setattr(subclass, current, vars(subclass)[former])
+
+        cls.__init_subclass__ = classmethod(adopt)  # type: ignore[assignment]
+        return cls
+
+    return decorate
+
+
+class _FormerMember:
+    """Descriptor of a member's former name.
+
+    Args:
+        former: The former name.
+        current: Today's.
+    """
+
+    def __init__(self, former: str, current: str) -> None:
+        self.former, self.current = former, current
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        """Returns today's member."""
+        _warn(f"{owner.__qualname__}.{self.former}", self.current)
+        return getattr(owner if instance is None else instance, self.current)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        """Sets today's member."""
+        _warn(f"{type(instance).__qualname__}.{self.former}", self.current)
+        setattr(instance, self.current, value)
 
 
 class FormerModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -26,7 +26,7 @@ from rlhpc.runtime.host import host_id, node_name
 from rlhpc.runtime.imports import fingerprint, python_path, run_module
 from rlhpc.runtime.ownership import owner
 from rlhpc.runtime.registry import CURRENT, DEPARTED, MEMBERS, CurveKeys, GenerationFolder
-from rlhpc.runtime.text import shown
+from rlhpc.runtime.text import short_repr
 from rlhpc.runtime.worker_spec import LEAVE, WorkerSpec, for_input
 
 log = logging.getLogger(__name__)
@@ -123,13 +123,17 @@ class JoinPoint:
         """Refuses a driver on this host that is another user's: the run's files may have come from that user."""
         scheme, _, path = endpoint.partition("://")
         if scheme != "ipc":
-            raise JoinRefused(f"the driver on this host is said to be at {shown(endpoint)}, which is no UNIX socket")
+            raise JoinRefused(
+                f"the driver on this host is said to be at {short_repr(endpoint)}, which is no UNIX socket"
+            )
         try:
             status = os.lstat(path)
         except (OSError, ValueError):
             return  # nothing answers there
         if status.st_uid != os.geteuid():
-            raise JoinRefused(f"{shown(path)} is {owner(status)}'s: a driver of another user gives no place in a run")
+            raise JoinRefused(
+                f"{short_repr(path)} is {owner(status)}'s: a driver of another user gives no place in a run"
+            )
 
     def ask(self, wish: Mapping[str, Any]) -> WorkerSpec:
         """Requests a place. The answer is read as JSON: only the rank's process executes what the run sends.

@@ -282,7 +282,7 @@ class Membership:
         self.epoch = 0
         self.faulty = set[str]()
 
-    def left(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
+    def register_departure(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
         """Registers that a rank of a group that continues without it has ended, or is considered lost.
 
         The same applies to the ranks of its replica: they may be waiting for it at a point where no message reaches them.

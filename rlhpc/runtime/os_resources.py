@@ -119,7 +119,7 @@ def crowded() -> bool:
     return soft != resource.RLIM_INFINITY and lowest >= soft * 3 // 4
 
 
-_MEMINFO, _GROUPS, _OWN = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_MEMINFO, _CGROUP_ROOT, _PROCESS_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def free_memory() -> int:
@@ -165,14 +165,14 @@ def _left_in_groups() -> Iterator[int]:
 def _folders() -> Iterator[Path]:
     """Yields the folders of this process's control groups, and their parent folders."""
     try:
-        lines = _OWN.read_text().splitlines()
+        lines = _PROCESS_CGROUP.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        root = _GROUPS / "memory" if controllers else _GROUPS
+        root = _CGROUP_ROOT / "memory" if controllers else _CGROUP_ROOT
         folder = root / path.lstrip("/")
         while True:
             yield folder

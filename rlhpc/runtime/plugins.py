@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.text import shown
+from rlhpc.runtime.text import short_repr
 
 ItemT = TypeVar("ItemT", bound=Callable[..., Any])
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
@@ -32,7 +32,7 @@ def import_attribute(path: str, key: str) -> Any:
         return operator.attrgetter(attribute)(importlib.import_module(module))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{key} is {shown(path)}, which cannot be imported: {error}{_way_to(module, error)}"
+            f"{key} is {short_repr(path)}, which cannot be imported: {error}{_way_to(module, error)}"
         ) from None
 
 

@@ -213,7 +213,7 @@ class Session:
         """Records the first failure and stops all groups; the end of a rank that its group can do without is none."""
         with self.ranks.changed:
             if self.failures.departs(failure, self.ranks.all()):
-                self.membership.left(self.members[f"{failure.group}-{failure.rank}"], failure, self.rpc)
+                self.membership.register_departure(self.members[f"{failure.group}-{failure.rank}"], failure, self.rpc)
                 self.ranks.announce(self.service, self.ranks.ended_of(str(failure.group)))
                 return
             if not self.failures.take(failure):

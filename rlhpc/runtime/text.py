@@ -23,7 +23,7 @@ _RENDITION = re.compile(r"\x1b\[[0-9;:]*m")
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Returns the value's `repr`, cut to about 120 characters."""
     return cut(repr(value))
 
@@ -58,7 +58,7 @@ def one_line(text: str) -> str:
 
 
 def readable(message: str) -> str:
-    """Cuts a message's overlong words, and the message itself: not all code that quotes input uses `shown`."""
+    """Cuts a message's overlong words, and the message itself: not all code that quotes input uses `short_repr`."""
     return cut(re.sub(rf"\S{{{_LONGEST_WORD},}}", lambda word: cut(word[0]), masked(message)), _LONGEST_MESSAGE)
 
 

@@ -18,7 +18,7 @@ from rlhpc.runtime.devices import VIRTUAL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import is_count, read_json
 from rlhpc.runtime.imports import import_paths
-from rlhpc.runtime.text import shown
+from rlhpc.runtime.text import short_repr
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
@@ -92,15 +92,15 @@ class WorkerSpec:
         """
         value = read_json(text)
         if not isinstance(value, dict) or set(value) != set(cls.__dataclass_fields__):
-            raise ValueError(f"no specification of a rank: {shown(value)}")
+            raise ValueError(f"no specification of a rank: {short_repr(value)}")
         for name, kind in _KINDS.items():
             if not isinstance(value[name], kind) or isinstance(value[name], bool) != (kind is bool):
-                raise ValueError(f"{name} of a rank's specification is {shown(value[name])}")
+                raise ValueError(f"{name} of a rank's specification is {short_repr(value[name])}")
         numbers = [*value["accelerators"], *(value[name] for name, kind in _KINDS.items() if kind is int)]
         texts = [*value["sys_path"], *value["env"].values(), *value["driver"].values()]
         texts += [value["tcp_address"] or "", value["interface"] or ""]
         if not all(map(is_count, numbers)) or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"no specification of a rank: {shown(value)}")
+            raise ValueError(f"no specification of a rank: {short_repr(value)}")
         body = base64.b64decode(value["body"], validate=True)
         return cls(**{**value, "body": body, "accelerators": tuple(value["accelerators"])})
 

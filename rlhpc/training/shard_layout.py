@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from rlhpc.checkpoint.tensor_slice import Box, between, whole
+from rlhpc.checkpoint.tensor_slice import Box, between, full_box
 from rlhpc.training.lora import Factors, factors_of, frozen_names, layers_by_weight, merged
 from rlhpc.training.mesh import Mesh
 from rlhpc.training.parameter_names import ParameterView, checkpoint_parts, plain
@@ -41,7 +41,7 @@ def boxes(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
     dimension's indices as it did the tensor.
     """
     if not isinstance(tensor, DTensor):
-        return [(whole(tensor.shape), whole(tensor.shape))]
+        return [(full_box(tensor.shape), full_box(tensor.shape))]
     every: list[list[tuple[int, int, int]]] = []
     for dim, size in enumerate(tensor.shape):
         along = tuple(_along(placement, dim, tensor.ndim) for placement in tensor.placements)

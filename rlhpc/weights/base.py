@@ -59,8 +59,8 @@ class Update:
 class WeightSync(Protocol):
     """One end of a weight channel: the sender calls `send`, each receiver `receive`, once per version and in the same order.
 
-    A strategy is a class or function that each end calls with `(worker, src, receivers, delta, whole)`, the arguments
-    of `make_sync`; it returns that end.
+    A strategy is a class or function that each end calls with `(worker, src, receivers, delta, complete_updates)`, the
+    arguments of `make_sync`; it returns that end.
     """
 
     def send(self, version: int, tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
@@ -114,7 +114,7 @@ def make_sync(
     receivers: list[tuple[str, list[int]]],
     delta: str = "frozen",
     *,
-    whole: bool = False,
+    complete_updates: bool = False,
 ) -> WeightSync:
     """Builds this worker's end of the strategy `name`.
 
@@ -124,9 +124,9 @@ def make_sync(
         src: Group and rank of the sender.
         receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`, in lower case for the strategy.
-        whole: Set by a receiver that needs every update complete, with tensors only.
+        complete_updates: Set by a receiver that needs every update complete, with tensors only.
 
     Raises:
         ConfigError: The strategy does not exist.
     """
-    return STRATEGIES.find(name)(worker, src, receivers, delta.lower(), whole)
+    return STRATEGIES.find(name)(worker, src, receivers, delta.lower(), complete_updates)

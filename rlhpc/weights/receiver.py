@@ -29,12 +29,12 @@ class Subscriber:
     """State of one receiver: its position in a stream and the tensors that it holds.
 
     Args:
-        whole: Make every update complete, with tensors only, for receivers that load all weights at once. Tensors that did
-            not change then stay mapped, and changes are made in the mapped memory.
+        complete_updates: Make every update complete, with tensors only, for receivers that load all weights at once.
+            Tensors that did not change then stay mapped, and changes are made in the mapped memory.
     """
 
-    def __init__(self, whole: bool = False) -> None:
-        self._complete_updates = whole
+    def __init__(self, complete_updates: bool = False) -> None:
+        self._complete_updates = complete_updates
         self._held: dict[str, torch.Tensor] = {}
         self._receipt: Receipt | None = None
         self.forget()
@@ -123,7 +123,7 @@ def _iter_entries(part: WeightChunk, memory: Any, held: dict[str, torch.Tensor] 
     for name, value in entries_of(memoryview(memory), part.table):
         if held is None:
             yield name, value
-        elif not part.kept:
+        elif not part.retained:
             held.pop(name, None)
             yield name, value
         elif isinstance(value, Elements):

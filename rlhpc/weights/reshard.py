@@ -119,7 +119,7 @@ class ShardSync:
         src: Group and rank of the trainer's first rank.
         receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`.
-        whole: Unused: a version is always complete.
+        complete_updates: Unused: a version is always complete.
 
     Attributes:
         road: Transport that is requested from `transport_select.choose`.
@@ -134,7 +134,7 @@ class ShardSync:
         src: tuple[str, int],
         receivers: list[tuple[str, list[int]]],
         delta: str = "frozen",
-        whole: bool = False,
+        complete_updates: bool = False,
     ) -> None:
         self._worker, self._src, self._delta = worker, (src[0], src[1]), delta
         self._me, self._receivers = (worker.group_name, worker.rank), receivers
@@ -214,7 +214,7 @@ class ShardSync:
         new_tables = self._collect_requests(*zip(*reports, strict=True)) if worker.rank == first else None
         ranks = [(worker.group_name, list(range(worker.world_size)))]
         tables: Tables = worker.broadcast(new_tables, ranks, (self._src[0], first))
-        part, to = max(_LEAST_PART, PART_BYTES // worker.world_size), len(tables.wanted)
+        part, to = max(_LEAST_PART, PART_BYTES // worker.world_size), len(tables.requested)
         self._streams, self._holding, routes = [], {}, tables.routes()
         for number in range(to):
             local_pieces = [piece for piece in routes[number].pieces if piece.source == worker.rank]
@@ -276,7 +276,9 @@ class ShardSync:
         self._moving = self._order[: len(self._order) - len(self._kept_pieces)]
         for rank in {piece.source for piece in self._order}:
             if rank not in self._sources:
-                self._sources[rank] = WeightReceiver(self._worker, (self._src[0], rank), whole=True, road=SEVERAL)
+                self._sources[rank] = WeightReceiver(
+                    self._worker, (self._src[0], rank), complete_updates=True, road=SEVERAL
+                )
         if self._collective is not None:
             self._collective.end()
         self._collective = tables.open_collective(self._src[0], self._me)

@@ -265,15 +265,15 @@ class Tables:
 
     Attributes:
         held: Slices that each trainer rank holds.
-        wanted: Distinct tables of requested slices.
-        of: Index into `wanted` for each receiver.
+        requested: Distinct tables of requested slices.
+        of: Index into `requested` for each receiver.
         delta: `rollout.weight_delta`.
         road: Transport for pieces that are not kept.
         name: Unique name of these tables.
     """
 
     held: list[list[Held]]
-    wanted: list[RequestedSlices]
+    requested: list[RequestedSlices]
     of: Mapping[RankAddress, int]
     delta: str
     road: str = HOST
@@ -282,7 +282,7 @@ class Tables:
     def routes(self) -> list[Routes]:
         """Returns the routes to the receivers of each table; a rank that sends much to some gets less for the next."""
         routes, load = list[Routes](), dict[int, int]()
-        for table in self.wanted:
+        for table in self.requested:
             routes.append(route(self.held, table, load))
             for rank, nbytes in routes[-1].sent().items():
                 load[rank] = load.get(rank, 0) + nbytes

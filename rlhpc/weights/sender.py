@@ -186,7 +186,7 @@ class WeightChunk:
         serial: Number in the stream; a receiver that has read all parts up to a number needs those beyond it.
         path: Path of the segment.
         table: (offset, size) of the pickled table of `Entry`.
-        kept: True if other receivers may need the part later, so that every reader maps it privately.
+        retained: True if other receivers may need the part later, so that every reader maps it privately.
         nbytes: Bytes of the tensors.
         fixed: True if it never changes after a receiver has loaded it: its tensors are not trained.
         cargo: Location of its tensors if they are in no segment (`transport_select`), and their names.
@@ -196,7 +196,7 @@ class WeightChunk:
     serial: int
     path: str
     table: tuple[int, int]
-    kept: bool
+    retained: bool
     nbytes: int
     fixed: bool = False
     cargo: tuple[Cargo, tuple[str, ...]] | None = None
@@ -344,7 +344,7 @@ class Publisher:
         finally:
             if pending is not None:  # the version was aborted: this part is not announced
                 pending[1]()
-                if (part := pending[0].part) is not None and not part.kept:
+                if (part := pending[0].part) is not None and not part.retained:
                     for reader in range(self._readers):
                         self._pool.release(part.path, reader)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rlhpc.checkpoint.tensor_slice import Box, uncovered, whole
+from rlhpc.checkpoint.tensor_slice import Box, full_box, uncovered
 from rlhpc.runtime.errors import RlhpcError
 
 #: A tensor that several ranks hold is cut into row blocks, so that none of them sends more than its share. A block has at
@@ -131,7 +131,7 @@ def _atoms(
 ) -> dict[str, list[Box]]:
     """Returns the requested slices as boxes that do not overlap."""
     if requested is None:
-        return {name: [whole(shape)] for name, shape in shapes.items()}
+        return {name: [full_box(shape)] for name, shape in shapes.items()}
     boxes_by_name = dict[str, list[Box]]()
     for name, boxes in requested.items():
         for box in boxes:

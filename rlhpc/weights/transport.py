@@ -173,7 +173,7 @@ class WeightSender:
         try:
             for announcement in self._with_lost(self._publisher.publish(version, tensors, frozen, window)):
                 part = announcement.part
-                loose = part.path or None if part is not None and not part.kept else None
+                loose = part.path or None if part is not None and not part.retained else None
                 if reach_all is not None:  # only now: it was in transit while the next part was written
                     waited, reach_all = reach_all, None
                     waited()
@@ -264,13 +264,15 @@ class WeightReceiver:
     Args:
         worker: The receiving worker.
         src: Group and rank of the sender.
-        whole: See `Subscriber`.
+        complete_updates: See `Subscriber`.
         road: Transport, one of those of `transport_select`.
     """
 
-    def __init__(self, worker: Worker, src: tuple[str, int], *, whole: bool = False, road: str = AUTO) -> None:
+    def __init__(
+        self, worker: Worker, src: tuple[str, int], *, complete_updates: bool = False, road: str = AUTO
+    ) -> None:
         self._me, self._src = (worker.group_name, worker.rank), src
-        self._subscriber = Subscriber(whole)
+        self._subscriber = Subscriber(complete_updates)
         self._place, self._origin = ReaderSlot(0, 0, 1), Origin("", "")
         self._above = Above("")
         self._ahead = Prefetcher(after=lambda: current().service.peers.close())
@@ -333,7 +335,7 @@ class WeightReceiver:
             )
             # Each receiver reports its own arrival, so that the log keeps every part that one of them still needs.
             # Kept parts are fetched at any time: a receiver that joins later gets them from the sender only.
-            passes = not (part.kept and is_late)
+            passes = not (part.retained and is_late)
             above = (self._above, part.name) if passes and place.above else None
             memory = service.fetch(
                 self._origin,
@@ -341,20 +343,20 @@ class WeightReceiver:
                 part.size,
                 place.reader,
                 share,
-                own=not part.kept,
+                in_place=not part.retained,
                 later=[],
                 above=above,
-                lock=not part.kept,
+                lock=not part.retained,
             )
             if passes and place.below and not place.number:
                 data = memory[HEADER : HEADER + part.size]
                 # A kept part of trained tensors changes in place after its arrival, so a copy is forwarded.
-                data = np.frombuffer(data, np.uint8).copy().data if part.kept and not part.fixed else data
+                data = np.frombuffer(data, np.uint8).copy().data if part.retained and not part.fixed else data
                 service.offers.put(part.name, data, place.below)
             service.peers.release(self._origin.bulk, part.path, place.reader)
             return memory
         try:
-            if not part.kept:
+            if not part.retained:
                 memory = service.mappings.lease(part.path, place.reader)
                 service.mappings.lock(part.path)
                 return memory
@@ -391,11 +393,13 @@ class BroadcastSync:
         src: tuple[str, int],
         receivers: list[tuple[str, list[int]]],
         delta: str = "frozen",
-        whole: bool = False,
+        complete_updates: bool = False,
     ) -> None:
         sends = (worker.group_name, worker.rank) == tuple(src)
         self._sender = WeightSender(worker, receivers, delta, self.part_bytes, self.road) if sends else None
-        self._receiver = None if sends else WeightReceiver(worker, src, whole=whole, road=self.road)
+        self._receiver = (
+            None if sends else WeightReceiver(worker, src, complete_updates=complete_updates, road=self.road)
+        )
 
     def send(self, version: int, tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
         """Sends a version to all receivers (`WeightSync.send`)."""

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.former_names import current_module
+from rlhpc.runtime.former_names import FORMER_ATTRIBUTES, current_module
 from tests.baseline.archive import DATA
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,8 +140,9 @@ def _current(path: str) -> str:
     names = dotted.split(".")
     for size in range(len(names), 0, -1):
         if module := current_module(".".join(names[:size])):
-            return ".".join([module, *names[size:]]) + mark + attribute
-    return path
+            dotted = ".".join([module, *names[size:]])
+            break
+    return dotted + mark + FORMER_ATTRIBUTES.get(dotted, {}).get(attribute, attribute)
 
 
 def _is_there(path: str) -> bool:

@@ -390,7 +390,6 @@ def measure(checkout: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
     imports, graph = import_figures(checkout)
     nowhere, unmirrored = modules_without_test(checkout, modules)
     findings = words.check_sources(words.read_sources(checkout))
-    by_package = words.count(findings, ())
     names = {
         "without_test_file": nowhere,
         "without_mirror_test": unmirrored,
@@ -408,8 +407,7 @@ def measure(checkout: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
         "classes": sum(isinstance(node, ast.ClassDef) for each in modules for node in ast.walk(each.tree)),
         "lines_of_code": sum(map(count_lines_of_code, modules)),
         "statements": sum(count_statements(module.tree) for module in modules),
-        "words": {kind: sum(row[kind] for row in by_package.values()) for kind in words.KINDS},
-        "words_by_package": by_package,
+        "words": {kind: sum(finding.kind == kind for finding in findings) for kind in words.KINDS},
         "without_test_file": len(nowhere),
         "without_mirror_test": len(unmirrored),
         "configuration_keys": describe_keys(tables, files_naming_keys(modules)),

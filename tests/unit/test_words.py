@@ -1,8 +1,7 @@
-"""Words check: each rule on small sources, and the ratchet."""
+"""Words check: each rule on small sources, and on the package."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -166,17 +165,9 @@ def test_a_public_class_name_is_defined_once_in_the_package() -> None:
     assert "rlhpc/weights/slices.py:1" in found[0].message
 
 
-def test_rows_are_top_level_packages_whatever_the_file() -> None:
-    assert (
-        words.package_of("rlhpc/language/rollout/a.py") == words.package_of("rlhpc/language/b.py") == "rlhpc/language"
-    )
-    assert words.package_of("rlhpc/__init__.py") == words.package_of("rlhpc/reference.py") == "rlhpc"
-    assert words.package_of("bench/peers/a.py") == words.package_of("bench/a.py") == "bench"
-
-
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Returns a checkout with one finding in a module of rlhpc/language."""
+    """Returns a checkout with a reserved name in a module of rlhpc."""
     for name in ("rlhpc/language/a.py", "rlhpc/runs/b.py", "bench/c.py"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("x = 1\n")
@@ -184,59 +175,22 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(checkout: Path, *arguments: str) -> int:
-    """Runs the check of a checkout with its own ratchet."""
-    return words.main(list(arguments), root=checkout, ratchet_path=checkout / "ratchet.json")
-
-
-def rows(checkout: Path) -> dict[str, int]:
-    """Returns the reserved names that the ratchet allows, by package."""
-    content = json.loads((checkout / "ratchet.json").read_text())
-    return {package: row["name"] for package, row in content.items()}
-
-
-def test_more_than_the_ratchet_is_an_error_with_each_finding(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(checkout) == 1  # without a file nothing is allowed
-    assert run(checkout, "--lower") == 0
-    assert run(checkout) == 0
-    assert rows(checkout) == {"bench": 0, "rlhpc/language": 1, "rlhpc/runs": 0}
-    capsys.readouterr()
-    (checkout / "rlhpc/language/d.py").write_text('"""Of."""\n\ndef said(): pass\n')
-    assert run(checkout) == 1
+def test_a_finding_is_an_error_and_printed(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkout / "bench/d.py").write_text('"""Of."""\n\ndef said(): pass\n')
+    assert words.main([], root=checkout) == 1
     printed = capsys.readouterr().out
-    for place in ("rlhpc/language/a.py:2: ", "rlhpc/language/d.py:1: ", "rlhpc/language/d.py:3: "):
+    for place in ("rlhpc/language/a.py:2: ", "bench/d.py:1: ", "bench/d.py:3: "):
         assert f"\n{place}" in f"\n{printed}"
-    assert "rlhpc/language: 2 findings of kind name, allowed are 1" in printed
-    assert run(checkout, "--lower") == 1  # it is not raised
-    assert rows(checkout)["rlhpc/language"] == 1
+    assert "words: 1 module_docstring, 0 class_docstring, 0 function_docstring, 2 name, 0 class_name" in printed
 
 
-def test_fewer_than_the_ratchet_asks_for_lowering(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(checkout, "--lower")
-    (checkout / "rlhpc/language/a.py").write_text("x = 1\n")
-    capsys.readouterr()
-    assert run(checkout) == 0
-    assert "python -m tests.words --lower" in capsys.readouterr().out
-    assert run(checkout, "--lower") == 0
-    assert rows(checkout)["rlhpc/language"] == 0
-    (checkout / "rlhpc/language/a.py").write_text("found = 1\n")
-    assert run(checkout) == 1
+def test_the_files_of_a_path_are_checked_alone(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words.main(["--list", "rlhpc/runs"], root=checkout) == 0
+    assert words.main(["--list", "rlhpc/language/a"], root=checkout) == 1
+    assert "rlhpc/language/a.py:2: " in capsys.readouterr().out
+    (checkout / "rlhpc/language/a.py").unlink()
+    assert words.main([], root=checkout) == 0
 
 
-def test_files_move_freely_inside_a_package_and_with_lower_between_packages(checkout: Path) -> None:
-    run(checkout, "--lower")
-    (checkout / "rlhpc/language/deep").mkdir()
-    (checkout / "rlhpc/language/a.py").rename(checkout / "rlhpc/language/deep/e.py")
-    assert run(checkout) == 0
-    (checkout / "rlhpc/new").mkdir()
-    (checkout / "rlhpc/language/deep/e.py").rename(checkout / "rlhpc/new/e.py")
-    assert run(checkout) == 1  # a package without a row may have none
-    assert run(checkout, "--lower") == 0
-    assert run(checkout) == 0
-    assert rows(checkout) == {"bench": 0, "rlhpc/new": 1, "rlhpc/runs": 0}
-
-
-def test_the_package_is_within_its_ratchet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_package_has_no_finding(capsys: pytest.CaptureFixture[str]) -> None:
     assert words.main([]) == 0, capsys.readouterr().out

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhpc.config.files import read_content
 from rlhpc.config.yaml_files import Scalar, WrittenScalars, scalar_values
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.text import cut, shown
+from rlhpc.runtime.text import cut, short_repr
 
 _DEEPEST = 10
 #: OmegaConf 2.4 uses the old name for the new function, and warns about the other name.
@@ -81,7 +81,7 @@ def _read(path: Path, composed: Composed, chain: tuple[Path, ...], search: list[
         search += _search_path(content)
     entries = scalar_values(content.pop("defaults", None)) or []
     if not isinstance(entries, list):
-        raise ConfigError(f"{path}: defaults is {shown(entries)}; Hydra has a list there")
+        raise ConfigError(f"{path}: defaults is {short_repr(entries)}; Hydra has a list there")
     merged: dict[str, Any] = {}
     has_self_entry = False
     for entry in entries:
@@ -102,7 +102,7 @@ def _read(path: Path, composed: Composed, chain: tuple[Path, ...], search: list[
 def _content(path: Path) -> dict[str, Any]:
     content = read_content(path, loader=WrittenScalars)
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: found {shown(content)} at the top; a configuration is a mapping of sections")
+        raise ConfigError(f"{path}: found {short_repr(content)} at the top; a configuration is a mapping of sections")
     return content
 
 
@@ -129,7 +129,9 @@ def _groups(entry: Any, path: Path, composed: Composed) -> list[tuple[str, list[
         options = option if isinstance(option, list) else [option]
         return [(f"{group}/{name}", _package(package, group)) for name in options]
     if not isinstance(entry, str):
-        raise ConfigError(f"{path}: defaults has {shown(entry)}; Hydra has a file's name or one `group: name` there")
+        raise ConfigError(
+            f"{path}: defaults has {short_repr(entry)}; Hydra has a file's name or one `group: name` there"
+        )
     name, _, package = entry.partition("@")
     return [(name, _package(package, name.rpartition("/")[0]))]
 

@@ -20,9 +20,11 @@ from rlhpc.embodied.envs.observations import as_arrays
 from rlhpc.embodied.envs.wrappers import entry
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_yaml
+from rlhpc.runtime.former_names import former_members
 from rlhpc.runtime.plugins import Registry, load_attribute
 
 
+@former_members(ended="end_episodes")
 class Intervention(ABC):
     """Observer of a policy that decides at every step who acts.
 
@@ -47,7 +49,7 @@ class Intervention(ABC):
             Actions `[N, dim]`, and the slots in which they are not the policy's, bool `[N]`.
         """
 
-    def ended(self, slots: np.ndarray) -> None:  # noqa: B027 (most need not know)
+    def end_episodes(self, slots: np.ndarray) -> None:  # noqa: B027 (most need not know)
         """Handles the end of episodes in these slots, bool `[N]`."""
 
     def close(self) -> None:  # noqa: B027 (most have nothing to free)
@@ -340,8 +342,8 @@ class Scripted(Intervention):
         self._steps_in_control = np.where(in_control, self._steps_in_control + 1, 0)
         return np.where(in_control[:, None], expert_actions, actions), in_control
 
-    def ended(self, slots: np.ndarray) -> None:
-        """Resets the counters of slots whose episode ended (`Intervention.ended`)."""
+    def end_episodes(self, slots: np.ndarray) -> None:
+        """Resets the counters of slots whose episode ended (`Intervention.end_episodes`)."""
         self._steps_apart, self._steps_in_control = (
             np.where(slots, 0, self._steps_apart),
             np.where(slots, 0, self._steps_in_control),

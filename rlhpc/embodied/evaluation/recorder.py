@@ -167,7 +167,7 @@ class TakenRecorder(EpisodeRecorder):
                 self._cut(slot, _row(infos["final_obs"] if intervened[slot] else self._before["obs"], slot))
             self.played += int(done[slot] and not failed[slot])
         if done.any():
-            self._gated.intervention.ended(done)
+            self._gated.intervention.end_episodes(done)
 
     def _cut(self, slot: int, last: Any) -> None:
         steps, self._open[slot] = self._open[slot], []

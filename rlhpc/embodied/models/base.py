@@ -65,7 +65,7 @@ def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear
     return linear
 
 
-Found = TypeVar("Found")
+Output = TypeVar("Output")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 #: An observation, or several by name.
@@ -138,7 +138,7 @@ class Policy(nn.Module):
         """Sets the level of log-probabilities and entropies (`logprob_type`)."""
         self.logprob_type = level
 
-    def forward(self, work: Callable[[Any], Found]) -> Found:
+    def forward(self, work: Callable[[Any], Output]) -> Output:
         """Runs `work(self)`. A wrapper that shards the weights can hook this call as the begin and end of a pass.
 
         Args:

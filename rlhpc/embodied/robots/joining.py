@@ -15,7 +15,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class _RobotMeetingPoint:
         address, port: Address of the listener.
         node: Node of the env rank.
         run: Name of the run.
-        there: Whether the robot is connected.
+        connected: Whether the robot is connected.
         since: Start of that state, in seconds since the epoch.
     """
 
@@ -61,11 +61,22 @@ class _RobotMeetingPoint:
     port: int
     node: str
     run: str
-    there: bool
+    connected: bool
     since: float
 
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> _RobotMeetingPoint:
+        """Reads what `to_json` returned."""
+        values = dict(content)
+        return cls(connected=values.pop("there"), **values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the content of its file; the key of `connected` is `there`."""
+        values = asdict(self)
+        return {"there": values.pop("connected"), **values}
+
     def publish(self, folder: Path) -> None:
-        replace_durably(_place(folder, self.slot), json.dumps(asdict(self)).encode(), mode=0o600, sync=False)
+        replace_durably(_place(folder, self.slot), json.dumps(self.to_json()).encode(), mode=0o600, sync=False)
 
     def withdraw(self, folder: Path) -> None:
         """Removes the published address and all its keys."""
@@ -104,7 +115,7 @@ class Key:
             content = read_json(path.read_bytes())
             if content.pop("form") != _FORM:
                 raise ValueError
-            key = cls(**{**content, "place": _RobotMeetingPoint(**content["place"])})
+            key = cls(**{**content, "place": _RobotMeetingPoint.from_json(content["place"])})
             if not _ID.fullmatch(key.id) or len(bytes.fromhex(key.secret)) != 32:
                 raise ValueError
         except OSError as error:
@@ -120,7 +131,7 @@ def _place(folder: Path, slot: int) -> Path:
 
 def places(folder: Path) -> list[_RobotMeetingPoint]:
     """Returns the addresses at which robots are awaited."""
-    return [_RobotMeetingPoint(**read_json(path.read_bytes())) for path in sorted(folder.glob("slot_*.json"))]
+    return [_RobotMeetingPoint.from_json(read_json(path.read_bytes())) for path in sorted(folder.glob("slot_*.json"))]
 
 
 def invite(folder: Path, output: Path, *, slot: int | None, minutes: float, wait_s: float, run: str) -> Key:
@@ -156,7 +167,9 @@ def invite(folder: Path, output: Path, *, slot: int | None, minutes: float, wait
     entry = {"secret": key.secret, "until": key.until, "used": False}
     replace_durably(_entry(folder, place.slot, key.id), json.dumps(entry).encode(), mode=0o600)
     output.parent.mkdir(parents=True, exist_ok=True)
-    replace_durably(output, json.dumps({"form": _FORM, **asdict(key)}).encode(), mode=0o600)
+    replace_durably(
+        output, json.dumps({"form": _FORM, **asdict(key), "place": key.place.to_json()}).encode(), mode=0o600
+    )
     return key
 
 
@@ -240,7 +253,9 @@ class Meeting:
         _refuse_two(folder, slot)
         listener = TcpListener(address)
         port = listener.address[1]
-        self.place = _RobotMeetingPoint(robot, slot, address, port, node_name(), run, there=False, since=time.time())
+        self.place = _RobotMeetingPoint(
+            robot, slot, address, port, node_name(), run, connected=False, since=time.time()
+        )
         self._changed = threading.Condition()
         self._strangers = ConnectionTable[socket.socket](_MAX_UNPROVEN)
         self._unproven_lock = threading.Lock()
@@ -256,7 +271,7 @@ class Meeting:
         deadline = time.monotonic() + timeout_s
         while True:
             with self._changed:
-                if self._line is not None and not self._line.lost:
+                if self._line is not None and not self._line.loss_reason:
                     fresh, self._fresh = self._fresh, False
                     return self._line, fresh
                 self._publish_presence(connected=False)
@@ -275,8 +290,8 @@ class Meeting:
 
     def _publish_presence(self, *, connected: bool) -> None:
         """Publishes whether the robot is connected, if that has changed."""
-        if connected != self.place.there:
-            self.place = replace(self.place, there=connected, since=time.time())
+        if connected != self.place.connected:
+            self.place = replace(self.place, connected=connected, since=time.time())
             self.place.publish(self._folder)
 
     def _come(self, sock: socket.socket) -> None:
@@ -341,11 +356,11 @@ class Meeting:
             return
 
         deadline = time.monotonic() + _NOTICED_S
-        while self._line is not None and not self._line.lost and time.monotonic() < deadline:
+        while self._line is not None and not self._line.loss_reason and time.monotonic() < deadline:
             self._changed.wait(_POLL_S / 4)
 
         def fits() -> None:
-            if self._line is not None and not self._line.lost:
+            if self._line is not None and not self._line.loss_reason:
                 raise RobotRefused("the run has its robot already")
             if why := self._misfit(json.loads(about)):
                 raise RobotRefused(why)

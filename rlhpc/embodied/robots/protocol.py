@@ -146,7 +146,7 @@ class RobotConnection:
         role, other: Names of this side and the other.
 
     Attributes:
-        lost: Reason why the other side is regarded as gone; empty while it is connected.
+        loss_reason: Reason why the other side is regarded as gone; empty while it is connected.
         trips_s: Round-trip times of signs of life, by this side's clock.
     """
 
@@ -154,7 +154,7 @@ class RobotConnection:
         self._sock, self._key, self._roles, self._counts = sock, key, (role, other), [0, 0]
         self._sending = threading.Lock()
         self._received: queue.Queue[Message | None] = queue.Queue()
-        self.lost = ""
+        self.loss_reason = ""
         self.trips_s: list[float] = []
         sock.settimeout(None)
         # A peer that receives nothing must not block a sender for ever.
@@ -172,13 +172,13 @@ class RobotConnection:
         """
         parts = packed(words, arrays or {})
         with self._sending:
-            if not self.lost:
+            if not self.loss_reason:
                 try:
                     self._sock.sendall(b"".join([*parts, self._mac(0, parts)]))
                 except OSError as error:
                     self._lose("it takes no message" if isinstance(error, BlockingIOError) else str(error.strerror))
-        if self.lost:
-            raise LineLost(self.lost)
+        if self.loss_reason:
+            raise LineLost(self.loss_reason)
 
     def hear(self, timeout_s: float) -> Message | None:
         """Returns the next message; None if none comes in time.
@@ -192,7 +192,7 @@ class RobotConnection:
             return None
         if message is None:
             self._received.put(None)
-            raise LineLost(self.lost)
+            raise LineLost(self.loss_reason)
         return message
 
     def close(self) -> None:
@@ -203,8 +203,8 @@ class RobotConnection:
         self._sock.close()
 
     def _lose(self, reason: str) -> None:
-        if not self.lost:
-            self.lost = reason
+        if not self.loss_reason:
+            self.loss_reason = reason
             self._received.put(None)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -218,7 +218,7 @@ class RobotConnection:
         poll, buffer, last_received, last_sign = select.poll(), bytearray(), time.monotonic(), 0.0
         poll.register(self._sock, select.POLLIN)
         try:
-            while not self.lost:
+            while not self.loss_reason:
                 if time.monotonic() - last_sign > SIGN_S:
                     last_sign = time.monotonic()
                     self.say({"sign": last_sign})
@@ -329,5 +329,7 @@ def misfit(expected: Mapping[str, Any], description: Any) -> str:
     return ""
 
 
-def _near(here: list[float], there: Any) -> bool:
-    return isinstance(there, list) and len(here) == len(there) and np.allclose(here, np.asarray(there, float))
+def _near(expected: list[float], received: Any) -> bool:
+    if not isinstance(received, list) or len(expected) != len(received):
+        return False
+    return bool(np.allclose(expected, np.asarray(received, float)))

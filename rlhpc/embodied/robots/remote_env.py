@@ -80,7 +80,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
             raise ConfigError(f"env.train.kwargs of a distant_robot has {', '.join(kwargs)}; there are {allowed}")
         self.max_episode_steps = cfg.max_episode_steps or 0
         settings = {name: getattr(cfg, name) for name in SETTINGS}
-        self._settings = settings | {"max_episode_steps": self.max_episode_steps, "slot": slot_offset, **pace._asdict()}
+        self._settings = settings | {"max_episode_steps": self.max_episode_steps, "slot": slot_offset, **pace.to_json()}
         self.timing = Timing()
         self._meeting: Meeting | None = None
         self._line: RobotConnection | None = None
@@ -272,7 +272,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
 
     def close(self) -> None:
         """Releases the robot and closes the listener."""
-        if self._line is not None and not self._line.lost:
+        if self._line is not None and not self._line.loss_reason:
             try:
                 self._line.say({"do": "leave", "number": 0})
                 self._line.hear(_LOOK_S * 10)  # the robot confirms that it has stopped

@@ -12,7 +12,6 @@ import numpy as np
 from rlhpc.embodied.envs.base import Step, Timing, VectorEnv
 from rlhpc.embodied.envs.episode_tracker import EpisodeTracker
 from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
-from rlhpc.embodied.robots.driver import Observation as Seen
 from rlhpc.embodied.robots.limits import RESUME_MODES, CommandLimits, RobotStopped, StaleObservation
 from rlhpc.embodied.robots.safety import SafetyCore, safe_robot
 from rlhpc.runtime.comm.context import check_run
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
 
-__all__ = ["Observation", "OneRobotEnv", "Pace", "Robot", "RobotVectorEnv", "Seen", "Verdict", "above_0"]
+__all__ = ["Observation", "OneRobotEnv", "Pace", "Robot", "RobotVectorEnv", "Verdict", "above_0"]
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class RobotVectorEnv(OneRobotEnv):
         kwargs = {str(name): value for name, value in (cfg.kwargs or {}).items()}
         pace = Pace.of(num_envs, kwargs)
         self.control_hz = pace.hz
-        self._period, self._stops_late = 1.0 / pace.hz, pace.late == "stop"
+        self._period, self._stops_late = 1.0 / pace.hz, pace.late_action == "stop"
         if robot is None:
             self._core = safe_robot(cfg.env_id, "env.env_id", kwargs, pace.limits)
         elif isinstance(robot, SafetyCore):
@@ -189,8 +188,13 @@ class Pace(NamedTuple):
     hz: float
     stale_s: float
     max_change: float | None
-    late: str
+    late_action: str
     resume: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the values by their keys in `kwargs`, as a remote robot gets them."""
+        values = self._asdict()
+        return {"late": values.pop("late_action"), **values}
 
     @property
     def limits(self) -> CommandLimits:
@@ -211,13 +215,15 @@ class Pace(NamedTuple):
         hz = above_0("hz", kwargs.pop("hz", 10.0))
         stale_s = above_0("stale_s", kwargs.pop("stale_s", 0.5))
         change = kwargs.pop("max_change", None)
-        if (late := kwargs.pop("late", "keep")) not in ("keep", "stop"):
-            raise ConfigError(f"env.train.kwargs.late is {late!r}; a robot may keep to its last command, or stop")
+        if (late_action := kwargs.pop("late", "keep")) not in ("keep", "stop"):
+            raise ConfigError(
+                f"env.train.kwargs.late is {late_action!r}; a robot may keep to its last command, or stop"
+            )
         if (resume := kwargs.pop("resume", "person")) not in RESUME_MODES:
             raise ConfigError(
                 f"env.train.kwargs.resume is {resume!r}; after a stop for safety a robot waits for a person, or goes on (auto)"
             )
-        return cls(hz, stale_s, None if change is None else above_0("max_change", change), late, resume)
+        return cls(hz, stale_s, None if change is None else above_0("max_change", change), late_action, resume)
 
 
 def above_0(name: str, value: Any) -> float:

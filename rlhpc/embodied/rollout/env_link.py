@@ -94,7 +94,7 @@ def put_until_left(channel: Any, item: Any, key: str, peer: Peer) -> None:
         PeerLeft: The rank has gone.
     """
     with _peer_left_on_error(peer):
-        channel.put(item, key=key, gone=lambda: current().has_left(*peer))
+        channel.put(item, key=key, home_ended=lambda: current().has_left(*peer))
 
 
 @contextlib.contextmanager

@@ -160,9 +160,9 @@ class PlayingRunner(Runner[Cfg]):
         if not all(answers["env"]):
             note("the simulators cannot be restored; their episodes start anew, so this resume is not bit for bit")
 
-    def rebuild(self, gone: dict[str, list[int]]) -> None:
+    def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
         """Restarts environment and rollout ranks."""
-        self.players.rebuild(gone)
+        self.players.rebuild(lost_ranks)
 
     def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
         """Counts the lost ranks, transitions (including those of the step in progress) and episodes."""
@@ -419,13 +419,13 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
             self.rollout.let_go().wait(self.timeout)
             self.env.offload().wait(self.timeout)
 
-    def rebuild(self, gone: dict[str, list[int]]) -> None:
+    def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
         """Restarts environment and rollout ranks (`PlayingRunner.rebuild`). The side that has the accelerators is unknown, so
         the actors leave first.
         """
         if self.cfg.actor.enable_offload:
             self.actor.offload().wait(self.timeout)
-        super().rebuild(gone)
+        super().rebuild(lost_ranks)
         self.change_over(playing=False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -85,11 +85,11 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
     Attributes:
         policy: Trained policy; a rank may hold a part of its weights.
         learner: Owner of weights and optimizers.
-        counters: Names of integer attributes that a checkpoint stores for each rank.
+        counters: Integer attributes that a checkpoint stores for each rank: key in the file → name.
         sync: Weight sync to the rollout ranks; None in a trainer that sends no weights.
     """
 
-    counters: tuple[str, ...] = ("updates",)
+    counters: Mapping[str, str] = {"updates": "updates"}
     policy: Policy
     learner: PolicyLearner
     sync: WeightSync | None = None
@@ -239,7 +239,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
             save_tensors(path / WEIGHTS, weights)
             write_durably(path / SPEC, json.dumps(self.policy.spec(), indent=2, sort_keys=True).encode() + b"\n")
         self.learner.save(path)
-        counts = {name: getattr(self, name) for name in self.counters}
+        counts = {key: getattr(self, name) for key, name in self.counters.items()}
         save_state(path / FILE.format(rank=self.rank), {**counts, "rng": rng_state()})
 
     def load(self, folder: str) -> None:
@@ -258,8 +258,8 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         self.learner.load(path)
         rank_file = path / FILE.format(rank=self.rank)
         state = load_state(rank_file if rank_file.is_file() else path / FILE.format(rank=0))
-        for name in self.counters:
-            setattr(self, name, int(state[name]))
+        for key, name in self.counters.items():
+            setattr(self, name, int(state[key]))
         set_rng_state(state["rng"])
         self._replaced()
 

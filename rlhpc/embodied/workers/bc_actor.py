@@ -110,7 +110,7 @@ class BcActor(PolicyTrainer[BcConfig]):
         for trajectory, improvement in zip(trajectories, labels, strict=True):
             trajectory[IMPROVEMENT] = improvement
         self.labels = zlib.crc32(np.concatenate(labels).tobytes())
-        self.counters = (*self.counters, "labels")
+        self.counters = {**self.counters, "labels": "labels"}
 
     def load(self, folder: str) -> None:
         """Restores a checkpoint (`PolicyTrainer.load`).

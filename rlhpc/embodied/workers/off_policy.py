@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -174,7 +174,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
     """
 
     policy: ActorCritic
-    counters = ("transitions", "due")
+    counters: Mapping[str, str] = {"transitions": "transitions", "due": "updates_due"}
 
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
         """Builds networks, optimizers and buffers; the initial weights depend only on the seed.
@@ -215,7 +215,8 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         )
         self.incomplete = Incomplete(slots.num_envs, self.intake.share)
         self.starts, self.update_to_data = buffer.min_buffer_size, cfg.algorithm.update_to_data
-        self.transitions, self.due = 0, 0
+        self.transitions = 0
+        self.updates_due = 0
         self.open_sync(slots, cfg.rollout)
         trained = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
         self.log.info("trains %d parameters of %s on %s", trained, cfg.actor.model.model_type, self.device)
@@ -271,7 +272,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
             Metrics, the same on all ranks, and `update_s`: the seconds that it took.
         """
         total = int(self.update_to_data * max(0, self.transitions - self.starts) + 1e-6)  # 49 × 1/49 < 1 in floats
-        count, self.due = total - self.due, total
+        count, self.updates_due = total - self.updates_due, total
         return self._learn(count, progress)
 
     def update_offline(self, step: int, progress: float = 0.0) -> dict[str, float]:

@@ -211,15 +211,15 @@ class Finding:
 
     Attributes:
         level: `fail` if runs cannot work; `warn` for a cost, or for a check that was not possible.
-        what: Subject of the check.
-        found: Observation.
-        do: Advice; empty if the check passed.
+        check: Subject of the check.
+        result: Observation.
+        advice: Advice; empty if the check passed.
     """
 
     level: Level
-    what: str
-    found: str
-    do: str = ""
+    check: str
+    result: str
+    advice: str = ""
 
 
 def names(nodes: Iterable[str]) -> str:
@@ -242,17 +242,17 @@ def worst(lines: Sequence[Finding]) -> Level:
 
 def render(lines: Sequence[Finding]) -> str:
     """Formats the findings as text, and a line that counts them."""
-    column = max((len(line.what) for line in lines), default=0) + 2
+    column = max((len(line.check) for line in lines), default=0) + 2
     indent = " " * (6 + column)
     out = []
     for line in lines:
         out += textwrap.wrap(
-            line.found, _WIDTH, initial_indent=f"{line.level}  {line.what:<{column}}", subsequent_indent=indent,
+            line.result, _WIDTH, initial_indent=f"{line.level}  {line.check:<{column}}", subsequent_indent=indent,
             break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
-        if line.do:
+        if line.advice:
             out += textwrap.wrap(
-                line.do, _WIDTH, initial_indent=f"{indent}→ ", subsequent_indent=f"{indent}  ",
+                line.advice, _WIDTH, initial_indent=f"{indent}→ ", subsequent_indent=f"{indent}  ",
                 break_long_words=False, break_on_hyphens=False,
             )  # fmt: skip
     counts = Counter(line.level for line in lines)

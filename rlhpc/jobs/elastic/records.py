@@ -20,6 +20,8 @@ from rlhpc.runtime.files import is_count, is_number, read_file, read_json
 
 #: Maximum number of ended jobs with their own record; older ones are summed up.
 _MAX_ENDED_JOBS = 200
+#: Keys of a job in the file whose fields have another name → field.
+_FIELDS = {"ended": "finished"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class HelperJobRecord:
     counted: int
     submitted: float
     started: float | None = None
-    ended: float | None = None
+    finished: float | None = None
     node: str = ""
     state: str = "PENDING"
     reason: str = ""
@@ -49,7 +51,7 @@ class HelperJobRecord:
 
     def hours(self, now: float) -> float:
         """Returns the hours of the budget that it has used."""
-        return 0.0 if self.started is None else max(0.0, (self.ended or now) - self.started) / 3600 * self.counted
+        return 0.0 if self.started is None else max(0.0, (self.finished or now) - self.started) / 3600 * self.counted
 
     def observe(self, job: QueuedJob, ranks: int) -> HelperJobRecord:
         """Returns the record after a look at the queue, with the number of the job's ranks that were present then."""
@@ -58,7 +60,7 @@ class HelperJobRecord:
             state=job.state,
             reason=job.reason,
             started=job.started or self.started,
-            ended=None,
+            finished=None,
             node=job.node or self.node,
             joined=max(self.joined, ranks),
         )
@@ -83,7 +85,7 @@ class HelperJobRecord:
         if start is None and (joined or not cancelled):
             start = max(last_seen, now - walltime_s)
         end = now if start is None else min(now, max(last_seen, start + walltime_s))
-        return replace(self, state=state, joined=joined, started=start, ended=end)
+        return replace(self, state=state, joined=joined, started=start, finished=end)
 
 
 @dataclass
@@ -108,7 +110,8 @@ class HelperRecord:
     def _add(self, value: Mapping[str, Any]) -> None:
         self.earlier += float(value.get("earlier") or 0.0)
         for row in value.get("jobs") or ():
-            fields = {name: row[name] for name in HelperJobRecord.__dataclass_fields__ if name in row}
+            values = {_FIELDS.get(key, key): value for key, value in row.items()}
+            fields = {name: values[name] for name in HelperJobRecord.__dataclass_fields__ if name in values}
             try:
                 self.jobs[str(row["id"])] = HelperJobRecord(**fields)
             except (KeyError, TypeError):
@@ -116,23 +119,27 @@ class HelperRecord:
 
     def write(self, paths: RunPaths, group: str) -> None:
         """Replaces the group's file; each file is written by one thread."""
-        ended_jobs = [job for job in self.jobs.values() if job.ended is not None]
+        ended_jobs = [job for job in self.jobs.values() if job.finished is not None]
         for job in ended_jobs[: max(0, len(ended_jobs) - _MAX_ENDED_JOBS)]:
-            self.earlier += job.hours(job.ended or 0.0)
+            self.earlier += job.hours(job.finished or 0.0)
             del self.jobs[job.id]
         write_json(paths.helper_jobs(group), self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """Returns the file's content."""
-        return {"format": 1, "earlier": self.earlier, "jobs": [asdict(job) for job in self.jobs.values()]}
+        keys = {field: key for key, field in _FIELDS.items()}
+        rows = [{keys.get(name, name): value for name, value in asdict(job).items()} for job in self.jobs.values()]
+        return {"format": 1, "earlier": self.earlier, "jobs": rows}
 
     def live(self) -> list[HelperJobRecord]:
         """Returns the jobs that have not ended, oldest first."""
-        return [job for job in self.jobs.values() if job.ended is None]
+        return [job for job in self.jobs.values() if job.finished is None]
 
     def spent(self) -> float:
         """Returns the hours of the budget that ended jobs have used."""
-        return self.earlier + sum(job.hours(job.ended or 0.0) for job in self.jobs.values() if job.ended is not None)
+        return self.earlier + sum(
+            job.hours(job.finished or 0.0) for job in self.jobs.values() if job.finished is not None
+        )
 
 
 def helpers_name(paths: RunPaths, group: str) -> str:

@@ -27,6 +27,7 @@ from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.language.policy_text import valid_text
 from rlhpc.language.rewards.base import Sample
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.former_names import former_members
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,6 +101,7 @@ _IDLE_S = 0.01
 OF_ROLES = "untrained_role"
 
 
+@former_members(seen="images")
 @dataclass
 class Episode:
     """Episode: a prompt and all tokens after it. Lists are aligned: one entry per token after the prompt.
@@ -123,7 +125,7 @@ class Episode:
         above: Difference of the role's reward and the episode's reward, as reported by the agent.
         outcome: Outcome reported by an external agent; None for an inline agent.
         experts: Experts chosen by routers for the first tokens, including the prompt (`Completion.experts`); None if unknown.
-        seen: Images of prompt and answers, if any.
+        images: Images of prompt and answers, if any.
         branches: Samples of an episode in which the model read several contexts, or which an external agent ran: each as a
             separate episode. `token_ids` and the other lists are then those of the last answer.
     """
@@ -145,7 +147,7 @@ class Episode:
     outcome: Outcome | None = None
     branches: list[Episode] | None = None
     experts: np.ndarray | None = None
-    seen: PromptImages | None = None
+    images: PromptImages | None = None
 
     @property
     def samples(self) -> list[Episode]:
@@ -252,7 +254,7 @@ class EpisodeRunner:
             self._writing[request.id] = self._new_episode(request, prompt), request
 
     def _new_episode(self, request: Request, prompt: Prompt | None) -> Episode:
-        return Episode(request.id, tuple(request.prompt_ids), prompt, seen=request.seen)
+        return Episode(request.id, tuple(request.prompt_ids), prompt, images=request.images)
 
     def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
         """Resumes an episode of one turn that another rank has started.
@@ -382,7 +384,7 @@ class EpisodeRunner:
             self._end(episode, "error")
             return
         if len(ids) <= remaining:
-            episode.seen = joined(episode.seen, images)
+            episode.images = joined(episode.images, images)
         elif images is not None:  # an image must not be truncated
             self._end(episode, "length")
             return
@@ -400,7 +402,7 @@ class EpisodeRunner:
             prompt_ids=(*episode.prompt_ids, *episode.token_ids),
             seed=_seed(request.seed, episode.turns),
             sampling=dataclasses.replace(request.sampling, max_new_tokens=remaining - len(ids)),
-            seen=episode.seen,
+            images=episode.images,
         )
         try:
             self._backend.add([follows])

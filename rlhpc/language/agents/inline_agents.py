@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.language.agents.episodes import Agent, Episode
 from rlhpc.language.agents.gateway.sessions import OVER
 from rlhpc.language.agents.gateway.threads import Threads
-from rlhpc.language.agents.runner.task import Task
+from rlhpc.language.agents.runner.task import AgentTask
 from rlhpc.language.agents.turn_tree import RequestError
 from rlhpc.language.envs.base import Environment, play
 from rlhpc.language.envs.tools import PythonTool, Tool, calculator
@@ -107,7 +107,7 @@ class InlineAgents:
                     return None
                 raise
 
-        return await play(self._world.environment(), Task(**ticket["task"]), ask, self._threads.call)
+        return await play(self._world.environment(), AgentTask(**ticket["task"]), ask, self._threads.call)
 
 
 def _where(error: Exception) -> str:

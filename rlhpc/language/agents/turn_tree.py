@@ -143,7 +143,7 @@ class Tree:
             finish_reason=self.turns[path[-1]].finish_reason,
             role=first.role,
             experts=self.turns[path[-1]].experts,
-            seen=self.turns[path[-1]].images,
+            images=self.turns[path[-1]].images,
         )
         for depth, at in enumerate(path):
             turn, between = self.turns[at], 0

@@ -22,9 +22,10 @@ from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.scoring.registry import Column, LogitReader
+from rlhpc.runtime.former_names import former_attributes
 
-if TYPE_CHECKING:
-    pass
+if not TYPE_CHECKING:
+    __getattr__ = former_attributes(__name__)
 
 #: Sums a tensor over the actor ranks.
 Reduce = Callable[[Tensor], Tensor]
@@ -44,7 +45,7 @@ ROLLOUT, ACTOR, VALUE_HEAD, REFERENCE = "rollout", "actor", "value_head", "refer
 
 
 @dataclass(frozen=True)
-class Whole:
+class MinibatchCounts:
     """Counts of the minibatch over all ranks, by which the losses and metrics of its micro-batches are divided.
 
     Attributes:
@@ -59,13 +60,13 @@ class Whole:
     length: float = 1.0
 
     @classmethod
-    def of(cls, batch: TokenBatch, length: float = 1.0, all_reduce: Reduce | None = None) -> Whole:
+    def of(cls, batch: TokenBatch, length: float = 1.0, all_reduce: Reduce | None = None) -> MinibatchCounts:
         """Counts a minibatch, and adds the column `sequence_tokens` to it. Called before samples change ranks and are split
         into micro-batches, while a rank has all samples of its sequences.
 
         Args:
             batch: This rank's samples.
-            length: See `Whole.length`.
+            length: See `MinibatchCounts.length`.
             all_reduce: Sums over the ranks; None for a single rank.
         """
         batch.columns[SEQUENCE_TOKENS] = batch.sequence_tokens()
@@ -161,14 +162,14 @@ class LanguageAlgorithm(abc.ABC):
         """
 
     @abc.abstractmethod
-    def loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, scores: TokenScores, batch: TokenBatch, counts: MinibatchCounts) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss of a micro-batch as its share of the minibatch's loss: sums, divided by the counts of the
         minibatch. So any split into micro-batches and ranks gives the gradient of the minibatch.
 
         Args:
             scores: Scores by the trained weights, with gradients.
             batch: The micro-batch, with all columns, and `advantages`. It may have no tokens.
-            whole: Counts of the minibatch.
+            counts: Counts of the minibatch.
 
         Returns:
             A scalar; and metrics, which are also shares: their sums over micro-batches and ranks are logged as `train/NAME`.

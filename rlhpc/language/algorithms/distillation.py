@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhpc.language.algorithms.base import ROLLOUT_LOGPROBS, VALUES, Reduce, Whole
+from rlhpc.language.algorithms.base import ROLLOUT_LOGPROBS, VALUES, MinibatchCounts, Reduce
 from rlhpc.language.algorithms.policy_gradient import OLD, PolicyGradient
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.models.divergence import FLOOR, FullDivergence, TopDivergence
@@ -132,17 +132,17 @@ class Distillation(PolicyGradient):
             advantages = advantages + self.coef * torch.where(batch.mask, gap, 0.0)
         return advantages
 
-    def loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, scores: TokenScores, batch: TokenBatch, counts: MinibatchCounts) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the policy loss, plus the divergence in the modes topk and full (`LanguageAlgorithm.loss`)."""
         # In a run with distillation alone, the log-probs are for metrics, and need no gradient of the size of the logits.
         with torch.set_grad_enabled(self._more and torch.is_grad_enabled()):
-            loss, parts = super().loss(scores, batch, whole)
+            loss, parts = super().loss(scores, batch, counts)
         if self.sampled:
             gap = scores.logprobs.detach() - batch.columns[TEACHER_LOGPROBS].clamp_min(FLOOR)
-            parts[DIVERGENCE] = whole.mean(gap, batch)
+            parts[DIVERGENCE] = counts.mean(gap, batch)
             return loss, parts
         assert scores.read is not None
-        loss = loss + self.coef * whole.loss(scores.read, batch, self.cfg.algorithm.loss_agg)
-        parts[DIVERGENCE] = whole.mean(scores.read, batch)
+        loss = loss + self.coef * counts.loss(scores.read, batch, self.cfg.algorithm.loss_agg)
+        parts[DIVERGENCE] = counts.mean(scores.read, batch)
         parts["loss"] = loss.detach()
         return loss, parts

@@ -25,8 +25,8 @@ from rlhpc.language.algorithms.base import (
     VALUE_HEAD,
     VALUES,
     LanguageAlgorithm,
+    MinibatchCounts,
     Reduce,
-    Whole,
 )
 from rlhpc.language.config.algorithms import GrpoAlgorithmConfig
 from rlhpc.language.config.run import GrpoConfig
@@ -146,7 +146,7 @@ def _states(batch: TokenBatch) -> Tensor:
 
 
 def value_part(
-    values: Tensor, batch: TokenBatch, options: GrpoAlgorithmConfig, minibatch: Whole
+    values: Tensor, batch: TokenBatch, options: GrpoAlgorithmConfig, minibatch: MinibatchCounts
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns a micro-batch's share of the minibatch's value loss.
 
@@ -260,35 +260,37 @@ class PolicyGradient(LanguageAlgorithm):
 
     # -- loss -----------------------------------------------------------------------------------------------------
 
-    def loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, scores: TokenScores, batch: TokenBatch, counts: MinibatchCounts) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns policy loss, KL penalty, entropy bonus and value loss (`LanguageAlgorithm.loss`)."""
         cfg = self.cfg.algorithm
-        loss, measured = self._policy_loss(scores.logprobs, batch, whole)
+        loss, measured = self._policy_loss(scores.logprobs, batch, counts)
         parts: dict[str, Tensor] = {"policy_loss": loss.detach()}
         if self.kl_coef:
             kl = kl_penalty(scores.logprobs, batch.columns[_REFERENCE], cfg.kl_type)
-            parts["ref_kl"] = whole.mean(kl, batch)
+            parts["ref_kl"] = counts.mean(kl, batch)
             if cfg.kl_in == "loss":
-                loss = loss + self.kl_coef * whole.loss(kl, batch, cfg.loss_agg)
+                loss = loss + self.kl_coef * counts.loss(kl, batch, cfg.loss_agg)
         if scores.entropy is not None:
-            loss = loss - cfg.entropy_coef * whole.loss(scores.entropy, batch, cfg.loss_agg)
-            parts["entropy"] = whole.mean(scores.entropy, batch)
+            loss = loss - cfg.entropy_coef * counts.loss(scores.entropy, batch, cfg.loss_agg)
+            parts["entropy"] = counts.mean(scores.entropy, batch)
         else:  # a sample estimate costs nothing
-            parts["entropy"] = whole.mean(-scores.logprobs, batch)
-        parts |= whole.of_means(measured, batch)
+            parts["entropy"] = counts.mean(-scores.logprobs, batch)
+        parts |= counts.of_means(measured, batch)
         gap = scores.logprobs.detach() - batch.columns[ROLLOUT_LOGPROBS]
         gap = gap.masked_fill(~batch.mask, 0)
-        parts["mismatch_kl"] = whole.mean(kl_penalty(-gap, torch.zeros_like(gap), "k3"), batch)
-        parts["mismatch_abs"] = whole.mean(gap.abs(), batch)
+        parts["mismatch_kl"] = counts.mean(kl_penalty(-gap, torch.zeros_like(gap), "k3"), batch)
+        parts["mismatch_abs"] = counts.mean(gap.abs(), batch)
         if self.own_values:
-            loss = loss + self._value_loss(scores, batch, whole, parts)
+            loss = loss + self._value_loss(scores, batch, counts, parts)
         for name in self.process:
             process_reward = batch.columns[_PROCESS + name][batch.mask].sum()
-            parts[_PROCESS + name] = process_reward / max(whole.sequences, 1.0)
+            parts[_PROCESS + name] = process_reward / max(counts.sequences, 1.0)
         parts["loss"] = loss.detach()
         return loss, parts
 
-    def _value_loss(self, scores: TokenScores, batch: TokenBatch, minibatch: Whole, parts: dict[str, Tensor]) -> Tensor:
+    def _value_loss(
+        self, scores: TokenScores, batch: TokenBatch, minibatch: MinibatchCounts, parts: dict[str, Tensor]
+    ) -> Tensor:
         """Returns the loss of the model's value head, and adds its metrics to `parts`."""
         assert scores.values is not None
         cfg = self.cfg.algorithm
@@ -296,7 +298,9 @@ class PolicyGradient(LanguageAlgorithm):
         parts |= {"value_loss": loss.detach(), **measured}
         return cfg.value_coef * loss
 
-    def _policy_loss(self, logprobs: Tensor, batch: TokenBatch, minibatch: Whole) -> tuple[Tensor, dict[str, Any]]:
+    def _policy_loss(
+        self, logprobs: Tensor, batch: TokenBatch, minibatch: MinibatchCounts
+    ) -> tuple[Tensor, dict[str, Any]]:
         """Returns the share of the minibatch's loss from log-probs `[T]`, and means over the micro-batch's tokens."""
         cfg = self.cfg.algorithm
         behaviour = batch.padded(batch.columns[ROLLOUT_LOGPROBS])

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rlhpc.runtime.former_names import former_members
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -37,6 +39,7 @@ class SamplingParams:
     """Index of the policy that samples, if there are several (`agent.policies`)."""
 
 
+@former_members(seen="images")
 @dataclass(frozen=True)
 class Request:
     """Request for one sequence. Its tokens depend only on model, prompt, sampling and `seed`, not on other requests."""
@@ -45,7 +48,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int = 0
-    seen: PromptImages | None = None
+    images: PromptImages | None = None
     """Images of the prompt, if it has any."""
 
 

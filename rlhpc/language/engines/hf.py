@@ -342,12 +342,12 @@ class HFRollout(EngineBase):
         """Prefills prompts, each once, and samples the first token of each request."""
         by_prompt: dict[tuple[tuple[int, ...], tuple[bytes, ...]], list[Request]] = {}
         for request in requests:
-            digests = () if request.seen is None else request.seen.digests
+            digests = () if request.images is None else request.images.digests
             by_prompt.setdefault((request.prompt_ids, digests), []).append(request)
         ordered = [request for same_prompt in by_prompt.values() for request in same_prompt]
         source = [index for index, same_prompt in enumerate(by_prompt.values()) for _ in same_prompt]
         firsts = [same_prompt[0] for same_prompt in by_prompt.values()]
-        logits = self._forward.prefill([one.prompt_ids for one in firsts], source, [one.seen for one in firsts])
+        logits = self._forward.prefill([one.prompt_ids for one in firsts], source, [one.images for one in firsts])
         begin = len(self._ledger)
         for request, which in zip(ordered, source, strict=True):
             self._ledger.add(request, self._limit(request))
@@ -398,7 +398,7 @@ class HFRollout(EngineBase):
         # The last token of each row is the next step's input.
         sequences = [(*request.prompt_ids, *ledger.response(row)[:-1]) for row, request in enumerate(ledger.requests)]
         if sequences:
-            self._forward.prefill(sequences, range(len(sequences)), [request.seen for request in ledger.requests])
+            self._forward.prefill(sequences, range(len(sequences)), [request.images for request in ledger.requests])
             ledger.experts = [self._forward.experts[row : row + 1] for row in range(len(sequences))]
 
     def _drop(self, ids: Collection[int]) -> None:

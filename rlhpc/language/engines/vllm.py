@@ -303,8 +303,8 @@ class VLLMRollout(VLLMProcess, EngineBase):
                 output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
             )
             prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
-            if request.seen is not None:
-                prompt = image_prompt(request.prompt_ids, request.seen)
+            if request.images is not None:
+                prompt = image_prompt(request.prompt_ids, request.images)
             if self._options.keeps_cache:  # no keys and values of requests before an update
                 prompt["cache_salt"] = str(self.version)
             self._engine.add_request(name, prompt, parameters, lora_request=self._lora_request(sampling.policy))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhpc.checkpoint.tensor_slice import Box, box_of, whole
+from rlhpc.checkpoint.tensor_slice import Box, box_of, full_box
 from rlhpc.language.engines.common import UpdateFailed
 from rlhpc.language.engines.vllm_adapter import observed_reload, packing_layers, reload_packed, unregistered_layers
 from rlhpc.language.hugging_face import EXPERT_COUNTS
@@ -49,7 +49,7 @@ class _Copies(TorchDispatchMode):
             if entry is not None:
                 name, shape = entry
                 box = box_of(source.storage_offset(), source.shape, source.stride(), shape)
-                self.boxes.setdefault(name, []).append(whole(shape) if box is None else box)
+                self.boxes.setdefault(name, []).append(full_box(shape) if box is None else box)
             if target.device.type != "meta":
                 return target
         return func(*args, **(kwargs or {}))

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.policy_text import parse_json
+from rlhpc.runtime.former_names import former_attributes, former_members
 
 Message = dict[str, Any]
 Tool = TypeVar("Tool", bound=Callable[..., Any])
@@ -43,12 +44,13 @@ class Task(Protocol):
     seed: int
 
 
+@former_members(said="observation")
 @dataclass
 class Step:
     """Response of an environment to a turn.
 
     Attributes:
-        said: Observation for the next role: a text, or messages; None for no new message, and at the beginning for the
+        observation: Observation for the next role: a text, or messages; None for no new message, and at the beginning for the
             task's messages.
         reward: Reward of the last turn.
         done: Whether the episode is over.
@@ -59,7 +61,7 @@ class Step:
         metrics: Metrics, summed over an episode and logged as `agent/<name>`.
     """
 
-    said: str | list[Message] | None = None
+    observation: str | list[Message] | None = None
     reward: float = 0.0
     done: bool = False
     role: str = ""
@@ -69,10 +71,13 @@ class Step:
 
 
 #: Results of environments: a text continues the episode, a number is the last turn's reward and ends it.
-Said: TypeAlias = "Step | str | float | None"
+EnvResponse: TypeAlias = "Step | str | float | None"
+
+if not typing.TYPE_CHECKING:
+    __getattr__ = former_attributes(__name__)
 
 
-def step_of(response: Said) -> Step:
+def step_of(response: EnvResponse) -> Step:
     """Converts a short form to a `Step`.
 
     Raises:
@@ -101,11 +106,11 @@ class Environment:
     tools: Sequence[Mapping[str, Any]] = ()
     roles: Sequence[str] = ()
 
-    def reset(self, task: Task) -> Said:
+    def reset(self, task: Task) -> EnvResponse:
         """Begins an episode; returns the first observation. None stands for the task's messages."""
         raise NotImplementedError
 
-    def step(self, reply: Message) -> Said:
+    def step(self, reply: Message) -> EnvResponse:
         """Handles a turn.
 
         Args:
@@ -116,7 +121,7 @@ class Environment:
         """
         raise NotImplementedError
 
-    def cut(self) -> Said:
+    def cut(self) -> EnvResponse:
         """Returns the last reward, if any, of an episode that has reached a limit (`agent.max_turns`,
         `agent.max_tokens`, the context).
         """
@@ -168,11 +173,11 @@ class ToolEnvironment(Environment):
         self._methods: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in names}
         self.tools = [described(name, method) for name, method in self._methods.items()]
 
-    def answer(self, text: str) -> Said:
+    def answer(self, text: str) -> EnvResponse:
         """Handles a reply without a tool call: usually returns a reward, which ends the episode."""
         raise NotImplementedError
 
-    def step(self, reply: Message) -> Said:
+    def step(self, reply: Message) -> EnvResponse:
         """Runs tool calls, or handles the answer."""
         calls = reply.get("tool_calls")
         if not calls:
@@ -267,12 +272,12 @@ class Conversations:
     def of(self, step: Step) -> list[Message]:
         """Returns the conversation of the next role, with the new observation."""
         if step.afresh or step.role not in self._by_role:
-            self._by_role[step.role] = self._messages[:] if step.said is None else self._begin[:]
+            self._by_role[step.role] = self._messages[:] if step.observation is None else self._begin[:]
         messages = self._by_role[step.role]
-        if isinstance(step.said, str):
-            messages.append({"role": "user", "content": step.said})
-        elif step.said is not None:
-            messages += step.said
+        if isinstance(step.observation, str):
+            messages.append({"role": "user", "content": step.observation})
+        elif step.observation is not None:
+            messages += step.observation
         return messages
 
 
@@ -284,7 +289,7 @@ async def play(environment: Environment, task: Task, ask: _Ask, call: _Call) -> 
     """
     conversations, earned, cut = Conversations(task), _Earned(), False
     try:
-        observation: Said = await call(environment.reset, task)
+        observation: EnvResponse = await call(environment.reset, task)
         step = step_of(observation)
         while not step.done:
             messages = conversations.of(step)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.envs.base import Environment, Message, Said, Step, Task
+from rlhpc.language.envs.base import Environment, EnvResponse, Message, Step, Task
 from rlhpc.language.envs.tools import calculator
 
 CARDS = "JQK"
@@ -47,12 +47,12 @@ class KuhnPoker(Environment):
         meta = {"deal": "".join(deal), "part": str(number)}
         return Prompt(number, ({"role": "user", "content": "Kuhn poker"},), "", meta)
 
-    def reset(self, task: Task) -> Said:
+    def reset(self, task: Task) -> EnvResponse:
         """Deals, and returns the first player's card."""
         self._deal, self._moves = task.meta["deal"], ""
         return self._ask()
 
-    def step(self, reply: Message) -> Said:
+    def step(self, reply: Message) -> EnvResponse:
         """Applies a move."""
         move, seat = str(reply["content"]).strip().lower()[:1], TURNS[self._moves]
         if move not in ("p", "b"):
@@ -173,13 +173,13 @@ class Guess(Environment):
         """Returns the success rate of the best player: n guesses distinguish 2ⁿ − 1 numbers."""
         return min(1.0, (2**turns - 1) / high)
 
-    def reset(self, task: Task) -> Said:
+    def reset(self, task: Task) -> EnvResponse:
         """Starts the game; the observation is the task's question."""
         self._meta, self._turns_left = task.meta, int(task.meta["turns"])
         self._low, self._high = 1, int(task.meta["high"])
         return None
 
-    def step(self, reply: Message) -> Said:
+    def step(self, reply: Message) -> EnvResponse:
         """Returns whether the number is higher or lower than the guess."""
         guess, symbols = self._read(str(reply["content"])), self._meta["symbols"]
         self._turns_left -= 1
@@ -234,12 +234,12 @@ class Mastermind(Environment):
         meta = {"code": code, "symbols": symbols, "turns": turns, "part": str(number)}
         return Prompt(number, ({"role": "user", "content": text},), code, meta)
 
-    def reset(self, task: Task) -> Said:
+    def reset(self, task: Task) -> EnvResponse:
         """Starts the game; the observation is the task's question."""
         self._meta, self._turns_left = task.meta, int(task.meta["turns"])
         return None
 
-    def step(self, reply: Message) -> Said:
+    def step(self, reply: Message) -> EnvResponse:
         """Scores a guess: `2 1` for two symbols in place and one elsewhere."""
         guess, code = str(reply["content"]).strip(), self._meta["code"]
         self._turns_left -= 1
@@ -280,13 +280,13 @@ class Proposer(Environment):
         """Returns the request to the proposer."""
         return Prompt(number, ({"role": "user", "content": question},), "", {"part": str(number)})
 
-    def reset(self, task: Task) -> Said:
+    def reset(self, task: Task) -> EnvResponse:
         """Starts with the turn of the proposer."""
         self._answer: str | None = None
         self._right: list[bool] = []
         return Step(role="proposer")
 
-    def step(self, reply: Message) -> Said:
+    def step(self, reply: Message) -> EnvResponse:
         """Handles a problem, or an attempt at it."""
         text = str(reply["content"]).strip()
         if self._answer is None:

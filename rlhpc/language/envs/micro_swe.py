@@ -11,7 +11,7 @@ import random
 from typing import Any
 
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.envs.base import Said, Step, Task, ToolEnvironment, tool
+from rlhpc.language.envs.base import EnvResponse, Step, Task, ToolEnvironment, tool
 from rlhpc.language.sandbox.python import Sandbox
 
 _QUESTION = "The package `stock` fails its tests. Find the fault, mend it, and say done."
@@ -106,7 +106,7 @@ class MicroSwe(ToolEnvironment):
         meta = {"fault": number, "part": str(number)}
         return Prompt(number, ({"role": "user", "content": _QUESTION},), "", meta, level=path)
 
-    def reset(self, task: Task) -> Said:
+    def reset(self, task: Task) -> EnvResponse:
         """Sets up the package; the observation is the task's question."""
         path, right, wrong = self._fault = FAULTS[task.meta["fault"]]
         self._files = {**_FILES, path: _FILES[path].replace(right, wrong)}
@@ -115,12 +115,12 @@ class MicroSwe(ToolEnvironment):
 
     @tool
     def ls(self) -> str:
-        """The files of the package."""
+        """Lists the files of the package."""
         return "\n".join(self._files)
 
     @tool
     def cat(self, path: str) -> str:
-        """What a file says."""
+        """Returns the content of a file."""
         return self._files[self._existing(path)]
 
     @tool
@@ -144,7 +144,7 @@ class MicroSwe(ToolEnvironment):
             raise ValueError(f"there is no file {path}; there are: {', '.join(self._files)}")
         return path
 
-    def answer(self, text: str) -> Said:
+    def answer(self, text: str) -> EnvResponse:
         """Ends the episode with reward 1 if all hidden tests pass."""
         results = self._run([{"kind": "value", "source": f"repr(({test}))"} for test in _HIDDEN])
         values = [results.get(at, {}).get("value") for at in range(len(_HIDDEN))]

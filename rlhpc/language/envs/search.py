@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.envs.base import Said, Step, Task, ToolEnvironment, tool
+from rlhpc.language.envs.base import EnvResponse, Step, Task, ToolEnvironment, tool
 from rlhpc.runtime.errors import ConfigError
 
 _FACTS = ("home", "make")
@@ -136,7 +136,7 @@ class Search(ToolEnvironment):
         messages = ({"role": "user", "content": question},)
         return Prompt(number, messages, here.facts[name][_FACTS[fact]], meta, level=f"{hops[hop]} hops")
 
-    def reset(self, task: Task) -> Said:
+    def reset(self, task: Task) -> EnvResponse:
         """Starts the episode; the observation is the task's question."""
         self._task, self._world = task, world_of(task.meta["pages"], task.meta["world"])
         self._last_result = ""
@@ -144,13 +144,13 @@ class Search(ToolEnvironment):
 
     @tool
     def search(self, query: str) -> str:
-        """The pages that fit a query best."""
+        """Returns the pages that fit a query best."""
         self._searches += 1
         pages = [] if self._closed else self._world.search(query, self._results)
         self._last_result = "\n".join(pages) or "nothing."
         return self._last_result
 
-    def answer(self, text: str) -> Said:
+    def answer(self, text: str) -> EnvResponse:
         """Ends the episode with reward 1 for the exact word."""
         right = text.strip().strip(".").lower() == self._task.answer
         return Step(reward=float(right), done=True, metrics={"searches": float(self._searches)})

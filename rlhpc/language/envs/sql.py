@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.envs.base import Said, Step, Task, ToolEnvironment, tool
+from rlhpc.language.envs.base import EnvResponse, Step, Task, ToolEnvironment, tool
 
 _TABLES = "person(name, age, city), city(name, country)"
 _NAMES = (
@@ -70,7 +70,7 @@ class Sql(ToolEnvironment):
             answer = str(connection.execute(str(meta["query"])).fetchone()[0])
         return Prompt(number, ({"role": "user", "content": question},), answer, meta, level=template)
 
-    def reset(self, task: Task) -> Said:
+    def reset(self, task: Task) -> EnvResponse:
         """Creates the tables; the observation is the task's question."""
         self._task, self._connection = task, tables(task.meta["seed"])
         self._last_result = ""
@@ -78,14 +78,14 @@ class Sql(ToolEnvironment):
 
     @tool
     def query(self, sql: str) -> str:
-        """The rows that a query in SQL gives."""
+        """Returns the rows of a query in SQL."""
         end = time.monotonic() + _MOST_S
         self._connection.set_progress_handler(lambda: time.monotonic() > end, _OPCODES)
         rows = self._connection.execute(sql).fetchmany(_ROWS)
         self._last_result = "\n".join(" | ".join(map(str, row)) for row in rows) or "no rows"
         return self._last_result
 
-    def answer(self, text: str) -> Said:
+    def answer(self, text: str) -> EnvResponse:
         """Ends the episode with reward 1 for the exact answer."""
         return Step(reward=float(text.strip().strip(".") == self._task.answer), done=True)
 

@@ -146,7 +146,7 @@ def split_micro_batches(
     if packed and number > len(cuts) and len(wider := rows(batch.lengths, max_tokens, hidden, number)) == number:
         cuts = wider  # a rank with less work than others has shorter rows, not fewer
     cuts += [torch.zeros(0, dtype=torch.long)] * (number - len(cuts))
-    return [(cut, (batch.select(cut) if len(cut) else batch.nothing()).read_by(packed)) for cut in cuts]
+    return [(cut, (batch.select(cut) if len(cut) else batch.empty_sample()).read_by(packed)) for cut in cuts]
 
 
 def values_of(score: Callable[[TokenBatch], Tensor], parts: Parts, batch: TokenBatch, score_name: str) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhpc.language.models.vision import Pictures
+from rlhpc.runtime.former_names import former_members
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Segments:
         return cls(tuple((len(list(run)), length) for length, run in groupby(filled)), ends, max(filled))
 
 
+@former_members(nothing="empty_sample")
 @dataclass
 class TokenBatch:
     """N samples of T tokens in all, one after the other, without padding.
@@ -212,9 +214,9 @@ class TokenBatch:
         segments = Segments.of([*lengths.tolist(), *[1] * alone], device)
         return {"input_ids": ids[None], "position_ids": positions[None], "segments": segments, **image_inputs}
 
-    def of_tokens(self, found: Tensor) -> Tensor:
+    def of_tokens(self, outputs: Tensor) -> Tensor:
         """Returns a model's outputs for `inputs`, `[N, W, …]` or `[1, T, …]`, as `[T, …]`."""
-        return found[0, : self.tokens] if self.packed else self.flat(found)
+        return outputs[0, : self.tokens] if self.packed else self.flat(outputs)
 
     def before(self, values: Tensor) -> Tensor:
         """Shifts `[T]` values by one token in each sample: each token gets the value of the one before it, the first 0."""
@@ -258,7 +260,7 @@ class TokenBatch:
         """Splits the samples into several batches with these numbers of samples."""
         return [self.select(samples) for samples in torch.arange(len(self)).split(list(counts))]
 
-    def nothing(self) -> TokenBatch:
+    def empty_sample(self) -> TokenBatch:
         """Returns one sample of no tokens, with the same columns: a batch that trains nothing."""
         none = self.tokens_of(torch.zeros(0, dtype=torch.long))
         parts = {name: getattr(self, name)[none] for name in _OF_TOKENS}

@@ -22,7 +22,7 @@ class Pictures:
     Attributes:
         patches: `[P, d]` float32, image by image.
         grids: `[M, 3]` int64, on the host: frames, rows and columns of each image's patches.
-        shown: `[K]` int64, on the host: index of the image, sample by sample.
+        image_indices: `[K]` int64, on the host: index of the image, sample by sample.
         at: `[K]` int64, on the host: position in the sample of the image's first token.
         counts: `[N]` int64, on the host: number of images of each sample.
         merge: This number of patches in each direction becomes one token.
@@ -30,7 +30,7 @@ class Pictures:
 
     patches: Tensor
     grids: Tensor
-    shown: Tensor
+    image_indices: Tensor
     at: Tensor
     counts: Tensor
     merge: int
@@ -65,17 +65,17 @@ class Pictures:
         counts = [torch.zeros(n, dtype=torch.int64) if one is None else one.counts for one, n in several]
         shift, indices = 0, list[Tensor]()
         for one in present:
-            indices.append(one.shown + shift)
+            indices.append(one.image_indices + shift)
             shift += len(one.grids)
         fields = {name: torch.cat([getattr(one, name) for one in present]) for name in ("patches", "grids", "at")}
-        return cls(shown=torch.cat(indices), counts=torch.cat(counts), merge=present[0].merge, **fields)
+        return cls(image_indices=torch.cat(indices), counts=torch.cat(counts), merge=present[0].merge, **fields)
 
     def select(self, samples: Tensor) -> Pictures | None:
         """Returns the images of some samples, in this order."""
         which = _ranges(self.counts, samples)
         if not len(which):
             return None
-        used, indices = self.shown[which].unique(return_inverse=True)
+        used, indices = self.image_indices[which].unique(return_inverse=True)
         sizes = self.grids.prod(1)
         where = _ranges(sizes, used).to(self.patches.device)
         return Pictures(
@@ -109,7 +109,7 @@ class Pictures:
         """
         tokens = int(cu_seqlens[-1])
         kinds, places = torch.zeros(tokens, dtype=torch.int64), torch.empty(tokens, 3, dtype=torch.int64)
-        grids = self.grids[self.shown]
+        grids = self.grids[self.image_indices]
         sizes = (grids.prod(1) // self.merge**2).tolist()
         first = 0
         for begin, end, count in zip(cu_seqlens[:-1], cu_seqlens[1:], self.counts.tolist(), strict=True):
@@ -122,7 +122,7 @@ class Pictures:
             )
             places[begin:end] = torch.from_numpy(sample_positions).T
         device = self.patches.device
-        pixels = self.patches[_ranges(self.grids.prod(1), self.shown).to(device)]
+        pixels = self.patches[_ranges(self.grids.prod(1), self.image_indices).to(device)]
         kinds, places = (formed(each.to(device)) for each in (kinds, places))
         return {
             "pixel_values": pixels,
@@ -132,7 +132,7 @@ class Pictures:
         }
 
 
-_TENSORS = ("patches", "grids", "shown", "at", "counts")
+_TENSORS = ("patches", "grids", "image_indices", "at", "counts")
 
 
 def _ranges(lengths: Tensor, chosen: Tensor) -> Tensor:

@@ -372,7 +372,7 @@ def _trained(
         turns=turns and ranks.accelerated,
         measured=lambda: _measured(training, section),
         changes=lambda room: nearest(name, training, section, room),
-        most=lambda room: _largest_micro_batch(name, training, room),
+        max_fitting=lambda room: _largest_micro_batch(name, training, room),
     )
 
 
@@ -509,7 +509,7 @@ def _serving(
         turns=turns and ranks.accelerated,
         remarks=tuple(remarks),
         refusals=serving.refusals(),
-        most=lambda room: _largest_context(name, serving, room),
+        max_fitting=lambda room: _largest_context(name, serving, room),
         changes=lambda room: _wider_engines(name, serving, room),
     )
 

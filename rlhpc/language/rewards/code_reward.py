@@ -13,6 +13,7 @@ from rlhpc.language.rewards.problem_formats import COLUMNS, tests_of
 from rlhpc.language.rewards.problem_tests import program_names, read_tests
 from rlhpc.language.sandbox.python import Sandbox
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.former_names import former_members
 
 _FENCE = re.compile(
     r"(?P<quote>(?:> ?)*)(?P<indent>[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*)(?P<fence>`{3,}(?=[^`]*$)|~{3,})[ \t]*(?P<info>.*)"
@@ -20,6 +21,7 @@ _FENCE = re.compile(
 _MAX_PROBLEMS = 256
 
 
+@former_members(whole="run_unfenced")
 class CodeReward:
     """Reward of the last Python block of a response, which runs against the problem's tests in a sandbox.
 
@@ -43,7 +45,7 @@ class CodeReward:
 
     Args:
         partial: The reward is the fraction of the tests that pass, rather than 1 for all of them and 0 otherwise.
-        whole: A response without a block is run as a program unchanged.
+        run_unfenced: A response without a block is run as a program unchanged.
         timeout_s: Wall time of all tests of a sample; must be below `reward.timeout_s`.
         sandbox: Arguments of the `Sandbox`.
     """
@@ -53,12 +55,12 @@ class CodeReward:
     def __init__(
         self,
         partial: bool = False,
-        whole: bool = False,
+        run_unfenced: bool = False,
         timeout_s: float = 6.0,
         sandbox: Mapping[str, Any] | None = None,
     ) -> None:
         self._partial = partial
-        self._run_unfenced = whole
+        self._run_unfenced = run_unfenced
         self._timeout_s = timeout_s
         try:
             self._sandbox = Sandbox(**{"wall_s": timeout_s, **(sandbox or {})})

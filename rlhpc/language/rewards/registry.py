@@ -11,6 +11,7 @@ from rlhpc.language.data.prompts import Located
 from rlhpc.language.data.registry import WordedDataset, _require_answers
 from rlhpc.language.rewards.base import ChecksProblems, Comparing, Reward
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.former_names import current_keywords
 from rlhpc.runtime.plugins import Registry
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def check_arguments(name: str, factory: Callable[..., Any], kwargs: dict[str, An
         return
     positional = [] if isinstance(factory, type) else [None]  # the sample
     try:
-        signature.bind(*positional, **kwargs)
+        signature.bind(*positional, **current_keywords(factory, kwargs))
     except TypeError as error:
         names = [p.name for p in signature.parameters.values()][len(positional) :]
         raise ConfigError(

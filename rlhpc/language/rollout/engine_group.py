@@ -217,7 +217,7 @@ class EngineWeights:
         self._sync = make_sync(
             name, worker, (prompts.actor_name, 0),
             [(prompts.rollout_name, list(range(prompts.rollout_ranks)))], cfg.rollout.weight_delta,
-            whole=not self._in_parts,
+            complete_updates=not self._in_parts,
         )  # fmt: skip
         if by_shards:
             assert isinstance(self._sync, SendsShards)

@@ -124,7 +124,7 @@ def group_of(
         position * size + number, role, torch.full_like(number, position),
         torch.from_numpy(np.asarray(rewards, np.float32)[each] + above),
         {name: _joined(values) for name, values in named.items()},
-        pictures=Pictures.of([sample.seen for _, _, sample in samples]),
+        pictures=Pictures.of([sample.images for _, _, sample in samples]),
     )  # fmt: skip
     return SampleGroup(step, position, batch, torch.from_numpy(members[each]))
 

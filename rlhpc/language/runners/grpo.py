@@ -52,7 +52,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
     Args:
         cfg: The run's configuration.
         actor, rollout: Launched groups of `GrpoActor` and `LanguageRolloutWorker`.
-        others: Launched groups by name: those that score or rate, the agents, and the critic.
+        optional_groups: Launched groups by name: those that score or rate, the agents, and the critic.
         run: Folder of the run; by default the one of `runner.run_dir` and `runner.name`.
         stop: Request to end early, checked between steps.
 
@@ -68,19 +68,23 @@ class ReasoningRunner(Runner[GrpoConfig]):
         *,
         run: RunFolder | None = None,
         stop: StopRequest | None = None,
-        **others: WorkerGroup,
+        **optional_groups: WorkerGroup,
     ) -> None:
-        self.critic = others.get(CRITIC)
+        self.critic = optional_groups.get(CRITIC)
         super().__init__(cfg, {"actor": actor, **({CRITIC: self.critic} if self.critic else {})}, run=run, stop=stop)
         self.actor = actor
         self.rollout = rollout
-        agents = others.pop(AGENT, None)
-        self.auxiliary = AuxiliaryGroups(cfg, {name: group for name, group in others.items() if name != CRITIC})
+        agents = optional_groups.pop(AGENT, None)
+        self.auxiliary = AuxiliaryGroups(
+            cfg, {name: group for name, group in optional_groups.items() if name != CRITIC}
+        )
         self.stateless = frozenset(self.auxiliary.groups) - learning_groups(cfg) | ({AGENT} if agents else set())
-        if REFERENCE in others and cfg.reference.update_interval:
-            self.groups[REFERENCE] = others[REFERENCE]
+        if REFERENCE in optional_groups and cfg.reference.update_interval:
+            self.groups[REFERENCE] = optional_groups[REFERENCE]
         names = {"actor_name": actor.name, "rollout_name": rollout.name}
-        scoring = {name: group.world_size for name, group in {**others}.items() if name not in self.auxiliary.rating}
+        scoring = {
+            name: group.world_size for name, group in {**optional_groups}.items() if name not in self.auxiliary.rating
+        }
         if self.critic:
             scoring[CRITIC] = MeshSizes.of(cfg.critic.parallel, self.critic.world_size, "critic.parallel").data
         self.prompts = PromptMap.from_config(
@@ -147,14 +151,14 @@ class ReasoningRunner(Runner[GrpoConfig]):
         for handle in [*[group.connect() for group in groups], *self.agents.connect()]:
             handle.wait(self.timeout)
 
-    def rebuild(self, gone: dict[str, list[int]]) -> None:
+    def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
         """Restarts the groups with ended ranks: all engines, or ranks of groups that score."""
         self.loop.reset()
         self.loop.offload_actor()
-        restarted = {name: group for name, group in self.auxiliary.groups.items() if name in gone}
-        if self.rollout.name in gone:
+        restarted = {name: group for name, group in self.auxiliary.groups.items() if name in lost_ranks}
+        if self.rollout.name in lost_ranks:
             restarted[self.rollout.name] = self.rollout
-        if AGENT in gone:
+        if AGENT in lost_ranks:
             restarted[AGENT] = self.agents.group
         for group in restarted.values():
             group.relaunch()
@@ -164,17 +168,17 @@ class ReasoningRunner(Runner[GrpoConfig]):
             if group is self.rollout:
                 self._open_rollout(*self.rollout.present).wait(self.timeout)
             else:
-                group.execute_on(*gone[name]).init_worker(self.prompts).wait(self.timeout)
-            self.loop.offload_restarted(name, group, gone[name])
+                group.execute_on(*lost_ranks[name]).init_worker(self.prompts).wait(self.timeout)
+            self.loop.offload_restarted(name, group, lost_ranks[name])
         self._connect()
         for handle in (self.actor.forget_sent(), self.rollout.forget_sent()):  # an update may have been in flight
             handle.wait(self.timeout)
 
-    def unharmed(self, gone: dict[str, list[int]]) -> bool:
+    def unharmed(self, lost_ranks: dict[str, list[int]]) -> bool:
         """Returns whether only ranks that score were lost, and all trainers have the weights of the last step: then the next
         step is repeated from the same weights and seeds."""
         learning = [self.actor, *([self.critic] if self.critic else [])]
-        if self.rollout.name in gone or not self.loop.repeats_steps or not {*gone} <= self.stateless:
+        if self.rollout.name in lost_ranks or not self.loop.repeats_steps or not {*lost_ranks} <= self.stateless:
             return False
         versions = [version for group in learning for version in group.trained_version().wait(self.timeout)]
         return set(versions) == {self.step}

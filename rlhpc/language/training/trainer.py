@@ -379,7 +379,7 @@ class ScalarTrainer(ModelTrainer):
         """Accumulates gradients over the rank's micro-batches; returns their metrics, detached.
 
         Args:
-            micro_batches: Micro-batches, equally many on all ranks, padded with `TokenBatch.nothing`.
+            micro_batches: Micro-batches, equally many on all ranks, padded with `TokenBatch.empty_sample`.
             loss: Maps `[T]` values and the micro-batch to the rank's share of the loss, and metrics.
         """
 

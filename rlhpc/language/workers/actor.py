@@ -13,7 +13,7 @@ from rlhpc.algorithms.nonfinite import Skips, listed, require_finite, skips
 from rlhpc.checkpoint.async_writer import SavingWorker
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.config.parallel import MeshSizes
-from rlhpc.language.algorithms.base import RETURNS, VALUES, Whole
+from rlhpc.language.algorithms.base import RETURNS, VALUES, MinibatchCounts
 from rlhpc.language.config.run import TrainedLanguageConfig
 from rlhpc.language.config.training import LanguageActorConfig
 from rlhpc.language.data import load_tokenizer
@@ -106,7 +106,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
     def _evenly(self, batches: Parts, batch: TokenBatch) -> Parts:
         """Returns the micro-batches of a batch, padded by empty ones up to the maximum number of any rank."""
         none = torch.zeros(0, dtype=torch.long)
-        return batches + [(none, batch.nothing()) for _ in range(self._max_count(len(batches)) - len(batches))]
+        return batches + [(none, batch.empty_sample()) for _ in range(self._max_count(len(batches)) - len(batches))]
 
     def _shared(self, batch: TokenBatch, each: int = 1) -> TokenBatch:
         """Balances the samples over the data-parallel ranks, so that each has about equal work; returns those of this
@@ -136,10 +136,10 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
             return tensor
         return self.all_reduce(tensor if self.leads else tensor.zero_())
 
-    def _count(self, batch: TokenBatch, length: float = 1.0) -> Whole:
+    def _count(self, batch: TokenBatch, length: float = 1.0) -> MinibatchCounts:
         """Counts the tokens and samples of a minibatch over all ranks; called before samples change ranks
-        (`Whole.of`)."""
-        return Whole.of(batch, length, self._summed)
+        (`MinibatchCounts.of`)."""
+        return MinibatchCounts.of(batch, length, self._summed)
 
     def _held_out_places(self, rows: int, of_step: int) -> Iterator[range]:
         """Yields this rank's indices of held-out rows, for some steps' amount at a time.
@@ -156,7 +156,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         self,
         minibatches: Iterable[tuple[str, TokenBatch]],
         length: float,
-        take_step: Callable[[TokenBatch, Whole, str], dict[str, float]],
+        take_step: Callable[[TokenBatch, MinibatchCounts, str], dict[str, float]],
         at_first: Container[str] = (),
     ) -> tuple[dict[str, float], int]:
         """Runs an optimizer step on each minibatch that has a trained token on any rank. The other minibatches get
@@ -164,7 +164,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
 
         Args:
             minibatches: Name of each minibatch for messages, and this rank's samples of it.
-            length: See `Whole.length`.
+            length: See `MinibatchCounts.length`.
             take_step: Trains on a minibatch and returns its metrics; `grad_norm` is not finite if the step was skipped.
             at_first: Names of metrics that report the first step's value.
 

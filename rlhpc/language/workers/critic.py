@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlhpc.language.algorithms.base import RETURNS as RETURN_OF
-from rlhpc.language.algorithms.base import VALUES, Whole, length_limit
+from rlhpc.language.algorithms.base import VALUES, MinibatchCounts, length_limit
 from rlhpc.language.algorithms.policy_gradient import value_part
 from rlhpc.language.config.run import GrpoConfig, minibatch_size, responses_per_step
 from rlhpc.language.config.training import LanguageActorConfig
@@ -151,7 +151,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
             missing.discard(message["position"])
         return [batches[position] for position in valued]
 
-    def _minibatch(self, rate: float, batch: TokenBatch, counts: Whole, where: str) -> dict[str, float]:
+    def _minibatch(self, rate: float, batch: TokenBatch, counts: MinibatchCounts, where: str) -> dict[str, float]:
         """Runs one optimizer step over the samples of all ranks."""
         batch = self._shared(batch)
 

@@ -18,7 +18,7 @@ from rlhpc.language.algorithms.base import (
     ROLLOUT,
     VALUE_HEAD,
     VALUES,
-    Whole,
+    MinibatchCounts,
     length_limit,
 )
 from rlhpc.language.algorithms.base import RETURNS as RETURNS_OF
@@ -408,7 +408,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             if self.leads:
                 channel.put(message, key=str(self.prompts.scorer_of(CRITIC, position)))
 
-    def _minibatch(self, rate: float, batch: TokenBatch, counts: Whole, where: str) -> dict[str, float]:
+    def _minibatch(self, rate: float, batch: TokenBatch, counts: MinibatchCounts, where: str) -> dict[str, float]:
         """Runs one optimizer step over the samples of all ranks; if the returned `grad_norm` is not finite, the step
         was skipped."""
         batch = self._shared(batch)

@@ -294,7 +294,9 @@ class ReferenceWorker(ScoringWorker, SavingWorker):
         """Loads the policy from before training."""
         super().init_worker(prompts)
         receivers = [(self.group_name, list(range(self.world_size)))]
-        self._sync = make_sync(reference_sync_of(self.cfg), self, (prompts.actor_name, 0), receivers, "off", whole=True)
+        self._sync = make_sync(
+            reference_sync_of(self.cfg), self, (prompts.actor_name, 0), receivers, "off", complete_updates=True
+        )
 
     def take_weights(self) -> None:
         """Replaces its weights by those that the actor sends."""

@@ -97,7 +97,7 @@ class Account:
     refusals: tuple[str, ...] = ()
     changes: Callable[[float], Sequence[SuggestedChange]] = field(default=lambda room: (), compare=False)
     measured: Callable[[], str] | None = field(default=None, compare=False)
-    most: Callable[[float], Mapping[str, str]] = field(default=lambda room: {}, compare=False)
+    max_fitting: Callable[[float], Mapping[str, str]] = field(default=lambda room: {}, compare=False)
 
     @property
     def peak(self) -> Moment | None:

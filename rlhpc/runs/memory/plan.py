@@ -472,7 +472,7 @@ def _of_group(account: Account, *, accelerated: bool, room: float | None) -> lis
             lines.append(f"    {label}: {_listed(terms)}")
     lines += [f"    {remark}" for remark in account.remarks]
     if room is not None and room > 0:
-        lines += [f"    fits up to: {key}={value}" for key, value in account.most(room).items()]
+        lines += [f"    fits up to: {key}={value}" for key, value in account.max_fitting(room).items()]
     return lines
 
 

@@ -267,7 +267,7 @@ class BulkServer:
                 self._count(count)
                 link.say(_OK)
                 link.sock.sendall(memory[start : start + count])
-            self._offers.taken(name)
+            self._offers.finish_read(name)
 
     def _count(self, count: int) -> None:
         with self._lock:

@@ -97,7 +97,7 @@ class Context:
     wait_deadline: float = field(default_factory=default_wait_deadline_s)
     host: str = field(default_factory=host_id)
     farewell: Farewell = field(default_factory=Farewell)
-    tell_driver: Callable[[str, str, str], None] = lambda what, name, incarnation: None
+    tell_driver: Callable[[str, str, str], None] = lambda event, name, incarnation: None
     _looked: dict[str, float] = field(default_factory=dict)
     _members: dict[tuple[str, int], tuple[int, dict[str, Any]]] = field(default_factory=dict)
 

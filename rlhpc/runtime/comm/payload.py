@@ -473,7 +473,7 @@ def unpack(
         share = Share(*place) if place else None
         view = fetch(Origin(*origin), path, spans[-1][0] + spans[-1][1] - HEADER, reader, share)
     else:
-        view = mappings.lease(path, reader, own=borrow or readers == 1)
+        view = mappings.lease(path, reader, in_place=borrow or readers == 1)
     return loads(data, [view[start : start + size] for start, size in spans], tensors)
 
 

@@ -97,7 +97,7 @@ class Fetching:
         reader: int,
         share: Share | None,
         *,
-        own: bool,
+        in_place: bool,
         later: list[Callable[[], None]] | None = None,
         above: tuple[Above, str] | None = None,
         lock: bool = False,
@@ -110,7 +110,7 @@ class Fetching:
             size: Bytes of its data.
             reader: Number of this reader.
             share: Index among the processes of this host that together are this reader.
-            own: As for `Mappings.lease`, for shared data.
+            in_place: As for `Mappings.lease`, for shared data.
             later: List that gets the functions to call once the reader is done with the data; by default they are called now.
             above: Process that is asked first, and its name for the data.
             lock: Lock the pages, so that an accelerator of this process, if there is one, can copy without the CPU's help.
@@ -142,8 +142,8 @@ class Fetching:
             return here.path
 
         shared_path = once_for_all(self._scratch.shm, share, receive_for_all, self._check)
-        view = self._mappings.lease(shared_path, share.number, own=own)
-        if lock and own:
+        view = self._mappings.lease(shared_path, share.number, in_place=in_place)
+        if lock and in_place:
             self._mappings.lock(shared_path)
         return view
 

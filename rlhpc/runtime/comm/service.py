@@ -462,13 +462,13 @@ class Service:
             later: List that gets the functions to call once the item is acknowledged, for data of another host; by default
                 they are called now.
         """
-        fetch = functools.partial(self.fetch, own=borrow, later=later)
+        fetch = functools.partial(self.fetch, in_place=borrow, later=later)
         return unpack(frames, self.endpoint["host"], self.mappings, fetch, self.lane.land, borrow=borrow)
 
     def _read(self, origin: Origin, path: str, size: int) -> memoryview:
         if origin.host == self.endpoint["host"]:
             return self.mappings.lease(path, 0)
-        return self.fetch(origin, path, size, 0, None, own=True)
+        return self.fetch(origin, path, size, 0, None, in_place=True)
 
     def bytes_sent(self) -> int:
         """Returns the bytes of data that other hosts have received from this process."""

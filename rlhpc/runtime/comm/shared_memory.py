@@ -301,13 +301,13 @@ class Mappings:
         self._pages: dict[str, Any] = {}  # tensors that keep the pages of a segment locked
         self._sweep_at = 16
 
-    def lease(self, path: str, reader: int, *, own: bool = True) -> memoryview:
+    def lease(self, path: str, reader: int, *, in_place: bool = True) -> memoryview:
         """Returns the data of a segment, which stays in use by the reader until the last view of it is gone.
 
         Args:
             path: The segment.
             reader: Number of this reader.
-            own: True if no other process reads or writes it: the view is of the segment itself. Otherwise it is a private
+            in_place: True if no other process reads or writes it: the view is of the segment itself. Otherwise it is a private
                 mapping, whose changes stay in this process.
 
         Raises:
@@ -315,7 +315,7 @@ class Mappings:
         """
         shared = self._map(path)
         begin_use(shared, reader)
-        memory = shared if own else map_private(path)
+        memory = shared if in_place else map_private(path)
         # A weak reference tells when the last tensor, array or slice that looks into this view is gone.
         view = np.frombuffer(memory, np.uint8)
         weakref.finalize(view, _clear, shared, reader).atexit = False

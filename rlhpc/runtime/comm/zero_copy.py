@@ -149,7 +149,7 @@ class Loans:
 
 
 #: Most that is offered at a time; the oldest is withdrawn for the next.
-_MOST = 8
+_MAX_OFFERS = 8
 #: Maximum of withdrawn names that are remembered.
 _REMEMBERED = 1024
 
@@ -171,7 +171,7 @@ class Offers:
         withdrawn = []
         with self._changed:
             self._held[name] = memory, times
-            while len(self._held) > _MOST:
+            while len(self._held) > _MAX_OFFERS:
                 withdrawn.append(self._held.popitem(last=False))
                 self._withdrawn.append(withdrawn[-1][0])
             self._changed.notify_all()
@@ -192,7 +192,7 @@ class Offers:
                     return None
             return self._held[name][0]
 
-    def taken(self, name: str) -> None:
+    def finish_read(self, name: str) -> None:
         """Registers that one of the readers of an offer has read all of it."""
         last = None
         with self._changed:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from engine_models import DEVICE, config
 
-from rlhpc.checkpoint.tensor_slice import Box, cut, whole
+from rlhpc.checkpoint.tensor_slice import Box, cut, full_box
 from rlhpc.language.engines import RolloutBackend, make_rollout
 from rlhpc.language.engines.common import UpdateFailed
 from rlhpc.language.engines.multi_rank import Commands, FollowerEngine, Leader
@@ -111,7 +111,7 @@ def part_of(name: str, shape: torch.Size, rank: int, layout: str) -> list[Box]:
     """What one of four ranks holds: `4`, rows over all; `2x2`, rows over pairs, and within each the rows or columns that
     tensor ranks have; `ep4`, whole experts, and rows of all else."""
     if layout == "ep4" and ".experts." in name:
-        return [whole(shape)] if int(name.split(".experts.")[1].split(".")[0]) % 4 == rank else []
+        return [full_box(shape)] if int(name.split(".experts.")[1].split(".")[0]) % 4 == rank else []
     rows = [(at, min(-(-shape[0] // 4), shape[0] - at)) for at in range(0, shape[0], -(-shape[0] // 4))]
     if layout != "2x2" or len(shape) == 1:
         return [Box((rows[rank][0], *(0 for _ in shape[1:])), (rows[rank][1], *shape[1:]))] if rank < len(rows) else []

@@ -96,7 +96,7 @@ def share(worker: Worker, step: int, max_tokens: int = 32) -> list[TokenBatch]:
     mine = batch_of(sequences(step)[worker.rank :: worker.world_size])
     batches = [mine.select(samples) for samples in micro_batches(mine.lengths, max_tokens)]
     most = int(worker.all_reduce(torch.tensor(len(batches)), "max")) + 1  # one is empty, on every rank
-    return batches + [mine.nothing()] * (most - len(batches))
+    return batches + [mine.empty_sample()] * (most - len(batches))
 
 
 def batch_of(sequences: list[dict[str, Any]]) -> TokenBatch:

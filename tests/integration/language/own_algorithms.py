@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhpc import Column, Scorer, TokenBatch
 from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.algorithms.base import Reduce, Whole
+from rlhpc.language.algorithms.base import MinibatchCounts, Reduce
 from rlhpc.language.algorithms.policy_gradient import PolicyGradient
 from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.rewards.pool import Scored
@@ -41,9 +41,9 @@ class Stepwise(PolicyGradient):
         mean = total / count
         return super().advantages(batch, all_reduce) + self.bonus * (steps - mean) * batch.mask
 
-    def loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, metrics = super().loss(scores, batch, whole)
-        even = (batch.columns["even"] * batch.mask).sum() / max(whole.tokens, 1.0)
+    def loss(self, scores: TokenScores, batch: TokenBatch, counts: MinibatchCounts) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = super().loss(scores, batch, counts)
+        even = (batch.columns["even"] * batch.mask).sum() / max(counts.tokens, 1.0)
         return loss, {**metrics, "even": even}
 
 

@@ -52,7 +52,7 @@ def train(
     backend: Any = trainer.backend
     if load:
         trainer.load(Path(load))
-    nothing = batch_of(samples[:1]).nothing()
+    nothing = batch_of(samples[:1]).empty_sample()
 
     def said(how: Callable[..., TokenScores]) -> torch.Tensor:
         """One rank looks, and another does not, without gradients as well."""

@@ -198,12 +198,12 @@ class Engine(Worker):
 
     def open(self, everything: bool = False, sync: str = "shards") -> None:
         self.wanted = None if everything else wanted(self.rank)
-        self.sync = make_sync(sync, self, ("trainer", 0), RECEIVERS, whole=True)
+        self.sync = make_sync(sync, self, ("trainer", 0), RECEIVERS, complete_updates=True)
         assert isinstance(self.sync, ShardSync)
         self.sync.want(self.wanted)
 
     def open_large(self, sync: str) -> None:
-        self.sync = make_sync(sync, self, ("trainer", 0), RECEIVERS[:1], whole=True)
+        self.sync = make_sync(sync, self, ("trainer", 0), RECEIVERS[:1], complete_updates=True)
         small_parts()
         assert isinstance(self.sync, ShardSync)
         self.sync.want({name: (Box((512 * self.rank, 0), (512, columns)),) for name, (_, columns) in LARGE.items()})

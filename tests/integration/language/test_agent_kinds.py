@@ -76,7 +76,7 @@ def test_servers_of_tools_over_both_transports(tmp_path: Path) -> None:
             text = chat_tokenizer().decode(episode.samples[0].token_ids)
             assert "<tool_response>\n84\n</tool_response>" in text
             for looks, said in (False, "there:\n[image]"), (True, [{"type": "text", "text": "there:"}, SHOWN]):
-                with ToolServer(**section, looks=looks) as server:
+                with ToolServer(**section, reads_images=looks) as server:
                     assert server.call("look", {}) == said
         with episodes_of(Scripted(clumsy), kind="mcp", options=options) as generation:
             (episode,) = run_all(generation, 1)

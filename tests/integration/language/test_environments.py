@@ -27,7 +27,7 @@ from rlhpc.language.agents.gateway.output_parsers import Parsers
 from rlhpc.language.agents.gateway.sessions import EpisodeLimits
 from rlhpc.language.agents.inline_agents import InlineEnvironment
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.envs.base import Environment, Message, Said, Step
+from rlhpc.language.envs.base import Environment, EnvResponse, Message, Step
 from rlhpc.language.envs.games import Guess, KuhnPoker, Proposer
 from rlhpc.language.envs.search import Search
 from rlhpc.language.evaluation.evaluate import transcript
@@ -137,10 +137,10 @@ class Broken(Environment):
     def __init__(self, how: str = "hang") -> None:
         self._how, self._turns = how, 0
 
-    def reset(self, task: Any) -> Said:
+    def reset(self, task: Any) -> EnvResponse:
         return "Begin." if task.seed % 2 else Step(task.question)
 
-    def step(self, reply: Message) -> Said:
+    def step(self, reply: Message) -> EnvResponse:
         self._turns += 1
         if self._turns == 1:
             return "Go on."

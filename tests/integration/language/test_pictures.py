@@ -205,12 +205,13 @@ def test_an_agent_inside_shows_pictures(tmp_path: Path) -> None:
     # Any token ends a turn: the agent is asked at once.
     sampling = SamplingParams(max_new_tokens=60, stop_token_ids=tuple(range(len(tokenizer))))
     requests = [
-        Request(n, tuple(own), sampling, n, seen=looked) for n, (own, looked) in enumerate(zip(ids, seen, strict=True))
+        Request(n, tuple(own), sampling, n, images=looked)
+        for n, (own, looked) in enumerate(zip(ids, seen, strict=True))
     ]
     episodes = list(run_episodes(engine, [(one, None) for one in requests], Shows(), tokenizer, 3))
-    assert sorted(len(one.seen.grids) for one in episodes if one.seen) == [1, 2, 3]
+    assert sorted(len(one.images.grids) for one in episodes if one.images) == [1, 2, 3]
     for one in episodes:
-        assert one.turns == 3 and far(model, one.prompt_ids, one, one.seen, one.loss_mask) < 2e-5
+        assert one.turns == 3 and far(model, one.prompt_ids, one, one.images, one.loss_mask) < 2e-5
     engine.close()
 
 
@@ -229,10 +230,10 @@ def test_vllm_says_what_the_trainer_says(family: str, tmp_path: Path) -> None:
 
     def asked(first: int, tokens: int) -> list[Request]:
         sampling = SamplingParams(max_new_tokens=tokens)
-        return [Request(first + n, tuple(own), sampling, n, seen=looked) for n, (own, looked) in enumerate(places)]
+        return [Request(first + n, tuple(own), sampling, n, images=looked) for n, (own, looked) in enumerate(places)]
 
     def error(request: Request, done: Completion) -> float:
-        return far(model, request.prompt_ids, done, request.seen, [one == engine.version for one in done.versions])
+        return far(model, request.prompt_ids, done, request.images, [one == engine.version for one in done.versions])
 
     try:
         requests = asked(0, 8)

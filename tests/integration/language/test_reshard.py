@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from reshard_ranks import FROZEN, LARGE, PART, SHAPES, Engine, Trainer, wanted
 
 from rlhpc import FlexiblePlacementStrategy, NodePlacementStrategy, Session, WorkerGroup
-from rlhpc.checkpoint.tensor_slice import whole
+from rlhpc.checkpoint.tensor_slice import full_box
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from tests.accelerators import OTHERS_ON_CARD, cluster_of
 
@@ -75,7 +75,7 @@ def test_each_box_arrives_bit_for_bit(
             group.shutdown()
             group.relaunch().wait_ready()
     wait_all(trainer.open(layout, delta, experts, sync), near.open(everything, sync), far.open(everything, sync))
-    each = [{name: (whole(shape),) for name, shape in SHAPES.items()}] if everything else [wanted(0), wanted(1)]
+    each = [{name: (full_box(shape),) for name, shape in SHAPES.items()}] if everything else [wanted(0), wanted(1)]
     parts = [(name, box) for want in each for name, boxes in want.items() for box in boxes]
     total = sum(4 * box.numel for _, box in parts)
     fixed = sum(4 * box.numel for name, box in parts if FROZEN.match(name))

@@ -103,7 +103,7 @@ class Actor(Worker):
         on_card(card, address)
         self.module, self.adopt = network(1 + self.rank, sync).requires_grad_(False).to(own_device(self)), adopt
         self.whole = self.rank == 1
-        self.sync = make_sync(sync, self, ("trainer", 0), RECEIVERS, delta, whole=self.whole)
+        self.sync = make_sync(sync, self, ("trainer", 0), RECEIVERS, delta, complete_updates=self.whole)
 
     def take(self) -> tuple[int, str]:
         if self.whole:

@@ -107,6 +107,6 @@ def test_free_memory_is_what_the_narrowest_control_group_leaves(
         (groups / path / "memory.max").write_text(f"{most}\n")
         (groups / path / "memory.current").write_text(f"{now}\n")
         (groups / path / "memory.stat").write_text(f"anon 5\ninactive_file {files}\n")
-    monkeypatch.setattr(os_resources, "_OWN", own)
-    monkeypatch.setattr(os_resources, "_GROUPS", groups)
+    monkeypatch.setattr(os_resources, "_PROCESS_CGROUP", own)
+    monkeypatch.setattr(os_resources, "_CGROUP_ROOT", groups)
     assert os_resources.free_memory() == (1 << 20) + (1 << 19)

@@ -286,7 +286,7 @@ def test_ranks_that_joined_are_accounted_for(tmp_path: Path, monkeypatch: pytest
     ]
     run.attendance.write_text("".join(json.dumps(event) + "\n" for event in events))
     record = HelperRecord()
-    record.jobs["9"] = HelperJobRecord("9", "rollout", 2, 3000.0, started=3600.0, ended=10800.0)
+    record.jobs["9"] = HelperJobRecord("9", "rollout", 2, 3000.0, started=3600.0, finished=10800.0)
     record.write(run, "rollout")
     text = write_report(run).read_text()
     assert (

@@ -134,7 +134,7 @@ def test_a_rank_may_come_and_go_between_two_looks(
     helpers._record.jobs["5"] = records.HelperJobRecord("5", "rollout", 1, now, started=now)
     helpers.look()
     (job,) = helpers.jobs
-    assert job.ended is not None and (job.joined == 0) == vain == bool(helpers._num_failed)
+    assert job.finished is not None and (job.joined == 0) == vain == bool(helpers._num_failed)
     assert ("before a rank of it had joined" in capfd.readouterr().err) == vain
 
 
@@ -146,7 +146,7 @@ def test_an_error_of_a_rank_makes_it_wait(commands: Callable[..., Path], tmp_pat
     helpers._record.jobs["5"] = records.HelperJobRecord("5", "rollout", 1, now, started=now)
     helpers._faulty = {"5"}
     helpers.look()
-    assert helpers._num_failed == 1 and helpers.jobs[0].ended is not None
+    assert helpers._num_failed == 1 and helpers.jobs[0].finished is not None
 
 
 class Cluster:
@@ -257,4 +257,6 @@ def test_jobs_that_nobody_has_seen_at_work_are_not_submitted_again_and_again(
     helpers._record.jobs["5"] = records.HelperJobRecord("5", "rollout", 1, time.time() - 10)
     helpers.look()
     (job,) = helpers.jobs
-    assert helpers._num_failed == 1 and job.started is not None and job.ended - job.started == pytest.approx(10, abs=5)
+    assert (
+        helpers._num_failed == 1 and job.started is not None and job.finished - job.started == pytest.approx(10, abs=5)
+    )

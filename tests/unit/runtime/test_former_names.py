@@ -6,11 +6,20 @@ import importlib
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from rlhpc.runtime.former_names import FORMER_MODULES, FormerModuleFinder, current_module
+from rlhpc.runtime.former_names import (
+    FORMER_ATTRIBUTES,
+    FORMER_MODULES,
+    FormerModuleFinder,
+    current_keywords,
+    current_module,
+    former_keywords,
+    former_members,
+)
 from rlhpc.runtime.plugins import load_attribute
 from tests.extras import need_extra
 
@@ -46,6 +55,61 @@ def test_configurations_may_name_a_former_path() -> None:
     with pytest.warns(FutureWarning):
         found = load_attribute("rlhpc.runs.kinds:find_kind", "key")
     assert found is importlib.import_module("rlhpc.runs.task_type").find_kind
+
+
+@pytest.mark.parametrize("module", sorted(FORMER_ATTRIBUTES))
+def test_a_former_name_in_a_module_is_todays(module: str) -> None:
+    need_extra("llm")
+    here = importlib.import_module(module)
+    for former, current in FORMER_ATTRIBUTES[module].items():
+        with pytest.warns(FutureWarning, match=f"{module}.{former} is now {current}"):
+            assert getattr(here, former) is getattr(here, current)
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        here.Nothing  # noqa: B018
+
+
+@former_members(size="num_rows", grow="extend")
+@dataclass
+class Table:
+    num_rows: int = 0
+
+    def extend(self, count: int) -> None:
+        self.num_rows += count
+
+
+def test_former_members_can_be_passed_read_set_and_called() -> None:
+    with pytest.warns(FutureWarning, match="argument size of Table.__init__ is now num_rows"):
+        table = Table(size=2)  # type: ignore[call-arg]
+    with pytest.warns(FutureWarning, match="Table.grow is now extend"):
+        table.grow(3)  # type: ignore[attr-defined]
+    with pytest.warns(FutureWarning):
+        assert table.size == table.num_rows == 5  # type: ignore[attr-defined]
+    with pytest.warns(FutureWarning):
+        table.size = 1  # type: ignore[attr-defined]
+    assert table == Table(1)
+
+
+def test_a_subclass_may_define_a_member_under_its_former_name() -> None:
+    with pytest.warns(FutureWarning, match="Doubled.grow is now extend"):
+
+        class Doubled(Table):
+            def grow(self, count: int) -> None:
+                self.num_rows += 2 * count
+
+    table = Doubled(1)
+    table.extend(2)
+    assert table.num_rows == 5
+
+
+def test_keywords_are_checked_by_todays_names() -> None:
+    @former_keywords(size="num_rows")
+    def rows(num_rows: int) -> int:
+        return num_rows
+
+    with pytest.warns(FutureWarning):
+        assert rows(size=3) == 3  # type: ignore[call-arg]
+    assert current_keywords(rows, {"size": 3}) == {"num_rows": 3} == current_keywords(Table, {"size": 3})
+    assert current_keywords(len, {"size": 3}) == {"size": 3}
 
 
 def test_other_names_are_not_touched() -> None:

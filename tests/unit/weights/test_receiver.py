@@ -38,7 +38,7 @@ class Receiver:
     def read(self, part: WeightChunk, late: bool) -> Any:
         del late
         self.read_bytes += part.nbytes
-        if not part.kept:
+        if not part.retained:
             return self.mappings.lease(part.path, self.number)
         memory = map_private(part.path)
         discard(part.path, self.number)

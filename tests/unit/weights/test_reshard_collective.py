@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhpc.checkpoint.tensor_slice import Box, whole
+from rlhpc.checkpoint.tensor_slice import Box, full_box
 from rlhpc.weights.reshard_collective import opened, packed
 from rlhpc.weights.transfer_plan import Held, Load, loads, route
 from rlhpc.weights.verification import WeightsDiffer
@@ -13,7 +13,7 @@ from rlhpc.weights.verification import WeightsDiffer
 SHAPES = {"a": (6, 5), "b": (40, 3), "c": (), "d": (7,)}
 DTYPES = {"a": "float32", "b": "bfloat16", "c": "int64", "d": "float64"}
 WHOLE = {
-    name: torch.arange(1, 1 + whole(shape).numel).view(shape).to(getattr(torch, DTYPES[name]))
+    name: torch.arange(1, 1 + full_box(shape).numel).view(shape).to(getattr(torch, DTYPES[name]))
     for name, shape in SHAPES.items()
 }
 
@@ -23,7 +23,7 @@ def held(rank: int) -> list[Held]:
     found = []
     for name, shape in SHAPES.items():
         half = shape[0] // 2 if len(shape) == 2 else 0
-        box = Box((half * rank, 0), (half, shape[1])) if half else whole(shape)
+        box = Box((half * rank, 0), (half, shape[1])) if half else full_box(shape)
         found.append(Held(name, shape, WHOLE[name].itemsize, box, False, DTYPES[name]))
     return found
 

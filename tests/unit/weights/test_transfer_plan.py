@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.checkpoint.tensor_slice import Box, cut, uncovered, whole
+from rlhpc.checkpoint.tensor_slice import Box, cut, full_box, uncovered
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.transfer_plan import Held, route
 from tests.unit.weights.boxes import boxes
@@ -27,9 +27,9 @@ def test_whoever_wants_gets_it_once_from_those_who_have_it(data: st.DataObject) 
         [Held(n, s, 4, part) for n, s in shapes.items() for part in _rows_of(s, rank, ranks, data.draw(st.booleans()))]
         for rank in range(ranks)
     ]
-    everything = {name: [whole(shape)] for name, shape in shapes.items()}
+    everything = {name: [full_box(shape)] for name, shape in shapes.items()}
     complete = all(
-        not uncovered(whole(s), [h.box for own in held for h in own if h.name == n]) for n, s in shapes.items()
+        not uncovered(full_box(s), [h.box for own in held for h in own if h.name == n]) for n, s in shapes.items()
     )
     wanted = {n: (data.draw(boxes(s)), data.draw(boxes(s))) for n, s in shapes.items()}
     if not complete:
@@ -52,7 +52,7 @@ def test_whoever_wants_gets_it_once_from_those_who_have_it(data: st.DataObject) 
 
 def _rows_of(shape: tuple[int, ...], rank: int, ranks: int, all_of_it: bool) -> list[Box]:
     if all_of_it:
-        return [whole(shape)]
+        return [full_box(shape)]
     size = math.ceil(shape[0] / ranks)
     start, stop = rank * size, min((rank + 1) * size, shape[0])
     return [Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))] if stop > start else []
@@ -62,14 +62,14 @@ def _rows_of(shape: tuple[int, ...], rank: int, ranks: int, all_of_it: bool) -> 
 def test_copies_share_what_there_is_to_send(ranks: int) -> None:
     """A model of which one matrix is most: no rank sends more than a tenth above its share."""
     shapes = {"embed": (50_000, 64), **{f"layers.{i}.w": (256, 256) for i in range(12)}, "norm": (64,)}
-    held = [[Held(name, shape, 2, whole(shape)) for name, shape in shapes.items()] for _ in range(ranks)]
+    held = [[Held(name, shape, 2, full_box(shape)) for name, shape in shapes.items()] for _ in range(ranks)]
     sent = route(held, None).sent()
     assert max(sent.values()) <= 1.1 * sum(sent.values()) / ranks
 
 
 def test_layers_go_out_in_the_order_in_which_they_are() -> None:
     names = [f"model.layers.{i}.w" for i in (10, 2, 0, 1)]
-    found = route([[Held(name, (4, 4), 4, whole((4, 4))) for name in names]], None)
+    found = route([[Held(name, (4, 4), 4, full_box((4, 4))) for name in names]], None)
     assert [key for key, _ in itertools.groupby(p.name for p in found.pieces)] == sorted(
         names, key=lambda n: int(n.split(".")[2])
     )
@@ -77,6 +77,6 @@ def test_layers_go_out_in_the_order_in_which_they_are() -> None:
 
 def test_what_nobody_has_is_named() -> None:
     with pytest.raises(RlhpcError, match="the engine wants lm_head, and no rank"):
-        route([[Held("embed", (4,), 4, whole((4,)))]], {"lm_head": (whole((4,)),)})
+        route([[Held("embed", (4,), 4, full_box((4,)))]], {"lm_head": (full_box((4,)),)})
     with pytest.raises(RlhpcError, match="ranks of the trainer have w of shape"):
-        route([[Held("w", (4,), 4, whole((4,)))], [Held("w", (5,), 4, whole((5,)))]], None)
+        route([[Held("w", (4,), 4, full_box((4,)))], [Held("w", (5,), 4, full_box((5,)))]], None)

@@ -41,7 +41,9 @@ def _with_tools(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[A
             for section in options["servers"]:
                 shell = section.get("shell")
                 opened = (
-                    helpers["shell"]() if shell else servers.ToolServer(section["command"], section["url"], model.looks)
+                    helpers["shell"]()
+                    if shell
+                    else servers.ToolServer(section["command"], section["url"], model.reads_images)
                 )
                 server = stack.enter_context(opened)
                 for tool in server.tools():

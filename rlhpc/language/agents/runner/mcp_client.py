@@ -206,11 +206,11 @@ class ToolServer:
     Args:
         command: Command line of a server that runs as a child, with messages over its standard streams.
         url: URL of a running server, in place of a command.
-        looks: Whether the model reads images; otherwise they are replaced by a text.
+        reads_images: Whether the model reads images; otherwise they are replaced by a text.
     """
 
-    def __init__(self, command: Sequence[str] = (), url: str | None = None, looks: bool = False) -> None:
-        self._reads_images = looks
+    def __init__(self, command: Sequence[str] = (), url: str | None = None, reads_images: bool = False) -> None:
+        self._reads_images = reads_images
         self._wire: Any = _Web(url) if url else _Command(command)
         self._number = 0
 

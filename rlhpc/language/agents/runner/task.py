@@ -49,17 +49,29 @@ class Model:
         api_key: Key of the episode.
         name: Name of the model.
         process_key, session_id: For a client with one key for many episodes: that key, and this episode's `X-Session-ID`.
-        looks: Whether messages may contain images.
+        reads_images: Whether messages may contain images. Its former name `looks` works for two releases.
         ids: Ids of the completions of `chat`, in order, for delayed rewards.
     """
 
     def __init__(
-        self, base_url: str, api_key: str, name: str, process_key: str = "", session_id: str = "", looks: bool = False
+        self,
+        base_url: str,
+        api_key: str,
+        name: str,
+        process_key: str = "",
+        session_id: str = "",
+        reads_images: bool = False,
     ) -> None:
-        self.looks = looks
+        self.reads_images = reads_images
         self.base_url, self.api_key, self.name = base_url, api_key, name
         self.process_key, self.session_id = process_key, session_id
         self.ids: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns `reads_images` under its former name."""
+        if name == "looks":
+            return self.reads_images
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def chat(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, **options: Any
@@ -107,7 +119,7 @@ class Model:
         return answer
 
 
-class Task:
+class AgentTask:
     """Task of an episode.
 
     Attributes:
@@ -134,7 +146,7 @@ def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any
     """
     session = (ticket["process_key"], ticket["session_id"], ticket["looks"])
     model = Model(ticket["base_url"], ticket["api_key"], ticket["model"], *session)
-    value = run(Task(**ticket["task"]), model)
+    value = run(AgentTask(**ticket["task"]), model)
     if inspect.isawaitable(value):
         value = asyncio.run(_awaited(value))
     if value is None:

@@ -30,7 +30,7 @@ def test_a_script_lets_small_differences_pass_reacts_late_and_leads_for_a_while(
         led.append(int(taken[0]))
     assert led == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0]
     script.act(np.zeros((2, 1)), np.float32([far, near]), None)
-    script.ended(np.array([True, False]))  # what was seen of an episode does not count in the next
+    script.end_episodes(np.array([True, False]))  # what was seen of an episode does not count in the next
     assert not script.act(np.zeros((2, 1)), np.float32([far, near]), None)[1].any()
 
 

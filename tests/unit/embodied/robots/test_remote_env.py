@@ -22,7 +22,7 @@ from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import timed, timing_row
 from rlhpc.embodied.robots.joining import Key, RobotRefused, invite, places
 from rlhpc.embodied.robots.protocol import LineLost, RobotConnection, packed, unpacked
-from rlhpc.embodied.robots.robot_env import Robot, Seen, Verdict
+from rlhpc.embodied.robots.robot_env import Observation, Robot, Verdict
 from rlhpc.embodied.robots.server import Served, Way
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError, RlhpcError
@@ -57,10 +57,10 @@ class Rail(Robot):
         self.told.append(float(action[0]))
         self.place = self.place + action / 4
 
-    def observe(self) -> Seen:
+    def observe(self) -> Observation:
         """Place and picture."""
         picture = np.full((2, 2, 3), int(100 + 100 * self.place[0]), np.uint8)
-        return Seen({"state": self.place, "rgb": picture}, time.monotonic())
+        return Observation({"state": self.place, "rgb": picture}, time.monotonic())
 
     def judge(self, obs: Any, action: np.ndarray) -> Verdict:
         """Done near the right end."""

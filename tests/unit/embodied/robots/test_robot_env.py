@@ -11,7 +11,7 @@ from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EnvSideConfig
-from rlhpc.embodied.robots.robot_env import Robot, RobotVectorEnv, Seen, Verdict
+from rlhpc.embodied.robots.robot_env import Observation, Robot, RobotVectorEnv, Verdict
 from rlhpc.embodied.robots.simulated_robot import SimulatedRobot
 from rlhpc.runtime.errors import ConfigError
 from tests.eventually import wait_until
@@ -41,12 +41,12 @@ class Slider(Robot):
         self.told.append(float(action[0]))
         self.place = self.place + action / 2
 
-    def observe(self) -> Seen:
+    def observe(self) -> Observation:
         """The place."""
         self.looks += 1
         if self.looks <= self._blind_after:
             self._seen_at = time.monotonic()
-        return Seen(self.place, self._seen_at)
+        return Observation(self.place, self._seen_at)
 
     def judge(self, obs: Any, action: np.ndarray) -> Verdict:
         """How far to the right it is."""

@@ -16,15 +16,15 @@ def test_without_slurm_this_machine_is_looked_at(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", str(tmp_path))
     for mask, asked in (("0", True), ("", False)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-        lines = {line.what: line for line in examine(None, tmp_path)}
+        lines = {line.check: line for line in examine(None, tmp_path)}
         assert lines["Slurm commands"].level == "warn" and lines["limits"].level == "pass"
         assert {"/dev/shm", "node-local disk", "Vulkan"} <= lines.keys()
         assert ("GPUs in torch" in lines) == asked
-        lacking = {line.what: line for line in examine({"scratch": str(tmp_path / "nowhere")}, tmp_path)}
-        assert lacking["node-local disk"].level == "fail" and "nowhere" in lacking["node-local disk"].found
+        lacking = {line.check: line for line in examine({"scratch": str(tmp_path / "nowhere")}, tmp_path)}
+        assert lacking["node-local disk"].level == "fail" and "nowhere" in lacking["node-local disk"].result
         if asked and torch.version.cuda is None:
             found = lines["GPUs in torch"]
-            assert found.level == "fail" and "granted 1, torch sees 0" in found.found
+            assert found.level == "fail" and "granted 1, torch sees 0" in found.result
 
 
 def test_text_and_json() -> None:

@@ -15,7 +15,7 @@ from tests.unit.jobs.doctor.cluster import SPACE, hello, levels, probed, site
 
 def test_this_shell() -> None:
     lines = here.environment({"CUDA_VISIBLE_DEVICES": "7", "SBATCH_PARTITION": "gpu"})
-    assert levels(lines) == ["warn", "warn"] and "'7'" in lines[0].found and "SBATCH_PARTITION" in lines[1].found
+    assert levels(lines) == ["warn", "warn"] and "'7'" in lines[0].result and "SBATCH_PARTITION" in lines[1].result
     assert here.environment({"PATH": "/bin"}) == []
 
 
@@ -36,7 +36,7 @@ def test_disk_and_quota() -> None:
         "     Filesystem   space   quota   limit   grace   files   quota   limit   grace\n"
         " server:/home 20400000*  20480000  20971520     0   12000  100000  110000       0\n"
     )
-    assert levels(lines) == ["warn", "pass"] and "100 % of 20 GiB space on server:/home" in lines[0].found
+    assert levels(lines) == ["warn", "pass"] and "100 % of 20 GiB space on server:/home" in lines[0].result
 
 
 def test_nodes_as_they_should_be() -> None:
@@ -48,7 +48,7 @@ def test_nodes_as_they_should_be() -> None:
         *nodes.simulators(found), *nodes.clocks(found), *nodes.limits(found),
     ]  # fmt: skip
     assert levels(lines) == ["pass"] * 11
-    assert "within 9 ms" in lines[1].found and "eth0: n1, n2" in lines[2].found
+    assert "within 9 ms" in lines[1].result and "eth0: n1, n2" in lines[2].result
 
 
 def test_an_unshared_folder() -> None:
@@ -60,9 +60,9 @@ def test_an_unshared_folder() -> None:
     found.jobs[0].canary_views["n4"] = {"error": "no such file"}
     lines = nodes.shared_folder(found)
     assert levels(lines) == ["fail", "fail", "fail", "fail", "pass"]
-    assert "not shared: n1 have another folder" in lines[0].found and "n2 have no such folder" in lines[1].found
-    assert "n4 write files there that are not seen here" in lines[2].found and "Disk quota" in lines[3].found
-    assert "from n3," in lines[4].found
+    assert "not shared: n1 have another folder" in lines[0].result and "n2 have no such folder" in lines[1].result
+    assert "n4 write files there that are not seen here" in lines[2].result and "Disk quota" in lines[3].result
+    assert "from n3," in lines[4].result
     found.jobs[0].peers["n3"]["second"] = {"error": "no such file"}
     assert worst(nodes.shared_folder(found)) == "fail"
 
@@ -70,7 +70,12 @@ def test_an_unshared_folder() -> None:
 def test_masks() -> None:
     found = probed(hello("n1", mask="7"), hello("n2"))
     [line] = nodes.gpu_masks(found, {"CUDA_VISIBLE_DEVICES": "7"})
-    assert line.level == "fail" and "stale on n1" in line.found and "this shell's" in line.found and "unset" in line.do
+    assert (
+        line.level == "fail"
+        and "stale on n1" in line.result
+        and "this shell's" in line.result
+        and "unset" in line.advice
+    )
     assert levels(nodes.gpu_masks(probed(hello("n1", mask="0,1"), gpus=1), {})) == ["fail"]
     assert levels(nodes.gpu_masks(probed(hello("n1", mask="3"), gpus=1), {})) == ["pass"]
     assert levels(nodes.gpu_masks(probed(hello("n1"), gpus=1), {})) == ["warn"]
@@ -93,10 +98,10 @@ def in_torch(*, granted: int = 2, without: tuple[str, ...] = (), **changed: Any)
 
 def test_gpus_that_torch_can_use() -> None:
     line = in_torch()
-    assert (line.level, line.do) == ("pass", "")
-    assert line.found == "torch 2.13.0+cu130 computes on the 2 granted, and sums over 2 of them by NCCL (n1)"
+    assert (line.level, line.advice) == ("pass", "")
+    assert line.result == "torch 2.13.0+cu130 computes on the 2 granted, and sums over 2 of them by NCCL (n1)"
     one = in_torch(granted=1, seen=1, without=("nccl",))
-    assert one.level == "pass" and "NCCL" not in one.found
+    assert one.level == "pass" and "NCCL" not in one.result
     assert nodes.gpus_in_torch(probed(hello("n1")), {}) == []  # none was asked for
     missing = probed(hello("n1", packages={"torch": False}), gpus=1)
     assert nodes.gpus_in_torch(missing, {}) == []  # another line says that
@@ -126,25 +131,25 @@ def test_gpus_that_torch_can_use() -> None:
 )  # fmt: skip
 def test_gpus_that_torch_cannot_use(said: dict[str, Any], found: str, do: str) -> None:
     line = in_torch(**said)
-    assert line.level == "fail" and line.found.startswith("n1: ") and found in line.found and do in line.do
+    assert line.level == "fail" and line.result.startswith("n1: ") and found in line.result and do in line.advice
 
 
 def test_gpus_that_are_only_a_number_are_not_looked_at() -> None:
     [line] = nodes.gpus_in_torch(probed(hello("n1"), gpus=1), {"RLHPC_VIRTUAL_ACCELERATORS": "1"})
-    assert line.level == "warn" and "not looked at on n1: RLHPC_VIRTUAL_ACCELERATORS" in line.found
+    assert line.level == "warn" and "not looked at on n1: RLHPC_VIRTUAL_ACCELERATORS" in line.result
     [line] = nodes.gpus_in_torch(probed(hello("n1"), gpus=1), {})
-    assert line.level == "fail" and "did not end in time" in line.found  # the node said nothing of it
+    assert line.level == "fail" and "did not end in time" in line.result  # the node said nothing of it
 
 
 def test_network() -> None:
     closed = nodes.ports(probed(hello("n1"), hello("n2"), reach={"error": "timed out"}))
-    assert levels(closed) == ["fail"] and "2 of 2 connections" in closed[0].found and "timed out" in closed[0].found
+    assert levels(closed) == ["fail"] and "2 of 2 connections" in closed[0].result and "timed out" in closed[0].result
     assert levels(nodes.ports(probed(hello("n1")))) == ["warn"]
     [line] = nodes.interface(probed(hello("n1"), hello("n2")), site(interface="ib0"))
-    assert line.level == "fail" and "ib0 has no address on n1, n2" in line.found
+    assert line.level == "fail" and "ib0 has no address on n1, n2" in line.result
     fast = {"eth0": "10.0.0.1", "ib0": "10.1.0.1"}
     [line] = nodes.interface(probed(hello("n1", interfaces=fast), hello("n2", interfaces=fast)), site())
-    assert line.level == "warn" and "interface: ib0" in line.do
+    assert line.level == "warn" and "interface: ib0" in line.advice
 
 
 def test_what_nodes_lack() -> None:
@@ -154,8 +159,8 @@ def test_what_nodes_lack() -> None:
         hello("n4", vulkan={"loader": False, "drivers": []}, limits={"nofile": 1024, "nproc": -1, "memlock": -1}),
     )  # fmt: skip
     found.jobs[0].offsets = {"n1": (40.0, 0.1)}
-    assert [line.found.split()[0] for line in nodes.python(found)] == ["n1", "n2"]
-    assert "64 MiB" in nodes.shared_memory(found)[0].found
+    assert [line.result.split()[0] for line in nodes.python(found)] == ["n1", "n2"]
+    assert "64 MiB" in nodes.shared_memory(found)[0].result
     assert levels([*nodes.simulators(found), *nodes.limits(found), *nodes.clocks(found)]) == ["warn"] * 3
     assert (
         nodes.started([ProbeJob("gpu", ("gpu",), (), None, 0, 1, 1, error="did not start within 60 s")])[0].level

@@ -23,11 +23,11 @@ def test_a_child_says_what_torch_sees() -> None:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         found.jobs[0].torch["n1"] = node_probe.ask_torch(source_of(torch_probe), 120)
     [line] = nodes.gpus_in_torch(found, {})
-    assert line.level == "fail" and line.found.startswith(
+    assert line.level == "fail" and line.result.startswith(
         f"n1: granted 1, torch sees 0: torch {torch.__version__} is built "
     )
-    assert ("for the CPU;" if torch.version.cuda is None else "finds 0 of them") in line.found
-    assert "RLHPC_TORCH=" in line.do
+    assert ("for the CPU;" if torch.version.cuda is None else "finds 0 of them") in line.result
+    assert "RLHPC_TORCH=" in line.advice
     first = 'print(\'{"driver": "", "torch": "2.13"}\', flush=True); print(\'is\', \'loading\', flush=True); '
     hangs = node_probe.ask_torch(f"{first} import time; time.sleep(60)", 2)
     assert hangs == {"driver": "", "torch": "2.13", "words": "is loading", "hung_s": 2}

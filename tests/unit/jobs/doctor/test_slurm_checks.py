@@ -36,9 +36,9 @@ def test_partitions() -> None:
         ),
     )
     assert levels(lines) == ["pass", "warn", "fail", "fail"]
-    assert "out of service: cpu1" in lines[1].found
-    assert "gpu, cpu, old" in lines[2].found and "of c in the site file" in lines[2].do
-    assert lines[3].found == "is DOWN"
+    assert "out of service: cpu1" in lines[1].result
+    assert "gpu, cpu, old" in lines[2].result and "of c in the site file" in lines[2].advice
+    assert lines[3].result == "is DOWN"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_states_of_nodes(state: str, is_out: bool, asleep: bool, free: bool) -> 
     assert (is_out_of_service(node), is_asleep(node), usable(node)) == (is_out, asleep, free)
     partition = replace(facts(ResumeTimeout="900 sec"), nodes=[node, {**node, "NodeName": "n2"}])
     [line] = slurm_checks.partitions(partition, site(SiteNodeGroup("cpu", "cpu")))
-    assert line.level == ("fail" if is_out else "pass") and ("2 asleep" in line.found) == asleep
+    assert line.level == ("fail" if is_out else "pass") and ("2 asleep" in line.result) == asleep
     jobs = plan_jobs(site(SiteNodeGroup("cpu", "cpu")), partition, 2)
     assert wake_up_s(jobs, partition) == (900 if asleep else 0)
 
@@ -85,7 +85,7 @@ def test_versions_of_slurm(text: str, level: str) -> None:
     docs = (Path(__file__).parents[4] / "docs" / "how-to" / "administer.md").read_text()
     assert line.level == level
     for year, month in slurm_checks.TESTED_SLURM:
-        assert level == "fail" or f"{year}.{month:02}" in line.found + line.do
+        assert level == "fail" or f"{year}.{month:02}" in line.result + line.advice
         assert f"{year}.{month:02}" in docs
 
 
@@ -95,7 +95,7 @@ def test_accounts() -> None:
         SiteNodeGroup("b", "gpu", "foo"),
         SiteNodeGroup("c", "gpu", "root", "long"),
     )
-    by_level = {line.found.split()[0]: line.level for line in slurm_checks.accounts(facts(), asked)}
+    by_level = {line.result.split()[0]: line.level for line in slurm_checks.accounts(facts(), asked)}
     assert by_level == {"rlhpc": "pass", "foo": "warn", "root": "warn"}
     enforced = slurm_checks.accounts(facts(AccountingStorageEnforce="associations,limits"), asked)
     assert sorted(levels(enforced)) == ["fail", "fail", "pass"]
@@ -103,7 +103,7 @@ def test_accounts() -> None:
 
 def test_resources_that_are_not_there() -> None:
     [line] = slurm_checks.resources(facts(), site(SiteNodeGroup("gpu", "gpu", gres="gpu:a100")))
-    assert line.level == "fail" and "gpu:fake" in line.found and "gres_name" in line.do
+    assert line.level == "fail" and "gpu:fake" in line.result and "gres_name" in line.advice
 
 
 @pytest.mark.parametrize(
@@ -116,22 +116,25 @@ def test_resources_that_are_not_there() -> None:
 )
 def test_het_jobs(changed: dict[str, str], test: str | None, words: str) -> None:
     line = slurm_checks.het_jobs(facts(**changed), test)
-    assert line.level == "fail" and words in line.found
+    assert line.level == "fail" and words in line.result
 
 
 def test_requeue() -> None:
     jobs = probed(hello("n1")).jobs
     assert slurm_checks.requeue(facts(JobRequeue="0"), jobs, {}, site()).level == "warn"
     jobs[0].requeue = "0"
-    assert "SBATCH_NO_REQUEUE" in slurm_checks.requeue(facts(), jobs, {"SBATCH_NO_REQUEUE": "1"}, site()).do
+    assert "SBATCH_NO_REQUEUE" in slurm_checks.requeue(facts(), jobs, {"SBATCH_NO_REQUEUE": "1"}, site()).advice
     line = slurm_checks.requeue(facts(JobRequeue="0"), jobs, {}, site())
-    assert line.level == "fail" and "disabled" in line.found and "JobRequeue=0" in line.found
-    assert "site file" in slurm_checks.requeue(facts(), jobs, {}, site(sbatch=("--no-requeue",))).found
+    assert line.level == "fail" and "disabled" in line.result and "JobRequeue=0" in line.result
+    assert "site file" in slurm_checks.requeue(facts(), jobs, {}, site(sbatch=("--no-requeue",))).result
 
 
 def test_without_accounting() -> None:
     found = facts(AccountingStorageType="accounting_storage/none", MinJobAge="60 sec")
-    assert slurm_checks.accounting(found).level == "warn" and "slurm-no-accounting" in slurm_checks.accounting(found).do
+    assert (
+        slurm_checks.accounting(found).level == "warn"
+        and "slurm-no-accounting" in slurm_checks.accounting(found).advice
+    )
     assert slurm_checks.min_job_age(found).level == "fail"
     assert slurm_checks.min_job_age(facts(MinJobAge="60 sec")).level == "warn"
 

@@ -40,12 +40,12 @@ def test_what_the_jobs_have_cost_outlives_the_driver(tmp_path: Path) -> None:
     paths.submit.mkdir()
     record = HelperRecord()
     for number in range(250):
-        job = HelperJobRecord(str(number), "rollout", 2, 0.0, started=0.0, ended=1800.0)
+        job = HelperJobRecord(str(number), "rollout", 2, 0.0, started=0.0, finished=1800.0)
         record.jobs[job.id] = job
     record.jobs["x"] = HelperJobRecord("x", "rollout", 2, 0.0, started=0.0)
     assert record.spent() == pytest.approx(250)
     record.write(paths, "rollout")
-    other = HelperRecord({"y": HelperJobRecord("y", "env", 1, 0.0, started=0.0, ended=3600.0)})
+    other = HelperRecord({"y": HelperJobRecord("y", "env", 1, 0.0, started=0.0, finished=3600.0)})
     other.write(paths, "env")  # by another thread, at any time
     assert HelperRecord.read(paths).spent() == pytest.approx(251) and len(HelperRecord.read(paths).jobs) == 202
     again = HelperRecord.read(paths, "rollout")

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from rlhpc.config.typed import typed, untouched
-from rlhpc.language.algorithms.base import Whole
+from rlhpc.language.algorithms.base import MinibatchCounts
 from rlhpc.language.algorithms.distillation import Distillation
 from rlhpc.language.algorithms.policy_gradient import PolicyGradient
 from rlhpc.language.config.run import GrpoConfig
@@ -53,7 +53,7 @@ def test_expected_gradient_of_sampled_is_that_of_the_reverse_kl(temperature: flo
         batch.columns["advantages"] = algorithm.advantages(batch, None)
         assert batch.columns["advantages"].tolist() == pytest.approx([0, (theirs[token] - p[token]).item()])
         scores = TokenScores(torch.stack([torch.zeros(()), p[token]]))
-        loss, metrics = algorithm.loss(scores, batch, Whole(1.0, 1.0, 2))
+        loss, metrics = algorithm.loss(scores, batch, MinibatchCounts(1.0, 1.0, 2))
         (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
         found += p[token].detach().exp() * gradient
         assert metrics["teacher_divergence"].item() == pytest.approx((p[token] - theirs[token]).item())
@@ -121,14 +121,14 @@ def test_micro_batches_add_up_to_the_whole(batch: TokenBatch, name: str) -> None
         found = scores_of(rectangle, part.padded(part.ids), part.attended())
         return TokenScores(part.flat(found.logprobs), None, read)
 
-    whole = Whole(float(batch.mask.sum()), float(len(batch) - 1), batch.width)
+    whole = MinibatchCounts(float(batch.mask.sum()), float(len(batch) - 1), batch.width)
     loss, metrics = algorithm.loss(scored(batch, torch.arange(batch.tokens)), batch, whole)
     (expected,) = torch.autograd.grad(loss, logits)
     assert expected.abs().max() > 1e-3
     sums: dict[str, Tensor] = dict.fromkeys(metrics, torch.zeros(()))
     parts = [(samples, batch.select(samples)) for samples in micro_batches(batch.lengths, 14)]
     assert len(parts) > 2
-    for samples, part in [*parts, (torch.zeros(0, dtype=torch.long), batch.nothing())]:
+    for samples, part in [*parts, (torch.zeros(0, dtype=torch.long), batch.empty_sample())]:
         value, found = algorithm.loss(scored(part, batch.tokens_of(samples)), part, whole)
         if value.requires_grad:
             value.backward()
@@ -146,7 +146,7 @@ def test_the_gradient_is_of_the_divergence_alone_unless_more_is_asked(batch: Tok
     read = top_divergence(logits, batch, batch.columns["teacher_top_logprobs"])
     logprobs = torch.full((batch.tokens,), math.log(0.2), requires_grad=True)
     count = float(batch.mask.sum())
-    loss, metrics = algorithm.loss(TokenScores(logprobs, None, read), batch, Whole(count, 5.0, batch.width))
+    loss, metrics = algorithm.loss(TokenScores(logprobs, None, read), batch, MinibatchCounts(count, 5.0, batch.width))
     assert torch.autograd.grad(loss, logprobs, allow_unused=True, retain_graph=True) == (None,)
     assert loss.item() == pytest.approx(3.0 * read.sum().item() / count)
     assert metrics["loss"].item() == pytest.approx(loss.item())

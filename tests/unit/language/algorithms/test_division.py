@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.algorithms.losses import AGGREGATIONS
-from rlhpc.language.algorithms.base import ADVANTAGES, Whole, length_limit
+from rlhpc.language.algorithms.base import ADVANTAGES, MinibatchCounts, length_limit
 from rlhpc.language.algorithms.registry import make_algorithm
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.models.logprobs import TokenScores
@@ -172,9 +172,9 @@ def trained(cfg: GrpoConfig, given: Play, batches: Sequence[TokenBatch], cut: Cu
     """
     algorithm = make_algorithm(cfg)
 
-    def prepare(rank: int, reduce: Callable[[Tensor], Tensor]) -> Whole:
+    def prepare(rank: int, reduce: Callable[[Tensor], Tensor]) -> MinibatchCounts:
         batches[rank].columns[ADVANTAGES] = algorithm.advantages(batches[rank], reduce)
-        return Whole.of(batches[rank], length_limit(cfg), reduce)
+        return MinibatchCounts.of(batches[rank], length_limit(cfg), reduce)
 
     wholes = Ranks(len(batches)).all(prepare)
     assert all(whole == wholes[0] for whole in wholes)
@@ -218,7 +218,7 @@ def cut_anyhow(draw: torch.Generator, ranks: int) -> Cut:
         parts = []
         for share in torch.randperm(len(batch), generator=draw).chunk(ranks):
             size = int(torch.randint(1, len(share) + 1, (), generator=draw))
-            parts.append([*(batch.select(samples) for samples in share.split(size)), batch.nothing()])
+            parts.append([*(batch.select(samples) for samples in share.split(size)), batch.empty_sample()])
         return parts
 
     return cut

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.algorithms import calculate_adv_and_returns, kl_penalty
 from rlhpc.config.typed import typed, untouched
-from rlhpc.language.algorithms.base import Whole
+from rlhpc.language.algorithms.base import MinibatchCounts
 from rlhpc.language.algorithms.policy_gradient import PolicyGradient
 from rlhpc.language.algorithms.registry import make_algorithm
 from rlhpc.language.config.run import GrpoConfig
@@ -117,7 +117,7 @@ def test_what_is_paid_on_the_way_counts_where_the_estimator_looks(batch: TokenBa
             expected = ((totals[line] - group.mean()) / (group.std() + 1e-6)).expand(int(mask.sum()))
         torch.testing.assert_close(batch.padded(found)[line][mask], expected)
     batch.columns["advantages"] = found
-    whole = Whole(float(batch.mask.sum()), float(len(batch) - 1), batch.width)
+    whole = MinibatchCounts(float(batch.mask.sum()), float(len(batch) - 1), batch.width)
     _, metrics = algorithm.loss(TokenScores(-torch.rand(batch.tokens), None), batch, whole)
     assert metrics["process/steps"].item() == pytest.approx(steps[batch.mask].sum().item() / (len(batch) - 1), rel=1e-5)
 
@@ -155,12 +155,12 @@ def test_micro_batches_add_up_to_the_whole(batch: TokenBatch, options: dict[str,
     batch.columns["advantages"] = algorithm.advantages(batch, None)
     logprobs = (-torch.rand(batch.tokens)).requires_grad_()
     entropy = torch.rand(batch.tokens) if algorithm.entropy else None
-    whole = Whole(float(batch.mask.sum()), float(len(batch) - 1), batch.width)
+    whole = MinibatchCounts(float(batch.mask.sum()), float(len(batch) - 1), batch.width)
     loss, metrics = algorithm.loss(TokenScores(logprobs, entropy), batch, whole)
     (expected,) = torch.autograd.grad(loss, logprobs)
     sums: dict[str, torch.Tensor] = dict.fromkeys(metrics, torch.zeros(()))
     parts = [(samples, batch.select(samples)) for samples in micro_batches(batch.lengths, 24)]
-    for samples, part in [*parts, (torch.zeros(0, dtype=torch.long), batch.nothing())]:
+    for samples, part in [*parts, (torch.zeros(0, dtype=torch.long), batch.empty_sample())]:
         where = batch.tokens_of(samples)
         scores = TokenScores(logprobs[where], None if entropy is None else entropy[where])
         value, found = algorithm.loss(scores, part, whole)
@@ -176,7 +176,7 @@ def gradients_of(given: TokenBatch, said: torch.Tensor, entropy: torch.Tensor, *
     """Of log-probs and entropies, with samples of an episode in several micro-batches."""
     algorithm = make_algorithm(config(kl_coef=0.1, entropy_coef=0.01, tis_cap=2.0, **options))
     given.columns["advantages"] = algorithm.advantages(given, None)
-    whole = Whole.of(given, length=11.0)
+    whole = MinibatchCounts.of(given, length=11.0)
     logprobs, uncertain = said.clone().requires_grad_(), entropy.clone().requires_grad_()
     for samples in torch.arange(len(given)).split(5):
         where = given.tokens_of(samples)
@@ -211,7 +211,7 @@ def test_the_ratio_of_gspo_is_a_samples(batch: TokenBatch) -> None:
     algorithm = make_algorithm(config(loss_type="gspo", clip_ratio_low=0.9, clip_ratio_high=9.0))
     two.columns["advantages"] = algorithm.advantages(two, None)
     logprobs = (-torch.rand(batch.tokens)).requires_grad_()
-    whole = Whole.of(two)
+    whole = MinibatchCounts.of(two)
     algorithm.loss(TokenScores(logprobs, None), two, whole)[0].backward()
     expected = torch.zeros(batch.tokens)
     for begin, end in zip(two.cu_seqlens[:-1].tolist(), two.cu_seqlens[1:].tolist(), strict=True):

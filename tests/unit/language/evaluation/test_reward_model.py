@@ -26,7 +26,7 @@ def test_a_rank_without_rows_takes_part() -> None:
         asked.append(len(batch))
         return torch.zeros(batch.tokens)
 
-    found = rewards_of([], encoder(), 32, 0, 60, forward, lambda parts, whole: [*parts, (NONE, whole.nothing())])
+    found = rewards_of([], encoder(), 32, 0, 60, forward, lambda parts, whole: [*parts, (NONE, whole.empty_sample())])
     assert found == [] and asked == [1]
 
 

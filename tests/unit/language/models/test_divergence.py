@@ -144,7 +144,7 @@ def test_vocabularies_of_different_width(batch: TokenBatch) -> None:
 
 def test_a_batch_that_trains_nothing(batch: TokenBatch) -> None:
     """Its backward pass works, and gives nothing."""
-    for nothing in (batch.nothing(), batch.select(torch.tensor([1]))):
+    for nothing in (batch.empty_sample(), batch.select(torch.tensor([1]))):
         student = torch.randn(1, nothing.width, 11, requires_grad=True)
         found = full_divergence(student, nothing, torch.randn(1, nothing.width, 11))
         found.sum().backward()

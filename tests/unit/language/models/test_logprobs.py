@@ -150,7 +150,7 @@ def test_the_model_is_as_before_and_ordinary_calls_give_logits(batch) -> None:
 
 def test_a_batch_that_trains_nothing_still_has_a_gradient(batch) -> None:
     model = built(LlamaConfig)
-    (0.0 * token_scores(model, batch.nothing()).logprobs.sum()).backward()
+    (0.0 * token_scores(model, batch.empty_sample()).logprobs.sum()).backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 

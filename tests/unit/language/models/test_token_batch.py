@@ -60,7 +60,7 @@ def test_a_column_of_another_length_is_refused():
 def test_nothing_trains_nothing():
     assert micro_batches([], 10) == []
     whole = batch_of([5, 3])
-    none = whole.nothing()
+    none = whole.empty_sample()
     assert (len(none), none.tokens, none.width) == (1, 0, 2)
     assert none.padded(none.ids, 7).tolist() == [[7, 7]] and not none.attended().any()
     assert {name: values.dtype for name, values in none.columns.items()} == {"advantage": torch.float32}

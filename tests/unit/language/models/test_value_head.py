@@ -78,7 +78,7 @@ def test_a_rank_without_tokens_values_none(causal: Path, packed: bool) -> None:
     """It computes with the others, whatever its model reads."""
     module = load_scalar_model(LanguageModelConfig(model_path=str(causal))).eval()
     assert not packed or pack(module)
-    nothing = batch_of(SAMPLES).nothing()
+    nothing = batch_of(SAMPLES).empty_sample()
     for before in (False, True):
         assert token_values(module, nothing, before=before).shape == (0,)
 

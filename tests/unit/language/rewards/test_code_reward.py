@@ -49,7 +49,7 @@ def test_all_or_a_part(reward, partial):
     assert partial(program(ADD, TESTS)) == 1
     assert partial(program(WRONG, TESTS)) == pytest.approx(1 / 3)
     assert reward(Sample("q", ADD, meta={"tests": TESTS})) == 0
-    assert CodeReward(whole=True)(Sample("q", ADD, meta={"tests": TESTS})) == 1
+    assert CodeReward(run_unfenced=True)(Sample("q", ADD, meta={"tests": TESTS})) == 1
     with pytest.raises(ValueError, match="no tests"):
         reward(program(ADD, []))
 

@@ -46,7 +46,7 @@ def test_it_is_trained_saved_and_exported_like_other_models(causal: Path, tmp_pa
 
     losses = []
     for _ in range(3):
-        one, nothing = trainer.forward_backward([batch, batch.nothing()], loss)
+        one, nothing = trainer.forward_backward([batch, batch.empty_sample()], loss)
         assert trainer.optimizer_step(0.01) > 0 and nothing["loss"] == 0
         losses.append(one["loss"].item())
     assert losses[0] > losses[1] > losses[2]

@@ -51,7 +51,7 @@ def test_this_machine_has_no_more_than_its_control_groups_allow(
     (above / ("memory.limit_in_bytes" if version == 1 else "memory.max")).write_text(f"{limit}\n")
     (tmp_path / "own").write_text("4:memory:/job_7/step_0\n" if version == 1 else "0::/job_7/step_0\n")
     (tmp_path / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n")
-    for name, path in (("_MEMINFO", "meminfo"), ("_GROUPS", "cgroup"), ("_OWN", "own")):
+    for name, path in (("_MEMINFO", "meminfo"), ("_CGROUP_ROOT", "cgroup"), ("_PROCESS_CGROUP", "own")):
         monkeypatch.setattr(os_resources, name, tmp_path / path)
     cfg = load_config(MATH, EIGHT)
     assert host_room(cfg, Cluster.planned(cfg.cluster), 0, here=True) == (expected, "this machine")

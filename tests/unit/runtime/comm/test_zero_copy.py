@@ -47,7 +47,7 @@ def between(scratch: Scratch, data: np.ndarray) -> Iterator[tuple[Serving, Servi
     origin, asked = Origin("elsewhere", "", owner.server.endpoint), Above(above.server.endpoint)
 
     def fetch() -> np.ndarray:
-        memory = third.fetch(origin, path, SIZE, 0, None, own=True, later=[], above=(asked, NAME))
+        memory = third.fetch(origin, path, SIZE, 0, None, in_place=True, later=[], above=(asked, NAME))
         return np.frombuffer(memory, np.uint8)[HEADER:]
 
     yield owner, above, asked, fetch
@@ -78,7 +78,7 @@ def test_who_comes_late_gets_one_part_from_the_owner_and_asks_again(
 ) -> None:
     owner, above, asked, fetch = between
     above.offers.put(NAME, memoryview(data), 2)
-    for number in range(offers._MOST):
+    for number in range(offers._MAX_OFFERS):
         above.offers.put(str(number), memoryview(data), 2)
     assert np.array_equal(fetch(), data)
     assert owner.server.sent == SIZE and not asked.is_lost
@@ -121,7 +121,7 @@ def test_few_offers_are_held(data: np.ndarray) -> None:
     held = Offers()
     for number in range(20):
         held.put(str(number), memoryview(data), 2)
-    assert held.find("19", 0.0) is not None and held.find(str(20 - offers._MOST), 0.0) is not None
+    assert held.find("19", 0.0) is not None and held.find(str(20 - offers._MAX_OFFERS), 0.0) is not None
     with pytest.raises(Withdrawn):
-        held.find(str(19 - offers._MOST), 0.0)
+        held.find(str(19 - offers._MAX_OFFERS), 0.0)
     assert held.find("20", 0.0) is None

@@ -60,7 +60,7 @@ def test_two_tools_of_one_name_are_refused() -> None:
     servers = [{"command": command(*tools), "url": None} for tools in (("f", "g"), ("h", "f"))]
     helpers = {"servers": tool_servers, "text": policy_text}
     solve = agent_of("mcp", {"servers": servers}, helpers)
-    model: Any = type("Model", (), {"looks": False})()
+    model: Any = type("Model", (), {"reads_images": False})()
     with pytest.raises(ValueError, match=r"two of agent\.servers have a tool 'f'"):
         solve(None, model)
 
