@@ -228,7 +228,8 @@ class PlayingChecks(EmbodiedChecks[Playing]):
 
     def goal(self, cfg: Playing) -> Any:
         """Returns the conditions of an early end, including the return at which the run stops."""
-        early = super().goal(cfg)
+        run: Any = cfg  # a constrained type variable is no argument of a generic base
+        early: Any = super().goal(run)
         if early is None:
             return cfg.runner.stop_return
         return [cfg.runner.stop_return, *early]
