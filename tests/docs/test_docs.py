@@ -87,7 +87,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return [content for kind, content in all_blocks(page) if kind == language]
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(scope="module")
 def commands() -> Iterator[None]:
     """What the pages' shells call rlhpc and python."""
     with Commands() as commands, pytest.MonkeyPatch.context() as patch:
@@ -275,6 +275,7 @@ def test_the_runtime_page_has_every_name():
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("commands")
 def test_the_runtime_pages_script_runs(tmp_path):
     (script,) = blocks(DOCS / "reference/runtime.md", "python")
     (tmp_path / "script.py").write_text(script)
@@ -282,7 +283,7 @@ def test_the_runtime_pages_script_runs(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory) -> Path:
+def tiny_run(commands, tmp_path_factory) -> Path:
     """The folder of a small run with everything that a run leaves by itself and by the commands after it."""
     folder = tmp_path_factory.mktemp("run")
     train = ["rlhpc", "train", str(ROOT / "configs/quickstart.yaml"), *SMALL, "runner.val_check_interval=1"]
@@ -376,6 +377,7 @@ def test_the_fields_of_json_files_are_documented(tiny_run):
 @pytest.mark.parametrize(
     ("title", "extra"), [("A language model by GRPO", "llm"), ("A robot policy by PPO", "embodied")]
 )
+@pytest.mark.usefixtures("commands")
 def test_the_examples_of_the_readme_run(title, extra, tmp_path):
     """Runs a section's commands on the files that it shows, with few and small steps."""
     need_extra(extra)
@@ -397,6 +399,7 @@ def test_the_examples_of_the_readme_run(title, extra, tmp_path):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("commands")
 def test_the_tutorials_commands_run_in_order(tmp_path):
     """Every block of the tutorial, from the first to the last, in a folder of its own, with few and small steps."""
     page = DOCS / "tutorial/quickstart.md"
@@ -438,6 +441,7 @@ RESULTS = {
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", TUTORIALS)
+@pytest.mark.usefixtures("commands")
 def test_a_tutorial_runs_from_its_first_command_to_its_last(name, tmp_path):
     """Each command is executed as it stands, in the folder and with the module path that those before it left."""
     if TUTORIALS[name]:
@@ -480,6 +484,7 @@ def install(project: str, folder: Path) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
+@pytest.mark.usefixtures("commands")
 def test_the_pages_commands_and_code_run(page, tmp_path):
     """Blocks that begin with `# name.py` are files; the others run, in order. Training takes few and small steps."""
     if page.name in LANGUAGE:
