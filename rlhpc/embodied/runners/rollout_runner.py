@@ -232,9 +232,8 @@ class PlayingRunner(Runner[Cfg]):
 
     def _count_gone(self, transitions: int) -> None:
         """Counts the ranks that the run continues without, and the transitions of a step that were lost with them."""
-        if self.players.num_lost:
-            self.lost_counts["ranks"] += self.players.num_lost
-            self.players.num_lost = 0
+        if num_lost := self.players.pop_num_lost():
+            self.lost_counts["ranks"] += num_lost
         if transitions:
             self.lost_counts["steps"] += transitions
 

@@ -231,7 +231,6 @@ class RolloutSources:
     Attributes:
         slots: Present slot map, which changes when ranks join or leave.
         env, rollout: Ranks that the run started with.
-        num_lost: Number of ranks lost since it was last reset.
     """
 
     def __init__(
@@ -264,7 +263,7 @@ class RolloutSources:
         self._rollout_ranks = Replicas(rollout, self._open_rollout, self._join_rollout, restarts, cost)
         self._spaces: tuple[Any, Any] = (None, None)
         self._done, self._stale = 0, False
-        self.num_lost = 0
+        self._num_lost = 0
         self.forget(0)
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -358,8 +357,13 @@ class RolloutSources:
             for playing in self._played:
                 playing.lost_ranks.update(lost_ranks)
         num_lost = before - len(self._present_envs) - len(self._acting)
-        self.num_lost += num_lost
+        self._num_lost += num_lost
         return num_lost > 0
+
+    def pop_num_lost(self) -> int:
+        """Returns the number of ranks lost since the last call."""
+        number, self._num_lost = self._num_lost, 0
+        return number
 
     def _release_leaving(self) -> None:
         """Excludes rollout ranks that were told to leave, if others can act."""

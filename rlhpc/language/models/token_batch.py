@@ -142,6 +142,10 @@ class TokenBatch:
             **fields,
         )
 
+    def with_pad_id(self, pad_id: int) -> TokenBatch:
+        """Returns the batch with this token of padding; it shares all tensors."""
+        return self if pad_id == self.pad_id else dataclasses.replace(self, pad_id=pad_id)
+
     # -- shapes ---------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:

@@ -75,6 +75,10 @@ class RunLink:
         self.ident = f"{context.host}-{self._first}-{records[0]['incarnation']}"
         self.call = 0
 
+    def begin_call(self) -> None:
+        """Begins the next call: commands of an aborted one are told apart by its number."""
+        self.call += 1
+
     def form(self) -> None:
         """Forms the process group of the engine's ranks (`EngineLink.form`)."""
         self._worker.init_process_group(self.ranks)
@@ -153,7 +157,7 @@ class EngineRank:
     def call(self) -> Iterator[None]:
         """Runs a call that all ranks of the engine get."""
         if self._link is not None:
-            self._link.call += 1
+            self._link.begin_call()
         try:
             yield
         except CallAborted:
@@ -223,6 +227,10 @@ class EngineWeights:
             assert isinstance(self._sync, SendsShards)
             self._sync.want(self._engine.wants())
         self.part = EngineRank(self._engine, link, self._follow)
+
+    def forget_version(self) -> None:
+        """Forgets the version: the engine waits for weights again."""
+        self.version = -1
 
     def forget(self) -> None:
         """Expects complete weights next: the last update may have been lost on its way."""

@@ -89,9 +89,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         Returns:
             Number of tokens.
         """
-        for group in groups:
-            group.batch.pad_id = self.pad
-        batch = TokenBatch.joined([group.batch for group in groups])
+        batch = TokenBatch.joined([group.batch for group in groups]).with_pad_id(self.pad)
         values = values_of(self.backend.forward, self._micro_batches(batch), batch, CRITIC)
         batch.columns[VALUES] = values
         for group, part in zip(groups, batch.split([len(group.batch) for group in groups]), strict=True):

@@ -184,7 +184,7 @@ class LanguageRolloutWorker(Worker):
         self.backend.reload()
 
     def _clear(self, step: int) -> None:
-        self.receiver.version = -1
+        self.receiver.forget_version()
         self._until = step
         self._pending = PendingGroups(
             self.group_size, self.refills, self.cfg.agent.feedback_ahead, self._draw, self.group_builder
