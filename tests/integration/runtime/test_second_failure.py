@@ -129,7 +129,7 @@ def test_reporting_threads_outlive_what_they_report(
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("a fault of the report's own")
 
-    monkeypatch.setattr(driver.membership, "left", broken)
+    monkeypatch.setattr(driver.membership, "register_departure", broken)
     monkeypatch.setattr(local.ForkedStarter, "kill", broken)
     actor = pid_of(other, 0)
     os.kill(pid_of(many, 1), signal.SIGKILL)
