@@ -76,7 +76,7 @@ def load_weights(module: nn.Module, folder: Path, key: str = "runner.init_from")
 
 
 class Starting(Protocol):
-    """Section `runner` of any kind of run that can start from weights."""
+    """Section `runner` of any task type that can start from weights."""
 
     init_from: str | None
 

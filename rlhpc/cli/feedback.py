@@ -87,8 +87,8 @@ def _give(scorer: dict[str, str], completion: str, reward: float) -> str | None:
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_ANSWER_S).close()
     except urllib.error.HTTPError as error:
         with error:
-            why = json.loads(error.read())["error"]["message"]
-        return "" if error.code == http.HTTPStatus.NOT_FOUND else str(why)
+            reason = json.loads(error.read())["error"]["message"]
+        return "" if error.code == http.HTTPStatus.NOT_FOUND else str(reason)
     return None
 
 

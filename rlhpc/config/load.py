@@ -28,7 +28,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.text import short_repr
 from rlhpc.runtime.trust import Trust
 
-#: Sections of a file in which an earlier version saved a run's configuration, with the keys of all kinds of run.
+#: Sections of a file in which an earlier version saved a run's configuration, with the keys of all task types.
 _ONCE_SAVED = frozenset(
     ("cluster", "runner", "algorithm", "env", "rollout", "actor", "data", "demos", "reward", "workflow")
 )
@@ -155,7 +155,7 @@ def read_task_type(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -
             task, origin = parse_override(text)[1], f"override {short_repr(text)}"
     task = typed_value(task, str)
     if task is not None and not isinstance(task, str):
-        raise ConfigError(f"{origin}: {TASK} is {short_repr(task)}; it must be the name of a kind of run")
+        raise ConfigError(f"{origin}: {TASK} is {short_repr(task)}; it must be the name of a task type")
     return task, origin
 
 

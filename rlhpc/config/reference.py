@@ -17,7 +17,7 @@ _HEAD = """# Configuration keys
 
 Generated from the schemas by `python -m rlhpc.reference config`. A configuration is a YAML file;
 `defaults: [other.yaml]` (relative to it) reads other files first, and `key=value` on the command
-line comes last. `runner.task_type` names the kind of run, and each kind has its own keys: the column
+line comes last. `runner.task_type` names the task type, and each has its own keys: the column
 "runs" says which, where it is not all. Keys that are unknown, or of another kind, are errors, and so are
 numbers outside the interval that stands behind their type: `[` includes the bound, `(` does not; `or -1 (null)`
 is a further number, which may be written as null.

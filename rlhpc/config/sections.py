@@ -207,7 +207,7 @@ class WorkflowConfig:
 
 @dataclass
 class RunConfig:
-    """Sections of every run; each kind of run adds its own sections."""
+    """Sections of every run; each task type adds its own sections."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """The machines of the run, and which component runs where."""

@@ -28,7 +28,7 @@ _SEED = "runner.seed"
 _FIXED_KEYS = {
     "runner.name": "each run gets a name of its own from its values",
     "runner.run_dir": "the runs of a sweep are in one folder, run_dir/name",
-    "runner.task_type": "a sweep is of one kind of run; rlhpc compare compares runs of several",
+    "runner.task_type": "a sweep is of one task type; rlhpc compare compares runs of several",
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 #: Names of the sweep's own folders and files.

@@ -434,8 +434,8 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
     """
     _check_adapters(cfg, fail)
     name = cfg.actor.model.model_type.lower()
-    if why := _NOT_CLONED.get(name):
-        raise fail("actor.model.model_type", why)
+    if reason := _NOT_CLONED.get(name):
+        raise fail("actor.model.model_type", reason)
     conditioned = name == "conditioned"
     if cfg.algorithm.value_model and not conditioned:
         raise fail("actor.model.model_type", "algorithm.value_model conditions a policy that can be told: conditioned")

@@ -64,11 +64,13 @@ def call_where_importable(
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
         try:
-            done = subprocess.run([python, "-m", __name__, str(answer)], input=call, env=env, stdout=subprocess.DEVNULL)
+            completed = subprocess.run(
+                [python, "-m", __name__, str(answer)], input=call, env=env, stdout=subprocess.DEVNULL
+            )
         except OSError as error:
             raise needs_lerobot(f"{PYTHON} is {python!r}, which cannot be started ({error.strerror}); {of}") from error
         if not answer.is_file():
-            raise RlhpcError(f"{python} ended with {done.returncode} and no answer; what it said is above")
+            raise RlhpcError(f"{python} ended with {completed.returncode} and no answer; what it said is above")
         answer_value, raised = pickle.loads(answer.read_bytes())
     if raised is not None:
         raise raised

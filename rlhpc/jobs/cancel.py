@@ -75,9 +75,9 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
 
 def _ends_by_itself(files: SegmentJournal) -> bool:
     """Waits for a finished segment's job, which ends shortly after writing its marker; returns whether it has ended."""
-    end = time.monotonic() + 3.0
+    deadline = time.monotonic() + 3.0
     while (claim := Claim.newest(files)) is not None and claim.alive():
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
     return True
@@ -107,8 +107,8 @@ def _end_slurm(files: SegmentJournal, record: JobRecord, grace_s: float) -> None
     probe = probe_for(record, files)
     if probe.query_one(record.job_id).state is JobState.RUNNING:
         scancel(record.job_id, "--batch", "--signal=TERM", name=name)
-        end = time.monotonic() + grace_s
-        while time.monotonic() < end:
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline:
             if files.marker.exists() or files.exit_of(record.token) is not None:
                 break
             time.sleep(0.5)
@@ -117,9 +117,9 @@ def _end_slurm(files: SegmentJournal, record: JobRecord, grace_s: float) -> None
 
 def _end_local(files: SegmentJournal, record: JobRecord, grace_s: float) -> None:
     """Sends SIGTERM to the job, which forwards it to the driver to make it save; then SIGKILL to the remaining processes."""
-    end = time.monotonic() + grace_s
+    deadline = time.monotonic() + grace_s
     signalled_pids: set[int] = set()
-    while time.monotonic() < end + 10.0:
+    while time.monotonic() < deadline + 10.0:
         claim = Claim.newest(files)
         claimed = [claim.job, claim.driver] if claim is not None else []
         processes = [p for p in [*claimed, record.process] if p is not None]
@@ -129,7 +129,7 @@ def _end_local(files: SegmentJournal, record: JobRecord, grace_s: float) -> None
         living = [p for p in processes if p.alive()]
         if not living:
             return
-        over = time.monotonic() > end
+        over = time.monotonic() > deadline
         # the job before its controller, since a controller kills its task one second after SIGTERM
         for process in living if over else living[:1]:
             if over or process.pid not in signalled_pids:

@@ -271,8 +271,8 @@ class DriverJob:
 
     def _kill_driver(self, grace_s: float) -> None:
         """Waits for the driver to end, and kills it when the grace period is over."""
-        end = time.monotonic() + grace_s
-        while not self._driver_gone() and time.monotonic() < end:
+        deadline = time.monotonic() + grace_s
+        while not self._driver_gone() and time.monotonic() < deadline:
             self._check_owner()
             time.sleep(_POLL_S)
         self._signal_driver(signal.SIGKILL)

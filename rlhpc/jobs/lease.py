@@ -135,11 +135,11 @@ class LeaseLock:
         self._lease = Lease(path)
 
     def __enter__(self) -> LeaseLock:
-        end = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._timeout_s
         path = self._lease.path
         try:
             while not self._lease.take_over():
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     raise DeadlineExceeded(
                         f"{self._subject}: another process has been submitting it for "
                         f"{self._timeout_s:.0f} s and holds {path}; if it hangs, end it and try again"

@@ -303,8 +303,8 @@ class SlurmProbe(JobProbe):
             elif self._finished is not None and self._finished(job_id):
                 self._last[job_id] = JobReport(JobState.COMPLETED, source="marker")
             elif answered:  # the controller no longer knows the job
-                why = "Slurm does not know the job" + ("" if sacct_answered else " and has no accounting")
-                self._last[job_id] = JobReport(JobState.UNKNOWN, why, source="squeue")
+                reason = "Slurm does not know the job" + ("" if sacct_answered else " and has no accounting")
+                self._last[job_id] = JobReport(JobState.UNKNOWN, reason, source="squeue")
             else:
                 before = self._last.get(job_id, JobReport(JobState.UNKNOWN))
                 self._last[job_id] = replace(before, reason="Slurm does not answer", conclusive=False)

@@ -50,8 +50,8 @@ def renewed_within(path: Path, seconds: float, alive_again: Callable[[], bool] =
     """
     try:
         first = path.stat().st_mtime_ns
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
             time.sleep(min(0.5, seconds / 4))
             if path.stat().st_mtime_ns != first or alive_again():
                 return True

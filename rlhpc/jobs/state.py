@@ -100,8 +100,8 @@ class Facts:
         if record.phase == "refused":
             return RunState("failed", record.reason)
         if record.phase == "waiting":
-            why = f"not submitted yet: {record.reason}; waits for room"
-            return RunState("cancelled", "before it was submitted", "") if cancelled else RunState("waiting", why)
+            reason = f"not submitted yet: {record.reason}; waits for room"
+            return RunState("cancelled", "before it was submitted", "") if cancelled else RunState("waiting", reason)
         if self.claim is not None and self.claim.alive_here():
             return self._running(job)
         if report is not None and report.state is not JobState.UNKNOWN:

@@ -41,10 +41,10 @@ def helper_lines(paths: RunPaths, *, over: bool) -> list[str]:
     lines += ["", f"{'joined':<16} {'node':<16} {'job':>10}  {'came':<11}  {'left':<11}  {'hours':>6}  why"]
     for stay in [*departed[-_MAX_LEFT_LINES:], *present]:
         came, left_at = _clock(stay.joined), "" if stay.left_at is None else _clock(stay.left_at)
-        why = stay.why or ("works" if stay.works else "loads")
+        reason = stay.why or ("works" if stay.works else "loads")
         lines.append(
             f"{f'{stay.group}-{stay.rank}':<16} {stay.node:<16} {stay.job or '-':>10}  {came:<11}  {left_at:<11}  "
-            f"{stay.hours(now):>6.2f}  {why}"
+            f"{stay.hours(now):>6.2f}  {reason}"
         )
     if len(departed) > _MAX_LEFT_LINES:
         lines.append(f"… and {len(departed) - _MAX_LEFT_LINES} that left before; {paths.attendance.name} has all")
@@ -148,8 +148,8 @@ def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str
         raise UserError(f"there is no run at {paths.root}; runs are in runner.run_dir, `ls` shows their names")
     [(facts, run)] = states([paths])
     status = facts.status
-    why = f": {run.why}" if run.why else ""
-    lines = [f"run          {paths.root.name}  ({paths.root})", f"state        {run.state}{why}"]
+    reason = f": {run.why}" if run.why else ""
+    lines = [f"run          {paths.root.name}  ({paths.root})", f"state        {run.state}{reason}"]
     progress = _progress(status) if run.is_current or run.state in OVER else []
     if progress:
         lines.append(f"progress     {', '.join(progress)}")
@@ -255,9 +255,9 @@ def render_runs(
 def _cells(folder: Path, facts: Facts, run: RunState, note: str) -> dict[str, str]:
     """Returns a run's line of the list: title of the column → text."""
     step, max_steps, eta = (number_of(facts.status, key) for key in ("step", "max_steps", "eta_s"))
-    why = run.why.removeprefix(run.job).lstrip(":;, ") if run.job else run.why
+    reason = run.why.removeprefix(run.job).lstrip(":;, ") if run.job else run.why
     is_there = facts.paths.root.is_dir()
-    prefix = "ended: " if why and run.state in FINAL else ""
+    prefix = "ended: " if reason and run.state in FINAL else ""
     return {
         "run": str(facts.paths.root.relative_to(folder)),
         "state": run.state if is_there else "not started",
@@ -266,7 +266,7 @@ def _cells(folder: Path, facts: Facts, run: RunState, note: str) -> dict[str, st
         if step is None
         else f"{step:.0f}" + (f"/{max_steps:.0f}" if max_steps is not None and max_steps >= 0 else ""),
         "time left": duration(eta) if eta is not None and run.state == "running" else "",
-        "note": "; ".join(filter(None, (f"{prefix}{why}" if is_there else "", note))),
+        "note": "; ".join(filter(None, (f"{prefix}{reason}" if is_there else "", note))),
     }
 
 

@@ -398,7 +398,7 @@ def _make_folders(files: SegmentJournal) -> None:
 
 def _await_orphan(files: SegmentJournal, grace_s: float, out: TextIO) -> None:
     """Waits for a driver whose job was killed: it saves and ends by itself, and the next driver must not start before that."""
-    end = time.monotonic() + grace_s
+    deadline = time.monotonic() + grace_s
     is_reported = False
     while (claim := Claim.newest(files)) is not None and claim.driver is not None:
         if claim.job.alive() is not False or not claim.driver.alive():
@@ -406,8 +406,8 @@ def _await_orphan(files: SegmentJournal, grace_s: float, out: TextIO) -> None:
         if not is_reported:
             is_reported = True
             say(out, f"segment {files.segment}: the job was killed; its driver (pid {claim.driver.pid}) saves and ends")
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             with contextlib.suppress(PermissionError):
                 end_process(claim.driver, files.paths, signal.SIGKILL)
-            end += 10.0
+            deadline += 10.0
         time.sleep(0.2)

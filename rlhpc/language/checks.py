@@ -256,8 +256,8 @@ def _agents_helpers(agent: AgentConfig, fail: Fail) -> None:
         if bool(server.command) + bool(server.url) + server.shell != 1:
             raise fail(f"agent.servers[{index}]", "a server is a command, a url or a shell: set one of these")
         if server.shell and agent.sandbox is None:
-            why = f"agent.servers[{index}] is a shell, which does what the model writes"
-            raise fail("agent.sandbox", f"{why}: set bubblewrap, unshare or none")
+            reason = f"agent.servers[{index}] is a shell, which does what the model writes"
+            raise fail("agent.sandbox", f"{reason}: set bubblewrap, unshare or none")
         if server.url and not server.url.startswith(("http://", "https://")):
             raise fail(f"agent.servers[{index}].url", "it must begin with http:// or https://")
     if agent.kind == "openenv" and not agent.framework.get("base_url"):

@@ -1,4 +1,4 @@
-"""The kinds of run with language models: on verifiable tasks, on demonstrations, on preferences, and reward models."""
+"""Task types of language models: on verifiable tasks, on demonstrations, on preferences, and reward models."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class Replicas:
         """Formats which ranks ended, and which left on request."""
         reasons = {rank: self._group.why_left(rank) for rank in ranks}
         ended_ranks = [rank for rank in ranks if not reasons[rank]]
-        words = [f"{self._named([rank])} left ({why})" for rank, why in reasons.items() if why]
+        words = [f"{self._named([rank])} left ({reason})" for rank, reason in reasons.items() if reason]
         return ", ".join([*([f"{self._named(ended_ranks)} ended"] if ended_ranks else []), *words])
 
     def _named(self, ranks: Collection[int]) -> str:

@@ -147,7 +147,7 @@ def outlook(
         raise ConfigError(
             "--nodes and --partitions are for configurations without cluster.node_groups; change the groups in the file"
         )
-    space, why = _costs(request, cfg)
+    space, reason = _costs(request, cfg)
     now, left_out, answers = time.time(), list[str](), list[StartTimes]()
     for count, partition in _alternatives(request, cfg, nodes, partitions):
         try:
@@ -158,7 +158,7 @@ def outlook(
         tried = [StartTimes(shape, ask(shape.script)) for shape in shapes]
         answers.append(min(tried, key=lambda answer: answer.rank))
     answers.sort(key=lambda answer: answer.rank)
-    return StartEstimate(answers, allowance(cfg.cluster.account), why, left_out, now)
+    return StartEstimate(answers, allowance(cfg.cluster.account), reason, left_out, now)
 
 
 def _alternatives(

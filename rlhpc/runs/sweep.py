@@ -202,10 +202,12 @@ def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Pat
     reasons = {"runner.keep_best": sft.runner.keep_best, "runner.patience": sft.runner.patience}
     set_keys = [key for key, setting in reasons.items() if setting]
     if set_keys or model.name != last.name:
-        why = f"its {' and '.join(set_keys)} may choose another step" if set_keys else f"its last step is {last.name}"
+        reason = (
+            f"its {' and '.join(set_keys)} may choose another step" if set_keys else f"its last step is {last.name}"
+        )
         raise ConfigError(
-            f"{source}: actor.model.model_path is {value!r}, of the run of workflow.sft ({path}), and {why}; name {chosen}, "
-            "where the policy of the chosen step is exported"
+            f"{source}: actor.model.model_path is {value!r}, of the run of workflow.sft ({path}), and {reason}; name "
+            f"{chosen}, where the policy of the chosen step is exported"
         )
     return last
 

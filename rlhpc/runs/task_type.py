@@ -70,7 +70,7 @@ __all__ = [
 
 DEFAULT = "embodied"
 KINDS: Registry[Any] = Registry(
-    "kind of run",
+    "task type",
     "runner.task_type",
     "rlhpc.kinds",
     {
@@ -117,7 +117,7 @@ class ConfigKeys:
         owners = [kind.name for kind in all_kinds() if kind.name != self._task_type and key in kind.schema]
         if not owners:
             return ""
-        noun = "a kind of run" if len(owners) == 1 else "kinds of run"
+        noun = "a task type" if len(owners) == 1 else "task types"
         return f"is for {noun} that this one ({self._task_type}) is not: {', '.join(owners)}; leave it out"
 
 

@@ -290,8 +290,10 @@ def _read_groups(groups: Sequence[SectionSource], nodes: Sequence[Node]) -> dict
         if not label:
             raise ConfigError(f"cluster.node_groups[{index}].label is missing")
         if label in RESERVED_LABELS or label in by_label:
-            why = "is given twice" if label in by_label else f"is reserved ({', '.join(RESERVED_LABELS)} always exist)"
-            raise ConfigError(f"cluster.node_groups[{index}].label {label!r} {why}; choose another")
+            reason = (
+                "is given twice" if label in by_label else f"is reserved ({', '.join(RESERVED_LABELS)} always exist)"
+            )
+            raise ConfigError(f"cluster.node_groups[{index}].label {label!r} {reason}; choose another")
         ranks = _group_ranks(raw, f"cluster.node_groups[{label}]", nodes, assigned=set(owner))
         for rank in ranks:
             if rank in owner:

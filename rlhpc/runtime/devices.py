@@ -245,10 +245,10 @@ def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ
         return kind
     if environ.get(VIRTUAL):
         return kind or "cpu"
-    why, do = why_unseen(visible, torch.version.cuda, torch.version.hip, environ.get("CUDA_VISIBLE_DEVICES"))
+    reason, do = why_unseen(visible, torch.version.cuda, torch.version.hip, environ.get("CUDA_VISIBLE_DEVICES"))
     raise ConfigError(
         f"accelerators {', '.join(map(str, granted))} of {node_name()} were granted, but cannot be used by torch "
-        f"{torch.__version__}, which {why}; {do}; or do without them: cluster.accelerators_per_node=0"
+        f"{torch.__version__}, which {reason}; {do}; or do without them: cluster.accelerators_per_node=0"
     )
 
 

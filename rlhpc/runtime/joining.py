@@ -359,9 +359,9 @@ def _place(door: JoinPoint, wish: Mapping[str, Any], stopped: Leaving, patience_
 
 def _without(door: JoinPoint, spec: WorkerSpec) -> str:
     """Returns a message if the driver continues without the rank, else ""."""
-    why = door.why_left(spec)
-    door.has_departed = bool(why)
-    return f"the run goes on without it: {why}" if why else ""
+    reason = door.why_left(spec)
+    door.has_departed = bool(reason)
+    return f"the run goes on without it: {reason}" if reason else ""
 
 
 def _take_part(

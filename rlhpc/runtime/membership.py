@@ -471,8 +471,8 @@ class Membership:
         elastic = policies.elastic
         if group not in elastic:
             elastic_text = f"groups that take some: {', '.join(elastic) or 'none'}"
-            why = f"; {policies.closed_reason}" if policies.closed_reason else ""
-            raise ChannelError(f"no rank can join group {group!r} of this run; {elastic_text}{why}")
+            reason = f"; {policies.closed_reason}" if policies.closed_reason else ""
+            raise ChannelError(f"no rank can join group {group!r} of this run; {elastic_text}{reason}")
         if wish["code"] != fingerprint():
             raise ChannelError(
                 "this is another rlhpc than the run's own: use the environment that the run was started with"

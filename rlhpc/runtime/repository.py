@@ -69,7 +69,7 @@ def run_git(folder: Path, command: str, *arguments: str) -> str:
         (clean / "config").write_text(_harmless_settings(shared / "config", clean))
         environment = _environment(clean) | {"GIT_WORK_TREE": str(top)}
         words = ["git", "--no-pager", command, *arguments]
-        done = subprocess.run(
+        completed = subprocess.run(
             words,
             cwd=folder,
             env=environment,
@@ -78,7 +78,7 @@ def run_git(folder: Path, command: str, *arguments: str) -> str:
             timeout=_LIMIT_S,
             check=True,
         )
-    return done.stdout.decode(errors="replace").strip()
+    return completed.stdout.decode(errors="replace").strip()
 
 
 def _environment(git_folder: Path) -> dict[str, str]:
@@ -113,9 +113,11 @@ def _text_of(file: Path) -> str:
 def _harmless_settings(config: Path, empty: Path) -> str:
     """Returns the settings of a repository that name no command, as the text of a configuration."""
     words = ["git", "config", "--no-includes", "--null", "--file", str(config), "--list"]
-    done = subprocess.run(words, cwd=empty, env=_environment(empty), capture_output=True, timeout=_LIMIT_S, check=True)
+    completed = subprocess.run(
+        words, cwd=empty, env=_environment(empty), capture_output=True, timeout=_LIMIT_S, check=True
+    )
     lines, version = [], 0
-    for entry in done.stdout.decode(errors="replace").split("\0"):
+    for entry in completed.stdout.decode(errors="replace").split("\0"):
         key, _, value = entry.partition("\n")
         if value.lower() in _VALUES.get(key, ()):
             section, _, name = key.partition(".")

@@ -200,7 +200,7 @@ def end_with_input(stream: int, leave: Callable[[], None], ends_itself: Callable
     """
 
     def watch() -> None:
-        why = b"the driver of this run is gone; this rank ends\n"
+        reason = b"the driver of this run is gone; this rank ends\n"
         while True:
             try:
                 data = os.read(stream, 4096)
@@ -209,10 +209,10 @@ def end_with_input(stream: int, leave: Callable[[], None], ends_itself: Callable
             if not data:
                 break
             if LEAVE in data and not ends_itself():
-                why = b"this rank was told to leave, and has nothing under way; it ends\n"
+                reason = b"this rank was told to leave, and has nothing under way; it ends\n"
                 break
         with contextlib.suppress(OSError):  # a full disk
-            os.write(2, why)
+            os.write(2, reason)
         with contextlib.suppress(Exception):
             leave()
         os._exit(1)

@@ -100,7 +100,7 @@ Metrics = dict[str, torch.Tensor]
 
 
 class ActorSection(Protocol):
-    """Keys of section `actor` that a backend uses, in any kind of run."""
+    """Keys of section `actor` that a backend uses, in any task type."""
 
     @property
     def training_backend(self) -> str:

@@ -242,10 +242,10 @@ class ShardSync:
                 if table not in requested:
                     requested.append(table)
                 of[group, rank] = requested.index(table)
-        road, why = choose(ends[0], [*ends[1:], *(find_end(context, receiver) for receiver in of)], self.road)
+        road, reason = choose(ends[0], [*ends[1:], *(find_end(context, receiver) for receiver in of)], self.road)
         if road not in (NCCL, GLOO) or self._delta == "elements":  # with delta "elements" every part is kept
             road = HOST
-        log.info("shards take the road %s: %s", road, why)
+        log.info("shards take the road %s: %s", road, reason)
         return Tables([*held], requested, of, self._delta, road, uuid.uuid4().hex)
 
     # -- an engine's ranks ----------------------------------------------------------------------------------------------

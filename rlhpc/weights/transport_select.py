@@ -126,22 +126,22 @@ def choose(sender: End, receivers: Sequence[End | None], requested: str = AUTO) 
         return GLOO, "it is asked for"
     cards = [(one.host, one.card) for one in (sender, *ends)]
     if not all(card for _, card in cards):
-        road, why = HOST, "not all compute on an accelerator"
+        road, reason = HOST, "not all compute on an accelerator"
     elif len({*cards}) == 1:
-        road, why = IPC, "all compute on one accelerator"
+        road, reason = IPC, "all compute on one accelerator"
     elif all(one.host == sender.host and sender.card in (one.card, *one.reads) for one in ends):
-        road, why = IPC, "all can read the sender's accelerator"
+        road, reason = IPC, "all can read the sender's accelerator"
     elif len({*cards}) < len(cards):
-        road, why = HOST, "some share an accelerator, and others do not"
+        road, reason = HOST, "some share an accelerator, and others do not"
     elif requested == SEVERAL:
-        road, why = HOST, "shards go to several at once"
+        road, reason = HOST, "shards go to several at once"
     elif not all(one.nccl for one in (sender, *ends)):
-        road, why = HOST, "not all have NCCL"
+        road, reason = HOST, "not all have NCCL"
     else:
-        road, why = NCCL, "each computes on an accelerator of its own"
+        road, reason = NCCL, "each computes on an accelerator of its own"
     if requested not in (AUTO, SEVERAL, road):
-        raise ConfigError(f"rollout.weight_sync is {requested!r}, and {why}: take auto, which takes {road} here")
-    return road, why
+        raise ConfigError(f"rollout.weight_sync is {requested!r}, and {reason}: take auto, which takes {road} here")
+    return road, reason
 
 
 class Sending:
@@ -180,10 +180,10 @@ class Sending:
         if self._requested == HOST or (current_device() is None and self._requested in (AUTO, SEVERAL)):
             return
         me, ends = End.of(context, self._me), [find_end(context, receiver) for receiver in self._receivers]
-        road, why = choose(me, ends, self._requested)
-        if (road, why) != (self.road, self._why):
-            log.info("weights of %s-%d take the road %s: %s", *self._me, road, why)
-            self.road, self._why = road, why
+        road, reason = choose(me, ends, self._requested)
+        if (road, reason) != (self.road, self._why):
+            log.info("weights of %s-%d take the road %s: %s", *self._me, road, reason)
+            self.road, self._why = road, reason
         if tuple(filter(None, ends)) != self._ends or road not in (NCCL, GLOO):
             self.forget()
         self._ends = tuple(filter(None, ends))

@@ -172,7 +172,7 @@ def names() -> Iterator[Case]:
         "algorithm.loss_type=pppo": ("did you mean 'ppo'?",),
         "algorithm.loss_type=math:pi": ("math:pi",),
         "algorithm.loss_type=sac": ("loss_type",),
-        "algorithm.loss_agg=token-mean": ("is for a kind of run", "reasoning"),
+        "algorithm.loss_agg=token-mean": ("is for a task type", "reasoning"),
         "algorithm.normalize_advantages=yep": ("minibatch",),
         "algorithm.logprob_type=token": ("token_level",),
         "algorithm.reward_type=chunk": ("chunk_level",),

@@ -25,15 +25,15 @@ def written(translation: Translation, source: str, project: str) -> str:
         source: Original file.
         project: Project whose format it has.
     """
-    differs = {key: why for key, (why, changes) in translation.omitted.items() if changes}
+    differs = {key: reason for key, (reason, changes) in translation.omitted.items() if changes}
     lines = [
         f"# From {project}'s {Path(source).name}, by `rlhpc config import`: "
         f"{len(translation.used)} of {len(translation.foreign)} keys are used."
     ]
     if differs:
         lines.append("# Left out; training will differ:")
-        for why, keys in _by_reason(differs):
-            text = f"{', '.join(f'{key}: {_value(translation.foreign[key])}' for key in keys)} ({why})"
+        for reason, keys in _by_reason(differs):
+            text = f"{', '.join(f'{key}: {_value(translation.foreign[key])}' for key in keys)} ({reason})"
             lines += textwrap.wrap(
                 text, _WIDTH, initial_indent="#   ", subsequent_indent="#     ", break_long_words=False
             )
@@ -60,12 +60,12 @@ def report(translation: Translation, source: str, project: str, files: Sequence[
         files: All files that were read.
         verdict: Result of the checks of `rlhpc plan`.
     """
-    differs = {key: why for key, (why, changes) in translation.omitted.items() if changes}
-    harmless = {key: why for key, (why, changes) in translation.omitted.items() if not changes}
+    differs = {key: reason for key, (reason, changes) in translation.omitted.items() if changes}
+    harmless = {key: reason for key, (reason, changes) in translation.omitted.items() if not changes}
     included_files = [path.name for path in files if path.name != Path(source).name]
     lines = [
         " with ".join([f"{project}: {source}", *([", ".join(included_files)] if included_files else [])]),
-        f"kind of run: {translation.kind}",
+        f"task type: {translation.kind}",
     ]
     lines += ["", f"translated: {len(translation.used)} of {len(translation.foreign)} keys"]
     width = min(48, max((len(key) for key in translation.ours), default=0))
@@ -81,8 +81,8 @@ def report(translation: Translation, source: str, project: str, files: Sequence[
         ("left out; training is the same", harmless),
     ):
         lines += ["", f"{title}: {len(reasons)} keys"]
-        for why, keys in _by_reason(reasons):
-            lines.append(f"  {why}")
+        for reason, keys in _by_reason(reasons):
+            lines.append(f"  {reason}")
             text = ", ".join(f"{key}: {_value(translation.foreign[key])}" for key in keys)
             lines += textwrap.wrap(
                 text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False
@@ -125,6 +125,6 @@ def _value(value: Any) -> str:
 
 def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, list[str]]]:
     grouped: dict[str, list[str]] = {}
-    for key, why in reasons.items():
-        grouped.setdefault(why, []).append(key)
+    for key, reason in reasons.items():
+        grouped.setdefault(reason, []).append(key)
     return list(grouped.items())

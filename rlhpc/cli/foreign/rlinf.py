@@ -59,7 +59,7 @@ def translate(composed: Composed, source: str) -> Translation:
     translation = translated(kind, resolved, rows, [*unmatched, *EVERYWHERE], absent)
     translation.foreign = dict(leaves)
     translation.omitted |= {
-        key: (f"its reference cannot be followed: {why}", True) for key, why in composed.unresolved.items()
+        key: (f"its reference cannot be followed: {reason}", True) for key, reason in composed.unresolved.items()
     }
     return translation
 

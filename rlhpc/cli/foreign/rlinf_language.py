@@ -18,8 +18,8 @@ def _backend(read: Reading) -> str:
 def _trainer(group: str) -> Rule:
     def rule(read: Reading) -> str:
         if (name := read(f"{group}.training_backend", "fsdp")) != "fsdp":
-            why = f"rlhpc has no {name}: local, fsdp and deepspeed; fsdp is written"
-            read.leave(f"{group}.training_backend", why, False)
+            reason = f"rlhpc has no {name}: local, fsdp and deepspeed; fsdp is written"
+            read.leave(f"{group}.training_backend", reason, False)
         return "fsdp"
 
     return rule

@@ -60,7 +60,7 @@ EMBODIED = [
         "for generation by a language model, which policies do not use",
         True,
     ),
-    UnsupportedKeys("algorithm.dagger.* algorithm.expert*", "not for this kind of run: rlhpc dagger"),
+    UnsupportedKeys("algorithm.dagger.* algorithm.expert*", "not for this task type: rlhpc dagger"),
     UnsupportedKeys(
         "algorithm.replay_buffer.sample_window_size algorithm.replay_buffer.cache_size",
         "RLinf counts trajectories, rlhpc counts transitions: set algorithm.replay_buffer.size",

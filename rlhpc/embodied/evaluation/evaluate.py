@@ -268,7 +268,7 @@ def _config(folder: Path, trust: Trust) -> EmbodiedConfig:
     trust.check(plain(cfg), str(path))
     if lacks := [key for key in ("env.eval", "runner.seed") if select(cfg, key) is None]:
         raise CheckpointError(f"{path}: no {lacks[0]}; pass a configuration")
-    return typed(PpoConfig, cfg)  # every kind of run has these same sections
+    return typed(PpoConfig, cfg)  # every task type has these same sections
 
 
 def load_policy(folder: Path, trust: Trust) -> Any:

@@ -362,8 +362,8 @@ class Meeting:
         def fits() -> None:
             if self._line is not None and not self._line.loss_reason:
                 raise RobotRefused("the run has its robot already")
-            if why := self._misfit(json.loads(about)):
-                raise RobotRefused(why)
+            if reason := self._misfit(json.loads(about)):
+                raise RobotRefused(reason)
 
         _use(self._folder, self._slot, name, fits)
 

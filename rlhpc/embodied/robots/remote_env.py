@@ -118,8 +118,8 @@ class DistantRobotVectorEnv(OneRobotEnv):
     def _misfit(self, about: Any) -> str:
         """Returns why a robot cannot be this one; empty if it can."""
         spaces = describe_spaces(self.observation_space, self.action_space)
-        if why := misfit(spaces, about):
-            return why
+        if reason := misfit(spaces, about):
+            return reason
         no_max_change = str(about.get("no_max_change", ""))
         return (
             f"kwargs.max_change is {self._max_change:g}; {no_max_change}" if self._max_change and no_max_change else ""
@@ -234,8 +234,8 @@ class DistantRobotVectorEnv(OneRobotEnv):
                     self._note_wait(str(answer.words["waits"]))
                     continue
                 self._waits_because = ""
-                if why := answer.words.get("broken"):
-                    raise LineLost(f"it said: {why}")
+                if reason := answer.words.get("broken"):
+                    raise LineLost(f"it said: {reason}")
                 return answer
             if answer is not None:  # an answer to an earlier request
                 continue

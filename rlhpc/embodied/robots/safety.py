@@ -94,8 +94,8 @@ class SafetyCore:
         Raises:
             ConfigError: `max_change` is set, and the driver does not say from what a change is counted.
         """
-        if limits.max_change is not None and (why := self.why_no_max_change()):
-            raise ConfigError(f"max_change is {limits.max_change:g}; {why}")
+        if limits.max_change is not None and (reason := self.why_no_max_change()):
+            raise ConfigError(f"max_change is {limits.max_change:g}; {reason}")
         self.limits = limits
 
     def why_no_max_change(self) -> str:
@@ -209,8 +209,8 @@ class SafetyCore:
             self.stop(f"the time of its observation is {age:.2f} s from now: it must be by time.monotonic")
         elif age > self.limits.stale_s:
             self.stop(f"its newest observation is {age:.2f} s old")
-        elif why := self._call("unsafe", observation.obs):
-            self.stop(str(why))
+        elif reason := self._call("unsafe", observation.obs):
+            self.stop(str(reason))
         self._states.require()
         return observation
 

@@ -143,15 +143,16 @@ class Served:
         spaces = describe_spaces(self._core.observation_space, self._core.action_space)
         about = json.dumps({**spaces, "no_max_change": self._core.why_no_max_change()})
         name, secret, has_joined = key.id, key.secret, False
-        deadline, why, pause = time.monotonic() + patience_s, "", _AGAIN_S[0]
+        deadline, reason, pause = time.monotonic() + patience_s, "", _AGAIN_S[0]
         try:
             while True:
-                line, session, why = self._join(way, name, secret, about)
+                line, session, reason = self._join(way, name, secret, about)
                 if line is None:
                     if time.monotonic() > deadline:
                         state = "has not come back" if has_joined else "could not be reached"
                         raise RlhpcError(
-                            f"{key.place.run} {state} in {patience_s:g} s (--patience), at {way}: {why}; the robot is stopped"
+                            f"{key.place.run} {state} in {patience_s:g} s (--patience), at {way}: {reason}; the "
+                            "robot is stopped"
                         )
                     time.sleep(pause)
                     pause = min(2 * pause, _AGAIN_S[1])

@@ -63,21 +63,21 @@ def shared_folder(probed: Probed) -> list[Finding]:
             canary, second = report["canary"], job.peers.get(node, {}).get("second", {})
             view = job.canary_views.get(node, {})
             if "error" in canary:
-                why = "have another folder of that name" if canary["parent"] else "have no such folder"
+                reason = "have another folder of that name" if canary["parent"] else "have no such folder"
             elif "write_error" in canary:
-                why = f"cannot write there ({canary['write_error']})"
+                reason = f"cannot write there ({canary['write_error']})"
             elif "error" in view:
-                why = "write files there that are not seen here"
+                reason = "write files there that are not seen here"
             elif "error" in second:
-                why = "do not see a file that was written after they had looked for it"
+                reason = "do not see a file that was written after they had looked for it"
             else:
                 latencies[node] = max(canary["ms"], view.get("ms", 0.0), second.get("ms", 0.0))
                 continue
-            problems.setdefault(why, []).append(node)
+            problems.setdefault(reason, []).append(node)
     lines = [
-        Finding("fail", subject, f"{folder} is not shared: {names(nodes)} {why}",
+        Finding("fail", subject, f"{folder} is not shared: {names(nodes)} {reason}",
              "put runs (runner.run_dir) on a filesystem that all nodes and this one share")
-        for why, nodes in problems.items()
+        for reason, nodes in problems.items()
     ]  # fmt: skip
     if latencies:
         slowest = max(latencies, key=lambda node: latencies[node])
@@ -147,9 +147,10 @@ def ports(probed: Probed) -> list[Finding]:
         return []
     closed = {pair: connection["error"] for pair, connection in pairs.items() if "error" in connection}
     if closed:
-        (one, other), why = next(iter(closed.items()))
+        (one, other), reason = next(iter(closed.items()))
         return [
-            Finding("fail", "ports", f"{len(closed)} of {len(pairs)} connections between nodes fail: {one} → {other}: {why}",
+            Finding("fail", "ports",
+                 f"{len(closed)} of {len(pairs)} connections between nodes fail: {one} → {other}: {reason}",
                  "open TCP between compute nodes (net.ipv4.ip_local_port_range), or name the interface they share")
         ]  # fmt: skip
     slowest = max(connection["ms"] for connection in pairs.values())
@@ -228,12 +229,12 @@ def _trouble(report: Mapping[str, Any], granted: int, mask: str | None) -> tuple
     elif "seen" not in report:
         stage = "counting GPUs"
     elif report["seen"] < granted:
-        why, do = why_unseen(report["seen"], report["cuda"], report["hip"], mask, report.get("driver", ""))
+        reason, do = why_unseen(report["seen"], report["cuda"], report["hip"], mask, report.get("driver", ""))
         driver = (
             f"the driver takes CUDA up to {report['driver']}" if report.get("driver") else "there is no libcuda.so.1"
         )
         words = f" ({report['warning']})" if report["warning"] else ""
-        return f"granted {granted}, torch sees {report['seen']}: torch {report['torch']} {why}{words}; {driver}", do
+        return f"granted {granted}, torch sees {report['seen']}: torch {report['torch']} {reason}{words}; {driver}", do
     elif "computes" not in report:
         stage = "computing on a GPU"
         look += "; where the build has no kernel for it, take another: RLHPC_TORCH=cu126 bash envs/setup.sh"
@@ -256,8 +257,8 @@ def _trouble(report: Mapping[str, Any], granted: int, mask: str | None) -> tuple
 def _grouped(hellos: Mapping[str, Any], judge: Callable[[Mapping[str, Any]], str | None]) -> dict[str, list[str]]:
     problems: dict[str, list[str]] = {}
     for node, report in hellos.items():
-        if why := judge(report):
-            problems.setdefault(why, []).append(node)
+        if reason := judge(report):
+            problems.setdefault(reason, []).append(node)
     return problems
 
 
@@ -369,7 +370,7 @@ def _lines(
     """Returns a finding for each kind of problem that some nodes have, or one that all nodes passed."""
     hellos = probed.hellos if hellos is None else hellos
     problems = _grouped(hellos, judge)
-    lines = [Finding(level, subject, f"{names(nodes)} {why}", do) for why, nodes in problems.items()]
+    lines = [Finding(level, subject, f"{names(nodes)} {reason}", do) for reason, nodes in problems.items()]
     return lines or ([Finding("pass", subject, passed)] if hellos else [])
 
 

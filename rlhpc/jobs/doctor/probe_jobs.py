@@ -261,8 +261,8 @@ def _interruptible() -> Iterator[None]:
 
 
 def _until(condition: Callable[[], bool], patience_s: float) -> None:
-    end = time.monotonic() + patience_s
-    while not condition() and time.monotonic() < end:
+    deadline = time.monotonic() + patience_s
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
@@ -336,7 +336,7 @@ def _submit(job: ProbeJob, site: Site, limit: int) -> None:
 def _started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob]:
     """Yields the jobs as they start; cancels those that do not start in time."""
     waiting = {job.job_id: job for job in jobs if job.job_id}
-    end = time.monotonic() + start_s
+    deadline = time.monotonic() + start_s
     while waiting:
         answer = ask("squeue", "--noheader", "--states=all", f"--jobs={','.join(waiting)}", "--format=%A|%T|%r")
         rows = [line.strip().split("|") for line in answer.text.splitlines()]
@@ -346,7 +346,7 @@ def _started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob]:
                 yield waiting.pop(job_id)
             elif state not in ("PENDING", "CONFIGURING"):
                 waiting.pop(job_id).fail(f"its job ended as {state} ({reason})")
-        if waiting and time.monotonic() > end:
+        if waiting and time.monotonic() > deadline:
             for job in waiting.values():
                 job.fail(f"did not start within {start_s:.0f} s ({job.reason or 'Slurm did not say why'})")
             ask("scancel", *waiting)

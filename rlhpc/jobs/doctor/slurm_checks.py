@@ -206,13 +206,13 @@ def requeue(facts: SlurmFacts, jobs: Iterable[ProbeJob], environ: Mapping[str, s
     default = facts.config.get("JobRequeue", "?")
     if refused:
         if "SBATCH_NO_REQUEUE" in environ:
-            why, do = "SBATCH_NO_REQUEUE is set in this shell", "unset SBATCH_NO_REQUEUE"
+            reason, do = "SBATCH_NO_REQUEUE is set in this shell", "unset SBATCH_NO_REQUEUE"
         elif "--no-requeue" in site.sbatch:
-            why, do = "the site file has sbatch: --no-requeue", "remove it there"
+            reason, do = "the site file has sbatch: --no-requeue", "remove it there"
         else:
-            why = f"JobRequeue={default}, and Slurm took --requeue back (a submit plugin, perhaps)"
+            reason = f"JobRequeue={default}, and Slurm took --requeue back (a submit plugin, perhaps)"
             do = "ask the administrators to allow it; until then give a job enough walltime, or runner.segments"
-        return Finding("fail", subject, f"disabled: a job submitted with --requeue got Requeue=0: {why}", do)
+        return Finding("fail", subject, f"disabled: a job submitted with --requeue got Requeue=0: {reason}", do)
     is_allowed = any(job.requeue == "1" for job in jobs)
     if default == "0":
         allowed = (

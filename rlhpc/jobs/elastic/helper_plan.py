@@ -138,22 +138,22 @@ class Rule:
                 leave=tuple(job.id for job in live), why=f"the budget of {bounds.budget:g} hours is used up"
             )
         if state.requested_ranks is not None:
-            self._target, self._since, why = (
+            self._target, self._since, reason = (
                 self._jobs_for(state.requested_ranks),
                 None,
                 f"{state.requested_ranks} were asked for",
             )
         else:
-            why = self._follow(state, live)
+            reason = self._follow(state, live)
         ranks = self._target * bounds.per_job
         if (surplus := len(live) - self._target) > 0:
             order = sorted(range(len(live)), key=lambda at: (live[at].state != "queued", -at))
-            return Decision(leave=tuple(live[at].id for at in order[:surplus]), target=ranks, why=why)
+            return Decision(leave=tuple(live[at].id for at in order[:surplus]), target=ranks, why=reason)
         missing = min(-surplus, self._affordable(state))
         if missing <= 0 or self._pauses(state):
-            return Decision(target=ranks, why=why)
+            return Decision(target=ranks, why=reason)
         only_soon = state.requested_ranks is None and len(live) * bounds.per_job >= bounds.min_ranks
-        return Decision(missing, only_soon, target=ranks, why=why)
+        return Decision(missing, only_soon, target=ranks, why=reason)
 
     def not_soon(self, live: int) -> None:
         """Limits the target to the present jobs, because the queue would not start a job soon, until the actor has waited

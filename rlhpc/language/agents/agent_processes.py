@@ -106,8 +106,8 @@ def require_sandbox(program: Program) -> None:
     for path in program.read:
         if not Path(path).expanduser().exists():
             raise ConfigError(f"agent.sandbox_read names {path!r}, which is not there on {node_name()}: correct it")
-    if (confinement := program.confinement()) is not None and (why := broken(confinement, _temporary())):
-        raise ConfigError(f"agent.sandbox is {program.sandbox}, which does not work on {node_name()}: {why}")
+    if (confinement := program.confinement()) is not None and (reason := broken(confinement, _temporary())):
+        raise ConfigError(f"agent.sandbox is {program.sandbox}, which does not work on {node_name()}: {reason}")
 
 
 class Harnesses:

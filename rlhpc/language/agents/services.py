@@ -172,12 +172,12 @@ def _await_ready(running: _RunningService) -> None:
         if status is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
             continue
-        why = (
+        reason = (
             f"ended with status {status}"
             if status is not None
             else (f"was not ready ({section.ready}) within timeout_s ({section.timeout_s:g} s)")
         )
-        raise ConfigError(f"agent.services[{section.name}] {why}{running.tail()}")
+        raise ConfigError(f"agent.services[{section.name}] {reason}{running.tail()}")
     log.info("service %s is ready at %s", section.name, running.address)
 
 

@@ -198,7 +198,7 @@ FREE = (
 )  # fmt: skip
 
 
-#: What each number may be, of all kinds of run.
+#: Constraints of numbers, of all task types.
 TRAINED_RANGES: dict[str, Range] = {
     "runner.val_check_interval": INTERVAL,
     "actor.optim.lr_warmup_steps": NOT_NEGATIVE,

@@ -428,19 +428,19 @@ class _ColumnProblems:
         """Returns the messages before the model's response, and the assistant's last turn or None."""
         if isinstance(value, str) and (value.strip() or (value and self._images)):
             return [{"role": "user", "content": value}], None
-        why = ""
+        reason = ""
         if isinstance(value, (list, tuple)):
             try:
                 messages = read_messages(value, sparse=self._table.sparse, pictures=self._images is not None)
                 before, turn = last_turn(messages)
                 if before:
                     return before, turn
-                why = ": it has the assistant's turn alone"
+                reason = ": it has the assistant's turn alone"
             except ConfigError as error:
-                why = f": {error}"
+                reason = f": {error}"
         raise ConfigError(
-            f"{self._table.place(number)}: column {self._prompt!r} is {_excerpt(value)}{why}; a prompt is a text that is not "
-            'empty, or a list of messages {"role": …, "content": …}'
+            f"{self._table.place(number)}: column {self._prompt!r} is {_excerpt(value)}{reason}; a prompt is a text that is "
+            'not empty, or a list of messages {"role": …, "content": …}'
         )
 
     def _demonstration(self, row: _Row, number: int) -> tuple[list[Message], str, Message | None]:

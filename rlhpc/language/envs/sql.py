@@ -79,8 +79,8 @@ class Sql(ToolEnvironment):
     @tool
     def query(self, sql: str) -> str:
         """Returns the rows of a query in SQL."""
-        end = time.monotonic() + _MOST_S
-        self._connection.set_progress_handler(lambda: time.monotonic() > end, _OPCODES)
+        deadline = time.monotonic() + _MOST_S
+        self._connection.set_progress_handler(lambda: time.monotonic() > deadline, _OPCODES)
         rows = self._connection.execute(sql).fetchmany(_ROWS)
         self._last_result = "\n".join(" | ".join(map(str, row)) for row in rows) or "no rows"
         return self._last_result

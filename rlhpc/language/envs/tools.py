@@ -110,8 +110,8 @@ class PythonTool:
         if result.status == "ok":
             return result.stdout.strip()
         printed = result.stdout.strip() + "\n" if result.stdout.strip() else ""
-        why = {"timeout": "the program took too long", "output": "the program wrote too much"}
-        return printed + "error: " + (why.get(result.status) or result.error or "the program was ended")
+        reason = {"timeout": "the program took too long", "output": "the program wrote too much"}
+        return printed + "error: " + (reason.get(result.status) or result.error or "the program was ended")
 
 
 def _with_last_value(source: str) -> str:

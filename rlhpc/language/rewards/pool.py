@@ -221,8 +221,10 @@ class RewardPool:
         control.settimeout(_START_S)
         reply = pickle_stream.receive(control)
         if reply is None or "failed" in reply:
-            why = f"{reply['failed']}" if reply else f"the judges' server ended, or did not start within {_START_S:g} s"
-            raise ConfigError(f"reward.terms: {why}")
+            reason = (
+                f"{reply['failed']}" if reply else f"the judges' server ended, or did not start within {_START_S:g} s"
+            )
+            raise ConfigError(f"reward.terms: {reason}")
         control.settimeout(5.0)
         for _ in range(self.processes):
             self._start_judge()

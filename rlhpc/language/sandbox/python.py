@@ -373,8 +373,8 @@ def _result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -
     first, mark, remainder = texts["result"].partition(b"\n")
     began = dict(_records(first + mark, nonce))
     if "have" not in began and (began or not outcome):
-        why = began.get("failed") or stderr.strip() or "no word from it"
-        raise RlhpcError(f"sandbox: the program could not be confined, and was not run: {why}")
+        reason = began.get("failed") or stderr.strip() or "no word from it"
+        raise RlhpcError(f"sandbox: the program could not be confined, and was not run: {reason}")
     checks: dict[int, dict[str, Any]] = {}
     processed, error = set(), ""
     try:

@@ -288,9 +288,9 @@ def _teacher_engine(cfg: GrpoConfig, fail: Fail) -> None:
             "teacher.rollout_backend",
             "an engine needs ranks of its own: set cluster.component_placement.teacher, or null for one beside the model",
         )
-    needed, why = _longest(cfg)
+    needed, reason = _longest(cfg)
     if length is not None and length < needed:
-        raise fail("teacher.max_model_len", f"a sequence may have {why} tokens: raise it, or set null")
+        raise fail("teacher.max_model_len", f"a sequence may have {reason} tokens: raise it, or set null")
 
 
 def _longest(cfg: GrpoConfig) -> tuple[int, str]:
@@ -375,11 +375,11 @@ def _room(cfg: GrpoConfig, teacher: ScoringGroup) -> None:
     with explained(teacher):
         model_config = load_model_config(str(model.model_path), model.trust_remote_code)
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    needed, why = _longest(cfg)
+    needed, reason = _longest(cfg)
     if context is not None and needed + 1 > context:
         raise ConfigError(
-            f"teacher.model.model_path={model.model_path} has a context of {context} tokens; a sequence may have {why}, and "
-            "teacher.rollout_backend=vllm needs room for one more: take a teacher with a longer context, lower "
+            f"teacher.model.model_path={model.model_path} has a context of {context} tokens; a sequence may have {reason}, "
+            "and teacher.rollout_backend=vllm needs room for one more: take a teacher with a longer context, lower "
             "data.max_prompt_tokens or rollout.max_new_tokens, or set teacher.rollout_backend=null"
         )
 
@@ -398,12 +398,12 @@ def same_vocabulary(cfg: GrpoConfig, model: PretrainedConfig, section: str) -> N
     if actor_vocab == vocab and one.eos_token_id == other.eos_token_id:
         return
     odd = next((t for t in {**actor_vocab, **vocab} if actor_vocab.get(t) != vocab.get(t)), None)
-    why = (
+    reason = (
         f"{odd!r} is {actor_vocab.get(odd)} there and {vocab.get(odd)} here"
         if odd is not None
         else "their end tokens differ"
     )
     raise ConfigError(
         f"{section}.model_path={model.model_path}: its vocabulary ({len(vocab)} tokens) is not that of actor.model "
-        f"({len(actor_vocab)}): token {why}; it scores tokens that the actor's model wrote, so it must have the same"
+        f"({len(actor_vocab)}): token {reason}; it scores tokens that the actor's model wrote, so it must have the same"
     )

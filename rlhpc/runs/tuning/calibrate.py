@@ -182,7 +182,7 @@ def _nvidia_smi(query: str) -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             ["nvidia-smi", query, "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
@@ -191,7 +191,7 @@ def _nvidia_smi(query: str) -> list[str]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    return completed.stdout.splitlines() if completed.returncode == 0 else []
 
 
 def _failure(name: str, code: int, log: Path) -> RlhpcError:

@@ -149,12 +149,12 @@ class Fetching:
 
     def _from_above(self, above: Above, name: str, target: memoryview) -> bool:
         """Returns whether the data came from a process that forwards it."""
-        end = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _PATIENCE_S
         try:
             while not above.is_lost:
                 if self._peers.fetch(above.bulk, name, 0, target, offered=True):
                     return True
-                above.is_lost = time.monotonic() > end
+                above.is_lost = time.monotonic() > deadline
                 self._check()
         except Withdrawn:  # this process came late, and will catch up
             return False

@@ -183,12 +183,12 @@ class Offers:
         Raises:
             Withdrawn: It was offered before.
         """
-        end = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         with self._changed:
             while name not in self._held:
                 if name in self._withdrawn:
                     raise Withdrawn(name)
-                if not self._changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     return None
             return self._held[name][0]
 

@@ -282,8 +282,8 @@ class JobStep:
         """Waits until Slurm has seen the end of all processes of a step whose srun was killed before it could learn of
         that.
         """
-        end = time.monotonic() + _GONE_S
-        while self._step_id and time.monotonic() < end:
+        deadline = time.monotonic() + _GONE_S
+        while self._step_id and time.monotonic() < deadline:
             answer = ask("squeue", "--noheader", "--steps", f"--jobs={self._step_id.partition('.')[0]}", "--format=%i")
             if answer.ok and self._step_id not in answer.text.split():
                 return

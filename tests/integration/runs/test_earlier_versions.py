@@ -80,7 +80,7 @@ def test_what_is_not_such_a_file_is_strict(tmp_path: Path) -> None:
     part.write_text(yaml.safe_dump(content))
     with pytest.raises(ConfigError, match="is for"):
         load_config(part, training=False)
-    with pytest.raises(ConfigError, match=r"algorithm\.kl_coef is for a kind of run that this one"):
+    with pytest.raises(ConfigError, match=r"algorithm\.kl_coef is for a task type that this one"):
         load_config(flat, ["algorithm.kl_coef=0.1"], training=False)
 
 

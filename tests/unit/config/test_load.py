@@ -247,7 +247,7 @@ def test_a_saved_configuration_may_say_what_its_kind_of_run_has_no_more(tmp_path
     assert "max_failed_steps" not in load_config(path).reward
     del saved.runner.step_timeout_s  # as somebody would write it
     path.write_text(OmegaConf.to_yaml(saved))
-    with pytest.raises(ConfigError, match=r"reward\.max_failed_steps is for a kind of run that this one .* reasoning"):
+    with pytest.raises(ConfigError, match=r"reward\.max_failed_steps is for a task type that this one .* reasoning"):
         load_config(path)
 
 

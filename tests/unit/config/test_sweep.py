@@ -80,7 +80,7 @@ def test_seeds_alone() -> None:
         ({"grid": {"runner.seed": [1]}, "seeds": [1]}, "give the seeds in one of the two places"),
         ({"seeds": [1, 1]}, "sweep.seeds: 1 is there twice"),
         ({"grid": {"runner.name": ["a"]}}, "each run gets a name of its own"),
-        ({"grid": {"runner.task_type": ["bc"]}}, "a sweep is of one kind of run"),
+        ({"grid": {"runner.task_type": ["bc"]}}, "a sweep is of one task type"),
         ({"seeds": [1], "max_queued": 0}, "sweep.max_queued: it is 0; it must be at least 1"),
         ({"seeds": [1], "goal": "maximise"}, "did you mean 'maximize'"),
         ({"seeds": [1], "metric": "return"}, "write a metric's name, such as eval/return_mean"),

@@ -34,7 +34,7 @@ def test_ppo_and_cloning_may(config: Path, backend: str) -> None:
         (
             PPO,
             ["actor.offload_in_rollout=true"],
-            "actor.offload_in_rollout is for a kind of run that this one",
+            "actor.offload_in_rollout is for a task type that this one",
         ),
     ],
 )

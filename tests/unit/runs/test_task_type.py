@@ -85,7 +85,7 @@ def test_kinds_are_found(tmp_path: Path) -> None:
         ("no_such_module:KIND", "which cannot be imported"),
         ("os:environ", "which is a _Environ and no TaskType"),
         ("3", "runner.task_type is .3.; allowed: embodied"),
-        ("[3]", "it must be the name of a kind of run"),
+        ("[3]", "it must be the name of a task type"),
     ],
 )
 def test_what_is_no_kind_is_refused(word: str, said: str) -> None:

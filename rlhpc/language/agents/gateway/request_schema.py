@@ -70,8 +70,8 @@ def _check(body: Mapping[str, Any], form: Form) -> None:
             _check(body[name], inner)
     for name, is_neutral in form.neutral.items():
         if body.get(name) is not None and not is_neutral(body[name]):
-            why = _REASONS.get(name, "the model is trained on what it draws by itself")
-            raise RequestError(f"{form.where}{name} cannot be had: {why}")
+            reason = _REASONS.get(name, "the model is trained on what it draws by itself")
+            raise RequestError(f"{form.where}{name} cannot be had: {reason}")
     for name in body.keys() - form.keys.keys() - form.neutral.keys() - form.inner.keys() - _reported:
         if len(_reported) < _MAX_REPORTED:
             _reported.add(name)

@@ -272,8 +272,8 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
             excess = _excess(spec["sandbox"], ticket["folder"])
             if excess:
                 return {"error": f"it was ended: {excess}"}
-            took = time.monotonic() - began
-            look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * took)
+            elapsed_s = time.monotonic() - began
+            look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * elapsed_s)
         for fd in _shells.readable([*opened, wake[0]], max(0.0, min(deadline, look_at, count_at) - time.monotonic())):
             if fd == wake[0]:
                 _drain(fd)

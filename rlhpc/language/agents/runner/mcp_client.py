@@ -265,8 +265,8 @@ class ToolServer:
         try:
             reply = self._wire.ask(message, timeout_s)
         except _TIMEOUTS:
-            why = f"no answer within {timeout_s:g} s"
-            raise (ToolFailed if method == "tools/call" else ConnectionError)(f"{method}: {why}") from None
+            reason = f"no answer within {timeout_s:g} s"
+            raise (ToolFailed if method == "tools/call" else ConnectionError)(f"{method}: {reason}") from None
         if "error" in reply:
             raise ToolFailed(str(reply["error"].get("message")))
         result = reply.get("result")

@@ -230,7 +230,7 @@ def broken(confinement: dict[str, Any], parent: str | None = None) -> str:
     folder = make_temporary_folder("try", parent)
     try:
         work = make_places(folder)
-        done = subprocess.run(
+        completed = subprocess.run(
             sandboxed(confinement, ["true"], folder),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -240,7 +240,9 @@ def broken(confinement: dict[str, Any], parent: str | None = None) -> str:
             check=False,
         )
         return (
-            "" if done.returncode == 0 else done.stdout.decode(errors="replace").strip() or f"status {done.returncode}"
+            ""
+            if completed.returncode == 0
+            else completed.stdout.decode(errors="replace").strip() or f"status {completed.returncode}"
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
