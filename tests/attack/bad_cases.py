@@ -226,7 +226,7 @@ def names() -> Iterator[Case]:
         "rollout.agent=nosuch": ("nosuch",),
         "algorithm.kl_type=k9": ("k3",),
         "algorithm.loss_agg=token-men": ("token-mean",),
-        "actor.model.model_type=mlp": ("is for kinds of run", "embodied"),
+        "actor.model.model_type=mlp": ("is for task types", "embodied"),
         "actor.model.dtype=int8": ("bfloat16",),
         "data.overlong_prompts=cut": ("drop",),
     }

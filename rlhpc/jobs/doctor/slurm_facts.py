@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from rlhpc.runtime.cluster import read_key
@@ -261,4 +261,5 @@ def render(lines: Sequence[Finding]) -> str:
 
 def to_json(lines: Sequence[Finding]) -> str:
     """Formats the findings as JSON: `{"level": …, "lines": [{"level", "what", "found", "do"}, …]}`."""
-    return json.dumps({"level": worst(lines), "lines": [asdict(line) for line in lines]}, indent=1, ensure_ascii=False)
+    findings = [{"level": line.level, "what": line.check, "found": line.result, "do": line.advice} for line in lines]
+    return json.dumps({"level": worst(lines), "lines": findings}, indent=1, ensure_ascii=False)

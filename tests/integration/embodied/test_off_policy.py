@@ -306,7 +306,7 @@ def test_a_flow_that_acts_at_random_is_steered_upright(tmp_path):
         ("algorithm.demo_buffer.ratio=1.5", "must lie between 0 and 1"),
         ("algorithm.replay_buffer.size=32", "min_buffer_size"),
         ("algorithm.demo_buffer.load_path=nowhere.h5", "no such file"),
-        ("algorithm.loss_type=ppo", "is for kinds of run that this one (off_policy) is not"),
+        ("algorithm.loss_type=ppo", "is for task types that this one (off_policy) is not"),
         ("algorithm.name=td3", "algorithm.name td3 trains td3"),
         ("algorithm.name=sarsa", "which is unknown; allowed: crossq, iql, sac, td3"),
         ("algorithm.offline_steps=3", "name it in algorithm.demo_buffer.load_path"),

@@ -356,7 +356,7 @@ WRONG = {
     "an encoder": (["actor.model.model_path=bert", "actor.model.kwargs={}"], "no linear head 'score'"),
     "a group that it has not": (["cluster.component_placement={actor: 0, rollout: 0}"], "rollout"),
     "evaluation of nothing": (["data.eval=[]", "workflow.eval_suites=[default]"], "runner.val_check_interval"),
-    "a key of others": (["rollout.max_new_tokens=3"], "is for kinds of run that this one (reward_model) is not"),
+    "a key of others": (["rollout.max_new_tokens=3"], "is for task types that this one (reward_model) is not"),
 }
 
 

@@ -182,7 +182,7 @@ def test_its_keys_are_its_own(folder: Path) -> None:
         "bandit.arms=0": "bandit.arms is 0; it must be greater than 0",
         "bandit.arms=10": "bandit.arms is 10; nine are enough",
         "bandit.armz=3": "unknown key bandit.armz; did you mean bandit.arms?",
-        "algorithm.gamma=0.5": "algorithm is for kinds of run that this one (bandit) is not: embodied",
+        "algorithm.gamma=0.5": "algorithm is for task types that this one (bandit) is not: embodied",
         "runner.task_type=embodied": "cluster.component_placement.player: no such component",
     }.items():
         refused = rlhpc(

@@ -27,7 +27,7 @@ def test_ppo_and_cloning_may(config: Path, backend: str) -> None:
         (
             SAC,
             ["actor.training_backend=fsdp"],
-            "actor.training_backend is for kinds of run that this one .off_policy. is not",
+            "actor.training_backend is for task types that this one .off_policy. is not",
         ),
         (PPO, ["actor.training_backend=deepspeed", "algorithm.target_kl=0.1"], "algorithm.target_kl"),
         (BC, ["actor.training_backend=locl"], "did you mean 'local'"),

@@ -59,7 +59,7 @@ WRONG = {
     "adapters of a small network": (["actor.lora.rank=4"], "actor.lora.rank is 4; adapters are for vla, pi0, openvla"),
     "dropout": (
         ["actor.model.model_type=vla", "actor.lora.rank=4", "actor.lora.dropout=0.1"],
-        "actor.lora.dropout is for kinds of run",
+        "actor.lora.dropout is for task types",
     ),
     "all weights in bfloat16": (["actor.model.model_type=vla", "actor.model.dtype=bfloat16"], "needs adapters"),
 }

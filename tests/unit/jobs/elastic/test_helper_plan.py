@@ -226,7 +226,7 @@ def test_what_is_refused(entries: str, said: str, tmp_path: Path) -> None:
 
 def test_runs_that_take_no_ranks_have_no_such_key() -> None:
     with pytest.raises(
-        ConfigError, match=r"is for kinds of run that this one .* is not: embodied, off_policy, reasoning"
+        ConfigError, match=r"is for task types that this one .* is not: embodied, off_policy, reasoning"
     ):
         load_config(ROOT / "configs/reasoning/reward_model.yaml", ["cluster.elastic=[{max: 2}]"])
 
