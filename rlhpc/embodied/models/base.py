@@ -21,16 +21,16 @@ from rlhpc.runtime.env_references import to_plain
 
 #: Slots whose noise one generator draws: as many rows are drawn beyond a rank's share at either end at most.
 BLOCK = 16
-Sample = Callable[[tuple[int, ...], torch.Generator], Tensor]
+_Sample = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 
-def generator_of(*words: int) -> torch.Generator:
+def _generator_of(*words: int) -> torch.Generator:
     """Returns a generator whose state follows from `words`, each at least 0."""
     seed = np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1)
     return torch.Generator().manual_seed(int(seed))
 
 
-def noise_of_slots(sample: Sample, words: Sequence[int], slots: range) -> Tensor:
+def noise_of_slots(sample: _Sample, words: Sequence[int], slots: range) -> Tensor:
     """Draws the noise of one decision for a share of the slots, `[len(slots), ...]`, without holding more rows.
 
     Args:
@@ -39,12 +39,12 @@ def noise_of_slots(sample: Sample, words: Sequence[int], slots: range) -> Tensor
         slots: Global numbers of the slots.
     """
     blocks = range(slots.start // BLOCK, -(-slots.stop // BLOCK))
-    rows = [sample((BLOCK,), generator_of(*words, block)) for block in blocks]
+    rows = [sample((BLOCK,), _generator_of(*words, block)) for block in blocks]
     first = blocks.start * BLOCK
     return torch.cat(rows)[slots.start - first : slots.stop - first]
 
 
-def noise_of_episodes(sample: Sample, seed: int, episodes: Sequence[int], decisions: Sequence[int]) -> Tensor:
+def noise_of_episodes(sample: _Sample, seed: int, episodes: Sequence[int], decisions: Sequence[int]) -> Tensor:
     """Draws the start noise of an evaluation's slots, `[N, ...]`.
 
     Args:
@@ -53,7 +53,7 @@ def noise_of_episodes(sample: Sample, seed: int, episodes: Sequence[int], decisi
         episodes, decisions: Number of each slot's episode, and of the decision within it.
     """
     each = zip(episodes, decisions, strict=True)
-    return torch.cat([sample((1,), generator_of(seed, slot, e, t)) for slot, (e, t) in enumerate(each)])
+    return torch.cat([sample((1,), _generator_of(seed, slot, e, t)) for slot, (e, t) in enumerate(each)])
 
 
 def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:

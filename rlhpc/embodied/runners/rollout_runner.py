@@ -2,7 +2,7 @@
 
 Each step has four phases: the actor's weights go to the rollout workers; policy and simulators play; the actors receive
 the trajectories; they train. The calls of a step are issued together and each rank executes its own in order, so that
-no phase waits for a round trip to the driver.
+no phase waits for a round trip to the driver. `SyncLoop`, `AsyncLoop` and `ColocatedLoop` are the loops of a step.
 
 With `algorithm.max_staleness: k` policy and simulators play up to k steps ahead while the actors train, with weights at most k
 versions older than those of the synchronous loop. They wait before a checkpoint and before an evaluation, so that a resumed
@@ -14,6 +14,8 @@ from __future__ import annotations
 import collections
 import secrets
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -75,6 +77,233 @@ _RATE_STEPS = 10
 Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
+@dataclass(frozen=True)
+class StepResults:
+    """Results of one step.
+
+    Attributes:
+        counts: Transitions that the actors received.
+        episodes: Reports of the env ranks (`in_order`).
+        act_s, simulate_s: Seconds in which rollout ranks acted, and in which env ranks simulated.
+        trained: Metrics of the update.
+        joined_decisions: Decisions that ranks which joined have played, by rank.
+    """
+
+    counts: RolloutCounts
+    episodes: dict[str, np.ndarray]
+    act_s: float
+    simulate_s: float
+    trained: dict[str, float]
+    joined_decisions: Counter[int] = field(default_factory=Counter)
+
+
+class SyncLoop:
+    """Loop of runs that play each step with the weights of the update before it.
+
+    Args:
+        sources: The ranks that play.
+        actor: The ranks that train.
+        receiving: Name of the phase in which the actors receive the transitions.
+        timeout: Seconds that a step may take.
+    """
+
+    def __init__(self, sources: RolloutSources, actor: WorkerGroup, receiving: str, timeout: float) -> None:
+        self.sources, self.actor, self.receiving, self.timeout = sources, actor, receiving, timeout
+
+    def build_policies(self, spaces: tuple[Any, Any]) -> None:
+        """Builds the policy on actor and rollout ranks for an observation space and an action space."""
+        slots = self.sources.slots
+        handles = [
+            self.actor.init_worker(slots, *spaces),
+            self.sources.rollout.init_worker(slots, *spaces),
+        ]
+        for handle in handles:
+            handle.wait(self.timeout)
+
+    def begin(self, step: int) -> None:
+        """Begins after a step, with no steps in progress."""
+        self.sources.begin(step)
+
+    def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
+        """Restarts env and rollout ranks that have ended, and connects all."""
+        self.sources.rebuild(lost_ranks)
+
+    def step(self, step: int, progress: float, timers: PhaseTimers) -> StepResults:
+        """Runs a step: all ranks get their calls at once, and each executes its own in order.
+
+        Args:
+            step: Number of the step.
+            progress: Completed fraction of the run.
+            timers: Timers of the phases.
+        """
+        weights = self.sources.sync(step - 1)
+        self.sources.play(step)
+        receiving = self.sources.receive(step)
+        training = self.actor.update(step, progress)
+        with timers("sync"):
+            for handle in weights:
+                handle.wait(self.timeout)
+        with timers("rollout"):
+            episodes, act_s, simulate_s = self.sources.outcome(step)
+        with timers(self.receiving):
+            counts = RolloutCounts.sum(receiving.wait(self.timeout))
+        with timers("update"):
+            trained = training.wait(self.timeout)[0]
+        return StepResults(counts, episodes, act_s, simulate_s, trained)
+
+    def evaluate(self, version: int) -> dict[str, float]:
+        """Plays evaluation episodes with the weights of the update that was made last, as `version`."""
+        weights = self.sources.sync(version)  # the rollout ranks still have those from before the update
+        evaluation = self.sources.evaluate()
+        for handle in weights:
+            handle.wait(self.timeout)
+        return evaluation()
+
+
+class AsyncLoop(SyncLoop):
+    """Loop of runs that play up to `algorithm.max_staleness` steps ahead while the actors train. Ranks may join and leave.
+
+    Args:
+        max_staleness: `algorithm.max_staleness`.
+        stop_before: Returns the last step that may be played ahead of a step.
+        others: See `SyncLoop`.
+    """
+
+    def __init__(
+        self,
+        sources: RolloutSources,
+        actor: WorkerGroup,
+        receiving: str,
+        timeout: float,
+        *,
+        max_staleness: int,
+        stop_before: Callable[[int], int],
+    ) -> None:
+        super().__init__(sources, actor, receiving, timeout)
+        self._max_staleness, self._stop_before = max_staleness, stop_before
+        #: Handles of weight syncs that rollout ranks have not confirmed.
+        self._unconfirmed: list[Any] = []
+
+    def begin(self, step: int) -> None:
+        """Begins after a step (`SyncLoop.begin`); steps that were played ahead are dropped."""
+        self._unconfirmed = []
+        super().begin(step)
+
+    def step(self, step: int, progress: float, timers: PhaseTimers) -> StepResults:
+        """Runs a step (`SyncLoop.step`). Rollout ranks receive weights after the steps that they play, so those are awaited
+        first.
+        """
+        self.sources.update_ranks(step - 1)
+        weights = self.sources.sync(step - 1)
+        self.sources.give(min(step + self._max_staleness, self._stop_before(step)))
+        with timers("rollout"):
+            shards = self.sources.parts_of(step)
+        receiving = self.sources.receive_shared(step, shards)
+        training = self.actor.update(step, progress)
+        confirms = self.sources.plays(step)
+        with timers("rollout"):
+            episodes, act_s, simulate_s = self.sources.outcome(step, shards)
+        with timers("sync"):
+            self._await_weights(weights, confirms=confirms)
+        with timers(self.receiving):
+            counts = RolloutCounts.sum(receiving.wait(self.timeout))
+        with timers("update"):
+            trained = training.wait(self.timeout)[0]
+        return StepResults(counts, episodes, act_s, simulate_s, trained, self.sources.joined(shards))
+
+    def _await_weights(self, weights: list[Any], *, confirms: bool) -> None:
+        """Waits until weights are received, or only until they are sent, if the rollout ranks are busy with a later step."""
+        self._unconfirmed += weights
+        for handle in self._unconfirmed if confirms else weights[:1]:
+            handle.wait(self.timeout)
+        if confirms:
+            self._unconfirmed = []
+
+
+class ColocatedLoop(SyncLoop):
+    """Loop of runs in which actor and rollout ranks alternate on the same accelerators.
+
+    Actors also save and send weights, so they have the accelerators between steps.
+
+    Args:
+        offload_actor, offload_rollout: `enable_offload` of the two sections.
+        others: See `SyncLoop`.
+    """
+
+    def __init__(
+        self,
+        sources: RolloutSources,
+        actor: WorkerGroup,
+        receiving: str,
+        timeout: float,
+        *,
+        offload_actor: bool,
+        offload_rollout: bool,
+    ) -> None:
+        super().__init__(sources, actor, receiving, timeout)
+        self._offload_actor, self._offload_rollout = offload_actor, offload_rollout
+
+    def build_policies(self, spaces: tuple[Any, Any]) -> None:
+        """Builds the policy on one group after the other (`SyncLoop.build_policies`)."""
+        self.sources.rollout.init_worker(self.sources.slots, *spaces).wait(self.timeout)
+        self._offload_sources()
+        self.actor.init_worker(self.sources.slots, *spaces).wait(self.timeout)
+
+    def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
+        """Restarts ranks (`SyncLoop.rebuild`). The side that has the accelerators is unknown, so the actors leave first."""
+        if self._offload_actor:
+            self.actor.offload().wait(self.timeout)
+        super().rebuild(lost_ranks)
+        self._switch_to_actor()
+
+    def step(self, step: int, progress: float, timers: PhaseTimers) -> StepResults:
+        """Runs a step (`SyncLoop.step`), in which the actors leave the accelerators while it is played."""
+        with timers("sync"):
+            self._await(self.sources.sync(step - 1))
+            self._switch_to_rollout()
+        self.sources.play(step)
+        receiving = self.sources.receive(step)
+        with timers("rollout"):
+            episodes, act_s, simulate_s = self.sources.outcome(step)
+        with timers(self.receiving):
+            counts = RolloutCounts.sum(receiving.wait(self.timeout))
+        with timers("update"):
+            self._switch_to_actor()
+            trained = self.actor.update(step, progress).wait(self.timeout)[0]
+        return StepResults(counts, episodes, act_s, simulate_s, trained)
+
+    def evaluate(self, version: int) -> dict[str, float]:
+        """Plays evaluation episodes (`SyncLoop.evaluate`) on the accelerators that the actors leave for it."""
+        self._await(self.sources.sync(version))
+        self._switch_to_rollout()
+        metrics = self.sources.evaluate()()
+        self._switch_to_actor()
+        return metrics
+
+    def _await(self, handles: list[Any]) -> None:
+        """Waits for calls and drops each handle, which may hold memory, before the next."""
+        while handles:
+            handles.pop().wait(self.timeout)
+
+    def _switch_to_rollout(self) -> None:
+        if self._offload_actor:
+            self.actor.offload().wait(self.timeout)
+        if self._offload_rollout:
+            self.sources.rollout.reload().wait(self.timeout)
+
+    def _switch_to_actor(self) -> None:
+        self._offload_sources()
+        if self._offload_actor:
+            self.actor.reload().wait(self.timeout)
+
+    def _offload_sources(self) -> None:
+        """Makes rollout and env ranks leave the accelerators."""
+        if self._offload_rollout:
+            self.sources.rollout.offload().wait(self.timeout)
+        self.sources.rollout.let_go().wait(self.timeout)
+        self.sources.env.offload().wait(self.timeout)
+
+
 class PlayingRunner(Runner[Cfg]):
     """Base of runners whose policies play while they learn.
 
@@ -119,7 +348,7 @@ class PlayingRunner(Runner[Cfg]):
         self.lost_counts: collections.Counter[str] = collections.Counter()
         self.window: collections.deque[tuple[float, float, float]] = collections.deque(maxlen=WINDOW)
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_STEPS)
-        self._sent, self._syncs = -1, list[Any]()
+        self.loop = self.make_loop()
 
     @property
     def slots(self) -> SlotMap:
@@ -129,30 +358,25 @@ class PlayingRunner(Runner[Cfg]):
     def check(self) -> None:
         """Checks that the configuration's parts fit together."""
 
-    @property
-    def turns(self) -> bool:
-        """True if actor and rollout ranks are colocated and alternate on the accelerators."""
-        return False
-
-    def release_accelerators(self) -> None:
-        """Makes rollout and env ranks leave the accelerators, if they are colocated."""
-
-    def change_over(self, *, playing: bool) -> None:
-        """Gives the accelerators to rollout and env ranks, or to actors, if they are colocated."""
+    def make_loop(self) -> SyncLoop:
+        """Returns the loop of the run's steps."""
+        staleness = self.cfg.algorithm.max_staleness
+        if staleness:
+            return AsyncLoop(
+                self.players,
+                self.actor,
+                self.receiving,
+                self.timeout,
+                max_staleness=staleness,
+                stop_before=self._stop_before,
+            )
+        return SyncLoop(self.players, self.actor, self.receiving, self.timeout)
 
     # -- start ----------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
         """Builds environments and models on all ranks and connects them."""
-        spaces = self.players.build()
-        if self.turns:  # one after the other; rollout ranks are offloaded between steps
-            self.rollout.init_worker(self.slots, *spaces).wait(self.timeout)
-            self.release_accelerators()
-            self.actor.init_worker(self.slots, *spaces).wait(self.timeout)
-        else:
-            handles = [self.actor.init_worker(self.slots, *spaces), self.rollout.init_worker(self.slots, *spaces)]
-            for handle in handles:
-                handle.wait(self.timeout)
+        self.loop.build_policies(self.players.build())
         self.players.connect()
 
     def restored(self, answers: dict[str, list[Any]]) -> None:
@@ -162,7 +386,7 @@ class PlayingRunner(Runner[Cfg]):
 
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
         """Restarts environment and rollout ranks."""
-        self.players.rebuild(lost_ranks)
+        self.loop.rebuild(lost_ranks)
 
     def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
         """Counts the lost ranks, transitions (including those of the step in progress) and episodes."""
@@ -174,61 +398,22 @@ class PlayingRunner(Runner[Cfg]):
 
     def begin(self) -> None:
         """Drops the steps that were played ahead."""
-        self._sent, self._syncs = -1, list[Any]()
-        self.players.begin(self.step)
+        self.loop.begin(self.step)
 
     def one_step(self) -> dict[str, float]:
         """Runs one step: weight sync, rollout, receiving, update."""
-        self.players.update_ranks(self.step)
-        step, timers, begin = self.step + 1, PhaseTimers(), active_s()
-        sync = []
-        if self._sent != self.step:  # the weights that the last update left
-            sync = self.players.sync(self.step)
-            self._sent = self.step
-        if self.turns:
-            with timers("sync"):
-                while sync:
-                    sync.pop().wait(self.timeout)
-                self.change_over(playing=True)
-        self.players.give(min(step + self.cfg.algorithm.max_staleness, self._stop_before(step)))
-        with timers("rollout"):
-            parts = self.players.parts_of(step)
-        progress = self.step / max(self.folder.total, 1)
-        receive = self.players.receive(step, parts)
-        update = None if self.turns else self.actor.update(step, progress)
-        playing, ahead = self.players.plays(step), self.cfg.algorithm.max_staleness > 0
-        # Ahead of the actors, rollout ranks receive weights after the steps that they play, so those steps are awaited first.
-        for phase in ("rollout", "sync") if ahead else ("sync", "rollout"):
-            with timers(phase):
-                if phase == "sync":
-                    self._await_weights(sync, playing=playing)
-                else:
-                    episodes, act_s, simulate_s = self.players.outcome(step, parts)
-        with timers(self.receiving):
-            counts = RolloutCounts.sum(receive.wait(self.timeout))
-        with timers("update"):
-            if update is None:
-                self.change_over(playing=False)
-                update = self.actor.update(step, progress)
-            trained = update.wait(self.timeout)[0]
-        chunk = self.cfg.actor.model.num_action_chunks
-        executed = counts.received * chunk - int(episodes["skipped"].sum())
+        step, timers, start = self.step + 1, PhaseTimers(), active_s()
+        results = self.loop.step(step, self.step / max(self.folder.total, 1), timers)
+        counts, chunk = results.counts, self.cfg.actor.model.num_action_chunks
+        executed = counts.received * chunk - int(results.episodes["skipped"].sum())
         self._count_gone(counts.dropped[DropReason.RANK_LOST] * chunk)
-        row = self._row(step, begin, trained, episodes, float(counts.version), executed, timers)
-        row |= {"time/simulate_s": simulate_s, "time/act_s": act_s}
-        row |= joined(self.players.joined(parts), chunk)
+        row = self._row(step, start, results.trained, results.episodes, float(counts.version), executed, timers)
+        row |= {"time/simulate_s": results.simulate_s, "time/act_s": results.act_s}
+        row |= joined(results.joined_decisions, chunk)
         self._count_nonfinite(step, row, counts.dropped[DropReason.NONFINITE])
         if failed := counts.dropped[DropReason.ENV_FAILED]:
             row["env/failed"] = failed
         return row
-
-    def _await_weights(self, sync: list[Any], *, playing: bool) -> None:
-        """Waits until weights are received; if the rollout ranks are busy with a later step, only until they are sent."""
-        self._syncs += sync
-        for handle in self._syncs if playing else sync[:1]:
-            handle.wait(self.timeout)
-        if playing:
-            self._syncs = []
 
     def _count_gone(self, transitions: int) -> None:
         """Counts the ranks that the run continues without, and the transitions of a step that were lost with them."""
@@ -339,17 +524,7 @@ class PlayingRunner(Runner[Cfg]):
         if every <= 0 or step % every:
             return
         with timers("eval"):
-            # The rollout ranks still act with the weights from before the update.
-            handles = self.players.sync(step)
-            if self.turns:
-                while handles:
-                    handles.pop().wait(self.timeout)
-                self.change_over(playing=True)
-            result = self.players.evaluate()
-            for handle in handles:
-                handle.wait(self.timeout)
-            row.update({f"eval/{name}": value for name, value in result().items()})
-            self.change_over(playing=False)
+            row.update({f"eval/{name}": value for name, value in self.loop.evaluate(step).items()})
 
     # -- hooks of the base class ----------------------------------------------------------------------------------
 
@@ -393,39 +568,19 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
         """Checks the settings of the training backend early."""
         check_backend(self.cfg.actor)
 
-    @property
-    def turns(self) -> bool:
-        """True with `actor.enable_offload` or `rollout.enable_offload` (`PlayingRunner.turns`)."""
-        return self.cfg.actor.enable_offload or self.cfg.rollout.enable_offload
-
-    def change_over(self, *, playing: bool) -> None:
-        """Gives the accelerators to the other side (`PlayingRunner.change_over`); the present side leaves first.
-
-        Actors also save and send weights, so they have the accelerators between steps.
-        """
-        if not playing:
-            self.release_accelerators()
-        if self.cfg.actor.enable_offload:
-            (self.actor.offload() if playing else self.actor.reload()).wait(self.timeout)
-        if playing and self.cfg.rollout.enable_offload:
-            self.rollout.reload().wait(self.timeout)
-
-    def release_accelerators(self) -> None:
-        """Makes rollout and env ranks leave the accelerators (`PlayingRunner.release_accelerators`)."""
-        if self.cfg.rollout.enable_offload:
-            self.rollout.offload().wait(self.timeout)
-        if self.turns:
-            self.rollout.let_go().wait(self.timeout)
-            self.env.offload().wait(self.timeout)
-
-    def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
-        """Restarts environment and rollout ranks (`PlayingRunner.rebuild`). The side that has the accelerators is unknown, so
-        the actors leave first.
-        """
-        if self.cfg.actor.enable_offload:
-            self.actor.offload().wait(self.timeout)
-        super().rebuild(lost_ranks)
-        self.change_over(playing=False)
+    def make_loop(self) -> SyncLoop:
+        """Returns the loop of the run's steps (`PlayingRunner.make_loop`): colocated, if a group is offloaded."""
+        offload_actor, offload_rollout = self.cfg.actor.enable_offload, self.cfg.rollout.enable_offload
+        if offload_actor or offload_rollout:
+            return ColocatedLoop(
+                self.players,
+                self.actor,
+                self.receiving,
+                self.timeout,
+                offload_actor=offload_actor,
+                offload_rollout=offload_rollout,
+            )
+        return super().make_loop()
 
 
 class OffPolicyRunner(PlayingRunner[SacConfig]):

@@ -489,6 +489,11 @@ class RolloutSources:
         if self._ahead:
             self._joined_envs.ask(self._done)
 
+    def play(self, step: int) -> None:
+        """Starts a step of the original ranks, with the weights that have just been sent."""
+        self._play(step, 0, self._decisions)
+        self._next = step + 1
+
     def _give(self, step: int) -> None:
         """Starts a step: shared by all ranks, or, if it cannot be shared, by the original or by the joined ranks alone."""
         original, pieces, takes = self._decisions, 1, math.inf
@@ -529,8 +534,16 @@ class RolloutSources:
             self._play(step, begin, self._decisions - begin)
         return parts
 
-    def receive(self, step: int, parts: list[list[DeliveredShard]] | None) -> Any:
-        """Makes the actors receive a step; returns a handle."""
+    def receive(self, step: int) -> Any:
+        """Makes the actors receive a step of the original ranks; returns a handle."""
+        return self._receive(step, None, ())
+
+    def receive_shared(self, step: int, parts: list[list[DeliveredShard]] | None) -> Any:
+        """Makes the actors receive a step, with the shards of ranks that joined (`parts_of`); returns a handle."""
+        units = None if parts is None else keys_of(parts)
+        return self._receive(step, units, tuple(self._joined_envs.useless()))
+
+    def _receive(self, step: int, units: list[list[int]] | None, useless: tuple[int, ...]) -> Any:
         present = self._rollouts.present
 
         def acted(playing: _PendingTurn) -> Acted:
@@ -539,18 +552,17 @@ class RolloutSources:
 
         turns = tuple(acted(playing) for playing in self._turns_of(step))
         later = frozenset(playing.turn.number for playing in self._played if playing.turn.step != step)
-        units = None if parts is None else keys_of(parts)
-        return self._actor.receive(step, Source(self.slots, turns, later, units, tuple(self._joined_envs.useless())))
+        return self._actor.receive(step, Source(self.slots, turns, later, units, useless))
 
     def outcome(
-        self, step: int, parts: list[list[DeliveredShard]] | None
+        self, step: int, parts: list[list[DeliveredShard]] | None = None
     ) -> tuple[dict[str, np.ndarray], float, float]:
         """Waits for a step; returns its episodes, and the seconds in which rollout ranks acted and in which env ranks
         simulated.
 
         Args:
             step: The step.
-            parts: The step's result of `parts_of`.
+            parts: The step's result of `parts_of`, in runs that ranks may join.
         """
         episodes = [part.episodes for unit in parts or () for part in unit]
         joined_s, act_s, simulate_s = max((float(part["busy_s"].max()) for part in episodes), default=0.0), 0.0, 0.0
