@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.language.data.images import Looker, from_url, has_vision, make_looker, read_images, size_of
-from rlhpc.language.hugging_face import REPLY, render_chat
+from rlhpc.language.data.tokenizer import REPLY, render_chat
 from rlhpc.runtime.errors import ConfigError
 
 #: Maximum size of a client's image, in bytes and in pixels. The rollout rank decodes it.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.language.agents.chat_content import behind_reply, content_of
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.data.images import Looker, PromptImages, digest_of, joined
-from rlhpc.language.hugging_face import REPLY, render_chat
+from rlhpc.language.data.tokenizer import REPLY, render_chat
 from rlhpc.language.policy_text import parse_arguments, valid_text
 from rlhpc.runtime.errors import ConfigError
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.config.data import DataSourceConfig, SourceConfig
 from rlhpc.language.data.chat_messages import Message, is_plain, last_turn, read_messages, written
-from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.data.registry import WordedDataset, make_dataset
+from rlhpc.language.data.prompts import Prompt, WordedDataset
+from rlhpc.language.data.registry import make_dataset
 from rlhpc.language.data.tokenizer import PromptTokenizer
 from rlhpc.runtime.errors import ConfigError
 

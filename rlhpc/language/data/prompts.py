@@ -217,3 +217,17 @@ class Wording:
             return str(prompt.meta[name]) if name in prompt.meta else match.group(0)
 
         return _FIELD.sub(value, self.template)
+
+
+class WordedDataset:
+    """Problems of a source, with `prompt_template` and `system_prompt` applied."""
+
+    def __init__(self, problems: PromptDataset, wording: Wording) -> None:
+        self.problems = problems
+        self.wording = wording
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.wording(self.problems[index])

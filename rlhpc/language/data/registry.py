@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlhpc.language.data.prompts import Answering, Demonstrating, Prompt, PromptDataset, Wording
+from rlhpc.language.data.prompts import Answering, Demonstrating, PromptDataset, WordedDataset, Wording
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import Registry
 
@@ -73,20 +73,6 @@ def make_dataset(
     if demonstrations:
         _require_responses(worded, cfg, key)
     return worded
-
-
-class WordedDataset:
-    """Problems of a source, with `prompt_template` and `system_prompt` applied."""
-
-    def __init__(self, problems: PromptDataset, wording: Wording) -> None:
-        self.problems = problems
-        self.wording = wording
-
-    def __len__(self) -> int:
-        return len(self.problems)
-
-    def __getitem__(self, index: int) -> Prompt:
-        return self.wording(self.problems[index])
 
 
 def _require_answers(dataset: WordedDataset, why: str, key: str) -> None:

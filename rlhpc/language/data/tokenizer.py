@@ -1,4 +1,4 @@
-"""Tokenization of prompts and demonstrations, end tokens, and stop texts."""
+"""Tokenization of prompts and demonstrations, chat templates, end tokens, and stop texts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,7 @@ from rlhpc.config.typed import select
 from rlhpc.language.data.chat_messages import Message, find_unwritten, require_plain
 from rlhpc.language.data.images import Looker, PromptImages, digest_of, make_looker
 from rlhpc.language.data.prompts import Prompt, PromptDataset
-from rlhpc.language.hugging_face import (
-    load_model_config,
-    render_chat,
-    special_tokens,
-    template_file,
-    transformers,
-    turn_end,
-)
+from rlhpc.language.hugging_face import load_model_config, transformers
 from rlhpc.runs.model_names import has_tokenizer, is_hub_name
 from rlhpc.runtime.errors import ConfigError, StorageError
 from rlhpc.runtime.files import expand_home, read_json, replace_durably
@@ -34,6 +27,71 @@ from rlhpc.runtime.text import first_line
 
 if TYPE_CHECKING:
     from rlhpc.language.config.run import LanguageConfig
+
+#: Placeholder for a reply whose tokens are known, in the text of a chat template.
+REPLY = "REPLYHERE7F3A"
+
+
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """Returns the tokens of a tokenizer that are no text, such as `<bos>`."""
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(tokenizer.all_special_ids) | added
+
+
+def template_file(tokenizer: Any) -> str:
+    """Returns where a tokenizer's chat template stands: its file, or the model's name."""
+    folder = Path(str(getattr(tokenizer, "name_or_path", "") or ""))
+    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+    file = next((folder / name for name in names if folder.name and (folder / name).is_file()), None)
+    return str(file or folder.name or "of the tokenizer")
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    add_generation_prompt: bool = False,
+) -> str:
+    """Returns what a tokenizer's chat template writes for a conversation.
+
+    Raises:
+        ConfigError: The template raises; names its file.
+    """
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **({"tools": list(tools)} if tools else {}),
+        )
+    except Exception as error:  # jinja's, and whatever a template's author has it raise
+        from jinja2 import TemplateError
+
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise ConfigError(
+            f"the chat template refuses a conversation of {roles}: {kind}{first_line(error)} ({template_file(tokenizer)})"
+        ) from None
+    return text
+
+
+def turn_end(tokenizer: Any | None) -> int | None:
+    """Returns the special token that the chat template puts behind an assistant's message; None if there is none.
+
+    Base models have another end token than their template: `<|endoftext|>` of a text, `<|im_end|>` of a turn.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    assert tokenizer is not None
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": REPLY}]
+    try:
+        text = render_chat(tokenizer, turns)
+    except ConfigError:
+        return None
+    special = special_tokens(tokenizer)
+    behind: list[int] = tokenizer.encode(text.rpartition(REPLY)[2], add_special_tokens=False) if REPLY in text else []
+    return next((token for token in behind if token in special), None)
 
 
 OVERLONG = ("error", "drop")

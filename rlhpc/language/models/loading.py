@@ -16,7 +16,8 @@ from torch import nn
 
 from rlhpc.checkpoint.state import save_tensors
 from rlhpc.language.data.images import has_vision
-from rlhpc.language.hugging_face import no_progress_bar, transformers, turn_end
+from rlhpc.language.data.tokenizer import turn_end
+from rlhpc.language.hugging_face import no_progress_bar, transformers
 from rlhpc.language.models.vision import place_by_token_type
 from rlhpc.runtime.devices import computes_bfloat16
 from rlhpc.runtime.errors import ConfigError

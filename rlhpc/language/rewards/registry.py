@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.language.data.prompts import Located
-from rlhpc.language.data.registry import WordedDataset, _require_answers
+from rlhpc.language.data.prompts import Located, WordedDataset
+from rlhpc.language.data.registry import _require_answers
 from rlhpc.language.rewards.base import ChecksProblems, Comparing, Reward
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.former_names import current_keywords

@@ -19,9 +19,8 @@ from rlhpc.language.rollout.engine_group import ranks_of_engine
 from rlhpc.language.rollout.group_builder import PREFIX as UNTRAINED
 from rlhpc.language.rollout.group_builder import REASONS
 from rlhpc.language.rollout.prompt_queue import PromptTracker
-from rlhpc.language.runners.auxiliary_groups import Agents, AuxiliaryGroups
 from rlhpc.language.runners.engine_check import ROUNDS, Agreement
-from rlhpc.language.runners.grpo_loops import GrpoGroups, make_loop
+from rlhpc.language.runners.grpo_loops import Agents, AuxiliaryGroups, GrpoGroups, make_loop
 from rlhpc.language.scoring.groups import AGENT, CRITIC, REFERENCE, learning_groups
 from rlhpc.language.training.prompt_dispatch import PromptMap
 from rlhpc.metrics import PhaseTimers

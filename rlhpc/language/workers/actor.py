@@ -65,6 +65,8 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         self.seed = cfg.runner.seed
         self.version = 0
         self.sizes = MeshSizes.of(section.parallel, self.world_size, f"{self.part}.parallel")
+        self.data = self.sizes.data_of(self.rank)
+        self._balances_load = section.enable_dp_load_balance and self.sizes.data > 1
         # Tensor-parallel ranks drop the same elements of their shared activations.
         seed_process(self.seed, self.part, self.rank // self.sizes.tensor)
         self.tokenizer = load_tokenizer(section.model.model_path, section.model.trust_remote_code)
@@ -116,14 +118,9 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
             batch: Samples of this rank now.
             each: Number of neighbouring samples that stay on one rank.
         """
-        if not self.section.enable_dp_load_balance or self.sizes.data == 1:
+        if not self._balances_load:
             return batch
         return balance_across_ranks(batch, self, self.sizes, each=each, hidden=self.backend.hidden)
-
-    @property
-    def data(self) -> int:
-        """Data-parallel index of this rank."""
-        return self.sizes.data_of(self.rank)
 
     @property
     def leads(self) -> bool:

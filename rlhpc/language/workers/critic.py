@@ -16,8 +16,7 @@ from rlhpc.language.config.run import GrpoConfig, minibatch_size, responses_per_
 from rlhpc.language.config.training import LanguageActorConfig
 from rlhpc.language.models.micro_batching import minibatches, values_of
 from rlhpc.language.models.token_batch import TokenBatch
-from rlhpc.language.rollout.group_receiver import BlockChannel
-from rlhpc.language.rollout.sample_group import SampleGroup
+from rlhpc.language.rollout.sample_group import BlockChannel, SampleGroup
 from rlhpc.language.scoring.groups import CRITIC
 from rlhpc.language.training.prompt_dispatch import GROUPS, RETURNS, PromptMap, channel_to
 from rlhpc.language.training.trainer import ScalarTrainer

@@ -30,8 +30,7 @@ from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.models.micro_batching import Parts, minibatches, values_of
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.multi_policy import Policies, policies_of
-from rlhpc.language.rollout.group_receiver import Arrivals, BlockChannel
-from rlhpc.language.rollout.sample_group import PARTS, SampleGroup
+from rlhpc.language.rollout.sample_group import PARTS, Arrivals, BlockChannel, SampleGroup
 from rlhpc.language.scoring.groups import CRITIC
 from rlhpc.language.scoring.registry import Column, LogitReader, Scorer
 from rlhpc.language.training.prompt_dispatch import GROUPS, RETURNS, PromptMap
@@ -135,6 +134,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         self._parts: list[TokenBatch] = []
         self._members: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._received = -1
+        self._num_responses = responses_per_step(cfg)
+        self._minibatch_size = minibatch_size(cfg, cfg.actor)
         self._weights = ActorWeights(self, cfg, prompts, trainer)
         self.temperature = cfg.rollout.temperature
         COST.pop()
@@ -367,9 +368,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         batch.columns[ADVANTAGES] = self.algorithm.advantages(batch, reduce)
         if self._returns is not None:
             self._send_returns(step, batch, self._returns)
-        total, size = responses_per_step(self.cfg), minibatch_size(self.cfg, self.cfg.actor)
         rate = self._learning_rate(step)
-        parts = minibatches(batch, total, size, self._epochs(step), (self.seed, step))
+        parts = minibatches(batch, self._num_responses, self._minibatch_size, self._epochs(step), (self.seed, step))
         metrics, updates = self._optimize(
             ((f"step {step}, {where}", part) for where, part in parts),
             length_limit(self.cfg),

@@ -21,8 +21,7 @@ from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines.registry import forkable
 from rlhpc.language.models.micro_batching import split_micro_batches, values_of
 from rlhpc.language.models.token_batch import TokenBatch
-from rlhpc.language.rollout.group_receiver import BlockChannel
-from rlhpc.language.rollout.sample_group import PARTS, SampleGroup, column_message
+from rlhpc.language.rollout.sample_group import PARTS, BlockChannel, SampleGroup, column_message
 from rlhpc.language.scoring.checks import judges, section_of
 from rlhpc.language.scoring.groups import REFERENCE, scoring_groups
 from rlhpc.language.scoring.logprobs import LogProbs

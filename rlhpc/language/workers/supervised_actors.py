@@ -26,9 +26,8 @@ from rlhpc.language.evaluation.reward_model import (
     training_rows,
 )
 from rlhpc.language.models.logprobs import TokenScores
-from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.token_batch import Pictures, TokenBatch
 from rlhpc.language.models.value_head import last_values
-from rlhpc.language.models.vision import Pictures
 from rlhpc.language.rollout.preflight import open_demonstrations, open_pairs
 from rlhpc.language.training.trainer import ScalarTrainer, TokenTrainer
 from rlhpc.language.workers.actor import LanguageActor

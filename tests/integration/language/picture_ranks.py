@@ -11,8 +11,7 @@ from lm_ranks import LR, TEMPERATURE, make_config
 
 from rlhpc.language.data.images import PromptImages
 from rlhpc.language.models.logprobs import TokenScores
-from rlhpc.language.models.token_batch import TokenBatch
-from rlhpc.language.models.vision import Pictures
+from rlhpc.language.models.token_batch import Pictures, TokenBatch
 from rlhpc.language.training.trainer import TokenTrainer
 
 Sample = tuple[list[int], PromptImages | None]

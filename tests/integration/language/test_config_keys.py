@@ -32,7 +32,7 @@ from rlhpc.language.export import export_language_model, import_model
 from rlhpc.language.models.loading import model_files
 from rlhpc.language.models.tiny_vision import make_tiny_vision_model
 from rlhpc.language.planning.model_size import FAMILIES as SIZED
-from rlhpc.language.training.blueprint import ScalarBlueprint
+from rlhpc.language.training.trainer import ScalarBlueprint
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_experts": 4, "head_dim": 32}
 ROUTED: dict[str, Any] = {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}

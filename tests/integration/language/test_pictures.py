@@ -33,8 +33,8 @@ from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines import Completion, Request, SamplingParams
 from rlhpc.language.models.packing import pack
 from rlhpc.language.models.tiny_vision import FAMILIES, make_tiny_vision_model
-from rlhpc.language.models.token_batch import TokenBatch
-from rlhpc.language.models.vision import Pictures, place_by_token_type
+from rlhpc.language.models.token_batch import Pictures, TokenBatch
+from rlhpc.language.models.vision import place_by_token_type
 from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)

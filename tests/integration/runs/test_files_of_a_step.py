@@ -14,8 +14,8 @@ need_extra("llm")
 #: Run → packages → the most files of a step. The bounds only go down; the goals beside them are where they go.
 BOUNDS = {
     "grpo": {
-        (): 82,  # goal: 80
-        ("language", "algorithms", "training"): 46,  # goal: 40
+        (): 75,
+        ("language", "algorithms", "training"): 39,
     },
     "ppo": {
         (): 62,

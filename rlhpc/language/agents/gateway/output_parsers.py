@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhpc.language.data.tokenizer import cut_at_stop, without_end
-from rlhpc.language.hugging_face import special_tokens
+from rlhpc.language.data.tokenizer import cut_at_stop, special_tokens, without_end
 from rlhpc.language.policy_text import parse_json_at
 from rlhpc.runtime.errors import ConfigError
 

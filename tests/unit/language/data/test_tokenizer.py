@@ -20,8 +20,7 @@ from rlhpc.language.agents.episodes import Episode, EpisodeRunner, sample_of
 from rlhpc.language.agents.gateway.output_parsers import Parsers
 from rlhpc.language.config.models import LanguageModelConfig
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.data.tokenizer import PromptTokenizer, StopTexts, cut_at_stop, end_tokens, without_end
-from rlhpc.language.hugging_face import turn_end
+from rlhpc.language.data.tokenizer import PromptTokenizer, StopTexts, cut_at_stop, end_tokens, turn_end, without_end
 from rlhpc.language.models.loading import export_model
 from rlhpc.runtime.errors import ConfigError
 

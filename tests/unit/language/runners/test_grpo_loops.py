@@ -9,7 +9,15 @@ import pytest
 
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.runners import grpo_loops
-from rlhpc.language.runners.grpo_loops import AsyncLoop, ColocatedLoop, GrpoGroups, GrpoLoop, SyncLoop, make_loop
+from rlhpc.language.runners.grpo_loops import (
+    AsyncLoop,
+    ColocatedLoop,
+    GrpoGroups,
+    GrpoLoop,
+    SyncLoop,
+    make_loop,
+    served_metrics,
+)
 from rlhpc.metrics import PhaseTimers
 
 TRAINED = {"loss": 0.5, "tokens": 8.0, "updates": 2.0, "update_s": 4.0, "late_score_s": 1.0, "proof_s": 0.5}
@@ -205,3 +213,21 @@ def test_the_row_of_a_step_has_times_and_training_metrics_apart(events: list[str
         "time/rollout_s": 1.0, "time/score_s": 4.0, "time/train_s": 4.0, "time/proof_s": 0.5, "time/cpu_s": 1.0,
         "time/train_tokens_per_s": 4.0,
     }  # fmt: skip
+
+
+def test_ranks_work_side_by_side_and_their_work_adds_up() -> None:
+    teacher = [
+        {"busy_s": 2.0, "tokens": 300.0, "count/late": 1.0, "count/time/template_s": 0.25},
+        {"busy_s": 4.0, "tokens": 500.0, "count/late": 2.0, "count/time/template_s": 0.5},
+    ]
+    assert served_metrics({"teacher": teacher}) == {
+        "time/teacher_s": 4.0,
+        "time/teacher_tokens_per_s": 200.0,
+        "teacher/late": 3.0,
+        "time/teacher_template_s": 0.75,
+    }
+
+
+def test_those_that_rate_count_answers_and_an_idle_group_divides_by_nothing() -> None:
+    row = served_metrics({"judge": [{"busy_s": 0.0, "answers": 0.0}]})
+    assert row == {"time/judge_s": 0.0, "time/judge_answers_per_s": 0.0}

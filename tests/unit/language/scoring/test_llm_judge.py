@@ -213,7 +213,7 @@ def test_an_engines_message_names_the_judges_keys(judge: Callable[..., Judge], m
 
 
 def test_counts_become_metrics() -> None:
-    from rlhpc.language.runners.auxiliary_groups import served_metrics
+    from rlhpc.language.runners.grpo_loops import served_metrics
 
     rank = {"busy_s": 2.0, "answers": 4.0, "count/no_verdict": 1.0, "count/time/cache_hits": 3.0}
     assert served_metrics({"judge": [rank, rank]}) == {"time/judge_s": 2.0, "time/judge_answers_per_s": 4.0,

@@ -15,7 +15,7 @@ import transformers
 from omegaconf import OmegaConf
 
 from rlhpc.language.config.run import GrpoConfig
-from rlhpc.language.training.blueprint import LanguageBlueprint
+from rlhpc.language.training.trainer import LanguageBlueprint
 
 SIZES = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 FAMILIES = {

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.rollout.group_receiver import Arrivals
-from rlhpc.language.rollout.sample_group import SampleGroup, column_message, group_of
+from rlhpc.language.rollout.sample_group import Arrivals, SampleGroup, column_message, group_of
 from rlhpc.language.workers.scoring import GroupInbox
 from rlhpc.runtime.channel import QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
