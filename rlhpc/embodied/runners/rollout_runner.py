@@ -2,7 +2,8 @@
 
 Each step has four phases: the actor's weights go to the rollout workers; policy and simulators play; the actors receive
 the trajectories; they train. The calls of a step are issued together and each rank executes its own in order, so that
-no phase waits for a round trip to the driver. `SyncLoop`, `AsyncLoop` and `ColocatedLoop` are the loops of a step.
+no phase waits for a round trip to the driver. The loops of a step are `SyncRolloutLoop`, `AsyncRolloutLoop` and
+`ColocatedRolloutLoop`.
 
 With `algorithm.max_staleness: k` policy and simulators play up to k steps ahead while the actors train, with weights at most k
 versions older than those of the synchronous loop. They wait before a checkpoint and before an evaluation, so that a resumed
@@ -78,7 +79,7 @@ Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
 @dataclass(frozen=True)
-class StepResults:
+class RolloutStepResults:
     """Results of one step.
 
     Attributes:
@@ -97,7 +98,7 @@ class StepResults:
     joined_decisions: Counter[int] = field(default_factory=Counter)
 
 
-class SyncLoop:
+class SyncRolloutLoop:
     """Loop of runs that play each step with the weights of the update before it.
 
     Args:
@@ -128,7 +129,7 @@ class SyncLoop:
         """Restarts env and rollout ranks that have ended, and connects all."""
         self.sources.rebuild(lost_ranks)
 
-    def step(self, step: int, progress: float, timers: PhaseTimers) -> StepResults:
+    def step(self, step: int, progress: float, timers: PhaseTimers) -> RolloutStepResults:
         """Runs a step: all ranks get their calls at once, and each executes its own in order.
 
         Args:
@@ -149,7 +150,7 @@ class SyncLoop:
             counts = RolloutCounts.sum(receiving.wait(self.timeout))
         with timers("update"):
             trained = training.wait(self.timeout)[0]
-        return StepResults(counts, episodes, act_s, simulate_s, trained)
+        return RolloutStepResults(counts, episodes, act_s, simulate_s, trained)
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Plays evaluation episodes with the weights of the update that was made last, as `version`."""
@@ -160,13 +161,13 @@ class SyncLoop:
         return evaluation()
 
 
-class AsyncLoop(SyncLoop):
+class AsyncRolloutLoop(SyncRolloutLoop):
     """Loop of runs that play up to `algorithm.max_staleness` steps ahead while the actors train. Ranks may join and leave.
 
     Args:
         max_staleness: `algorithm.max_staleness`.
         stop_before: Returns the last step that may be played ahead of a step.
-        others: See `SyncLoop`.
+        others: See `SyncRolloutLoop`.
     """
 
     def __init__(
@@ -185,13 +186,13 @@ class AsyncLoop(SyncLoop):
         self._unconfirmed: list[Any] = []
 
     def begin(self, step: int) -> None:
-        """Begins after a step (`SyncLoop.begin`); steps that were played ahead are dropped."""
+        """Begins after a step (`SyncRolloutLoop.begin`); steps that were played ahead are dropped."""
         self._unconfirmed = []
         super().begin(step)
 
-    def step(self, step: int, progress: float, timers: PhaseTimers) -> StepResults:
-        """Runs a step (`SyncLoop.step`). Rollout ranks receive weights after the steps that they play, so those are awaited
-        first.
+    def step(self, step: int, progress: float, timers: PhaseTimers) -> RolloutStepResults:
+        """Runs a step (`SyncRolloutLoop.step`). Rollout ranks receive weights after the steps that they play, so those are
+        awaited first.
         """
         self.sources.update_ranks(step - 1)
         weights = self.sources.sync(step - 1)
@@ -209,7 +210,7 @@ class AsyncLoop(SyncLoop):
             counts = RolloutCounts.sum(receiving.wait(self.timeout))
         with timers("update"):
             trained = training.wait(self.timeout)[0]
-        return StepResults(counts, episodes, act_s, simulate_s, trained, self.sources.joined(shards))
+        return RolloutStepResults(counts, episodes, act_s, simulate_s, trained, self.sources.joined(shards))
 
     def _await_weights(self, weights: list[Any], *, confirms: bool) -> None:
         """Waits until weights are received, or only until they are sent, if the rollout ranks are busy with a later step."""
@@ -220,14 +221,14 @@ class AsyncLoop(SyncLoop):
             self._unconfirmed = []
 
 
-class ColocatedLoop(SyncLoop):
+class ColocatedRolloutLoop(SyncRolloutLoop):
     """Loop of runs in which actor and rollout ranks alternate on the same accelerators.
 
     Actors also save and send weights, so they have the accelerators between steps.
 
     Args:
         offload_actor, offload_rollout: `enable_offload` of the two sections.
-        others: See `SyncLoop`.
+        others: See `SyncRolloutLoop`.
     """
 
     def __init__(
@@ -244,20 +245,22 @@ class ColocatedLoop(SyncLoop):
         self._offload_actor, self._offload_rollout = offload_actor, offload_rollout
 
     def build_policies(self, spaces: tuple[Any, Any]) -> None:
-        """Builds the policy on one group after the other (`SyncLoop.build_policies`)."""
+        """Builds the policy on one group after the other (`SyncRolloutLoop.build_policies`)."""
         self.sources.rollout.init_worker(self.sources.slots, *spaces).wait(self.timeout)
         self._offload_sources()
         self.actor.init_worker(self.sources.slots, *spaces).wait(self.timeout)
 
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
-        """Restarts ranks (`SyncLoop.rebuild`). The side that has the accelerators is unknown, so the actors leave first."""
+        """Restarts ranks (`SyncRolloutLoop.rebuild`). The side that has the accelerators is unknown, so the actors leave
+        first.
+        """
         if self._offload_actor:
             self.actor.offload().wait(self.timeout)
         super().rebuild(lost_ranks)
         self._switch_to_actor()
 
-    def step(self, step: int, progress: float, timers: PhaseTimers) -> StepResults:
-        """Runs a step (`SyncLoop.step`), in which the actors leave the accelerators while it is played."""
+    def step(self, step: int, progress: float, timers: PhaseTimers) -> RolloutStepResults:
+        """Runs a step (`SyncRolloutLoop.step`), in which the actors leave the accelerators while it is played."""
         with timers("sync"):
             self._await(self.sources.sync(step - 1))
             self._switch_to_rollout()
@@ -270,10 +273,10 @@ class ColocatedLoop(SyncLoop):
         with timers("update"):
             self._switch_to_actor()
             trained = self.actor.update(step, progress).wait(self.timeout)[0]
-        return StepResults(counts, episodes, act_s, simulate_s, trained)
+        return RolloutStepResults(counts, episodes, act_s, simulate_s, trained)
 
     def evaluate(self, version: int) -> dict[str, float]:
-        """Plays evaluation episodes (`SyncLoop.evaluate`) on the accelerators that the actors leave for it."""
+        """Plays evaluation episodes (`SyncRolloutLoop.evaluate`) on the accelerators that the actors leave for it."""
         self._await(self.sources.sync(version))
         self._switch_to_rollout()
         metrics = self.sources.evaluate()()
@@ -358,11 +361,11 @@ class PlayingRunner(Runner[Cfg]):
     def check(self) -> None:
         """Checks that the configuration's parts fit together."""
 
-    def make_loop(self) -> SyncLoop:
+    def make_loop(self) -> SyncRolloutLoop:
         """Returns the loop of the run's steps."""
         staleness = self.cfg.algorithm.max_staleness
         if staleness:
-            return AsyncLoop(
+            return AsyncRolloutLoop(
                 self.players,
                 self.actor,
                 self.receiving,
@@ -370,7 +373,7 @@ class PlayingRunner(Runner[Cfg]):
                 max_staleness=staleness,
                 stop_before=self._stop_before,
             )
-        return SyncLoop(self.players, self.actor, self.receiving, self.timeout)
+        return SyncRolloutLoop(self.players, self.actor, self.receiving, self.timeout)
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -568,11 +571,11 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
         """Checks the settings of the training backend early."""
         check_backend(self.cfg.actor)
 
-    def make_loop(self) -> SyncLoop:
+    def make_loop(self) -> SyncRolloutLoop:
         """Returns the loop of the run's steps (`PlayingRunner.make_loop`): colocated, if a group is offloaded."""
         offload_actor, offload_rollout = self.cfg.actor.enable_offload, self.cfg.rollout.enable_offload
         if offload_actor or offload_rollout:
-            return ColocatedLoop(
+            return ColocatedRolloutLoop(
                 self.players,
                 self.actor,
                 self.receiving,
