@@ -1,4 +1,4 @@
-"""`config import`: translates a configuration of another project."""
+"""`config`: JSON schema and description of configuration keys; translation of another project's configuration."""
 
 from __future__ import annotations
 
@@ -16,8 +16,53 @@ _EXAMPLES = {
     "config": (
         "rlhpc config import RLinf/examples/embodiment/config/maniskill_ppo_mlp.yaml -o pick_cube.yaml",
         "rlhpc config import maniskill_sac_mlp.yaml runner.name=try > try.yaml",
+        "rlhpc config show actor.optim.lr",
+        "rlhpc config schema -o .rlhpc.schema.json",
     ),
 }
+
+
+def _config(args: argparse.Namespace) -> int:
+    action = {"import": _import, "schema": _schema, "show": _show}[args.action]
+    if args.action != "import" and args.overrides:
+        raise ConfigError(f"rlhpc config {args.action} takes no key=value: {args.overrides[0]}")
+    return action(args)
+
+
+def _schema(args: argparse.Namespace) -> int:
+    import json
+
+    from rlhpc.config.json_schema import SITE, site_schema, task_type_schema
+    from rlhpc.runs.task_type import all_kinds, find_kind
+
+    output = check_file("--output", expand_home(args.output)) if args.output else None
+    if args.subject == SITE:
+        schema = site_schema()
+    else:
+        schema = task_type_schema(all_kinds() if args.subject is None else [find_kind(args.subject)])
+    _write(json.dumps(schema, indent=1, ensure_ascii=False) + "\n", output)
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from rlhpc.config.reference import describe_key
+    from rlhpc.runs.task_type import all_kinds
+
+    if args.output:
+        raise ConfigError("rlhpc config show prints; it takes no --output")
+    if args.subject is None:
+        raise ConfigError("rlhpc config show: name a key, such as actor.optim.lr")
+    print(describe_key(args.subject, {kind.name: kind.keys for kind in all_kinds()}))
+    return 0
+
+
+def _write(text: str, output: Path | None) -> None:
+    """Writes a text to a file, or to standard output without one."""
+    if output is None:
+        print(text, end="")
+    else:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text)
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -29,12 +74,14 @@ def _import(args: argparse.Namespace) -> int:
     from rlhpc.config.yaml_files import Scalar
     from rlhpc.runs.task_type import find_kind
 
-    path = expand_home(args.file)
+    if args.subject is None:
+        raise ConfigError("rlhpc config import: name the other project's YAML file")
+    path = expand_home(args.subject)
     output = check_file("--output", expand_home(args.output)) if args.output else None
     if output is not None and output.exists() and output.resolve() == path.resolve():
         raise ConfigError(f"--output is {output}, the file that is to be imported; choose another")
     composed = compose(path.resolve())
-    translation = translate(composed, args.file)
+    translation = translate(composed, args.subject)
     changes = dict(map(parse_override, args.overrides))
     schema = find_kind(typed_value(changes.get(TASK, translation.ours.get(TASK)), str)).schema
     for key, keys in translation.origin.items():
@@ -44,13 +91,11 @@ def _import(args: argparse.Namespace) -> int:
             )
     for key, value in changes.items():
         translation.ours[key], translation.origin[key] = typed_value(value, schema.kind(key)), []
-    text = written(translation, args.file, "RLinf")
-    sys.stderr.write(report(translation, args.file, "RLinf", composed.files, _verdict(text, str(output or args.file))))
-    if output is None:
-        print(text, end="")
-    else:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text)
+    text = written(translation, args.subject, "RLinf")
+    sys.stderr.write(
+        report(translation, args.subject, "RLinf", composed.files, _verdict(text, str(output or args.subject)))
+    )
+    _write(text, output)
     return 0
 
 
@@ -73,11 +118,24 @@ def _verdict(text: str, name: str) -> str:
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
     config = add_command(
-        commands, "config", _import, "translate a configuration of RLinf, and say key by key what is left out",
+        commands, "config", _config,
+        "explain a configuration key, write a JSON schema for editors, or translate a configuration of RLinf, key by key",
         _EXAMPLES["config"],
     )  # fmt: skip
-    config.add_argument("action", choices=("import",), help="what to do")
-    add_words(config, file="the other project's YAML file, in its folder: the files of its `defaults:` are read, too")
+    config.add_argument(
+        "action",
+        choices=("import", "schema", "show"),
+        help="import: translate a configuration of RLinf; schema: write the JSON schema of configuration files, by which "
+        "editors complete and check them; show: explain a key",
+    )
+    config.add_argument(
+        "subject",
+        nargs="?",
+        metavar="subject",
+        help="of import: the other project's YAML file, in its folder: the files of its `defaults:` are read, too; "
+        "of schema: a task type, or site for site files (default: all task types); of show: a key or section",
+    )
+    add_words(config)
     config.add_argument(
         "-o", "--output", help="file to write (default: standard output; the report goes to standard error)"
     )

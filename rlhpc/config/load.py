@@ -15,10 +15,10 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.constraints import RANGES, Range, null_numbers
+from rlhpc.config.constraints import null_numbers
 from rlhpc.config.files import ConfigSource, read_files, source_name
 from rlhpc.config.merge import ConfigLayers, parse_override, reason
-from rlhpc.config.schema import Schema, typed_value
+from rlhpc.config.schema import ConfigKey, Schema, typed_value
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import apply_site, find_site
 from rlhpc.config.sweep import SWEEP, is_about_sweep, read_section
@@ -54,8 +54,8 @@ class TaskTypeInfo(Protocol):
         """Schema of its configuration."""
 
     @property
-    def ranges(self) -> Mapping[str, Range]:
-        """Range of each number, by key."""
+    def by_path(self) -> Mapping[str, ConfigKey]:
+        """Each key by path, with its range."""
 
     def whose(self, key: str) -> str:
         """Returns the complaint about a key that another task type has; empty if none has it."""
@@ -88,7 +88,7 @@ def read_layers(
     if trust is not None:
         trust.check({"runner": {"task_type": task}}, origin)  # before anything that it names is imported
     kind = find(task, origin)
-    layers = ConfigLayers(kind.schema, kind.whose, null_numbers({**RANGES, **kind.ranges}))
+    layers = ConfigLayers(kind.schema, kind.whose, null_numbers(kind.by_path))
     for source, content in files:
         layers.add(
             _without_removed_keys(content, kind.schema),

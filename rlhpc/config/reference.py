@@ -1,17 +1,20 @@
-"""Reference page of all configuration keys, in Markdown."""
+"""Descriptions of configuration keys: the reference page, in Markdown, and a single key for a terminal."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import re
+import textwrap
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from omegaconf import MISSING
 
-from rlhpc.config.constraints import ANY, RANGES, Range
-from rlhpc.config.schema import element_of, fields_of, words_of
+from rlhpc.config.constraints import ANY
+from rlhpc.config.schema import ConfigKey, Schema, element_of, fields_of, tree_of, words_of
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.key_metadata import OnResume
+from rlhpc.runtime.text import cut
 
 _HEAD = """# Configuration keys
 
@@ -30,6 +33,18 @@ whose own keys have precedence.
 """
 
 
+class DescribedKeys(Protocol):
+    """Keys of a task type."""
+
+    @property
+    def schema(self) -> Schema:
+        """Schema of its configuration."""
+
+    @property
+    def tree(self) -> Mapping[str, ConfigKey]:
+        """Its keys and sections by path."""
+
+
 class _Row(NamedTuple):
     key: str
     type: str
@@ -37,54 +52,119 @@ class _Row(NamedTuple):
     meaning: str
 
 
-def _docs(cls: type) -> dict[str, str]:
-    """Returns the docstring under each field, including those of base classes."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        body = ast.parse(inspect.getsource(base)).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for item, following in zip(body.body, body.body[1:], strict=False):
-            if (
-                isinstance(item, ast.AnnAssign)
-                and isinstance(item.target, ast.Name)
-                and isinstance(following, ast.Expr)
-            ):
-                assert isinstance(following.value, ast.Constant)
-                docs[item.target.id] = " ".join(str(following.value.value).split())
-    return docs
-
-
-def _default(field: dataclasses.Field[Any]) -> str:
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def default_text(value: Any) -> str:
+    """Formats a default as a configuration has it; `required` if the user must set the key."""
     if value == MISSING:
         return "required"
     return "`null`" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def _sections(cls: type, prefix: str, ranges: Mapping[str, Range]) -> dict[str, tuple[str, list[_Row]]]:
+def _sections(cls: type, prefix: str, keys: Mapping[str, ConfigKey]) -> dict[str, tuple[str, list[_Row]]]:
     """Returns section → its description and rows; subsections follow their section."""
     rows: list[_Row] = []
     sections = {prefix.rstrip("."): ((cls.__doc__ or "").strip(), rows)} if prefix else {}
-    kinds, docs = fields_of(cls), _docs(cls)
-    for field in dataclasses.fields(cls):
-        kind, key = kinds[field.name], f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            sections |= _sections(kind, f"{key}.", ranges)
+    for name in fields_of(cls):
+        key = keys[f"{prefix}{name}"]
+        if key.is_section:
+            sections |= _sections(key.type, f"{key.path}.", keys)
             continue
-        if (element := element_of(kind)) is not None:
-            sections |= _sections(element, f"{key}[].", ranges)
-            name = f"list of `{key}[]`"
+        if (element := element_of(key.type)) is not None:
+            sections |= _sections(element, f"{key.path}[].", keys)
+            type_text = f"list of `{key.path}[]`"
         else:
-            name = words_of(kind).replace("|", "or")
-        allowed = ranges.get(key, ANY).short()
-        row = _Row(key, f"{name}, {allowed}" if allowed else name, _default(field), docs.get(field.name, ""))
+            type_text = words_of(key.type).replace("|", "or")
+        if allowed := (key.range or ANY).short():
+            type_text = f"{type_text}, {allowed}"
+        row = _Row(key.path, type_text, default_text(key.default), key.doc)
         if prefix or element is None:
             rows.append(row)
         else:  # a list of sections that is in none
-            sections[f"{key}[]"][1].insert(0, row)
+            sections[f"{key.path}[]"][1].insert(0, row)
     return sections
+
+
+def describe_key(path: str, schemas: Mapping[str, DescribedKeys]) -> str:
+    """Formats the metadata of a key, or the keys of a section, for a terminal.
+
+    Args:
+        path: Dotted key; an element of a list is written `[]`, `[2]`, or left out.
+        schemas: Name of each task type → its keys.
+
+    Raises:
+        ConfigError: No task type has the key; the message names the nearest.
+    """
+    path = _canonical(path, {name for keys in schemas.values() for name in keys.tree})
+    keys = {name: keys.tree[path] for name, keys in schemas.items() if path in keys.tree}
+    if not keys:
+        section, _, last = path.rpartition(".")
+        hints = [
+            hint
+            for keys in schemas.values()
+            if (hint := keys.schema.nearest(last, _names_in(section, keys.tree), f"{section}." if section else ""))
+        ]
+        hint = max(hints, key=hints.count, default="")
+        raise ConfigError(f"there is no key {cut(path)}; {hint}rlhpc config show runner lists the keys of a section")
+    if any(key.is_section for key in keys.values()):
+        return _describe_section(path, {name: schemas[name].tree for name in keys})
+    texts: dict[str, list[str]] = {}
+    for name, key in keys.items():
+        texts.setdefault(_describe(key), []).append(name)
+    return "\n\n".join(f"{path} ({', '.join(names)})\n{text}" for text, names in texts.items())
+
+
+def _canonical(path: str, paths: Collection[str]) -> str:
+    """Returns a key as the tree writes it: `data.eval[].samples` for `data.eval[2].samples` and `data.eval.samples`."""
+    plain = re.sub(r"\[\w*\]", "", path)
+    return next((each for each in paths if each.replace("[]", "") == plain), path)
+
+
+def _names_in(section: str, tree: Mapping[str, ConfigKey]) -> list[str]:
+    prefix = f"{section}." if section else ""
+    return [path.removeprefix(prefix) for path in tree if path.startswith(prefix) and "." not in path[len(prefix) :]]
+
+
+_ON_RESUME = {
+    OnResume.FREE: "may change",
+    OnResume.EVALUATION: "may change; evaluations change with it",
+    OnResume.FIXED: "may not change: it determines the training",
+}
+
+
+def _describe(key: ConfigKey) -> str:
+    """Formats a key without its path."""
+    rows = {"type": words_of(key.type).replace("|", "or")}
+    if (element := element_of(key.type)) is not None:
+        rows["type"] = f"list of sections with {', '.join(fields_of(element))}"
+    if allowed := (key.range or ANY).short():
+        rows["range"] = allowed
+    if key.choices:
+        rows["choices"] = ", ".join(key.choices)
+    if names := key.names():
+        rows["names"] = f"{', '.join(names)}, or an import path"
+    rows["default"] = default_text(key.default).strip("`")
+    rows["on resume"] = _ON_RESUME[key.on_resume]
+    width = max(map(len, rows)) + 2
+    lines = textwrap.wrap(key.doc, 98, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join([*lines, *(f"  {name + ':':<{width}}{text}" for name, text in rows.items())])
+
+
+def _describe_section(path: str, trees: Mapping[str, Mapping[str, ConfigKey]]) -> str:
+    """Formats the docstring of a section and its keys: the beginning of each docstring, and the task types that have the key,
+    where not all have it.
+    """
+    owners: dict[str, list[str]] = {}
+    for task_type, tree in trees.items():
+        for name in _names_in(path, tree):
+            owners.setdefault(name, []).append(task_type)
+    first = next(iter(trees.values()))[path]
+    lines = [f"{path} ({', '.join(trees)})", *textwrap.wrap(first.doc, 98, initial_indent="  ", subsequent_indent="  ")]
+    width = max(map(len, owners)) + 2
+    for name, task_types in owners.items():
+        doc = trees[task_types[0]][f"{path}.{name}"].doc
+        some = "" if len(task_types) == len(trees) else f" ({', '.join(task_types)})"
+        text = textwrap.shorten(doc, max(98 - width - len(some), 40), placeholder=" …")
+        lines.append(f"  {name:<{width}}{text}{some}")
+    return "\n".join(lines)
 
 
 def _head(section: str) -> str:
@@ -92,14 +172,14 @@ def _head(section: str) -> str:
     return section.split(".")[0].split("[")[0]
 
 
-def render(kinds: Mapping[str, tuple[type, Mapping[str, Range]]], other_files: Mapping[str, type]) -> str:
+def render(kinds: Mapping[str, tuple[type, Mapping[str, ConfigKey]]], other_files: Mapping[str, type]) -> str:
     """Formats the page.
 
     Args:
-        kinds: Name of each task type → its configuration's dataclass, and the ranges of its numbers.
+        kinds: Name of each task type → its configuration's dataclass, and its keys and sections.
         other_files: Sections of files that are not part of a run's configuration, by name.
     """
-    pages = {name: _sections(cls, "", {**RANGES, **ranges}) for name, (cls, ranges) in kinds.items()}
+    pages = {name: _sections(cls, "", keys) for name, (cls, keys) in kinds.items()}
     order = {section: None for page in pages.values() for section in page}
     lines = [_HEAD.rstrip()]
     heads = [_head(section) for section in order]
@@ -117,7 +197,8 @@ def render(kinds: Mapping[str, tuple[type, Mapping[str, Range]]], other_files: M
             where = "" if len(rows[row]) == len(having) else ", ".join(rows[row])
             lines.append(f"| `{row.key}` | {row.type} | {row.default} | {where} | {row.meaning} |")
     for name, cls in other_files.items():
-        [(description, section_rows)] = _sections(cls, f"{name}.", {}).values()
+        keys = {f"{name}.{path}": dataclasses.replace(key, path=f"{name}.{path}") for path, key in tree_of(cls).items()}
+        [(description, section_rows)] = _sections(cls, f"{name}.", keys).values()
         lines += [f"\n## {name}\n", f"{description}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
         lines += [f"| `{row.key}` | {row.type} | {row.default} | {row.meaning} |" for row in section_rows]
     return "\n".join(lines) + "\n"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import functools
+import inspect
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 from rlhpc.config.yaml_files import Scalar
+from rlhpc.runtime.key_metadata import EVALUATION, FREE, Choices, OnResume, Range, Registered
+from rlhpc.runtime.plugins import import_attribute
 
 #: Other projects' names for keys of ours.
 _ALSO_KNOWN_AS = {
@@ -50,11 +55,151 @@ def open_mapping_of(key: str) -> str | None:
     return next((path for path in paths if path.endswith(_OPEN)), None)
 
 
+class _Field(NamedTuple):
+    """Type of a field, and the metadata of its annotation."""
+
+    type: Any
+    metadata: tuple[Any, ...]
+
+
+@functools.cache
+def _annotations_of(cls: type) -> Mapping[str, _Field]:
+    """Returns the type and the metadata of each field of a dataclass.
+
+    A field that overrides one of a base class keeps the metadata of that one: nearer metadata comes first.
+    """
+    bases = [typing.get_type_hints(base, include_extras=True) for base in cls.__mro__ if dataclasses.is_dataclass(base)]
+    annotations = {}
+    for field in dataclasses.fields(cls):
+        hints = [hints[field.name] for hints in bases if field.name in hints]
+        metadata = [item for hint in hints if typing.get_origin(hint) is Annotated for item in hint.__metadata__]
+        kind = hints[0].__origin__ if typing.get_origin(hints[0]) is Annotated else hints[0]
+        annotations[field.name] = _Field(kind, tuple(metadata))
+    return annotations
+
+
 @functools.cache
 def fields_of(cls: type) -> Mapping[str, Any]:
     """Returns name → type of a dataclass's fields."""
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    return {name: field.type for name, field in _annotations_of(cls).items()}
+
+
+@functools.cache
+def docs_of(cls: type) -> Mapping[str, str]:
+    """Returns the docstring under each field of a dataclass, including those of base classes."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for item, following in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(item, ast.AnnAssign)
+                and isinstance(item.target, ast.Name)
+                and isinstance(following, ast.Expr)
+            ):
+                assert isinstance(following.value, ast.Constant)
+                docs[item.target.id] = " ".join(str(following.value.value).split())
+    return docs
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigKey:
+    """Key or section of a configuration, as the field of its dataclass declares it.
+
+    Attributes:
+        path: Dotted key; a key in an element of a list of sections is written `list[].name`.
+        type: Type of the value; the dataclass of a section.
+        section: Dataclass that has the field.
+        range: Range of the number, or of each number of a list.
+        choices: Words that the value may have; empty if it may have any.
+        registry: Registry in which the value, or each of a list, names an entry, as `module:NAME`; empty if it names none.
+        is_free: True if it may change when a run continues.
+        is_evaluations: True if it changes evaluations and nothing else.
+    """
+
+    path: str
+    type: Any
+    section: type
+    range: Range | None = None
+    choices: tuple[str, ...] = ()
+    registry: str = ""
+    is_free: bool = False
+    is_evaluations: bool = False
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def doc(self) -> str:
+        """Docstring under the field, in one line; for a section without one, that of its dataclass."""
+        text = docs_of(self.section).get(self.name, "")
+        return text if text or not self.is_section else " ".join((self.type.__doc__ or "").split())
+
+    @property
+    def default(self) -> Any:
+        """Default of the field: `omegaconf.MISSING` if the user must set it, `${…}` if it follows another key."""
+        field = self.section.__dataclass_fields__[self.name]
+        return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+    def names(self) -> list[str]:
+        """Returns the names in its registry, built-in ones first; the value may also be an import path."""
+        return import_attribute(self.registry, self.path).choices()[:-1] if self.registry else []
+
+    @property
+    def is_section(self) -> bool:
+        """True if it is a section with keys."""
+        return is_section(self.type)
+
+    @property
+    def on_resume(self) -> OnResume:
+        """Rule for a changed value when a run continues."""
+        return OnResume.EVALUATION if self.is_evaluations else OnResume.FREE if self.is_free else OnResume.FIXED
+
+
+def is_section(kind: Any) -> bool:
+    """Returns whether a type is a dataclass: that of a section."""
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+@functools.cache
+def tree_of(root: type) -> Mapping[str, ConfigKey]:
+    """Returns the keys and sections of a configuration by path, each section before its keys."""
+    return {key.path: key for key in _tree(root, "", ())}
+
+
+@functools.cache
+def keys_of(root: type) -> Mapping[str, ConfigKey]:
+    """Returns the keys of a configuration by path, without sections."""
+    return {path: key for path, key in tree_of(root).items() if not key.is_section}
+
+
+def _tree(cls: type, prefix: str, inherited: tuple[Any, ...]) -> Iterator[ConfigKey]:
+    """Yields the keys and sections below a section.
+
+    A mark of the section holds for each of its keys. A list of sections changes as one value: its keys have its marks only.
+    """
+    for name, (kind, metadata) in _annotations_of(cls).items():
+        is_element = "[]" in prefix
+        marks = (*inherited, *(item for item in metadata if isinstance(item, OnResume) and not is_element))
+        path = f"{prefix}{name}"
+        yield ConfigKey(
+            path,
+            kind,
+            cls,
+            next((item for item in metadata if isinstance(item, Range)), None),
+            next((item for item in metadata if isinstance(item, Choices)), ()),
+            next((item.registry for item in metadata if isinstance(item, Registered)), ""),
+            FREE in marks,
+            EVALUATION in marks,
+        )
+        if is_section(kind):
+            yield from _tree(kind, f"{path}.", marks)
+        elif (element := element_of(kind)) is not None:
+            yield from _tree(element, f"{path}[].", marks)
 
 
 def element_of(kind: Any) -> type | None:

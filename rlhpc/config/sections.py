@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import II, MISSING
 
 from rlhpc.runtime.cluster_config import ClusterConfig
+from rlhpc.runtime.key_metadata import (
+    COUNT,
+    EVALUATION,
+    FREE,
+    INTERVAL,
+    NOT_NEGATIVE,
+    PART,
+    POSITIVE,
+    RATE,
+    SEED,
+    Choices,
+    Range,
+    Registered,
+)
 
 
 @dataclass
 class LoggerConfig:
     """Destinations of metrics, besides `metrics.jsonl`."""
 
-    logger_backends: list[str] = field(default_factory=lambda: ["jsonl", "tensorboard"])
+    logger_backends: Annotated[list[str], Registered("rlhpc.metrics.loggers.registry:LOGGERS")] = field(
+        default_factory=lambda: ["jsonl", "tensorboard"]
+    )
     """`jsonl` (always written), `tensorboard`, `wandb`, `mlflow`, `swanlab`, `trackio`, the name of an entry point of group
     `rlhpc.loggers`, or `module:Class`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -25,51 +41,51 @@ class LoggerConfig:
 class RunnerConfig:
     """Training loop: length, checkpoints and evaluation."""
 
-    task_type: str = "embodied"
+    task_type: Annotated[str, Registered("rlhpc.runs.task_type:KINDS")] = "embodied"
     """Which runner: `embodied`, `off_policy` (SAC), `bc` (an embodied policy from demonstrations), `reasoning` (language
     models on verifiable tasks), `sft`, `reward_model` or `dpo`."""
-    name: str = MISSING
+    name: Annotated[str, FREE] = MISSING
     """Name of the run, whose folder is `run_dir/name`."""
-    run_dir: str = "runs"
+    run_dir: Annotated[str, FREE] = "runs"
     """Folder in which runs have their folders."""
-    seed: int = 1
+    seed: Annotated[int, SEED] = 1
     """Seed of everything that is random."""
-    max_steps: int = -1
+    max_steps: Annotated[int, INTERVAL, FREE] = -1
     """Training steps (one rollout and update each); -1 uses `max_epochs`."""
-    max_epochs: int = 1
+    max_epochs: Annotated[int, INTERVAL, FREE] = 1
     """Training steps if `max_steps` is -1."""
-    save_interval: int = -1
+    save_interval: Annotated[int, INTERVAL, FREE] = -1
     """Steps between checkpoints; -1 saves only at the end of each segment."""
-    async_save: bool = True
+    async_save: Annotated[bool, FREE] = True
     """Continue training while a checkpoint's large files are written, from copies in host memory; where the copies do not fit,
     the run pauses for the write. false always pauses."""
-    keep_checkpoints: int = 3
+    keep_checkpoints: Annotated[int, NOT_NEGATIVE, FREE] = 3
     """How many of the newest checkpoints are kept, besides the best one (`keep_best`) and those that end a segment; 0 keeps
     all."""
-    keep_best: str | None = None
+    keep_best: Annotated[str | None, FREE] = None
     """Metric of the evaluations during training, such as `eval/accuracy` or `eval/loss`. Each step that is the best so far is
     saved, and the best one is kept besides the newest (`checkpoints/best`). A smaller loss or error is better. null tracks
     no metric."""
-    patience: int = 0
+    patience: Annotated[int, NOT_NEGATIVE, FREE] = 0
     """Evaluations in a row without a better `keep_best` after which the run ends; 0 never ends the run early."""
-    resume_dir: str | None = None
+    resume_dir: Annotated[str | None, FREE] = None
     """null starts fresh, `auto` loads the run's newest intact checkpoint, and a path loads that checkpoint."""
-    segments: int = 1
+    segments: Annotated[int, COUNT, FREE] = 1
     """Number of jobs that the run is split into; each starts from the last checkpoint of the previous one."""
-    max_restarts: int = 2
+    max_restarts: Annotated[int, NOT_NEGATIVE, FREE] = 2
     """Restarts of a submitted run after a rank, a step, a node or the driver was killed, in a row without a new
     checkpoint in between, before it gives up."""
-    on_nonfinite: str = "stop"
+    on_nonfinite: Annotated[str, Choices("stop", "skip"), FREE] = "stop"
     """Reaction to a number that is not finite (in an observation, a reward, a log-probability, a loss or a gradient): `stop`
     ends the run and says where it came from; `skip` leaves out those samples, or that optimizer step, and counts them, but
     ends the run after ten steps in a row. Neither commits weights that are not finite."""
-    save_reserve_s: float = 60.0
+    save_reserve_s: Annotated[float, NOT_NEGATIVE, FREE] = 60.0
     """Minimum time for a last save before the job's walltime ends; more if earlier saves took more than half of it."""
-    rendezvous_timeout_s: float = 300.0
+    rendezvous_timeout_s: Annotated[float, POSITIVE, FREE] = 300.0
     """Seconds within which all processes of a group must have started."""
-    step_timeout_s: float = 1800.0
+    step_timeout_s: Annotated[float, POSITIVE, FREE] = 1800.0
     """Seconds after which any wait within a step gives up."""
-    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    logger: Annotated[LoggerConfig, FREE] = field(default_factory=LoggerConfig)
     """Destinations of metrics."""
 
 
@@ -77,9 +93,9 @@ class RunnerConfig:
 class AdapterConfig:
     """Low-rank adapters, through peft."""
 
-    rank: int = 0
+    rank: Annotated[int, NOT_NEGATIVE] = 0
     """Rank of the adapters; 0 trains all weights."""
-    alpha: int = 16
+    alpha: Annotated[int, COUNT] = 16
     """Scale of the adapters: their output is multiplied by `alpha / rank`."""
     target_modules: Any = "all-linear"
     """Modules that get an adapter: a list of names or of their last parts; a regular expression that whole names match; or
@@ -90,7 +106,7 @@ class AdapterConfig:
 class LoraConfig(AdapterConfig):
     """Low-rank adapters, through peft."""
 
-    dropout: float = 0.0
+    dropout: Annotated[float, PART] = 0.0
     """Dropout on the adapters' input, in supervised training; reinforcement learning does without dropout."""
 
 
@@ -110,16 +126,16 @@ class ParallelConfig:
     `expert` is the number of ranks.
     """
 
-    replicate: int = 1
+    replicate: Annotated[int, COUNT] = 1
     """Copies of the sharded weights (HSDP): between nodes only gradients are summed, and weights are gathered within one."""
-    shard: int | None = None
+    shard: Annotated[int | None, COUNT] = None
     """Ranks that each hold a shard of weights, gradients and optimizer state, and train on different data; null uses the ranks
     that the other sizes leave."""
-    context: int = 1
+    context: Annotated[int, COUNT] = 1
     """Ranks that share the tokens of a packed sequence (Ulysses). Language models that train without padding."""
-    tensor: int = 1
+    tensor: Annotated[int, COUNT] = 1
     """Ranks that share each layer's matrices, after the plan that transformers has for the model. Language models."""
-    expert: int = 1
+    expert: Annotated[int, COUNT] = 1
     """Ranks that share the experts of a mixture, after transformers' plan: tokens travel to them. They are the same ranks,
     without those of `replicate`, in another order. Language models."""
 
@@ -128,7 +144,7 @@ class ParallelConfig:
 class DeepspeedConfig:
     """`actor.training_backend: deepspeed`."""
 
-    zero_stage: int = 2
+    zero_stage: Annotated[int, Range(1, 3)] = 2
     """1, 2 or 3."""
     cpu_offload: bool = False
     """Keeps the optimizer (with stage 3 also the parameters) on the host."""
@@ -140,19 +156,19 @@ class DeepspeedConfig:
 class OptimConfig:
     """The optimizer."""
 
-    name: str = "adam"
+    name: Annotated[str, Choices("adam", "adamw")] = "adam"
     """`adam` or `adamw`."""
-    lr: float = 3.0e-4
+    lr: Annotated[float, RATE] = 3.0e-4  # one step of Adam moves a weight by about as much
     """Learning rate."""
-    adam_beta1: float = 0.9
+    adam_beta1: Annotated[float, PART] = 0.9
     """Decay of the first moment."""
-    adam_beta2: float = 0.999
+    adam_beta2: Annotated[float, PART] = 0.999
     """Decay of the second moment."""
-    adam_eps: float = 1.0e-5
+    adam_eps: Annotated[float, Range(0, 1, above=True)] = 1.0e-5
     """Added to the denominator, for numerical stability."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Range(0, 100)] = 0.0
     """Weight decay (decoupled with adamw)."""
-    clip_grad: float | None = 0.5
+    clip_grad: Annotated[float | None, POSITIVE] = 0.5
     """Largest gradient norm; null does not clip."""
 
 
@@ -160,11 +176,11 @@ class OptimConfig:
 class WeightSyncConfig:
     """Weight sync from the actor to the rollout ranks; part of section `rollout`."""
 
-    weight_sync: str = "auto"
+    weight_sync: Annotated[str, FREE, Registered("rlhpc.weights.base:STRATEGIES")] = "auto"
     """Method that sends weights from the actor: `auto`, `broadcast`, `shards` (language models: each rank sends its shards to
     the ranks that need them, without a gather; through the host, or by NCCL where each has its own accelerator), as
     `auto` but always over one transport (`host`, `ipc`, `nccl`, `gloo`), a registered name, or `module:Class`."""
-    weight_delta: str = "frozen"
+    weight_delta: Annotated[str, Choices("off", "frozen", "elements"), FREE] = "frozen"
     """Weights that an update omits: `frozen` (weights that are not trained are sent once to each rollout rank), `elements`
     (also all unchanged elements; costs the actor a copy of the weights), or `off` (none)."""
 
@@ -183,7 +199,7 @@ class JobConfig:
     """Slurm node features."""
     gres: str | None = None
     """Slurm generic resources, such as `gpu:1`; evaluation takes the accelerator it is given."""
-    cpus: int = 1
+    cpus: Annotated[int, COUNT] = 1
     """Number of cores."""
     mem: str = "4G"
     """Memory, as Slurm writes it."""
@@ -197,7 +213,7 @@ class WorkflowConfig:
 
     eval_suites: list[str] = field(default_factory=lambda: ["default"])
     """Evaluation suites; each checkpoint is evaluated on every one."""
-    suites: dict[str, list[str]] = field(default_factory=dict)
+    suites: Annotated[dict[str, list[str]], EVALUATION] = field(default_factory=dict)
     """Suite → its changes to an embodied run's configuration, as `key=value`: another task, other seeds."""
     eval_job: JobConfig = field(default_factory=JobConfig)
     """Resources of the jobs of evaluations."""
@@ -209,9 +225,9 @@ class WorkflowConfig:
 class RunConfig:
     """Sections of every run; each task type adds its own sections."""
 
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    cluster: Annotated[ClusterConfig, FREE] = field(default_factory=ClusterConfig)
     """The machines of the run, and which component runs where."""
     runner: RunnerConfig = field(default_factory=RunnerConfig)
     """Training loop: length, checkpoints and evaluation."""
-    workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
+    workflow: Annotated[WorkflowConfig, FREE] = field(default_factory=WorkflowConfig)
     """Snakemake workflow of a run."""

@@ -14,7 +14,7 @@ from rlhpc.config.schema import Schema
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import changed
 from rlhpc.embodied import checks, conditional_keys
-from rlhpc.embodied.config import RANGES, BcConfig, DemonstratedWorkflowConfig, EmbodiedConfig, PpoConfig, SacConfig
+from rlhpc.embodied.config import BcConfig, DemonstratedWorkflowConfig, EmbodiedConfig, PpoConfig, SacConfig
 from rlhpc.embodied.rollout.work_sharing import divisible, most_sharing
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.metrics.provenance import describe_result
@@ -38,24 +38,6 @@ from rlhpc.runs.task_type import (
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 
-_CHOICES = {
-    "algorithm.logprob_type": ("token_level", "action_level", "chunk_level"),
-    "algorithm.reward_type": ("action_level", "chunk_level"),
-    "algorithm.bc_loss": ("nll", "mse"),
-    "env.eval.noise": ("seeded", "zero"),
-    "algorithm.normalize_advantages": ("auto", "minibatch", "batch", "none"),
-    "actor.model.activation": ("tanh", "relu", "elu", "silu", "gelu"),
-    "actor.model.dtype": ("auto", "float32", "bfloat16"),
-    "actor.model.attn_implementation": ("sdpa", "eager", "flash_attention_2"),
-}
-_FREE = (
-    "runner.stop_return", "runner.val_check_interval",
-    "rollout.weight_sync", "rollout.weight_delta", "rollout.pipeline_stage_num", "rollout.enable_offload",
-    "actor.enable_offload",
-    "actor.micro_batch_size", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.", "actor.parallel.",
-    "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
-    "env.train.simulators", "env.train.simulator_python",
-)  # fmt: skip
 _ENVIRONMENT = ("env.train.env_type", "env.train.env_id")
 _SHAPES = (
     "model_type", "hidden_sizes", "num_action_chunks", "value_per_action", "critic_hidden_sizes", "critic_layer_norm",
@@ -189,10 +171,6 @@ class EmbodiedChecks(ConfigChecks[Cfg]):
         conditions: Keys that a run reads only under a condition.
     """
 
-    ranges = RANGES
-    choices = _CHOICES
-    evaluation = ("env.eval.",)
-    free = _FREE
     other_start = " To start a new run from its weights: runner.init_from=… and another runner.name."
 
     def __init__(self, config: type[Cfg], conditions: tuple[Condition, ...]) -> None:

@@ -38,7 +38,7 @@ from rlhpc.language.scoring.groups import (
 )
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.plugins import Registry, meant
-from rlhpc.training.registry import BACKENDS as TRAINING
+from rlhpc.training.registry import BACKENDS
 
 
 def check_algorithm(cfg: GrpoConfig, fail: Fail) -> None:
@@ -108,11 +108,6 @@ _COMPUTES = {
     "rollout": "rollout.rollout_backend",
     CRITIC: "critic.training_backend",
 }
-_BACKENDS: dict[str, Registry[Any]] = {
-    "actor.training_backend": TRAINING,
-    "critic.training_backend": TRAINING,
-    "rollout.rollout_backend": ENGINES,
-}
 
 
 def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
@@ -121,7 +116,7 @@ def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
     Raises:
         ConfigError: The first rule that is broken.
     """
-    _backend("rollout.rollout_backend", cfg.rollout.rollout_backend, fail)
+    _check_backend("rollout.rollout_backend", cfg.rollout.rollout_backend, ENGINES, fail)
     _check_trained(cfg, cfg.data.eval, fail)
     if training:
         _sources(cfg.data.train, cfg.data.eval)
@@ -188,14 +183,14 @@ def check_answering(cfg: SftConfig, metrics: Sequence[str], fail: Fail) -> None:
         raise fail("reward.terms", "say how the answers to the suites are judged, such as [{name: math}]")
 
 
-def _backend(key: str, backend: str, fail: Fail) -> None:
+def _check_backend(key: str, backend: str, registry: Registry[Any], fail: Fail) -> None:
     if ":" not in backend:
-        check_choice(key, backend, _BACKENDS[key].choices(), fail)
+        check_choice(key, backend, registry.choices(), fail)
 
 
 def _check_trained(cfg: TrainedLanguageConfig, suites: Sequence[Any], fail: Fail) -> None:
     """Checks the keys of all runs that train a language model: backend, model and suites."""
-    _backend("actor.training_backend", cfg.actor.training_backend, fail)
+    _check_backend("actor.training_backend", cfg.actor.training_backend, BACKENDS, fail)
     if not cfg.actor.model.model_path:
         raise fail("actor.model.model_path", "name a Hugging Face folder, or builtin:tiny or builtin:smollm2")
     if cfg.actor.model.kwargs and not str(cfg.actor.model.model_path).startswith("builtin:"):
@@ -351,7 +346,7 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
             f"the group 'agent' runs agents outside the engines' ranks, and agent.kind is {cfg.agent.kind}: leave the group "
             "out, or set another kind",
         )
-    _backend("critic.training_backend", cfg.critic.training_backend, fail)
+    _check_backend("critic.training_backend", cfg.critic.training_backend, BACKENDS, fail)
     if CRITIC in placed(cfg):
         _critic(cfg, fail)
     if algorithm.name.lower() not in ALGORITHMS.built_in or algorithm.kwargs:

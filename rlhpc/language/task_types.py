@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rlhpc.config.conditional_keys import Condition
@@ -16,11 +15,6 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.language import checks, conditional_keys, size_checks
 from rlhpc.language.config.data import suite_named
 from rlhpc.language.config.run import (
-    CHOICES,
-    DPO_CHOICES,
-    FREE,
-    RANGES,
-    TRAINED_RANGES,
     DpoConfig,
     GrpoConfig,
     RewardRunConfig,
@@ -106,17 +100,10 @@ class TrainedChecks(ConfigChecks[Trained]):
 
     Args:
         conditions: Keys that a run reads only under a condition.
-        choices: Key → its allowed words.
     """
 
-    ranges = TRAINED_RANGES
-    evaluation: tuple[str, ...] = ("data.eval",)
-    free = FREE
-
-    def __init__(
-        self, conditions: tuple[Condition, ...], choices: Mapping[str, tuple[str, ...]] = MappingProxyType(CHOICES)
-    ) -> None:
-        self.conditions, self.choices = conditions, choices
+    def __init__(self, conditions: tuple[Condition, ...]) -> None:
+        self.conditions = conditions
 
     def read_data(self, cfg: Trained) -> None:
         """Reads the training data, before a model is made for it.
@@ -212,7 +199,6 @@ class LanguageChecks(TrainedChecks[Cfg]):
         answers_in_training: Whether the model answers during training, not only in evaluation.
     """
 
-    ranges = RANGES
     answers_in_training = False
 
     def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
@@ -257,7 +243,6 @@ class LanguageChecks(TrainedChecks[Cfg]):
 class SftChecks(LanguageChecks[SftConfig]):
     """Rules of supervised fine-tuning."""
 
-    evaluation = ("data.eval", "data.holdout.")
     held_out_metrics: tuple[str, ...] = ("eval/loss",)
 
     def check(self, cfg: SftConfig, fail: Fail, *, training: bool) -> None:
@@ -563,7 +548,7 @@ DPO = TaskType(
     DpoConfig,
     SftGroupSpec({"actor": "rlhpc.language.workers.supervised_actors:DpoActor"}),
     "rlhpc.language.runners.supervised:DpoRunner",
-    checks=DpoChecks(conditional_keys.DPO, DPO_CHOICES),
+    checks=DpoChecks(conditional_keys.DPO),
     offline=LanguageOffline("dpo"),
     reporting=LanguageReporting(
         {"preference_loss": "Loss", "pair_accuracy": "Pairs decided rightly", **_EACH},

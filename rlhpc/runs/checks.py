@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from omegaconf import DictConfig
 
 from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
-from rlhpc.config.constraints import LARGEST, RANGES, Fail, check_choice, check_ranges
+from rlhpc.config.constraints import LARGEST, Fail, check_choices, check_ranges
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import mapping, plain, select
 from rlhpc.jobs.elastic.helper_plan import check_elastic
@@ -25,14 +25,8 @@ from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.files import expand_home, unwritable
 from rlhpc.runtime.plugins import Registry, meant
 from rlhpc.runtime.text import short_repr
-from rlhpc.weights.base import DELTAS, STRATEGIES
+from rlhpc.weights.base import STRATEGIES
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "runner.on_nonfinite": ("stop", "skip"),
-    "actor.optim.name": ("adam", "adamw"),
-    "rollout.weight_delta": DELTAS,
-    "cluster.memory_check": ("refuse", "warn", "off"),
-}
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _NAME_RULE = "use letters, digits, '.', '_' and '-' (at most 100), starting with a letter or digit"
 _MEMORY = (r"\d+(\.\d+)?[KMGT](i?B)?", "write it with its unit: 80G, 81559M")
@@ -64,9 +58,7 @@ def validate(
 
     kind = kind_of(cfg)
     _numbers(cfg, kind, fail)
-    for key, allowed in {**_CHOICES, **kind.checks.choices}.items():
-        if key in kind.schema:
-            check_choice(key, str(select(cfg, key)), allowed, fail)
+    check_choices(cfg, kind.keys.by_path, fail)
     if STRATEGIES.key in kind.schema:
         _find(STRATEGIES, str(select(cfg, STRATEGIES.key)))
     if training:
@@ -101,7 +93,7 @@ def _numbers(cfg: Cfg, kind: TaskType[Cfg], fail: Fail) -> None:
             raise fail(key, "it must be a finite number")
         if isinstance(value, int) and abs(value) > LARGEST:
             raise fail(key, f"it must not be greater than {LARGEST}")
-    check_ranges(cfg, {**RANGES, **kind.checks.ranges}, fail)
+    check_ranges(cfg, kind.keys.by_path, fail)
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:

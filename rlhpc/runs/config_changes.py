@@ -1,8 +1,8 @@
 """Comparison of a configuration with a saved run: keys that may change under a run's name, and keys that may not.
 
-Keys have three kinds. Evaluation keys change the evaluation rules only. Keys of the machine, of the run's length and of its
-division into segments are changeable on resume: a run can continue on other nodes, or longer. All other keys determine the
-training, and a run in which one of them changes is another run.
+The annotation of each field says what a change means (`rlhpc.config.constraints`). `EVALUATION` keys change the evaluation
+only. `FREE` keys are those of the machine, of the run's length and of its division into segments. All other keys determine
+the training, and a run in which one of them changes is another run.
 """
 
 from __future__ import annotations
@@ -25,16 +25,8 @@ from rlhpc.jobs.paths import CONFIG
 from rlhpc.runs.task_type import Cfg, TaskType, find_kind, kind_of
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import read_file, read_json, read_yaml
+from rlhpc.runtime.key_metadata import OnResume
 
-#: Sections and keys (a section ends with a dot) of each kind that all runs have; a task type adds its own.
-_EVALUATION = ("workflow.suites",)
-_FREE = (
-    "cluster.", "workflow.",
-    "runner.name", "runner.run_dir", "runner.max_steps", "runner.max_epochs", "runner.segments", "runner.save_interval",
-    "runner.async_save", "runner.keep_checkpoints", "runner.keep_best", "runner.patience",
-    "runner.resume_dir", "runner.max_restarts", "runner.save_reserve_s",
-    "runner.rendezvous_timeout_s", "runner.step_timeout_s", "runner.on_nonfinite", "runner.logger.",
-)  # fmt: skip
 #: Maximum number of changes that a message lists; it counts the remaining ones.
 _MAX_LISTED = 6
 
@@ -68,12 +60,6 @@ def _plain(cfg: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
     return dict(_leaves(yaml.safe_load(json.dumps(content, default=str))))
 
 
-def _is(key: str, names: tuple[str, ...]) -> bool:
-    return any(
-        key == name or (key.startswith(name) and name[-1] == ".") or key.startswith(f"{name}.") for name in names
-    )
-
-
 def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | Mapping[str, Any]) -> list[KeyChange]:
     """Returns the changes that make `after` a different run from `before`.
 
@@ -97,7 +83,7 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
         for key in old
         if key in new
         and not _agree(key, old[key], new[key])
-        and not (_is_free(key, kind) or _is_evaluations(key, kind))
+        and kind.keys.on_resume(key) is OnResume.FIXED
         # A file keeps values from the environment as `${oc.env:…}`: what they were then is unknown.
         and "${" not in str(old[key])
     ]
@@ -116,24 +102,16 @@ def _agree(key: str, before: Any, after: Any) -> bool:
     return False
 
 
-def _is_free(key: str, kind: TaskType[Any]) -> bool:
-    return _is(key, (*_FREE, *kind.checks.free))
-
-
-def _is_evaluations(key: str, kind: TaskType[Any]) -> bool:
-    return _is(key, (*_EVALUATION, *kind.checks.evaluation))
-
-
 def training_fingerprint(cfg: RunConfig) -> str:
     """Returns the fingerprint of all keys that determine the training."""
     kind = kind_of(cfg)
-    return _digest({k: v for k, v in _plain(cfg).items() if not (_is_free(k, kind) or _is_evaluations(k, kind))})
+    return _digest({k: v for k, v in _plain(cfg).items() if kind.keys.on_resume(k) is OnResume.FIXED})
 
 
 def evaluation_fingerprint(cfg: RunConfig) -> str:
     """Returns the fingerprint of all keys, other than the policy's, that determine the evaluation of a checkpoint."""
     kind = kind_of(cfg)
-    return _digest({k: v for k, v in _plain(cfg).items() if _is_evaluations(k, kind)})
+    return _digest({k: v for k, v in _plain(cfg).items() if kind.keys.on_resume(k) is OnResume.EVALUATION})
 
 
 def _digest(facts: dict[str, Any]) -> str:

@@ -192,11 +192,11 @@ class ConfigChecks(Generic[Cfg]):
     """Rules of a task type's configuration, and the checks before a start.
 
     Attributes:
-        ranges: Key → the range of its number.
-        choices: Key → its allowed words.
+        ranges, choices: Key → the range of its number, its allowed words, where the annotation of the field does not have
+            them.
         conditions: Keys that a run reads only under a condition; it always reads the others.
-        evaluation: Keys, or sections (with a dot at the end), that change evaluations and nothing else.
-        free: Keys changeable on resume: those of the machine and of the division of the work.
+        evaluation, free: Keys, or sections (with a dot at the end), that change evaluations and nothing else, and keys that
+            are changeable on resume, where the annotation of the field does not say so.
         other_start: End of a message: the other use of a checkpoint from which a run cannot resume.
     """
 

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic
@@ -17,7 +18,7 @@ import yaml
 
 from rlhpc.config.conditional_keys import Condition
 from rlhpc.config.constraints import Range
-from rlhpc.config.schema import Schema
+from rlhpc.config.schema import ConfigKey, Schema, tree_of
 from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runs.preflight import Check
@@ -37,6 +38,7 @@ from rlhpc.runs.task_parts import (
 )
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_file, read_yaml
+from rlhpc.runtime.key_metadata import OnResume
 from rlhpc.runtime.plugins import Registry, import_attribute, nearest, offered
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from rlhpc.runtime.text import short_repr
@@ -103,10 +105,34 @@ class ConfigKeys:
         """Schema of the configuration."""
         return Schema(self._config, self._task_type)
 
-    @property
-    def ranges(self) -> Mapping[str, Range]:
-        """Range of each number, by key."""
-        return self._checks.ranges
+    @functools.cached_property
+    def tree(self) -> Mapping[str, ConfigKey]:
+        """Its keys and sections by path, each section before its keys."""
+        config: type = self._config
+        checks = self._checks
+        return {
+            path: dataclasses.replace(
+                key,
+                range=checks.ranges.get(path, key.range),
+                choices=checks.choices.get(path, key.choices),
+                is_free=key.is_free or _is_in(path, checks.free),
+                is_evaluations=key.is_evaluations or _is_in(path, checks.evaluation),
+            )
+            for path, key in tree_of(config).items()
+        }
+
+    @functools.cached_property
+    def by_path(self) -> Mapping[str, ConfigKey]:
+        """Its keys by path, without sections."""
+        return {path: key for path, key in self.tree.items() if not key.is_section}
+
+    def on_resume(self, key: str) -> OnResume:
+        """Returns whether a key may change when a run continues. A key that the user chose, or that an earlier version had, is
+        as the key or section that it lies in.
+        """
+        while key and key not in self.tree:
+            key = key.rpartition(".")[0]
+        return self.tree[key].on_resume if key else OnResume.FIXED
 
     def missing(self, cfg: Any) -> list[str]:
         """Returns the required keys that are not set."""
@@ -271,6 +297,11 @@ class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
             for name in {*restartable, *min_ranks, *sizes, *leases}
         }
         return SessionPolicies(groups, max_recoveries, self.why_fixed(cfg))
+
+
+def _is_in(key: str, names: Sequence[str]) -> bool:
+    """Returns whether a key is one of these keys, or lies in one of these sections."""
+    return any(key == name.rstrip(".") or key.startswith(f"{name.rstrip('.')}.") for name in names)
 
 
 def kind_names() -> list[str]:

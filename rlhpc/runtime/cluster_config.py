@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import MISSING
+
+from rlhpc.runtime.key_metadata import COUNT, NOT_NEGATIVE, POSITIVE, Choices, Range
 
 
 @dataclass
@@ -27,7 +29,7 @@ class SlurmOptions:
     """Name and type of the accelerators among Slurm's generic resources, such as `gpu:a100` (default `gpu`)."""
     mem: str | None = None
     """Memory per node, as Slurm writes it: `64G`."""
-    cpus_per_node: int | None = None
+    cpus_per_node: Annotated[int | None, COUNT] = None
     """Cores per node."""
     time: str | None = None
     """Walltime, as Slurm writes it: `02:00:00`."""
@@ -42,11 +44,11 @@ class NodeGroupConfig(SlurmOptions):
     """Name of the group; `cluster` and `node` are reserved."""
     node_ranks: Any = None
     """Nodes of the group, such as `0-1,3`; by default all, or those of `het_component`."""
-    het_component: int | None = None
+    het_component: Annotated[int | None, NOT_NEGATIVE] = None
     """Component of the heterogeneous Slurm job that the group's nodes come from."""
-    num_nodes: int | None = None
+    num_nodes: Annotated[int | None, COUNT] = None
     """How many nodes this component of the job asks for."""
-    accelerators_per_node: int | None = None
+    accelerators_per_node: Annotated[int | None, NOT_NEGATIVE] = None
     """Accelerators per node of this component."""
     accelerator_memory: str | None = None
     """Memory of one accelerator of this group, such as `80G`, by which `rlhpc plan` says what fits."""
@@ -62,13 +64,13 @@ class NodeGroupConfig(SlurmOptions):
 class ClusterConfig(SlurmOptions):
     """The machines of a run, and which component runs where."""
 
-    num_nodes: int = 1
+    num_nodes: Annotated[int, COUNT] = 1
     """Number of nodes."""
-    accelerators_per_node: int | None = None
+    accelerators_per_node: Annotated[int | None, NOT_NEGATIVE] = None
     """Accelerators per node; null takes those that are visible."""
     accelerator_memory: str | None = None
     """Memory of one accelerator, such as `80G`; null takes what those of this machine have, and says nothing of others."""
-    memory_check: str = "refuse"
+    memory_check: Annotated[str, Choices("refuse", "warn", "off")] = "refuse"
     """What happens to a run that cannot fit into memory, as `rlhpc plan` accounts for it: `refuse` starts and submits nothing,
     `warn` says so and goes on, `off` does not look."""
     component_placement: dict[str, Any] = field(default_factory=dict)
@@ -89,7 +91,7 @@ class ClusterConfig(SlurmOptions):
     """Further sbatch options for the whole job, such as `--reservation=rl`."""
     container: list[str] = field(default_factory=list)
     """Words put before every command of a job step, such as `[apptainer, exec, --nv, rlhpc.sif]`."""
-    signal_lead_s: int = 120
+    signal_lead_s: Annotated[int, Range(1, 65535)] = 120  # what Slurm accepts for --signal
     """Seconds before the walltime at which Slurm asks the job to save and end."""
 
 
@@ -102,26 +104,26 @@ class ElasticConfig(SlurmOptions):
     group: str = "rollout"
     """Group that the ranks are added to: `rollout` of language models; `env` of runs with simulators that play ahead of
     their actors (`algorithm.max_staleness`), where each of these ranks also acts."""
-    min: int = 0
+    min: Annotated[int, NOT_NEGATIVE] = 0
     """Ranks that are asked for at all times, whatever the queue says."""
-    max: int = 1
+    max: Annotated[int, COUNT] = 1
     """Most ranks that there are besides those that the run starts with."""
-    ranks_per_job: int = 1
+    ranks_per_job: Annotated[int, COUNT] = 1
     """Ranks of a job; each job asks for one node."""
-    accelerators_per_rank: int | None = None
+    accelerators_per_rank: Annotated[int | None, NOT_NEGATIVE] = None
     """Accelerators of a rank; null takes as many as the group's other ranks have."""
     time: str = "01:00:00"
     """Walltime of a job, as Slurm writes it; a short one starts sooner, and another job may follow it."""
-    max_gpu_hours: float | None = None
+    max_gpu_hours: Annotated[float | None, POSITIVE] = None
     """Budget of all these jobs together, over all starts of the run: accelerators times hours. A job without accelerators
     counts the hours of its node instead. No job is submitted whose whole walltime does not fit any more; null: no limit."""
-    start_within_s: float = 300.0
+    start_within_s: Annotated[float, NOT_NEGATIVE] = 300.0
     """A job beyond `min` is only submitted if Slurm expects it to start within these seconds (`sbatch --test-only`)."""
-    react_s: float = 60.0
+    react_s: Annotated[float, NOT_NEGATIVE] = 60.0
     """Seconds for which the actor must have waited for rollouts, or not at all, before there are more ranks, or fewer."""
-    look_s: float = 15.0
+    look_s: Annotated[float, Range(5)] = 15.0  # each look is a command or two of Slurm
     """Seconds between two looks at the queue, 5 at least: each run with this key asks Slurm by itself."""
-    signal_lead_s: int = 30
+    signal_lead_s: Annotated[int, Range(1, 65535)] = 30
     """Seconds before the walltime at which a job leaves."""
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cli import build_parser
-from rlhpc.config.constraints import RANGES
 from rlhpc.runs.task_type import TaskType, all_kinds, find_kind
 from tests.attack.bad_inputs import HERE, QUICKSTART, ROOT, Case, plan_words, train_words
 
@@ -130,7 +129,7 @@ def out_of_range(draw: random.Random) -> Iterator[Case]:
     """Every second number is put beside a bound of its range, is not finite or too large to be one."""
     numbers = [(key, type_name(kind)) for key, kind in all_types().items() if type_name(kind) in ("int", "float")]
     for key, name in sorted(draw.sample(numbers, len(numbers) // 2)):
-        wide = {**RANGES, **owner(key).ranges}.get(key)
+        wide = owner(key).keys.by_path[key].range
         values = ["99999999999999999999999"] if name == "int" else [".nan", ".inf", "-.inf"]
         step = 1 if name == "int" else 0.5
         if wide is not None and wide.low is not None:

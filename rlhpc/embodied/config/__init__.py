@@ -27,7 +27,6 @@ from rlhpc.embodied.config.envs import (
 )
 from rlhpc.embodied.config.models import BcModelConfig, EmbodiedActorConfig, ModelConfig, NetworkConfig, SacModelConfig
 from rlhpc.embodied.config.run import (
-    RANGES,
     BcActorConfig,
     BcAlgorithmConfig,
     BcConfig,
@@ -43,7 +42,6 @@ from rlhpc.embodied.config.run import (
 )
 
 __all__ = [
-    "RANGES",
     "BcActorConfig",
     "BcAlgorithmConfig",
     "BcConfig",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from rlhpc.config.constraints import COUNT, FRACTION, PART
 
 
 @dataclass
@@ -15,9 +17,9 @@ class DemosConfig:
     Minari dataset, or a list of those."""
     only_success: bool = False
     """Leaves out episodes that never succeeded."""
-    limit: int | None = None
+    limit: Annotated[int | None, COUNT] = None
     """At most this many episodes; null takes all."""
-    holdout: float = 0.0
+    holdout: Annotated[float, PART] = 0.0
     """Fraction of the episodes that is not trained on; `train/holdout_loss` is their loss."""
 
 
@@ -25,9 +27,9 @@ class DemosConfig:
 class ReplayBufferConfig:
     """Off-policy learning: the transitions of the environments that batches are drawn from."""
 
-    size: int = 1_000_000
+    size: Annotated[int, COUNT] = 1_000_000
     """Transitions kept, over all actor ranks; the oldest go first."""
-    min_buffer_size: int = 5000
+    min_buffer_size: Annotated[int, COUNT] = 5000
     """Transitions before the first update."""
 
 
@@ -38,5 +40,5 @@ class DemoBufferConfig:
     load_path: str | None = None
     """HDF5 trajectories in ManiSkill's format (file, folder or pattern), a Minari or LeRobot dataset's folder, or a replay
     buffer (a checkpoint of an off-policy run, or what `rlhpc replay` wrote); null is none."""
-    ratio: float = 0.5
+    ratio: Annotated[float, FRACTION] = 0.5
     """Fraction of each batch that comes from this buffer."""

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import II
 
+from rlhpc.config.constraints import (
+    ANY,
+    COUNT,
+    EVALUATION,
+    FREE,
+    INTERVAL,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    Choices,
+    Registered,
+)
 from rlhpc.config.sections import RunnerConfig, WeightSyncConfig, WorkflowConfig
 
 
@@ -14,7 +26,7 @@ from rlhpc.config.sections import RunnerConfig, WeightSyncConfig, WorkflowConfig
 class EmbodiedRunnerConfig(RunnerConfig):
     """The loop: how long, what is kept, when it is evaluated."""
 
-    val_check_interval: int = -1
+    val_check_interval: Annotated[int, INTERVAL, FREE] = -1
     """Steps between evaluations during training; -1 for none (the workflow evaluates checkpoints anyway)."""
     init_from: str | None = None
     """Weights that a fresh run starts from, without optimizer and counters: a checkpoint, an export folder, or a run
@@ -25,7 +37,7 @@ class EmbodiedRunnerConfig(RunnerConfig):
 class PlayingRunnerConfig(EmbodiedRunnerConfig):
     """The loop: how long, what is kept, when it is evaluated."""
 
-    stop_return: float | None = None
+    stop_return: Annotated[float | None, ANY, FREE] = None
     """Stop when the mean return of the last 100 training episodes reaches this."""
     enable_decoupled_mode: bool = False
     """A rollout rank answers the env ranks that have asked, without waiting for slower ones; what comes of it is the same, bit
@@ -36,7 +48,7 @@ class PlayingRunnerConfig(EmbodiedRunnerConfig):
 class EmbodiedWorkflowConfig(WorkflowConfig):
     """Options of the Snakemake rules for a run."""
 
-    record_episodes: int = 0
+    record_episodes: Annotated[int, NOT_NEGATIVE] = 0
     """Records this many episodes of the last policy, to `demos/global_step_<N>.h5` in the run's folder."""
     record_only_success: bool = True
     """Demonstrations and recordings contain only episodes that succeeded; needs an environment that reports success."""
@@ -50,7 +62,7 @@ class DemonstratedWorkflowConfig(EmbodiedWorkflowConfig):
     """Records demonstrations before training: the expert, as `module:function` or a checkpoint. They are written to
     where this run reads them (`demos.path`; off-policy: `algorithm.demo_buffer.load_path`), which must then be one
     `.h5` file."""
-    demos_episodes: int = 100
+    demos_episodes: Annotated[int, COUNT] = 100
     """Number of episodes that the expert records."""
 
 
@@ -58,12 +70,12 @@ class DemonstratedWorkflowConfig(EmbodiedWorkflowConfig):
 class TaskConfig:
     """Task: environment, its arguments and wrappers."""
 
-    env_type: str = "gymnasium"
+    env_type: Annotated[str, Registered("rlhpc.embodied.envs.registry:ENVS")] = "gymnasium"
     """`gymnasium`, `maniskill`, `metaworld`, `libero`, `robot`, `distant_robot`, a registered name, or
     `module:Class`."""
     env_id: str = ""
     """Id of the environment, such as `CartPole-v1`; embodied runs must name one."""
-    max_episode_steps: int | None = None
+    max_episode_steps: Annotated[int | None, COUNT] = None
     """Steps after which an episode is truncated; null takes the environment's own limit."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment's constructor."""
@@ -73,7 +85,7 @@ class TaskConfig:
     counts them."""
     ignore_terminations: bool = False
     """Episodes end at the step limit only."""
-    simulator_python: str | None = None
+    simulator_python: Annotated[str | None, FREE] = None
     """Python with which simulator processes are started, for simulators that need an environment of their own."""
 
 
@@ -81,24 +93,24 @@ class TaskConfig:
 class EnvSideConfig(TaskConfig):
     """Environments of training or of evaluation."""
 
-    num_envs: int = 8
+    num_envs: Annotated[int, COUNT] = 8
     """Slots that are stepped together, over all ranks."""
-    seed: int | None = None
+    seed: Annotated[int | None, SEED] = None
     """Seed of the environments; null takes `runner.seed` (evaluation: one derived from it)."""
-    group_size: int = 1
+    group_size: Annotated[int, COUNT] = 1
     """Neighbouring slots that share their reset seeds."""
     use_fixed_reset_state_ids: bool = False
     """Every episode of a slot (or of a group of slots) starts from the same state."""
-    reward_scale: float = 1.0
+    reward_scale: Annotated[float, ANY] = 1.0
     """Factor on the rewards that the learner sees; returns are reported unscaled."""
     use_rel_reward: bool = False
     """The learner sees how much the reward changed since the step before; returns are reported from the simulator's own
     rewards."""
-    simulators: int | None = None
+    simulators: Annotated[int | None, NOT_NEGATIVE, FREE] = None
     """Processes in which a rank keeps its slots, each with a share; 0 keeps them in the rank's own process. null is one
     for each of the rank's cores if the simulator gains by it (maniskill, metaworld, libero; none with one core), 1 for a
     robot, which is so stopped however the rank's process ends, else 0."""
-    simulator_timeout_s: float = 120.0
+    simulator_timeout_s: Annotated[float, POSITIVE] = 120.0
     """Seconds after which a simulator process that does not answer is taken for hung and started again."""
 
 
@@ -126,7 +138,7 @@ class RolloutEnvConfig(PlayedEnvConfig):
 class ClonedEnvConfig(TaskConfig):
     """The environment that demonstrations are of. Nobody plays in it: evaluation has its own."""
 
-    reward_scale: float = 1.0
+    reward_scale: Annotated[float, ANY] = 1.0
     """Factor on the demonstrations' rewards, for `algorithm.bc_value_coef`: that of the run that continues from this
     policy."""
 
@@ -135,14 +147,14 @@ class ClonedEnvConfig(TaskConfig):
 class RealTimeConfig:
     """Evaluation as on a robot that does not wait for its policy: real-time chunking, of policies that act by a flow."""
 
-    inference_delay: int | None = None
+    inference_delay: Annotated[int | None, NOT_NEGATIVE] = None
     """Steps from an observation until the chunk that is made of it is there; until then the actions of the chunk before are
     played, and the new one is guided to agree with them. null: the simulator waits for each chunk."""
-    execution_horizon: int | None = None
+    execution_horizon: Annotated[int | None, COUNT] = None
     """Actions that are played from one chunk to the next, at least `inference_delay`; both together are at most what the
     policy predicts at once. null takes `actor.model.num_action_chunks`, or what the delay leaves of the prediction if that is
     less."""
-    max_guidance_weight: float = 5.0
+    max_guidance_weight: Annotated[float, NOT_NEGATIVE] = 5.0
     """The most that a chunk is drawn to the actions of the one before; 0 makes each as if there had been no other."""
 
 
@@ -164,14 +176,14 @@ class EvalEnvConfig(EnvSideConfig):
     """As `env.train.wrappers`: the policy should see what it was trained on."""
     ignore_terminations: bool = II("env.train.ignore_terminations")
     """As `env.train.ignore_terminations`."""
-    num_episodes: int = 100
+    num_episodes: Annotated[int, COUNT] = 100
     """Episodes of an evaluation; each slot contributes a fixed share."""
-    noise: str = "seeded"
+    noise: Annotated[str, Choices("seeded", "zero")] = "seeded"
     """What policies that act from noise (flows, diffusion) begin with in evaluations: `seeded`, noise that follows from seed,
     slot, episode and decision; or `zero`, where no training sample begins."""
-    video_episodes: int = 0
+    video_episodes: Annotated[int, NOT_NEGATIVE] = 0
     """Episodes shown side by side in an mp4 file beside the result of `rlhpc eval`; 0 makes none."""
-    video_fps: int = 20
+    video_fps: Annotated[int, COUNT] = 20
     """Pictures per second in that file; one is taken before each decision."""
 
 
@@ -189,7 +201,7 @@ class EnvConfig:
 
     train: PlayedEnvConfig = field(default_factory=PlayedEnvConfig)
     """Training environments."""
-    eval: EvalEnvConfig = field(default_factory=EvalEnvConfig)
+    eval: Annotated[EvalEnvConfig, EVALUATION] = field(default_factory=EvalEnvConfig)
     """Evaluation environments."""
 
 
@@ -209,7 +221,7 @@ class ClonedEnvsConfig:
 
     train: ClonedEnvConfig = field(default_factory=ClonedEnvConfig)
     """What the demonstrations are of."""
-    eval: RealTimeEvalEnvConfig = field(default_factory=RealTimeEvalEnvConfig)
+    eval: Annotated[RealTimeEvalEnvConfig, EVALUATION] = field(default_factory=RealTimeEvalEnvConfig)
     """Evaluation environments."""
 
 
@@ -217,5 +229,5 @@ class ClonedEnvsConfig:
 class RolloutConfig(WeightSyncConfig):
     """The rollout group."""
 
-    pipeline_stage_num: int = 1
+    pipeline_stage_num: Annotated[int, COUNT, FREE] = 1
     """Stages into which the slots are divided: while one is simulated, the policy acts on the others."""

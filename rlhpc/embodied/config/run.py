@@ -5,19 +5,20 @@ reference.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from rlhpc.config.constraints import (
     ANY,
     COUNT,
-    ELASTIC_RANGES,
     FRACTION,
-    INTERVAL,
+    FREE,
     NOT_NEGATIVE,
     PART,
     POSITIVE,
     RATE,
-    SEED,
+    Choices,
     Range,
+    Registered,
 )
 from rlhpc.config.sections import OptimConfig, RunConfig
 from rlhpc.embodied.config.data import DemoBufferConfig, DemosConfig, ReplayBufferConfig
@@ -39,22 +40,22 @@ from rlhpc.runtime.cluster_config import ElasticClusterConfig
 class BcAlgorithmConfig:
     """The loss, and how often each demonstration is seen."""
 
-    gamma: float = 0.99
+    gamma: Annotated[float, FRACTION] = 0.99
     """Discount of the returns that `bc_value_coef` and `value_model` are for."""
-    update_epochs: int = 4
+    update_epochs: Annotated[int, COUNT] = 4
     """Passes over the demonstrations in a step."""
-    bc_loss: str = "nll"
+    bc_loss: Annotated[str, Choices("nll", "mse")] = "nll"
     """`nll` (negative log-likelihood of the demonstrated actions, or what the policy's `bc_loss` has in its place: flow
     matching) or `mse` (squared error of the mean action)."""
-    bc_value_coef: float = 0.0
+    bc_value_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of a value loss on the demonstrations' discounted returns, so that PPO starts with a critic; 0 is off."""
     value_model: str | None = None
     """A policy whose critic says what was to be expected (a run, a checkpoint or an export folder), so that the policy is
     told which actions turned out better than that, and is asked for such when it acts (advantage conditioning, RECAP);
     with `actor.model.model_type: conditioned`."""
-    advantage_steps: int = 50
+    advantage_steps: Annotated[int, COUNT] = 50
     """`value_model`: rewards that are counted before the critic's value of what follows."""
-    improved_fraction: float = 0.3
+    improved_fraction: Annotated[float, Range(0, 1, above=True, below=True)] = 0.3
     """`value_model`: the part of all steps that counts as improvements: those with the largest advantages."""
     anneal_lr: bool = False
     """Lowers the learning rate linearly to 0 over the run."""
@@ -64,7 +65,7 @@ class BcAlgorithmConfig:
 class BcActorConfig(EmbodiedActorConfig):
     """The actor group: training."""
 
-    global_batch_size: int = 256
+    global_batch_size: Annotated[int, COUNT] = 256
     """Demonstrated steps of one optimizer step, over all ranks; all of them, where there are fewer."""
     model: BcModelConfig = field(default_factory=BcModelConfig)
     """The policy."""
@@ -86,50 +87,50 @@ class BcConfig(RunConfig):
 class SacAlgorithmConfig:
     """The targets, the buffers and the shape of a rollout."""
 
-    name: str = "sac"
+    name: Annotated[str, Registered("rlhpc.embodied.algorithms.registry:ALGORITHMS")] = "sac"
     """`sac`, `crossq`, `td3`, `iql`, a registered name, or `module:Class`; `actor.model.model_type` names its networks."""
-    gamma: float = 0.99
+    gamma: Annotated[float, FRACTION] = 0.99
     """Discount."""
-    rollout_steps: int = 128
+    rollout_steps: Annotated[int, COUNT] = 128
     """T: decisions per slot and step; each is a chunk of `actor.model.num_action_chunks` actions."""
     anneal_lr: bool = False
     """Lowers the learning rate linearly to 0 over the run."""
-    max_staleness: int = 0
+    max_staleness: Annotated[int, NOT_NEGATIVE] = 0
     """Most versions by which the policy that acted may lag behind the one that
     is trained; 0 is sync. With 1 or more, env ranks may come and go."""
-    tau: float = 0.005
+    tau: Annotated[float, Range(0, 1, above=True)] = 0.005
     """Fraction of the critics' weights that goes into the target networks at each of their updates."""
     auto_entropy_tuning: bool = True
     """`sac`: the temperature is learned, so that the policy's entropy becomes `target_entropy`."""
-    initial_alpha: float = 1.0
+    initial_alpha: Annotated[float, POSITIVE] = 1.0
     """`sac`: temperature at the start, or throughout."""
-    target_entropy: float | None = None
+    target_entropy: Annotated[float | None, ANY] = None
     """`sac`: null takes minus the number of action components."""
-    alpha_lr: float | None = None
+    alpha_lr: Annotated[float | None, RATE] = None
     """`sac`: learning rate of the temperature; null takes that of the critics (`actor.optim.value_lr`)."""
     backup_entropy: bool = True
     """`sac`: the critics' targets contain the next action's entropy (RLPD goes without)."""
-    update_to_data: float = 1.0
+    update_to_data: Annotated[float, POSITIVE] = 1.0
     """Updates for each transition that the environments bring."""
-    policy_noise: float = 0.2
+    policy_noise: Annotated[float, NOT_NEGATIVE] = 0.2
     """`td3`: standard deviation of the noise on actions in the critics' targets, in halves of the bounds' width."""
-    noise_clip: float = 0.5
+    noise_clip: Annotated[float, NOT_NEGATIVE] = 0.5
     """`td3`: its bound."""
-    expectile: float = 0.7
+    expectile: Annotated[float, Range(0, 1, above=True, below=True)] = 0.7
     """`iql`: which expectile of the critics' values the value network learns; 0.5 is their mean, towards 1 their maximum."""
-    inverse_temperature: float = 3.0
+    inverse_temperature: Annotated[float, NOT_NEGATIVE] = 3.0
     """`iql`: how much more the policy learns from actions that are better; 0 is behaviour cloning."""
-    max_weight: float = 100.0
+    max_weight: Annotated[float, POSITIVE] = 100.0
     """`iql`: most that an action counts."""
-    offline_steps: int = 0
+    offline_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Steps at the start in which nothing is played: they learn from `algorithm.demo_buffer` alone."""
-    offline_updates: int = 1000
+    offline_updates: Annotated[int, COUNT] = 1000
     """Updates of each of those steps."""
-    critic_actor_ratio: int = 1
+    critic_actor_ratio: Annotated[int, COUNT] = 1
     """Updates of the critics for each of the actor."""
-    target_update_freq: int = 1
+    target_update_freq: Annotated[int, COUNT] = 1
     """Updates of the critics for each of the target networks."""
-    random_steps: int | None = None
+    random_steps: Annotated[int | None, NOT_NEGATIVE] = None
     """Transitions at the start whose actions are drawn evenly from the whole space; null takes
     `replay_buffer.min_buffer_size`, and 0 where the run starts from `runner.init_from` or with `offline_steps`."""
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
@@ -146,7 +147,7 @@ class SacOptimConfig(OptimConfig):
     """Added to the denominator, for numerical stability."""
     clip_grad: float | None = None
     """Largest gradient norm; null does not clip."""
-    value_lr: float | None = None
+    value_lr: Annotated[float | None, RATE] = None
     """Learning rate of the critics; null takes `lr`."""
 
 
@@ -154,7 +155,7 @@ class SacOptimConfig(OptimConfig):
 class SacActorConfig:
     """The actor group: training."""
 
-    global_batch_size: int = 256
+    global_batch_size: Annotated[int, COUNT] = 256
     """Transitions of one update, over all ranks."""
     model: SacModelConfig = field(default_factory=SacModelConfig)
     """The policy and its critics."""
@@ -179,10 +180,10 @@ class SacConfig(RunConfig):
 class PpoActorConfig(EmbodiedActorConfig):
     """The actor group: training."""
 
-    global_batch_size: int | None = None
+    global_batch_size: Annotated[int | None, COUNT] = None
     """Transitions of one optimizer step, over all ranks; null takes a quarter of a rollout's, or a third, half or all of them
     where that does not divide."""
-    enable_offload: bool = False
+    enable_offload: Annotated[bool, FREE] = False
     """Collocated: weights and optimizer are on the host while the rollout ranks play, so that these have the accelerator."""
 
 
@@ -190,7 +191,7 @@ class PpoActorConfig(EmbodiedActorConfig):
 class PpoRolloutConfig(RolloutConfig):
     """The rollout group."""
 
-    enable_offload: bool = False
+    enable_offload: Annotated[bool, FREE] = False
     """Collocated: the policy that acts is on the host while the actors train, so that these have the accelerator."""
 
 
@@ -207,50 +208,50 @@ class PpoRunnerConfig(PlayingRunnerConfig):
 class PpoAlgorithmConfig:
     """Advantages, losses and the shape of a rollout."""
 
-    adv_type: str = "gae"
+    adv_type: Annotated[str, Registered("rlhpc.algorithms.registry:ADVANTAGES")] = "gae"
     """Advantage estimator: gae, grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, raw, a registered name, or
     `module:function`."""
-    loss_type: str = "ppo"
+    loss_type: Annotated[str, Registered("rlhpc.algorithms.registry:POLICY_LOSSES")] = "ppo"
     """Policy loss: ppo (alias actor, actor_critic), gspo, cispo, decoupled_ppo, a registered name, or `module:function`."""
-    gamma: float = 0.99
+    gamma: Annotated[float, FRACTION] = 0.99
     """Discount."""
-    gae_lambda: float = 0.95
+    gae_lambda: Annotated[float, FRACTION] = 0.95
     """Trace decay of GAE."""
-    normalize_advantages: str = "auto"
+    normalize_advantages: Annotated[str, Choices("auto", "minibatch", "batch", "none")] = "auto"
     """`minibatch`, `batch` or `none`, always over all ranks; `auto` is minibatch."""
-    clip_ratio_low: float = 0.2
+    clip_ratio_low: Annotated[float, PART] = 0.2
     """PPO's ε below 1."""
-    clip_ratio_high: float = 0.2
+    clip_ratio_high: Annotated[float, NOT_NEGATIVE] = 0.2
     """PPO's ε above 1."""
-    clip_ratio_c: float | None = None
+    clip_ratio_c: Annotated[float | None, Range(1, above=True)] = None
     """Dual clip's c (> 1); null is off."""
-    value_clip: float | None = None
+    value_clip: Annotated[float | None, POSITIVE] = None
     """Clip range of the value loss; null is off."""
-    value_coef: float = 0.5
+    value_coef: Annotated[float, NOT_NEGATIVE] = 0.5
     """Weight of the value loss."""
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the entropy bonus."""
-    target_kl: float | None = None
+    target_kl: Annotated[float | None, POSITIVE] = None
     """Ends a step's updates before the first minibatch whose KL estimate exceeds this; null is off."""
-    tis_cap: float | None = None
+    tis_cap: Annotated[float | None, POSITIVE] = None
     """`decoupled_ppo`: cap of the importance weight between the policy from before the update and the one that acted;
     null is off."""
-    update_epochs: int = 4
+    update_epochs: Annotated[int, COUNT] = 4
     """Passes over each rollout."""
-    rollout_steps: int = 128
+    rollout_steps: Annotated[int, COUNT] = 128
     """T: decisions per slot and step; each is a chunk of `actor.model.num_action_chunks` actions."""
-    rollout_parts: int = 1
+    rollout_parts: Annotated[int, COUNT] = 1
     """Parts in which the decisions of a step are played, one after the other, with the same weights. GAE takes the value of
     what comes next where a part ends; without `env.train.auto_reset` each part is an episode in every slot."""
-    logprob_type: str = "chunk_level"
+    logprob_type: Annotated[str, Choices("token_level", "action_level", "chunk_level")] = "chunk_level"
     """What the policy loss treats as a token: `chunk_level` (all that is decided at once), `action_level` (each
     action of a chunk) or `token_level` (each component of an action)."""
-    reward_type: str = "chunk_level"
+    reward_type: Annotated[str, Choices("action_level", "chunk_level")] = "chunk_level"
     """Embodied: `chunk_level` sums the rewards of a chunk; with `action_level` advantages and returns are those of single
     actions."""
     anneal_lr: bool = False
     """Lowers the learning rate linearly to 0 over the run."""
-    max_staleness: int = 0
+    max_staleness: Annotated[int, NOT_NEGATIVE] = 0
     """Most versions by which the policy that acted may lag behind the one that
     is trained; 0 is sync. With 1 or more, env ranks may come and go."""
 
@@ -276,78 +277,3 @@ def minibatch_size(cfg: PpoConfig) -> int:
     parts = cfg.algorithm.rollout_parts if cfg.runner.use_training_pipeline else 1
     size = cfg.env.train.num_envs * cfg.algorithm.rollout_steps // parts
     return next(size // n for n in range(max(1, 4 // parts), 0, -1) if size % n == 0)
-
-
-#: Range of each number, for all these task types.
-RANGES: dict[str, Range] = {
-    **ELASTIC_RANGES,
-    "runner.val_check_interval": INTERVAL,
-    "runner.stop_return": ANY,
-    "algorithm.gamma": FRACTION,
-    "algorithm.gae_lambda": FRACTION,
-    "algorithm.clip_ratio_low": PART,
-    "algorithm.clip_ratio_high": NOT_NEGATIVE,
-    "algorithm.clip_ratio_c": Range(1, above=True),
-    "algorithm.value_clip": POSITIVE,
-    "algorithm.value_coef": NOT_NEGATIVE,
-    "algorithm.entropy_coef": NOT_NEGATIVE,
-    "algorithm.target_kl": POSITIVE,
-    "algorithm.update_epochs": COUNT,
-    "algorithm.bc_value_coef": NOT_NEGATIVE,
-    "algorithm.advantage_steps": COUNT,
-    "algorithm.improved_fraction": Range(0, 1, above=True, below=True),
-    "algorithm.rollout_steps": COUNT,
-    "algorithm.rollout_parts": COUNT,
-    "algorithm.tis_cap": POSITIVE,
-    "algorithm.max_staleness": NOT_NEGATIVE,
-    "algorithm.tau": Range(0, 1, above=True),
-    "algorithm.initial_alpha": POSITIVE,
-    "algorithm.target_entropy": ANY,
-    "algorithm.alpha_lr": RATE,
-    "algorithm.update_to_data": POSITIVE,
-    "algorithm.policy_noise": NOT_NEGATIVE,
-    "algorithm.noise_clip": NOT_NEGATIVE,
-    "algorithm.expectile": Range(0, 1, above=True, below=True),
-    "algorithm.inverse_temperature": NOT_NEGATIVE,
-    "algorithm.max_weight": POSITIVE,
-    "algorithm.offline_steps": NOT_NEGATIVE,
-    "algorithm.offline_updates": COUNT,
-    "algorithm.critic_actor_ratio": COUNT,
-    "algorithm.target_update_freq": COUNT,
-    "algorithm.random_steps": NOT_NEGATIVE,
-    "algorithm.replay_buffer.size": COUNT,
-    "algorithm.replay_buffer.min_buffer_size": COUNT,
-    "algorithm.demo_buffer.ratio": FRACTION,
-    **{
-        f"env.{side}.{name}": allowed
-        for side in ("train", "eval")
-        for name, allowed in {
-            "num_envs": COUNT,
-            "max_episode_steps": COUNT,
-            "seed": SEED,
-            "group_size": COUNT,
-            "reward_scale": ANY,
-            "simulators": NOT_NEGATIVE,
-            "simulator_timeout_s": POSITIVE,
-        }.items()
-    },
-    "env.eval.num_episodes": COUNT,
-    "env.eval.video_episodes": NOT_NEGATIVE,
-    "env.eval.video_fps": COUNT,
-    "env.eval.real_time_chunking.inference_delay": NOT_NEGATIVE,
-    "env.eval.real_time_chunking.execution_horizon": COUNT,
-    "env.eval.real_time_chunking.max_guidance_weight": NOT_NEGATIVE,
-    "rollout.pipeline_stage_num": COUNT,
-    "actor.global_batch_size": COUNT,
-    "actor.micro_batch_size": COUNT,
-    "actor.model.hidden_sizes": COUNT,
-    "actor.model.critic_hidden_sizes": COUNT,
-    "actor.model.log_std_init": Range(-20, 20),
-    "actor.model.exploration_noise": POSITIVE,
-    "actor.model.num_action_chunks": COUNT,
-    "actor.optim.value_lr": RATE,
-    "demos.limit": COUNT,
-    "demos.holdout": PART,
-    "workflow.demos_episodes": COUNT,
-    "workflow.record_episodes": NOT_NEGATIVE,
-}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import MISSING
+
+from rlhpc.config.constraints import COUNT, FREE, NOT_NEGATIVE, POSITIVE, Choices
 
 
 @dataclass
@@ -32,7 +34,7 @@ class ServiceConfig:
     ready: str = "port"
     """Sign that it is ready: `port`, it listens there; `/path`, it answers a GET there with a status below 400; `line:
     text`, it has printed that."""
-    timeout_s: float = 120.0
+    timeout_s: Annotated[float, POSITIVE] = 120.0
     """Longest time until it is ready."""
 
 
@@ -41,7 +43,9 @@ class AgentConfig:
     """Source of the answers to a prompt: the model directly, or an agent that calls the model, possibly often, and works
     with its replies."""
 
-    kind: str = "inline"
+    kind: Annotated[str, Choices("inline", "python", "command", "environment", "mcp", "verifiers", "openenv")] = (
+        "inline"
+    )
     """`inline`: the model, or what `rollout.agent` names, in the rollout rank. `python`: a function, `agent.target`.
     `command`: any program, `agent.command`. These two ask the model over an endpoint in the form of OpenAI's, of which
     they find URL and key in the environment. `environment`: a world that the model acts in, `agent.target`, in the rollout
@@ -59,33 +63,33 @@ class AgentConfig:
     """Of kind `verifiers`: its environment's configuration, such as `{taskset: {id: my_taskset}}`. Of kind `openenv`:
     `base_url`, and if wanted `action` (which key of an action is what the model writes; by default `message`), `observation`
     (which key of an observation the model reads; by default all of it) and `reset` (arguments)."""
-    sandbox: str | None = None
+    sandbox: Annotated[str | None, Choices("bubblewrap", "unshare", "none")] = None
     """Sandbox of `agent.command` and shells: `bubblewrap` (no network; of the files the system's programs, the
     interpreter and what `agent.command` names, read-only, and a folder of the episode), `unshare` (no network; the files are
     the user's, all of them), or `none`. A command finds the model at `127.0.0.1:8000`."""
-    sandbox_read: list[str] = field(default_factory=list)
+    sandbox_read: Annotated[list[str], FREE] = field(default_factory=list)
     """Further files and folders that bubblewrap shows, read-only; `~` is the home folder. What lies in them is readable for
     the model, too, except the run folder and the files of `data`: these are hidden, unless they are named here themselves."""
-    memory_mb: int = 8192
+    memory_mb: Annotated[int, COUNT, FREE] = 8192
     """Maximum memory of all processes of an episode in a sandbox. Measured about four times a second: in between an episode
     may use more, and each process may map four times as much. Memory files (`memfd_create`) count where they are mapped."""
-    disk_mb: int = 8192
+    disk_mb: Annotated[int, COUNT, FREE] = 8192
     """Maximum disk space of an episode in a sandbox, its `/tmp` included, and the largest file. Measured about four times a
     second, less often where there are many files; a file that is open and has been deleted counts alone."""
     services: list[ServiceConfig] = field(default_factory=list)
     """Programs that agents need: once on each node of the group `agent`, or else once for each engine."""
-    python: str | None = None
+    python: Annotated[str | None, FREE] = None
     """Interpreter of the agent, with its packages; null is rlhpc's."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """For the agent, as `task.kwargs`; of kind `environment`, its constructor's arguments."""
-    episodes_per_rank: int = 8
+    episodes_per_rank: Annotated[int, COUNT, FREE] = 8
     """Episodes that run at a time on each rank that runs them, each in a separate process."""
-    timeout_s: float = 900.0
+    timeout_s: Annotated[float, POSITIVE, FREE] = 900.0
     """Longest time of an episode, from its start to its reward. One that takes longer is ended, with all that it has started,
     and is left out."""
-    max_turns: int = 40
+    max_turns: Annotated[int, COUNT] = 40
     """Maximum number of calls of the model in an episode."""
-    max_tokens: int = 32768
+    max_tokens: Annotated[int, COUNT] = 32768
     """Maximum number of tokens that the model writes in an episode; `rollout.max_new_tokens` bounds each turn."""
     roles: list[str] = field(default_factory=list)
     """Where several speak in an episode: names by which the agent calls the model, one for each. Each is a context of its own,
@@ -106,8 +110,8 @@ class TrainedAgentConfig(AgentConfig):
     """Several policies, such as a proposer's and a solver's: the name of each role's, `{proposer: asks, solver: answers}`.
     Each is a LoRA adapter of `actor.model` (`actor.lora`) with an optimizer of its own, and is trained on what its roles
     say. Empty: all roles speak by one policy."""
-    feedback_timeout_s: float = 0.0
+    feedback_timeout_s: Annotated[float, NOT_NEGATIVE, FREE] = 0.0
     """Of kind `python`, where rewards come after an episode has ended (`{"later": True}`): longest time until they have come.
     Without a reward by then an episode is left out. 0: no reward comes later."""
-    feedback_ahead: int = 16
+    feedback_ahead: Annotated[int, NOT_NEGATIVE, FREE] = 16
     """Prompts on each rollout rank that may wait for such rewards while others take their places in the step."""

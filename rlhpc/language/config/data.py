@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
+from rlhpc.config.constraints import COUNT, EVALUATION, FRACTION, NOT_NEGATIVE, Choices, Registered
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import meant
 
@@ -39,7 +40,7 @@ def suite_named(sections: Sequence[Section], name: str) -> Section:
 class SourceConfig:
     """Source of conversations, and their form as prompts."""
 
-    source: str = "jsonl"
+    source: Annotated[str, Registered("rlhpc.language.data.registry:SOURCES")] = "jsonl"
     """`jsonl`, `parquet`, `hdf5`, `hf` (a `datasets` folder on disk), `reasoning_gym`, `arithmetic`, `code`,
     `drawn` (pictures), `environment`, a registered name, or `module:Class`."""
     path: str | None = None
@@ -58,11 +59,11 @@ class SourceConfig:
     """Template of the question to the model; `{prompt}` is the question."""
     chat_template: bool = True
     """Formats the conversation with the tokenizer's template; false gives the model the bare text."""
-    size: int | None = None
+    size: Annotated[int | None, COUNT] = None
     """Number of problems taken (procedural sources: made)."""
-    seed: int = 0
+    seed: Annotated[int, NOT_NEGATIVE] = 0
     """Seed of procedural sources, and of the choice of `size` problems."""
-    eval_fraction: float = 0.0
+    eval_fraction: Annotated[float, FRACTION] = 0.0
     """Part that belongs to evaluation: training leaves it out, and evaluation takes it alone."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the source: `reasoning_gym`: {task: …, …}; `arithmetic`: {digits: 2, operators: "+"}; `drawn`: {tasks:
@@ -89,9 +90,9 @@ class EvalDataConfig(DataSourceConfig):
 
     name: str = "default"
     """Name of the suite."""
-    samples: int = 1
+    samples: Annotated[int, COUNT] = 1
     """Responses to each problem: pass@k for k up to this, and majority."""
-    temperature: float = 0.0
+    temperature: Annotated[float, NOT_NEGATIVE] = 0.0
     """Temperature of sampling; 0 is greedy."""
 
 
@@ -101,13 +102,13 @@ class DataConfig:
 
     train: DataSourceConfig = field(default_factory=DataSourceConfig)
     """Prompts of training, or demonstrations (sft)."""
-    eval: list[EvalDataConfig] = field(default_factory=list)
+    eval: Annotated[list[EvalDataConfig], EVALUATION] = field(default_factory=list)
     """Suites; `workflow.eval_suites` names those that the workflow and `runner.val_check_interval` evaluate on."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: Annotated[int, COUNT] = 1024
     """Longest prompt, in tokens."""
-    overlong_prompts: str = "drop"
+    overlong_prompts: Annotated[str, Choices("error", "drop")] = "drop"
     """Treatment of longer ones, which are found before the start: `drop`, or `error`, which names file and line."""
-    prompts_per_step: int = 32
+    prompts_per_step: Annotated[int, COUNT] = 32
     """Prompts of a step; each gets `algorithm.group_size` responses (sft: demonstrations of a step)."""
 
 
@@ -126,7 +127,7 @@ class HoldoutConfig:
 class SftDataConfig(DataConfig):
     """Data of training, of the held-out loss and of evaluation."""
 
-    holdout: HoldoutConfig = field(default_factory=HoldoutConfig)
+    holdout: Annotated[HoldoutConfig, EVALUATION] = field(default_factory=HoldoutConfig)
     """Rows of the held-out loss (`runner.val_check_interval`)."""
 
 
@@ -166,14 +167,14 @@ class PreferenceDataConfig:
 
     train: PreferenceSourceConfig = field(default_factory=PreferenceSourceConfig)
     """Pairs, or responses with labels, of training."""
-    eval: list[PreferenceSuiteConfig] = field(default_factory=list)
+    eval: Annotated[list[PreferenceSuiteConfig], EVALUATION] = field(default_factory=list)
     """Suites; `workflow.eval_suites` names those that the workflow and `runner.val_check_interval` evaluate on."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: Annotated[int, COUNT] = 1024
     """Longest prompt, in tokens."""
-    overlong_prompts: str = "drop"
+    overlong_prompts: Annotated[str, Choices("error", "drop")] = "drop"
     """Treatment of longer ones, and of rows that do not fit into `actor.max_tokens_per_micro_batch`: `drop`, or `error`,
     which names file and line."""
-    prompts_per_step: int = 32
+    prompts_per_step: Annotated[int, COUNT] = 32
     """Pairs, or responses with labels, of a step."""
 
 

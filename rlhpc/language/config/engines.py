@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from rlhpc.config.constraints import (
+    COUNT,
+    ENGINE_DTYPES,
+    FREE,
+    INTERVAL_OR_0,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Range,
+    Registered,
+)
 from rlhpc.config.sections import WeightSyncConfig
 
 
@@ -12,14 +22,14 @@ from rlhpc.config.sections import WeightSyncConfig
 class ServingConfig:
     """Memory and precision of an engine for a language model."""
 
-    max_batch_size: int | None = None
+    max_batch_size: Annotated[int | None, COUNT, FREE] = None
     """Sequences that a rank makes at a time; null takes vLLM's own number for an accelerator, and 64 otherwise."""
-    max_model_len: int | None = None
+    max_model_len: Annotated[int | None, COUNT] = None
     """Longest prompt and response together; null takes the model's context."""
-    dtype: str = "auto"
+    dtype: Annotated[str, ENGINE_DTYPES] = "auto"
     """Precision of the engine's weights: float32, bfloat16, float16, or auto: the model's `dtype`, as it is on the engine's
     device."""
-    gpu_memory_utilization: float = 0.6
+    gpu_memory_utilization: Annotated[float, Range(0, 1, above=True), FREE] = 0.6
     """Fraction of the accelerator's memory that vLLM takes."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the engine's constructor."""
@@ -29,9 +39,9 @@ class ServingConfig:
 class GenerationConfig(ServingConfig):
     """Engine and sampling of a language model."""
 
-    rollout_backend: str = "hf"
+    rollout_backend: Annotated[str, Registered("rlhpc.language.engines.registry:ENGINES")] = "hf"
     """Generation engine of language models: `hf`, `vllm`, or `module:Class`."""
-    max_new_tokens: int = 256
+    max_new_tokens: Annotated[int, COUNT] = 256
     """Maximum number of tokens of a response."""
 
 
@@ -39,13 +49,13 @@ class GenerationConfig(ServingConfig):
 class EngineConfig(GenerationConfig):
     """Engine of a model that answers: in evaluation, and in training on its answers."""
 
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(0, 1, above=True)] = 1.0
     """Nucleus sampling (top-p); 1 is off."""
-    top_k: int = -1
+    top_k: Annotated[int, Range(1, also=(-1, "off"))] = -1
     """Number of most likely tokens kept in sampling; -1 is off."""
-    max_turns: int = 1
+    max_turns: Annotated[int, COUNT] = 1
     """Maximum number of turns of a multi-turn episode (`rollout.agent`)."""
-    agent: str | None = None
+    agent: Annotated[str | None, Registered("rlhpc.language.agents.registry:AGENTS")] = None
     """Multi-turn episodes with tools: a registered name, or `module:Class`; null is one response a prompt."""
 
 
@@ -53,7 +63,7 @@ class EngineConfig(GenerationConfig):
 class EngineParallelConfig:
     """Ranks of an engine, and the division of the model among them (`rollout_backend: vllm`)."""
 
-    tensor: int | None = None
+    tensor: Annotated[int | None, COUNT] = None
     """Ranks over which each layer of an engine is divided; null takes the accelerators that the placement gives a process
     (`rollout: 0-7:0-3` is four engines of two ranks)."""
     expert: bool = False
@@ -64,15 +74,15 @@ class EngineParallelConfig:
 class GrpoRolloutConfig(WeightSyncConfig, EngineConfig):
     """The rollout group."""
 
-    parallel: EngineParallelConfig = field(default_factory=EngineParallelConfig)
+    parallel: Annotated[EngineParallelConfig, FREE] = field(default_factory=EngineParallelConfig)
     """Engines of several ranks."""
-    temperature: float = 1.0
+    temperature: Annotated[float, NOT_NEGATIVE] = 1.0
     """Temperature of sampling in training; the losses use the same."""
-    probe_interval: int = 10
+    probe_interval: Annotated[int, INTERVAL_OR_0] = 10
     """Versions of the weights between two probes: engine and trainer score a fixed text, and a difference that rounding does
     not explain ends the run. The first two versions are looked at as well; 0 leaves only version 0. What is compared at the
     start of a run does not depend on it."""
-    probe_tolerance: float | None = None
+    probe_tolerance: Annotated[float | None, POSITIVE] = None
     """How far the text's log-probs may differ, a token on average; null is 0.001 in float32 (on an accelerator 0.02);
     in half precision, and for the changed weights of the start, six times what the trainer finds rounding to make of it."""
     merge_adapters: bool = True

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from rlhpc.config.constraints import ATTENTION, DTYPES, FREE, NOT_NEGATIVE
 
 
 @dataclass
@@ -12,10 +14,10 @@ class PretrainedConfig:
 
     model_path: str | None = None
     """A Hugging Face folder or hub name, with its tokenizer."""
-    dtype: str = "auto"
+    dtype: Annotated[str, DTYPES] = "auto"
     """Precision of weights and computation: float32, bfloat16, or auto: bfloat16 on an accelerator that computes in it, else
     float32."""
-    attn_implementation: str = "sdpa"
+    attn_implementation: Annotated[str, ATTENTION] = "sdpa"
     """Attention of transformers: sdpa, eager or flash_attention_2."""
     trust_remote_code: bool = False
     """Runs code that comes with the model."""
@@ -38,9 +40,11 @@ class LanguageModelConfig(FrozenModelConfig):
     dtype: str = "auto"
     """Precision of the computation: float32, bfloat16 (mixed precision: fp32 master weights), or auto: bfloat16 on an
     accelerator that computes in it, else float32."""
-    gradient_checkpointing: bool = False
+    attn_implementation: Annotated[str, FREE] = "sdpa"
+    """Attention of transformers: sdpa, eager or flash_attention_2."""
+    gradient_checkpointing: Annotated[bool, FREE] = False
     """Recomputes activations in the backward pass, which saves memory."""
-    router_aux_loss_coef: float = 0.0
+    router_aux_loss_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the loss that has the routers of a mixture of experts choose all of them about equally often."""
     freeze_vision: bool = False
     """Leaves the part of a vision-language model that looks at pictures as it is; its weights are sent to the engine once."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from omegaconf import II
 
+from rlhpc.config.constraints import COUNT, FREE, NOT_NEGATIVE, Choices, Registered
 from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, LoraConfig, OptimConfig, ParallelConfig
 from rlhpc.language.config.models import LanguageModelConfig, PolicyModelConfig
 
@@ -22,9 +24,9 @@ class LanguageOptimConfig(OptimConfig):
     """Added to the denominator, for numerical stability."""
     clip_grad: float | None = 1.0
     """Largest gradient norm; null does not clip."""
-    lr_warmup_steps: int = 0
+    lr_warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Steps over which the learning rate rises from 0."""
-    lr_scheduler: str = "constant"
+    lr_scheduler: Annotated[str, Choices("constant", "linear", "cosine")] = "constant"
     """Course of the learning rate after the warm-up, until the end of the run: constant, linear (to 0) or cosine (to
     0)."""
 
@@ -33,26 +35,26 @@ class LanguageOptimConfig(OptimConfig):
 class LanguageActorConfig:
     """The actor group: training."""
 
-    training_backend: str = "local"
+    training_backend: Annotated[str, FREE, Registered("rlhpc.training.registry:BACKENDS")] = "local"
     """`local` (all weights on each rank, gradients summed over the ranks), `fsdp`, `deepspeed`, or `module:Class`."""
     model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
     """The model."""
     optim: LanguageOptimConfig = field(default_factory=LanguageOptimConfig)
     """The optimizer."""
-    max_tokens_per_micro_batch: int = 16384
+    max_tokens_per_micro_batch: Annotated[int, COUNT, FREE] = 16384
     """Maximum number of tokens, padding included, in one forward and backward pass on a rank."""
-    use_remove_padding: bool = True
+    use_remove_padding: Annotated[bool, FREE] = True
     """Sequence packing: a model that supports it (with `sdpa`) reads samples as one row without padding, rather than those of
     similar length as a rectangle."""
-    enable_dp_load_balance: bool = True
+    enable_dp_load_balance: Annotated[bool, FREE] = True
     """Load balance: samples change ranks before each optimizer step, so that all ranks have about equal work."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters."""
-    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    fsdp: Annotated[FsdpConfig, FREE] = field(default_factory=FsdpConfig)
     """Options of FSDP2."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: Annotated[ParallelConfig, FREE] = field(default_factory=ParallelConfig)
     """Division of the model over ranks by `fsdp`."""
-    deepspeed: DeepspeedConfig = field(default_factory=DeepspeedConfig)
+    deepspeed: Annotated[DeepspeedConfig, FREE] = field(default_factory=DeepspeedConfig)
     """Options of DeepSpeed."""
 
 
@@ -62,9 +64,9 @@ class GrpoActorConfig(LanguageActorConfig):
 
     model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
     """The model."""
-    global_batch_size: int | None = None
+    global_batch_size: Annotated[int | None, COUNT] = None
     """Responses of one optimizer step, over all ranks; null takes all responses of a step, for one optimizer step an epoch."""
-    offload_in_rollout: bool = False
+    offload_in_rollout: Annotated[bool, FREE] = False
     """Collocated: moves the actor to the host while the rollout ranks generate, and these away while it trains."""
 
 
@@ -125,11 +127,11 @@ class CriticConfig(LanguageActorConfig):
     """The value model."""
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
     """The optimizer."""
-    global_batch_size: int | None = II("actor.global_batch_size")
+    global_batch_size: Annotated[int | None, COUNT] = II("actor.global_batch_size")
     """Responses of one optimizer step, over all ranks; null takes all responses of a step."""
-    update_epochs: int = II("algorithm.update_epochs")
+    update_epochs: Annotated[int, COUNT] = II("algorithm.update_epochs")
     """Passes over each rollout."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Steps at the start of the run in which the critic alone is trained."""
 
 

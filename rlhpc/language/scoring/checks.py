@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc.config.constraints import Fail, check_choice, check_name
+from rlhpc.config.schema import keys_of
 from rlhpc.config.typed import mapping, plain, typed, untouched
-from rlhpc.language.config.scoring import JUDGE_RANGES, JudgeConfig
+from rlhpc.language.config.scoring import JudgeConfig
 from rlhpc.language.engines.registry import ENGINES
 from rlhpc.language.scoring.groups import (
     AGENT,
@@ -41,10 +42,6 @@ if TYPE_CHECKING:
     from rlhpc.language.scoring.registry import ScoringGroup
 
 
-MODES = ("grade", "compare")
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
 def is_judge(group: ScoringGroup) -> bool:
     """Returns whether a language model rates the answers of this group."""
     return group.scorer.lower() == "judge"
@@ -70,12 +67,16 @@ def section_of(cfg: GrpoConfig, group: ScoringGroup) -> JudgeConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{where}: {str(error).strip().splitlines()[0]}") from None
     section = typed(JudgeConfig, merged)
-    for name, allowed in JUDGE_RANGES.items():
+    keys = keys_of(JudgeConfig)
+    ranges = {name: key.range for name, key in keys.items() if key.range is not None}
+    for name, allowed in ranges.items():
         value = merged[name]
         if isinstance(value, (int, float)) and (not math.isfinite(value) or value not in allowed):
             raise ConfigError(f"{where}.{name} is {value!r}; {allowed.rule()}")
-    for name, words in (("mode", MODES), ("dtype", _DTYPES)):
-        check_choice(f"{where}.{name}", str(merged[name]), words, lambda key, rule: ConfigError(f"{key}: {rule}"))
+    for name in ("mode", "dtype"):
+        check_choice(
+            f"{where}.{name}", str(merged[name]), keys[name].choices, lambda key, rule: ConfigError(f"{key}: {rule}")
+        )
     return section
 
 

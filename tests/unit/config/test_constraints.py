@@ -13,7 +13,6 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rlhpc.config.constraints import RANGES as COMMON
 from rlhpc.config.constraints import Range
 from rlhpc.runs.checks import validate
 from rlhpc.runs.configuration import load_config
@@ -49,13 +48,15 @@ def numbers(cls: type, prefix: str = "") -> Iterator[tuple[str, bool]]:
 
 
 KINDS = {kind.name: kind for kind in all_kinds()}
-RANGES = {key: allowed for kind in KINDS.values() for key, allowed in {**COMMON, **kind.checks.ranges}.items()}
+RANGES = {
+    path: key.range for kind in KINDS.values() for path, key in kind.keys.by_path.items() if key.range is not None
+}
 NUMBERS = {name: dict(numbers(kind.config)) for name, kind in KINDS.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_each_number_has_one(kind: TaskType[Any]) -> None:
-    assert set(NUMBERS[kind.name]) <= set(COMMON) | set(kind.checks.ranges)
+    assert set(NUMBERS[kind.name]) == {path for path, key in kind.keys.by_path.items() if key.range is not None}
     assert len(NUMBERS[kind.name]) > 40
 
 

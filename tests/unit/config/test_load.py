@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 
 from rlhpc.config import config_to_yaml
-from rlhpc.config.constraints import RANGES, null_numbers
+from rlhpc.config.constraints import null_numbers
 from rlhpc.config.merge import ConfigLayers
 from rlhpc.reference import render_config
 from rlhpc.runs.configuration import load_config
@@ -59,7 +59,7 @@ def test_minimal(write: typing.Callable[..., Path]) -> None:
 @pytest.mark.parametrize("kind", all_kinds(), ids=lambda kind: kind.name)
 def test_null_is_none_for_every_interval(kind: TaskType[Any]) -> None:
     """The number that an interval has for none may be written as null; elsewhere null is refused in one sentence."""
-    nulls = null_numbers({**RANGES, **kind.checks.ranges})
+    nulls = null_numbers(kind.keys.by_path)
     intervals = [key for key in kind.schema.keys if key.endswith("_interval")]
     assert "runner.save_interval" in intervals and set(intervals) <= set(nulls)
     for key in nulls:

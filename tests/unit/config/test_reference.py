@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
 from rlhpc.config.constraints import Range
 from rlhpc.config.reference import render
+from rlhpc.config.schema import tree_of
 
 
 @dataclass
@@ -74,8 +76,10 @@ class SweepFile:
 
 def page() -> list[str]:
     """Returns the lines of the page of two kinds of runs and a file."""
-    ranges = {"runner.optim.lr": Range(0.0, 1.0)}
-    return render({"base": (Base, ranges), "other": (Other, {})}, {"sweep": SweepFile}).splitlines()
+    keys = tree_of(Base)
+    lr = dataclasses.replace(keys["runner.optim.lr"], range=Range(0.0, 1.0))
+    kinds = {"base": (Base, {**keys, "runner.optim.lr": lr}), "other": (Other, tree_of(Other))}
+    return render(kinds, {"sweep": SweepFile}).splitlines()
 
 
 def section(name: str) -> list[str]:

@@ -1,0 +1,220 @@
+"""JSON schema of configuration files (draft 2020-12), by which editors complete and check YAML.
+
+It follows the loader: unknown keys are refused, null stands where a key takes it, a text with `${…}` may stand for any value,
+and names that plugins can add are open. YAML 1.2 reads `1_000` and `yes` as texts, the loader as a number and a boolean: texts
+of these forms are accepted.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from omegaconf import MISSING
+
+from rlhpc.config.schema import ConfigKey, element_of, fields_of, tree_of
+from rlhpc.config.sites import SiteConfig
+from rlhpc.config.sweep import SWEEP, SweepConfig
+from rlhpc.runtime.key_metadata import Range
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+#: Name under which the schema of site files is written.
+SITE = "site"
+_INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
+_TEXTS = {
+    bool: r"^([Yy]es|YES|[Nn]o|NO|[Tt]rue|TRUE|[Ff]alse|FALSE|[Oo]n|ON|[Oo]ff|OFF)$",
+    int: r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$",
+    float: r"^[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9_]+)([eE][-+]?[0-9]+)?$",
+}
+_TYPES = {bool: "boolean", int: "integer", float: "number"}
+
+Schema = dict[str, Any]
+
+
+class KeyTree(Protocol):
+    """Keys and sections of a task type."""
+
+    @property
+    def tree(self) -> Mapping[str, ConfigKey]:
+        """Each by path."""
+
+
+class TaskTypeKeys(Protocol):
+    """Name and keys of a task type."""
+
+    @property
+    def name(self) -> str:
+        """Its name in `runner.task_type`."""
+
+    @property
+    def config(self) -> type:
+        """Dataclass of its configuration."""
+
+    @property
+    def keys(self) -> KeyTree:
+        """Its keys and sections."""
+
+
+def task_type_schema(kinds: Sequence[TaskTypeKeys]) -> Schema:
+    """Returns the schema of the configuration files of one task type, or of several, of which `runner.task_type` picks one.
+
+    A file without `runner.task_type` may be of any of them: it may be a part of another file (`defaults`).
+    """
+    sections = _Sections()
+    references = {kind.name: sections.root(kind.name, kind.config, kind.keys.tree) for kind in kinds}
+    head = {"$schema": DRAFT, "title": f"rlhpc configuration ({', '.join(references)})", "type": "object"}
+    if len(references) == 1:
+        return {**head, **next(iter(references.values())), "$defs": sections.definitions}
+    is_named = {"properties": {"runner": {"required": ["task_type"]}}, "required": ["runner"]}
+    branches = [
+        {
+            "if": {"properties": {"runner": {"properties": {"task_type": {"const": name}}}}},
+            "then": reference,
+        }
+        for name, reference in references.items()
+    ]
+    return {
+        **head,
+        "if": is_named,
+        "then": {
+            "allOf": [{"properties": {"runner": {"properties": {"task_type": _task_type(references)}}}}, *branches]
+        },
+        "else": {"anyOf": list(references.values())},
+        "$defs": sections.definitions,
+    }
+
+
+def _task_type(names: Iterable[str]) -> Schema:
+    """Returns the schema of `runner.task_type`: a name, or the import path of a task type, whose keys are unknown here."""
+    return {"anyOf": [{"enum": list(names)}, {"type": "string", "pattern": r":|\$\{"}]}
+
+
+def site_schema() -> Schema:
+    """Returns the schema of site files."""
+    sections = _Sections()
+    reference = sections.root(SITE, SiteConfig, tree_of(SiteConfig))
+    title = "rlhpc site file"
+    return {"$schema": DRAFT, "title": title, "type": "object", **reference, "$defs": sections.definitions}
+
+
+class _Sections:
+    """Schemas of sections, each of which stands once in `$defs`.
+
+    Attributes:
+        definitions: Name → schema.
+    """
+
+    def __init__(self) -> None:
+        self.definitions: dict[str, Schema] = {}
+
+    def root(self, name: str, config: type, tree: Mapping[str, ConfigKey]) -> Schema:
+        """Adds the schema of a file and returns a reference to it."""
+        schema = self._properties(config, "", tree)
+        schema["properties"]["defaults"] = {
+            "description": "Files that are read first, relative to this one.",
+            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}],
+        }
+        if name != SITE:
+            sweep = self._define(SweepConfig.__name__, self._properties(SweepConfig, "", tree_of(SweepConfig)))
+            schema["properties"][SWEEP] = {"anyOf": [sweep, {"type": "null"}]}
+            task_type = schema["properties"]["runner"] = dict(schema["properties"]["runner"])
+            task_type["properties"] = {"task_type": {"const": name}}
+        return self._define(name, schema)
+
+    def _define(self, name: str, schema: Schema) -> Schema:
+        """Returns a reference to a definition, which is added under this name, or a numbered one if another schema has it."""
+        number = 1
+        while self.definitions.setdefault(label := f"{name}{number if number > 1 else ''}", schema) != schema:
+            number += 1
+        return {"$ref": f"#/$defs/{label}"}
+
+    def _properties(self, cls: type, prefix: str, tree: Mapping[str, ConfigKey]) -> Schema:
+        """Returns the schema of a section; the keys below it are in the tree under the prefix."""
+        properties = {name: self._key(tree[f"{prefix}{name}"], tree) for name in fields_of(cls)}
+        return {"type": "object", "properties": properties, "additionalProperties": False}
+
+    def _key(self, key: ConfigKey, tree: Mapping[str, ConfigKey]) -> Schema:
+        """Returns the schema of a key or section."""
+        if key.is_section:
+            section = self._define(key.type.__name__, self._properties(key.type, f"{key.path}.", tree))
+            return {"description": key.doc, **section}
+        if (element := element_of(key.type)) is not None:
+            item = self._define(element.__name__, self._properties(element, f"{key.path}[].", tree))
+            return {"description": describe(key), "type": "array", "items": item}
+        return {"description": describe(key), **_default(key), **_value(key)}
+
+
+def describe(key: ConfigKey) -> str:
+    """Formats the docstring of a key with its range and its default."""
+    words = [key.doc]
+    if key.range is not None and key.range.short():
+        words.append(f"Range: {key.range.short()}.")
+    if key.default == MISSING:
+        words.append("Required.")
+    return " ".join(words)
+
+
+def _default(key: ConfigKey) -> Schema:
+    return {} if key.default == MISSING else {"default": key.default}
+
+
+def _value(key: ConfigKey) -> Schema:
+    """Returns the schema of a value; a value of any type has an empty one."""
+    kind, is_nullable = _without_null(key.type)
+    if kind is Any:
+        return {}
+    names = key.names()
+    if key.choices:
+        any_case = "|".join("".join(_any_case(letter) for letter in word) for word in key.choices)
+        options: list[Schema] = [{"enum": list(key.choices)}, {"type": "string", "pattern": rf"^({any_case})$|\$\{{"}]
+    else:
+        options = [*([{"enum": names}] if names else []), *_of_type(kind, key.range)]
+    if key.range is not None and key.range.also is not None:
+        options += [{"const": key.range.also[0], "description": key.range.also[1]}, {"type": "null"}]
+    elif is_nullable:
+        options.append({"type": "null"})
+    return options[0] if len(options) == 1 else {"anyOf": options}
+
+
+def _any_case(letter: str) -> str:
+    if letter.isalpha():
+        return f"[{letter.upper()}{letter.lower()}]"
+    return letter if letter.isalnum() or letter in "_-" else f"\\{letter}"
+
+
+def _without_null(kind: Any) -> tuple[Any, bool]:
+    """Returns a type without `None`, and whether it allows that; a union of several types is `Any`."""
+    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+        return kind, False
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    return (parts[0] if len(parts) == 1 else Any), len(parts) < len(typing.get_args(kind))
+
+
+def _of_type(kind: Any, allowed: Range | None) -> list[Schema]:
+    """Returns the schemas of the forms in which a value of a type may be written."""
+    if kind in _TYPES:
+        return [{"type": _TYPES[kind], **_bounds(allowed)}, {"type": "string", "pattern": rf"{_TEXTS[kind]}|\$\{{"}]
+    if kind is str:
+        return [{"type": ["string", "number", "boolean"]}]  # a number without quotes is a text
+    if typing.get_origin(kind) is list:
+        return [{"type": "array", "items": _one_of(_of_type(typing.get_args(kind)[0], allowed))}, _INTERPOLATION]
+    if typing.get_origin(kind) is dict:
+        values = _of_type(typing.get_args(kind)[1], None)
+        return [{"type": "object", "additionalProperties": _one_of(values)}, _INTERPOLATION]
+    return [{}]
+
+
+def _one_of(options: Sequence[Schema]) -> Schema:
+    return options[0] if len(options) == 1 else {"anyOf": list(options)}
+
+
+def _bounds(allowed: Range | None) -> Schema:
+    """Returns the bounds of a range in the words of JSON schema."""
+    bounds: Schema = {}
+    if allowed is not None and allowed.low is not None:
+        bounds["exclusiveMinimum" if allowed.above else "minimum"] = allowed.low
+    if allowed is not None and allowed.high is not None:
+        bounds["exclusiveMaximum" if allowed.below else "maximum"] = allowed.high
+    return bounds
