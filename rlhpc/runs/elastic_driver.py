@@ -8,7 +8,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rlhpc.jobs.elastic.helper_job import submit
@@ -307,5 +306,5 @@ class Elastic:
             helpers.stop(again=again, killed=stop.exit_code > 128 and in_slurm_job(os.environ))
         self._attendance.close("its driver ended, and another takes the run up" if again else "the run ended")
         if self._helpers:
-            jobs = [asdict(job) for helpers in self._helpers for job in helpers.jobs]
+            jobs = [job.to_json() for helpers in self._helpers for job in helpers.jobs]
             update_provenance(self._paths, helpers=jobs)

@@ -49,6 +49,11 @@ class HelperJobRecord:
     leaving: float | None = None
     joined: int = 0
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns the record by its keys in files."""
+        keys = {field: key for key, field in _FIELDS.items()}
+        return {keys.get(name, name): value for name, value in asdict(self).items()}
+
     def hours(self, now: float) -> float:
         """Returns the hours of the budget that it has used."""
         return 0.0 if self.started is None else max(0.0, (self.finished or now) - self.started) / 3600 * self.counted
@@ -127,9 +132,7 @@ class HelperRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the file's content."""
-        keys = {field: key for key, field in _FIELDS.items()}
-        rows = [{keys.get(name, name): value for name, value in asdict(job).items()} for job in self.jobs.values()]
-        return {"format": 1, "earlier": self.earlier, "jobs": rows}
+        return {"format": 1, "earlier": self.earlier, "jobs": [job.to_json() for job in self.jobs.values()]}
 
     def live(self) -> list[HelperJobRecord]:
         """Returns the jobs that have not ended, oldest first."""
