@@ -234,7 +234,7 @@ def _last_valid(mask: Tensor) -> Tensor:
     return (positions == last) & mask
 
 
-def _discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+def _discount(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """Computes the reverse cumulative sum with γ over valid positions; skips masked-out ones."""
     out = torch.zeros_like(rewards)
     running = torch.zeros_like(rewards[:, 0])
@@ -265,7 +265,7 @@ def reinforce_plus_plus(
     per_token = scores[:, None] * _last_valid(mask)
     if kl is not None:
         per_token = per_token - kl_coef * kl * mask
-    returns = _discounted(per_token, mask, gamma)
+    returns = _discount(per_token, mask, gamma)
     mean, variance = _masked_moments(returns, mask, False, all_reduce)
     return (returns - mean) * variance.clamp(min=1e-8).rsqrt(), returns
 
@@ -277,7 +277,7 @@ def reinforce_plus_plus_baseline(*, kl: Tensor | None = None, **kw: Any) -> tupl
 
 def raw(*, rewards: Tensor, mask: Tensor, gamma: float, **_: Any) -> tuple[Tensor, Tensor]:
     """Computes the discounted return to go, without a baseline (Williams 1992)."""
-    returns = _discounted(rewards, mask, gamma)
+    returns = _discount(rewards, mask, gamma)
     return returns.clone(), returns
 
 

@@ -170,7 +170,7 @@ def _facts(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor) -> M
         return {"approx_kl": means[0], "clip_fraction": means[1], "ratio": means[2]}
 
 
-def _clipped(
+def _clip(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float, c: float | None
 ) -> tuple[Tensor, Metrics]:
     log_ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
@@ -201,7 +201,7 @@ def ppo(
 ) -> tuple[Tensor, Metrics]:
     """Computes max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high)) (Schulman et al. 2017); where A < 0, min of that and −A·c (Ye et
     al. 2020)."""
-    return _clipped(logprobs - old_logprobs, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    return _clip(logprobs - old_logprobs, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
 
 
 def gspo(
@@ -220,7 +220,7 @@ def gspo(
     token = (logprobs - old_logprobs).masked_fill(~mask, 0)
     sequence = token.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     log_ratio = sequence.detach() + logprobs - logprobs.detach()
-    return _clipped(log_ratio, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    return _clip(log_ratio, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
 
 
 def cispo(
@@ -252,7 +252,7 @@ def decoupled_ppo(
             "loss_type 'decoupled_ppo' needs proximal_logprobs beside old_logprobs (the behaviour policy's)"
         )
     log_ratio = logprobs - proximal_logprobs
-    loss, metrics = _clipped(log_ratio, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    loss, metrics = _clip(log_ratio, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     weight = _ratio(proximal_logprobs - old_logprobs).detach()
     if behave_weight_cap is not None:
         weight = weight.clamp(max=behave_weight_cap)

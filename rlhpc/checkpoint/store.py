@@ -293,7 +293,7 @@ def find_resumable(paths: RunPaths, resume_dir: str | Path | None) -> Resumable:
         with contextlib.suppress(OSError):  # a read-only run folder can still be resumed from
             clean_leftovers(paths)
         return newest_valid(paths)
-    path = _named(paths, expand_home(resume_dir))
+    path = _format_names(paths, expand_home(resume_dir))
     require_valid(path, hint="or take the newest sound checkpoint with: rlhpc train <config> runner.resume_dir=auto")
     return Resumable(path, int(read_manifest(path)["global_step"]))
 
@@ -322,7 +322,7 @@ def require_valid(checkpoint: Path, *, hint: str = "", checksums: bool = True) -
         raise CheckpointError(f"checkpoint {checkpoint} cannot be used: {faults_text}{advice}")
 
 
-def _named(paths: RunPaths, requested: Path) -> Path:
+def _format_names(paths: RunPaths, requested: Path) -> Path:
     candidates = [requested.absolute()]
     if len(requested.parts) == 1:
         candidates.append(paths.checkpoints / requested)

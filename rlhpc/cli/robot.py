@@ -77,12 +77,12 @@ def _invite(args: argparse.Namespace) -> int:
     print(
         f"{output}: a key for {place.robot} (slot {place.slot}), for one joining within {args.minutes:g} minutes. Take it "
         f"there (scp {output} ROBOT:), and there:\n"
-        f"  rlhpc robot serve {output.name} --robot MODULE:CLASS --ssh {_reached(place)}"
+        f"  rlhpc robot serve {output.name} --robot MODULE:CLASS --ssh {_find_driver(place)}"
     )
     return 0
 
 
-def _reached(place: Any) -> str:
+def _find_driver(place: Any) -> str:
     return f"{place.node}" if place.address.startswith("127.") else "LOGIN_NODE"
 
 

@@ -135,11 +135,11 @@ def _train(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         code = 130
     if code != 0:
-        print(_stopped(args, cfg), file=sys.stderr)
+        print(_describe_stop(args, cfg), file=sys.stderr)
     return code
 
 
-def _stopped(args: argparse.Namespace, cfg: RunConfig) -> str:
+def _describe_stop(args: argparse.Namespace, cfg: RunConfig) -> str:
     """Returns the text about a run that was asked to end: its saved steps, and how to continue."""
     from rlhpc.config import total_steps
     from rlhpc.jobs.signals import MAX_RESTARTS

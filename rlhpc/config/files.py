@@ -60,11 +60,11 @@ def read_files(config: ConfigSource, trust: Trust | None = None) -> list[tuple[s
     """
     if isinstance(config, Mapping):
         name = source_name(config)
-        return _with_defaults(name, _written(config, name), Path.cwd(), (), trust)
+        return _resolve_defaults(name, _as_if_read(config, name), Path.cwd(), (), trust)
     return _read(find_config(config), (), trust)
 
 
-def _written(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _as_if_read(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns the content of a mapping as if it had been read from a file."""
     text = yaml.dump(plain_value(config, name), Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True)
     try:
@@ -78,10 +78,10 @@ def _read(path: Path, chain: tuple[Path, ...], trust: Trust | None) -> list[tupl
     if path in chain or len(chain) > _MAX_DEPTH:
         raise ConfigError(f"{path}: `defaults` go round in a circle: {' → '.join(p.name for p in (*chain, path))}")
     content = _content(path, f"{chain[-1]}: defaults: " if chain else "")
-    return _with_defaults(str(path), content, path.parent, (*chain, path), trust)
+    return _resolve_defaults(str(path), content, path.parent, (*chain, path), trust)
 
 
-def _with_defaults(
+def _resolve_defaults(
     path: str, content: dict[str, Any], folder: Path, chain: tuple[Path, ...], trust: Trust | None
 ) -> list[tuple[str, dict[str, Any]]]:
     """Returns the files that a content names under `defaults`, relative to a folder, and then the content itself."""

@@ -83,7 +83,7 @@ def read_layers(
     """
     name = source_name(config)
     env_references.watch()
-    files, overrides = _without_sweep(read_files(config, trust), overrides, name)
+    files, overrides = _drop_sweep(read_files(config, trust), overrides, name)
     task, origin = read_task_type(files, overrides)
     if trust is not None:
         trust.check({"runner": {"task_type": task}}, origin)  # before anything that it names is imported
@@ -91,7 +91,7 @@ def read_layers(
     layers = ConfigLayers(kind.schema, kind.whose, null_numbers(kind.by_path))
     for source, content in files:
         layers.add(
-            _without_removed_keys(content, kind.schema),
+            _drop_removed_keys(content, kind.schema),
             source,
             lenient=set(content) >= _ONCE_SAVED,
             variables=trust is None or trust.everything,
@@ -107,7 +107,7 @@ def read_layers(
     return layers
 
 
-def _without_sweep(
+def _drop_sweep(
     files: Sequence[tuple[str, Any]], overrides: Sequence[str], source: str
 ) -> tuple[list[tuple[str, Any]], list[str]]:
     """Returns files and overrides without their sweep sections, for a configuration whose sweep is removed (`sweep=null`)."""
@@ -123,7 +123,7 @@ def _without_sweep(
     return run_files, [text for text in overrides if not is_about_sweep(text)]
 
 
-def _without_removed_keys(content: Any, schema: Schema) -> Any:
+def _drop_removed_keys(content: Any, schema: Schema) -> Any:
     """Returns a saved configuration without the keys that this task type no longer has; any other configuration unchanged."""
     runner = content.get("runner") if isinstance(content, dict) else None
     if not isinstance(runner, dict) or not set(runner) >= ALWAYS_SAVED:

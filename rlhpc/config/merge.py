@@ -86,7 +86,9 @@ class ConfigLayers:
             try:
                 if (cls := element_of(self.schema.kind(path))) is not None:
                     self.element_keys[path] = [{*item} if isinstance(item, dict) else set() for item in value]
-                    value = [_structured(item, cls, f"{path}[{index}]", source) for index, item in enumerate(value)]
+                    value = [
+                        _build_list_item(item, cls, f"{path}[{index}]", source) for index, item in enumerate(value)
+                    ]
                 if path in self.schema.open and isinstance(value, dict):
                     # A later file replaces the complete mapping, because the user chooses its keys.
                     OmegaConf.update(self.cfg, node, value, merge=False)
@@ -127,7 +129,7 @@ class ConfigLayers:
         node = OmegaConf.select(self.cfg, parent)
         entries = typing.cast(dict[str, Any], OmegaConf.to_container(node) if node else {})
         if parent == "cluster.component_placement":
-            entries = _placed(entries, subkey, value)
+            entries = _move_components(entries, subkey, value)
         elif parent == "sweep.grid":
             entries[subkey] = value  # its keys are dotted themselves
         else:
@@ -187,7 +189,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not equals or not key:
         raise ConfigError(f"override {short_repr(text)}: write key=value, for example runner.max_steps=20")
     try:
-        return key, _written_value(raw.strip()) if raw.strip() else None
+        return key, _parse_override_value(raw.strip()) if raw.strip() else None
     except ValueError as error:
         raise ConfigError(f"override {cut(key)}=…: the value is {error}") from None
     except yaml.YAMLError:
@@ -196,7 +198,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         ) from None
 
 
-def _written_value(text: str) -> Any:
+def _parse_override_value(text: str) -> Any:
     """Reads an override's value. A value without quotes, list or mapping is taken as text in full, without comments or line
     breaks.
     """
@@ -229,7 +231,7 @@ def _select_known(content: Any, cls: Any) -> Any:
     return selected
 
 
-def _structured(item: dict[str, Any], cls: type, where: str, source: str) -> DictConfig:
+def _build_list_item(item: dict[str, Any], cls: type, where: str, source: str) -> DictConfig:
     """Returns one element of a list of sections, typed."""
     section = untouched(cls)
     fields = fields_of(cls)
@@ -250,7 +252,7 @@ def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
     return typing.cast(dict[str, Any], value)
 
 
-def _placed(placement: dict[str, Any], components: str, value: Any) -> dict[str, Any]:
+def _move_components(placement: dict[str, Any], components: str, value: Any) -> dict[str, Any]:
     """Returns a placement with some components moved: `env=1` removes env from `actor,rollout,env: 0`."""
     moved = {name.strip() for name in components.split(",")}
     placed = {}

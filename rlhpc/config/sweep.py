@@ -133,7 +133,7 @@ def read_section(
     for source, content in [*sections, *(("", text) for text in changes)]:
         key, value = (SWEEP, content) if source else parse_override(content)
         source = source or f"override {short_repr(content)}"
-        value = _typed(key, value, run_keys)
+        value = _convert_types(key, value, run_keys)
         if key != SWEEP:
             sweep = sweep or (ConfigLayers(Schema(SweepFile)), source)
             sweep[0].set(key, value, f"override {short_repr(content)}")
@@ -149,7 +149,7 @@ def read_section(
     return SweepConfig(**plain), source
 
 
-def _typed(key: str, value: Any, run_keys: Schema | None) -> Any:
+def _convert_types(key: str, value: Any, run_keys: Schema | None) -> Any:
     """Gives the values of a sweep the types of their keys."""
 
     def typed(run_key: Any, content: Any, *, is_list: bool = False) -> Any:
@@ -169,7 +169,7 @@ def _typed(key: str, value: Any, run_keys: Schema | None) -> Any:
             for entry in value
         ]
     if key == SWEEP and isinstance(value, dict):
-        return {name: _typed(f"{SWEEP}.{name}", content, run_keys) for name, content in value.items()}
+        return {name: _convert_types(f"{SWEEP}.{name}", content, run_keys) for name, content in value.items()}
     return value
 
 
@@ -197,7 +197,7 @@ def points(section: SweepConfig, source: str, overrides: Sequence[str] = ()) -> 
     if section.metric is not None and not re.fullmatch(r"[\w.-]+/[\w./-]+", section.metric):
         raise fail("metric", f"it is {short_repr(section.metric)}; write a metric's name, such as eval/return_mean")
     seeds = _seeds(section, fail)
-    combinations = _listed(section.list, fail) if section.list else _combined(section.grid, fail)
+    combinations = _listed(section.list, fail) if section.list else _combine(section.grid, fail)
     if not seeds and not section.grid and not section.list:
         raise fail("", "it is empty; give it a grid, a list or seeds (or sweep=null for the single run)")
     varied = {key for _, values in combinations for key in values} | ({_SEED} if seeds else set())
@@ -227,7 +227,7 @@ def _seeds(section: SweepConfig, fail: Any) -> list[int]:
     return [*section.seeds]
 
 
-def _combined(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
+def _combine(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
     """Returns name and values of every combination."""
     count = 1
     for key, values in grid.items():

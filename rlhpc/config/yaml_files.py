@@ -56,7 +56,7 @@ def _mapping(loader: UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
         if key_node.tag == _MERGE:
             if merged is not None:
                 raise yaml.constructor.ConstructorError(None, None, "key '<<' is given twice", key_node.start_mark)
-            merged = _merged(loader, value_node)
+            merged = _merge_anchor(loader, value_node)
             continue
         key = loader.construct_object(key_node, deep=True)
         if isinstance(key, (list, dict)):
@@ -67,7 +67,7 @@ def _mapping(loader: UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
     return {**(merged or {}), **local}
 
 
-def _merged(loader: UniqueKeys, node: yaml.Node) -> dict[Any, Any]:
+def _merge_anchor(loader: UniqueKeys, node: yaml.Node) -> dict[Any, Any]:
     """Merges the value of `<<`: a mapping, or a list of mappings of which the first has precedence."""
     merged: dict[Any, Any] = {}
     for part in reversed(node.value) if isinstance(node, yaml.SequenceNode) else (node,):

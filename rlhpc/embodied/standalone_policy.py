@@ -34,7 +34,7 @@ _WRAPPERS = {
 }
 
 
-def _listed(wrappers: dict[str, list[str]]) -> str:
+def _format_entries(wrappers: dict[str, list[str]]) -> str:
     """Formats a dict as Python source, one line per entry."""
     return "{\n" + "".join(f"    {name!r}: {path!r},\n" for name, path in wrappers.items()) + "}"
 
@@ -257,7 +257,7 @@ if __name__ == "__main__":
         main()
     except PolicyError as error:
         fail(error)
-'''.replace("@WRAPPERS@", _listed(_WRAPPERS)).replace("@INTERFACE@", _INTERFACE)
+'''.replace("@WRAPPERS@", _format_entries(_WRAPPERS)).replace("@INTERFACE@", _INTERFACE)
 
 
 def wrapper_files(env: Any) -> dict[str, bytes]:

@@ -290,7 +290,7 @@ def _oversubscribed(nodes: Sequence[PlannedNode], placements: Mapping[str, Seque
             if len(users) != 1:
                 sharing.setdefault(tuple(dict.fromkeys(u.rpartition("-")[0] for u in users)), []).append(index)
         for groups, indices in sharing.items():
-            subject = f"{node.name}: {_numbered('accelerator', indices)}"
+            subject = f"{node.name}: {_format_ranges('accelerator', indices)}"
             if not groups:
                 warnings.append(f"{subject}: nobody uses {'them' if len(indices) > 1 else 'it'}")
             elif len(groups) == 1:
@@ -322,7 +322,7 @@ def render_plan(plan: JobPlan) -> str:
     ]
     if slurm:
         for component in plan.components:
-            nodes = _numbered("node", component.nodes)
+            nodes = _format_ranges("node", component.nodes)
             lines += ["", f"# component {component.index}: {component.label}, {nodes}", *component.directives]
         for job, options in plan.workflow_jobs.items():
             words = ", ".join(f"{key} {value}" for key, value in options.items()) or "the default partition"
@@ -335,7 +335,7 @@ def render_plan(plan: JobPlan) -> str:
         lines += ["", *helpers.lines()]
     lines += ["", "steps", f"  driver: {'the batch step' if slurm else 'this process'}, {plan.nodes[0].name}"]
     for step in plan.steps:
-        ranks = _numbered("rank", step.ranks)
+        ranks = _format_ranges("rank", step.ranks)
         if slurm:
             lines += [f"  {step.group}: {ranks}", f"    SLURM_HOSTFILE: {' '.join(step.hosts)}"]
             lines.append(f"    {shlex.join(step.argv)}")
@@ -361,7 +361,7 @@ def _some(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _numbered(noun: str, numbers: Sequence[int]) -> str:
+def _format_ranges(noun: str, numbers: Sequence[int]) -> str:
     """Formats numbers as ranges: [0, 1, 2, 5] → `nodes 0-2,5`."""
     runs: list[list[int]] = []
     for n in numbers:

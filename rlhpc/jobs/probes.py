@@ -232,7 +232,7 @@ def _leader(job_id: str) -> str:
     return job_id.strip().partition("+")[0]
 
 
-def _answered(answer: CommandOutput) -> bool:
+def _has_answered(answer: CommandOutput) -> bool:
     """Returns whether Slurm answered: "Invalid job id", if it has forgotten all of the jobs, is an answer too."""
     return answer.ok or any("nvalid job id" in line for line in answer.lines)
 
@@ -282,7 +282,7 @@ class SlurmProbe(JobProbe):
             NotNow: Slurm does not answer, so the job may exist.
         """
         answer = ask("squeue", "--noheader", "--me", f"--name={job_name}", "--format=%i", timeout_s=self._timeout_s)
-        if not _answered(answer) and shutil.which("squeue"):
+        if not _has_answered(answer) and shutil.which("squeue"):
             output = " ".join(answer.lines)
             raise NotNow(f"squeue does not say whether there is a job {job_name}: {output}", reason="Slurm does not answer",
                          silent=True)  # fmt: skip
@@ -316,7 +316,7 @@ class SlurmProbe(JobProbe):
         answer = ask("squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r",
                      timeout_s=self._timeout_s)  # fmt: skip
         self._collect((line.split("|") for line in answer.lines), ids, reports, "squeue")
-        return _answered(answer)
+        return _has_answered(answer)
 
     def _ask_sacct(self, ids: list[str], reports: dict[str, JobReport]) -> bool:
         answer = ask("sacct", "-X", "--noheader", "--parsable2", f"--jobs={','.join(ids)}",
@@ -333,7 +333,7 @@ class SlurmProbe(JobProbe):
                 [job_id, pairs["JobState"], pairs.get("Reason", "")] for pairs in answer.records if "JobState" in pairs
             ]
             self._collect(rows, ids, reports, "scontrol")
-            answered = answered and _answered(answer)
+            answered = answered and _has_answered(answer)
         return answered
 
     @staticmethod

@@ -124,7 +124,7 @@ def members(paths: RunPaths) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (str(row["group"]), int(row.get("rank") or 0)))
 
 
-def _shared_memory(rows: list[dict[str, Any]]) -> tuple[int, int] | None:
+def _read_shared_memory(rows: list[dict[str, Any]]) -> tuple[int, int] | None:
     """Returns the bytes of shared memory that the session holds, and those in use; None if it is over or on another host."""
     from rlhpc.runtime.comm.shared_memory import bytes_in_use  # imports numpy, which only this part needs
 
@@ -163,7 +163,7 @@ def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str
     if best := best_words(status):
         lines.append(f"best         {best}")
     rows = members(paths) if run.state in OVER or _generation_is_new(facts, run) else []
-    shm = _shared_memory(rows)
+    shm = _read_shared_memory(rows)
     if shm is not None:
         lines.append(f"shared mem   {shm[0] / 2**20:.1f} MiB, payloads in use {shm[1] / 2**20:.1f} MiB")
     if rows:
@@ -353,13 +353,13 @@ def print_logs(
     while follow:
         over = run_state(paths)[0] in (*OVER, "unknown")
         for path, label in _log_files(paths, group, rank).items():
-            _write(target, label, list(_added(path, at)))
+            _write(target, label, list(_iter_new_lines(path, at)))
         if over:
             return
         time.sleep(poll_s)
 
 
-def _added(path: Path, at: dict[Path, int]) -> Iterator[str]:
+def _iter_new_lines(path: Path, at: dict[Path, int]) -> Iterator[str]:
     """Yields complete lines appended since the position in `at`, which is moved past them."""
     try:
         with open_file(path) as file:

@@ -18,7 +18,7 @@ def _built_in(rule: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda cfg: cfg.algorithm.name.lower() not in ALGORITHMS.built_in or rule(cfg)
 
 
-def _rewarded(cfg: Any) -> bool:
+def _has_reward(cfg: Any) -> bool:
     """Returns whether the reward makes advantages."""
     return not distils(cfg) or cfg.algorithm.distillation.task_reward_coef > 0
 
@@ -133,11 +133,11 @@ REASONING = (
     Condition(
         ("algorithm.adv_type", "algorithm.gamma", "algorithm.gae_lambda", "algorithm.normalize_advantages",
          "algorithm.credit", "algorithm.turn_gamma", "algorithm.turn_coef"),
-        _built_in(_rewarded), "where the reward trains: algorithm.distillation.task_reward_coef greater than 0",
+        _built_in(_has_reward), "where the reward trains: algorithm.distillation.task_reward_coef greater than 0",
     ),
     Condition(
         ("algorithm.kl_coef", "algorithm.kl_in", "algorithm.kl_type"),
-        _built_in(lambda cfg: _rewarded(cfg) or cfg.algorithm.kl_in == "loss"),
+        _built_in(lambda cfg: _has_reward(cfg) or cfg.algorithm.kl_in == "loss"),
         "as a part of the loss, algorithm.kl_in=loss, or of a reward that trains: "
         "algorithm.distillation.task_reward_coef greater than 0",
     ),

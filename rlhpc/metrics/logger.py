@@ -204,7 +204,7 @@ def read_last_metrics(path: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
 
 def _rows(raw: bytes) -> list[dict[str, Any]]:
     rows = dict(_parse(raw))
-    return [{"step": step, **_renamed(rows[step])} for step in sorted(rows)]
+    return [{"step": step, **_rename_metrics(rows[step])} for step in sorted(rows)]
 
 
 #: Names that earlier versions gave to metrics.
@@ -215,7 +215,7 @@ _FORMER_NAMES = {
 }
 
 
-def _renamed(row: dict[str, Any]) -> dict[str, Any]:
+def _rename_metrics(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row under the current names."""
     if not _FORMER_NAMES.keys() & row.keys():
         return row

@@ -129,10 +129,10 @@ def read_provenance(paths: RunPaths) -> dict[str, Any]:
         record = read_json(read_file(paths.provenance))
     except (OSError, ValueError):
         return {}
-    return _typed(record) if isinstance(record, dict) else {}
+    return _drop_mistyped(record) if isinstance(record, dict) else {}
 
 
-def _typed(record: dict[str, Any]) -> dict[str, Any]:
+def _drop_mistyped(record: dict[str, Any]) -> dict[str, Any]:
     """Returns a record without the parts of a wrong type, because the file may come from elsewhere."""
     mappings, lists = ("git", "versions", "slurm", "placement"), ("segments",)
     typed = {
@@ -140,7 +140,7 @@ def _typed(record: dict[str, Any]) -> dict[str, Any]:
         if not (name in mappings and not isinstance(value, dict)) and not (name in lists and not isinstance(value, list))
     }  # fmt: skip
     if "segments" in typed:
-        typed["segments"] = [_typed(start) for start in typed["segments"] if isinstance(start, dict)]
+        typed["segments"] = [_drop_mistyped(start) for start in typed["segments"] if isinstance(start, dict)]
     if "placement" in typed and not all(map(_is_group, typed["placement"].values())):
         del typed["placement"]
     return typed
@@ -405,7 +405,7 @@ def evaluations_by_suite(
     logged = {key for row in rows for key in row if key.startswith("eval/") and key.endswith(f"/{name}")}
     prefixes = {key.split("/")[1]: key.rpartition("/")[0] for key in sorted(logged) if key.count("/") > 1}
     if f"eval/{name}" in logged:
-        prefixes = {_trained_suite(paths): "eval", **prefixes}
+        prefixes = {_find_trained_suite(paths): "eval", **prefixes}
     suites = dict.fromkeys([*(str(result["suite"]) for result in results), *prefixes])
     by_suite = {s: evaluations_of(rows, of_suite(results, s), name, prefixes.get(s, f"eval/{s}")) for s in suites}
     return {suite: evaluated for suite, evaluated in by_suite.items() if evaluated}
@@ -418,7 +418,7 @@ def judged_results(
     steps whose checkpoint was not evaluated.
     """
     checkpoints = {int(result["global_step"]): dict(result) for result in of_suite(results, suite) if name in result}
-    prefix = "eval/" if suite == _trained_suite(paths) else f"eval/{suite}/"
+    prefix = "eval/" if suite == _find_trained_suite(paths) else f"eval/{suite}/"
     logged = {
         int(row["step"]): {"suite": suite, "global_step": int(row["step"])}
         | {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
@@ -429,7 +429,7 @@ def judged_results(
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _trained_suite(paths: RunPaths) -> str:
+def _find_trained_suite(paths: RunPaths) -> str:
     """Returns the suite that is evaluated in training as `eval/…`: the first of `data.eval`, or `default` for robots."""
     try:
         return str(read_yaml(read_file(paths.config))["data"]["eval"][0]["name"])

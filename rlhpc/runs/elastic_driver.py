@@ -149,7 +149,7 @@ class HelperJobs:
         queued = {job.id: job for job in queue}
         for job in queue:
             job_record = record.jobs.get(job.id) or HelperJobRecord(job.id, self.plan.group, self.plan.counted, now)
-            job_record = job_record.observe(job, _joined(present, job.id))
+            job_record = job_record.observe(job, _max_joined(present, job.id))
             record.jobs[job.id] = job_record.leave(now) if job.state in _ENDING else job_record
             self._last_seen[job.id] = now
             if job.state in _ENDING:
@@ -159,7 +159,7 @@ class HelperJobs:
         for live in ended_jobs:
             job_record = record.jobs[live.id] = live.finish(
                 reports[live.id].state.value,
-                _joined(present, live.id),
+                _max_joined(present, live.id),
                 now=now,
                 last_seen=self._last_seen.pop(live.id, live.submitted),
                 walltime_s=60.0 * self.plan.minutes,
@@ -222,7 +222,7 @@ class HelperJobs:
         self._say(f"submitted {decision.submit} job{'s' if decision.submit > 1 else ''} of helpers: {decision.why}")
 
 
-def _joined(present: Mapping[str, int], job: str) -> int:
+def _max_joined(present: Mapping[str, int], job: str) -> int:
     """Returns the largest number of ranks of a job that were present at the same time: at least one, if a rank left before it
     was observed.
     """

@@ -95,7 +95,7 @@ def headline_columns(groups: Mapping[str, Sequence[RunMetrics]]) -> dict[str, li
         candidates = kind.reporting.headlines or [
             Headline(name, title.lower()) for name, title, _ in kind.reporting.compared
         ]
-        headlines |= dict.fromkeys(one for headline in candidates if (one := _with_k(headline, runs)) is not None)
+        headlines |= dict.fromkeys(one for headline in candidates if (one := _insert_k(headline, runs)) is not None)
     columns = {one.title: [_cell(one, group) for group in groups.values()] for one in headlines}
     return {title: texts for title, texts in columns.items() if any(text != NO_VALUE for text in texts)}
 
@@ -104,7 +104,7 @@ def headline_columns(groups: Mapping[str, Sequence[RunMetrics]]) -> dict[str, li
 NO_VALUE = "–"
 
 
-def _with_k(headline: Headline, runs: Sequence[RunMetrics]) -> Headline | None:
+def _insert_k(headline: Headline, runs: Sequence[RunMetrics]) -> Headline | None:
     """Returns a headline with its k, if it is pass@k; None if no run has several samples of a problem."""
     if headline.metric != f"eval/{PASS_AT_K}":
         return headline

@@ -169,11 +169,11 @@ def _alternatives(
     if cfg.cluster.node_groups:
         return [(count, None)]
     counts = [count, *(nodes or (count // 2, 2 * count))]
-    names = [partition, *(partitions or _of_site(request.site))]
+    names = [partition, *(partitions or _site_partitions(request.site))]
     return list(dict.fromkeys((n, name) for n, name in itertools.product(counts, names) if n))
 
 
-def _of_site(site: str | None) -> list[str]:
+def _site_partitions(site: str | None) -> list[str]:
     """Returns the partitions that a site file names."""
     if not site:
         return []

@@ -137,8 +137,10 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
     for point in named:
         run_overrides = [*below, override("runner.name", point.name), *point.overrides]
         cfg = _load(source, run_overrides, point, said_by, common, site)
-        runs.append(_prepared(SweepRun(point, tuple(run_overrides), cfg), source, paths, said_by, common, site))
-    return Sweep(name, paths, source, section, tuple(_shared(runs, source, said_by, site)))
+        runs.append(
+            _place_preparations(SweepRun(point, tuple(run_overrides), cfg), source, paths, said_by, common, site)
+        )
+    return Sweep(name, paths, source, section, tuple(_share_preparations(runs, source, said_by, site)))
 
 
 def check_begun(sweep: Sweep, *, resume_with: bool = False) -> None:
@@ -212,7 +214,7 @@ def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Pat
     return last
 
 
-def _prepared(
+def _place_preparations(
     run: SweepRun, source: str, paths: SweepPaths, said_by: str, common: Sequence[str], site: str | None
 ) -> SweepRun:
     """Returns the run with its preparations in folders named by their content, if they would be named after the run.
@@ -234,18 +236,20 @@ def _prepared(
             override("runner.run_dir", os.path.normpath(f"{run.cfg.runner.run_dir}")),
             override("runner.name", folder.name),
         ]
-        moved += [override("workflow.sft_overrides", words), *_moved(run.cfg, sft_folder, folder)]
+        moved += [override("workflow.sft_overrides", words), *_iter_moved_overrides(run.cfg, sft_folder, folder)]
     demos = kind.offline.preparation(run.cfg).demos
     if demos is not None and name in demos[0]:
         facts = [_recording(run.cfg), run.cfg.runner.seed]
-        moved += _moved(run.cfg, Path(demos[0]), paths.root / f"demos-{digest(facts)}{Path(demos[0]).suffix}")
+        moved += _iter_moved_overrides(
+            run.cfg, Path(demos[0]), paths.root / f"demos-{digest(facts)}{Path(demos[0]).suffix}"
+        )
     if not moved:
         return run
     overrides = (*run.overrides, *moved)
     return SweepRun(run.point, overrides, _load(source, overrides, run.point, said_by, common, site))
 
 
-def _moved(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]:
+def _iter_moved_overrides(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]:
     """Yields overrides that replace a folder or file, or paths below it, by another."""
     before = os.path.abspath(old)
     place = os.path.relpath(new) if new.is_relative_to(Path.cwd()) else str(new)
@@ -282,7 +286,7 @@ def recording_key(cfg: RunConfig) -> str:
     return digest(_recording(cfg))
 
 
-def _shared(runs: Sequence[SweepRun], source: str, said_by: str, site: str | None) -> Iterator[SweepRun]:
+def _share_preparations(runs: Sequence[SweepRun], source: str, said_by: str, site: str | None) -> Iterator[SweepRun]:
     """Yields the runs; the first run that needs a preparation makes it.
 
     Raises:

@@ -203,7 +203,7 @@ class Cluster:
         if per_node is None and gres is None:
             for node in list(cluster.nodes):
                 if node.rank not in elsewhere:
-                    cluster.nodes[node.rank] = _with_accelerators(node, visible, "cluster.accelerators_per_node")
+                    cluster.nodes[node.rank] = _limit_accelerators(node, visible, "cluster.accelerators_per_node")
         return cluster
 
     def _grant(self, groups: Sequence[SectionSource], per_node: Any, common: int | None, *, trust_gres: bool) -> None:
@@ -224,7 +224,7 @@ class Cluster:
                 elif gres is not None:
                     count = gres
             if count is not None:
-                self.nodes[node.rank] = _with_accelerators(node, _count(count, key, 0), key)
+                self.nodes[node.rank] = _limit_accelerators(node, _count(count, key, 0), key)
 
     def node_group(self, label: str) -> NodeGroup:
         """Returns the group with this label; `cluster` and `node` are all nodes.
@@ -267,7 +267,7 @@ def _count(value: Any, key: str, minimum: int) -> int:
     return value
 
 
-def _with_accelerators(node: Node, count: int, key: str) -> Node:
+def _limit_accelerators(node: Node, count: int, key: str) -> Node:
     """Returns the node with its first `count` accelerators, or with virtual ones if none are known."""
     visible = node.visible_devices
     if visible and count > len(visible):

@@ -84,7 +84,7 @@ def offered(group: str) -> dict[str, EntryPoint]:
     entry_points_by_name: dict[str, EntryPoint] = {}
     packages: set[str] = set()
     for folder in dict.fromkeys(sys.path):  # the first package hides later ones of the same name, as for an import
-        for package, entries in _installed(*_as_it_is(folder)):
+        for package, entries in _list_installed(*_as_it_is(folder)):
             if package not in packages:
                 packages.add(package)
                 entry_points_by_name |= {entry.name.lower(): entry for entry in entries if entry.group == group}
@@ -100,7 +100,7 @@ def _as_it_is(folder: str) -> tuple[str, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _installed(folder: str, changed: int) -> list[tuple[str, list[EntryPoint]]]:
+def _list_installed(folder: str, changed: int) -> list[tuple[str, list[EntryPoint]]]:
     """Returns name and entry points of each package of a folder. Reading those of a few hundred packages takes a while."""
     return [(_name_of(package), list(package.entry_points)) for package in distributions(path=[folder])]
 

@@ -82,7 +82,7 @@ class _Line:
             self.connection.close()
 
 
-def _received(socket: zmq.Socket[Any]) -> list[list[bytes]]:
+def _receive_all(socket: zmq.Socket[Any]) -> list[list[bytes]]:
     """Returns all messages that a ROUTER socket holds, each after the name of its sender."""
     messages: list[list[bytes]] = []
     while True:
@@ -127,7 +127,7 @@ class CallDoor:
         while not self._calls:
             if self._router is not None:
                 # ZeroMQ's descriptor only signals changes: read the messages that have arrived before waiting.
-                self._calls += [(caller, message) for caller, *message in _received(self._router)]
+                self._calls += [(caller, message) for caller, *message in _receive_all(self._router)]
                 if self._calls:
                     break
             for fd, _ in self._epoll.poll():
@@ -234,7 +234,7 @@ class CallLines:
         return messages + self._from_far()
 
     def _from_far(self) -> list[list[bytes]]:
-        return [message for _, *message in _received(self._router)] if self._router is not None else []
+        return [message for _, *message in _receive_all(self._router)] if self._router is not None else []
 
     def close(self) -> None:
         for line in self._lines.values():

@@ -289,7 +289,7 @@ def _spawned(parent: int) -> WorkerSpec:
     return spec
 
 
-def _joined(parent: int, farewell: Farewell) -> WorkerSpec:
+def _run_joined(parent: int, farewell: Farewell) -> WorkerSpec:
     """Runs a rank that joins a live run."""
     from rlhpc.runtime.os_resources import die_with_parent
 
@@ -335,7 +335,7 @@ def main() -> None:
                 spec = _task(int(os.environ["SLURM_PROCID"]))
             case ["joined", parent]:
                 assert farewell is not None
-                spec = _joined(int(parent), farewell)
+                spec = _run_joined(int(parent), farewell)
             case [parent]:
                 spec = _spawned(int(parent))
             case arguments:

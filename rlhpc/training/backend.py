@@ -225,14 +225,14 @@ class TrainingBackend(abc.ABC):
         dicts of them.
         """
         self.module.eval()
-        with torch.no_grad(), _explained_out_of_memory(self.blueprint.knobs):
+        with torch.no_grad(), _explain_out_of_memory(self.blueprint.knobs):
             return forward(self.called, batch)
 
     def evaluate_reference(self, forward: Callable[[nn.Module, Batch], Outputs], batch: Batch) -> Outputs:
         """Runs `forward` as `evaluate` does, with the weights from before training."""
         if self._reference is None:
             self._reference = self._make_reference()
-        with torch.no_grad(), _explained_out_of_memory(self.blueprint.knobs):
+        with torch.no_grad(), _explain_out_of_memory(self.blueprint.knobs):
             return forward(self._reference, batch)
 
     def forward_backward(
@@ -252,7 +252,7 @@ class TrainingBackend(abc.ABC):
         self._clear()
         self.module.train()
         metrics = []
-        with _explained_out_of_memory(self.blueprint.knobs):
+        with _explain_out_of_memory(self.blueprint.knobs):
             for number, batch in enumerate(micro_batches):
                 value, measured = loss(self.called, batch)
                 self._backward(value, last=number == len(micro_batches) - 1)
@@ -389,7 +389,7 @@ class TrainingBackend(abc.ABC):
             raise CheckpointError(f"{path}: not a checkpoint of this kind of model ({error})") from error
         for key, expected in self._identity().items():
             # Older checkpoints omit disabled features, and have some keys only in `about`.
-            recorded_value = recorded.get(key, False if expected is False else _of_about(recorded, key))
+            recorded_value = recorded.get(key, False if expected is False else _about_value(recorded, key))
             if recorded_value != expected:
                 raise CheckpointError(
                     f"{folder}: the checkpoint has {key} {recorded_value!r}, this configuration {expected!r}"
@@ -431,7 +431,7 @@ class TrainingBackend(abc.ABC):
             self.offload()
 
 
-def _of_about(identity: Mapping[str, Any], key: str) -> Any:
+def _about_value(identity: Mapping[str, Any], key: str) -> Any:
     """Returns the value of a key such as `actor.lora.alpha` that a checkpoint has in `about`; None without one."""
     _, *parts = key.split(".")
     value: Any = identity.get("about") if parts else None
@@ -441,7 +441,7 @@ def _of_about(identity: Mapping[str, Any], key: str) -> Any:
 
 
 @contextlib.contextmanager
-def _explained_out_of_memory(knobs: str) -> Iterator[None]:
+def _explain_out_of_memory(knobs: str) -> Iterator[None]:
     """Turns a failed allocation into a message that names the settings to change.
 
     Raises:

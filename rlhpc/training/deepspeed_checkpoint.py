@@ -115,7 +115,7 @@ def _stages_1_2(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> I
                 if place is not None:
                     flat = state["single_partition_of_fp32_groups"][group]
                     pieces.append(flat.narrow(0, place.start, place.numel))
-            yield name, _assembled(name, pieces, shape)
+            yield name, _assemble(name, pieces, shape)
 
 
 def _stage_3(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -125,10 +125,10 @@ def _stage_3(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> Iter
             share = -(-torch.Size(shape).numel() // len(states))  # elements per rank; the last one's part is padded
             pieces = [state["fp32_flat_groups"][group].narrow(0, start, share) for state in states]
             start += share
-            yield name, _assembled(name, pieces, shape)
+            yield name, _assemble(name, pieces, shape)
 
 
-def _assembled(name: str, pieces: list[torch.Tensor], shape: Any) -> torch.Tensor:
+def _assemble(name: str, pieces: list[torch.Tensor], shape: Any) -> torch.Tensor:
     size = torch.Size(shape)
     flat = torch.cat(pieces) if pieces else torch.empty(0)
     if flat.numel() < size.numel():

@@ -92,7 +92,7 @@ def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | 
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }
-    return _merged(_merged(proposed, user_config), decided)
+    return _merge(_merge(proposed, user_config), decided)
 
 
 def _check(user_config: dict[str, Any]) -> None:
@@ -112,9 +112,9 @@ def _check(user_config: dict[str, Any]) -> None:
         raise ConfigError(f"{KEY}.zero_optimization is {zero!r}; it must be a mapping")
 
 
-def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = copy.deepcopy(under)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both else copy.deepcopy(value)
+        merged[key] = _merge(merged[key], value) if both else copy.deepcopy(value)
     return merged

@@ -256,11 +256,14 @@ def pieces(
         adapted = None if layer is None else factors_of(layer, full)
         cut = _rows_of(tensor) if rows else tensor
         for region in regions_of(name, cut, chosen, mesh, frozen=plain(name) in constant):
-            yield region, partial(region.view, cut) if adapted is None else partial(_merged, region, cut, adapted)
+            yield (
+                region,
+                partial(region.view, cut) if adapted is None else partial(_merge_adapters, region, cut, adapted),
+            )
 
 
 @torch.no_grad()
-def _merged(region: Region, tensor: torch.Tensor, adapted: Factors) -> torch.Tensor:
+def _merge_adapters(region: Region, tensor: torch.Tensor, adapted: Factors) -> torch.Tensor:
     """Returns a part of a layer's weight merged with its adapters: rows of B times columns of A."""
     rows, columns = region.box.slices
     out, into = (columns, rows) if adapted.layer.fan_in_fan_out else (rows, columns)

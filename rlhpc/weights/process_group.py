@@ -229,7 +229,7 @@ class WeightProcessGroup:
             works = begin(torch_group)
         except RuntimeError as error:
             raise self._group_lost(peers, str(error).strip().partition("\n")[0]) from error
-        self._work = _Works(works) if self.kind == "nccl" else _waited_for(works)
+        self._work = _Works(works) if self.kind == "nccl" else _as_future(works)
 
     def _form(self) -> Any:
         if self._torch_group is None:
@@ -279,7 +279,7 @@ def _not_at_it(store: ServiceStore, pending_ranks: list[int]) -> list[int]:
     return pending_ranks
 
 
-def _waited_for(works: Sequence[Any]) -> Future[None]:
+def _as_future(works: Sequence[Any]) -> Future[None]:
     """Returns a future of operations started with gloo, which reports completion of point-to-point operations only to a
     waiter.
     """

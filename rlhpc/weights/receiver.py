@@ -220,7 +220,7 @@ class UpdateTarget:
         if bad is not None:
             raise RlhpcError(
                 f"weights of version {update.version} do not fit the receiver: it has "
-                f"{_described(bad, self._tensors.get(bad))}, got {_described(bad, dict(changes).get(bad))}"
+                f"{_describe(bad, self._tensors.get(bad))}, got {_describe(bad, dict(changes).get(bad))}"
             )
         for name, change in changes:
             adopted = self._adopted.get(name)
@@ -236,5 +236,5 @@ class UpdateTarget:
         return self._adopted[name] if name in self._adopted else self._tensors[name]
 
 
-def _described(name: str, tensor: torch.Tensor | Elements | None) -> str:
+def _describe(name: str, tensor: torch.Tensor | Elements | None) -> str:
     return "None" if tensor is None else str((name, tuple(tensor.shape), str(tensor.dtype)))

@@ -219,7 +219,7 @@ class ShardSync:
         for number in range(to):
             local_pieces = [piece for piece in routes[number].pieces if piece.source == worker.rank]
             self._holding |= {piece.label: _holding(shards, piece) for piece in local_pieces}
-            receivers = _by_group([receiver for receiver, of in tables.of.items() if of == number])
+            receivers = _group_ranks([receiver for receiver, of in tables.of.items() if of == number])
             sender = WeightSender(worker, receivers, self._delta, part, SEVERAL)
             self._streams.append(
                 _SliceStream(sender, local_pieces, [p for p in local_pieces if tables.keeps(routes[number], p)])
@@ -380,7 +380,7 @@ def _holding(shards: Sequence[Shard], piece: Piece) -> int:
     )
 
 
-def _by_group(receivers: Sequence[RankAddress]) -> list[tuple[str, list[int]]]:
+def _group_ranks(receivers: Sequence[RankAddress]) -> list[tuple[str, list[int]]]:
     ranks_by_group = dict[str, list[int]]()
     for group, rank in receivers:
         ranks_by_group.setdefault(group, []).append(rank)

@@ -75,7 +75,7 @@ class Carrier:
         """
         spans = spans_of([*(tensor.nbytes for tensor in tensors), len(table)])
         segment = self._pool.reserve(sum(size + -size % ALIGN for _, size in spans), readers, keep=keep)
-        memory = _locked(segment)
+        memory = _lock_pages(segment)
         start, size = spans[-1]
         segment.memory[start : start + size] = table
         flat = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
@@ -83,7 +83,7 @@ class Carrier:
         return segment.path, spans[-1], self._copies.begin(list(zip(places, flat, strict=True)))
 
 
-def _locked(segment: ShmSegment) -> torch.Tensor:
+def _lock_pages(segment: ShmSegment) -> torch.Tensor:
     """Returns a segment's memory with its pages locked for as long as the pool has it, since segments are reused."""
     if segment.locked is None:
         segment.locked = locked(segment.memory)

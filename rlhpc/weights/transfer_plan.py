@@ -123,7 +123,7 @@ def route(
             for part in _rows(atom, max(1, rows)) if _many(holders[name], atom) else [atom]:
                 pieces += _from(name, part, holders[name], sizes[name], loads)
     shapes = {name: shapes[name] for name in atoms}
-    return Routes(tuple(_joined(pieces, sizes)), shapes, frozenset(frozen), dtypes)
+    return Routes(tuple(_join_blocks(pieces, sizes)), shapes, frozenset(frozen), dtypes)
 
 
 def _atoms(
@@ -171,7 +171,7 @@ def _from(
     raise RlhpcError(f"no rank of the trainer has {remaining[0]} of {name}, which an engine wants")
 
 
-def _joined(pieces: Sequence[Piece], sizes: Mapping[str, int]) -> list[Piece]:
+def _join_blocks(pieces: Sequence[Piece], sizes: Mapping[str, int]) -> list[Piece]:
     """Joins neighbouring row blocks of one rank into one piece."""
     joined = list[Piece]()
     for piece in pieces:

@@ -32,7 +32,7 @@ def written(translation: Translation, source: str, project: str) -> str:
     ]
     if differs:
         lines.append("# Left out; training will differ:")
-        for reason, keys in _by_reason(differs):
+        for reason, keys in _group_by_reason(differs):
             text = f"{', '.join(f'{key}: {_value(translation.foreign[key])}' for key in keys)} ({reason})"
             lines += textwrap.wrap(
                 text, _WIDTH, initial_indent="#   ", subsequent_indent="#     ", break_long_words=False
@@ -81,7 +81,7 @@ def report(translation: Translation, source: str, project: str, files: Sequence[
         ("left out; training is the same", harmless),
     ):
         lines += ["", f"{title}: {len(reasons)} keys"]
-        for reason, keys in _by_reason(reasons):
+        for reason, keys in _group_by_reason(reasons):
             lines.append(f"  {reason}")
             text = ", ".join(f"{key}: {_value(translation.foreign[key])}" for key in keys)
             lines += textwrap.wrap(
@@ -123,7 +123,7 @@ def _value(value: Any) -> str:
     return cut("null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}", 80)
 
 
-def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+def _group_by_reason(reasons: Mapping[str, str]) -> list[tuple[str, list[str]]]:
     grouped: dict[str, list[str]] = {}
     for key, reason in reasons.items():
         grouped.setdefault(reason, []).append(key)

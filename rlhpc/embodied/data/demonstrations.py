@@ -35,12 +35,12 @@ def read_demos(cfg: BcConfig, left_out: list[str] | None = None) -> Iterator[Tra
         only_success=cfg.demos.only_success,
         limit=cfg.demos.limit,
         key="demos.path",
-        require=("obs", "actions", *_required_fields(cfg)),
+        require=("obs", "actions", *_list_required_fields(cfg)),
         left_out=left_out,
     )
 
 
-def _required_fields(cfg: BcConfig) -> list[str]:
+def _list_required_fields(cfg: BcConfig) -> list[str]:
     """Returns the fields that an episode must have in addition to observations and actions."""
     rewards = ["rewards"] if cfg.algorithm.bc_value_coef or cfg.algorithm.value_model else []
     return [*rewards, *(["success"] if cfg.actor.model.model_type.lower() == "success" else [])]

@@ -114,7 +114,7 @@ def _control_hz(env: Any) -> float | None:
     return float(rate) / skipped if isinstance(rate, int | float) and rate > 0 else None
 
 
-def _unsupported(env_id: str, space: Any) -> ConfigError:
+def _check_supported(env_id: str, space: Any) -> ConfigError:
     return ConfigError(
         f"env_id {env_id!r} has observations {space}; supported is Box, or a Dict of Box and Text: add "
         f"gymnasium.wrappers:FlattenObservation to env.train.wrappers"
@@ -169,7 +169,7 @@ class GymnasiumVectorEnv(VectorEnv):
         if self._several:
             self.observation_space = self._boxes(cfg.env_id)
         elif not isinstance(self.observation_space, spaces.Box):
-            raise _unsupported(cfg.env_id, self.observation_space)
+            raise _check_supported(cfg.env_id, self.observation_space)
         self._forms = {key: _form(box, num_envs) for key, box in boxes_of(self.observation_space).items()}
         self._write: Callable[[Any, int, Any], None] = self._write_parts if self._several else write_row
         self._discrete = isinstance(self.action_space, spaces.Discrete)
@@ -205,7 +205,7 @@ class GymnasiumVectorEnv(VectorEnv):
             elif isinstance(space, spaces.Box):
                 boxes[key] = space
             else:
-                raise _unsupported(env_id, self.observation_space)
+                raise _check_supported(env_id, self.observation_space)
         return spaces.Dict(boxes)
 
     def _rows(self) -> Any:

@@ -48,7 +48,7 @@ class RealTime:
         del mode
         delay, executed, previous, policy = self._delay, self._executed, self._plan, self._policy
         with torch.inference_mode(False), torch.no_grad():  # guidance needs a gradient
-            self._plan = plan = policy.plan(_copied(obs), self._guide(), None if noise is None else noise.clone())
+            self._plan = plan = policy.plan(_copy_arrays(obs), self._guide(), None if noise is None else noise.clone())
             actions = policy.played(plan, slice(0, executed)).clone()
             if previous is not None and delay:
                 has_previous = torch.from_numpy(self._has_previous)
@@ -104,7 +104,7 @@ def real_time(policy: Any, env_cfg: EvalEnvConfig) -> RealTime | None:
     return RealTime(policy, delay, executed, max_weight)
 
 
-def _copied(obs: Obs) -> Obs:
+def _copy_arrays(obs: Obs) -> Obs:
     """Returns copies that a gradient may be computed through, which is impossible for tensors made in inference mode."""
     return {name: part.clone() for name, part in obs.items()} if isinstance(obs, dict) else obs.clone()
 

@@ -72,7 +72,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 Obs = Tensor | dict[str, Tensor]
 
 
-def _without_gradient(method: Method) -> Method:
+def _disable_gradient(method: Method) -> Method:
     """Wraps a policy's method so that it computes no gradient, except in `Policy.mean_action`. The wrapper leaves the
     grad mode alone where gradients are off already, so that a traced program does not change it.
     """
@@ -118,7 +118,7 @@ class Policy(nn.Module):
         """
         super().__init_subclass__(**options)
         if "predict_action_batch" in vars(cls):
-            cls.predict_action_batch = _without_gradient(cls.predict_action_batch)  # type: ignore[method-assign]
+            cls.predict_action_batch = _disable_gradient(cls.predict_action_batch)  # type: ignore[method-assign]
 
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Policy(nn.Module):
             out["values"] = values
         return out
 
-    @_without_gradient
+    @_disable_gradient
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:

@@ -97,9 +97,9 @@ class ImagePolicy(Policy):
     def see(self, obs: Any) -> Tensor:
         """Returns features `[B, hidden]` of observations."""
         if not isinstance(obs, dict):
-            alone: Tensor = self.trunk(_prepared(obs, self.observation_space))
+            alone: Tensor = self.trunk(_prepare_images(obs, self.observation_space))
             return alone
-        features = [eye(_prepared(obs[key], self.observation_space[key])) for key, eye in self.eyes.items()]
+        features = [eye(_prepare_images(obs[key], self.observation_space[key])) for key, eye in self.eyes.items()]
         if self._numbers:
             features.append(self.numbers(torch.cat([obs[key].flatten(1).float() for key in self._numbers], 1)))
         hidden: Tensor = self.join(torch.cat(features, 1))
@@ -159,7 +159,7 @@ class ResNetPolicy(ImagePolicy):
         return nn.Sequential(*layers, nn.ReLU(), nn.Flatten())
 
 
-def _prepared(images: Tensor, box: Any) -> Tensor:
+def _prepare_images(images: Tensor, box: Any) -> Tensor:
     """Returns float images `[B, C, H, W]`. A permuted view is in channels-last format, which convolutions take directly."""
     view = images.permute(0, 3, 1, 2) if is_channel_last(box.shape) else images
     dtype = np.dtype(box.dtype)

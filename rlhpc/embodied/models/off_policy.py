@@ -88,7 +88,7 @@ class BatchRenorm(nn.Module):
         return mean, squares / total[-1].detach()
 
 
-def _renormed(sizes: list[int], outputs: int, activation: str) -> nn.Sequential:
+def _build_renormed(sizes: list[int], outputs: int, activation: str) -> nn.Sequential:
     """Builds a perceptron that normalises each layer's input."""
     layers: list[nn.Module] = []
     for inputs, hidden in itertools.pairwise(sizes):
@@ -107,7 +107,10 @@ class _NormedTwinCritic(nn.Module):
 
     def __init__(self, inputs: int, hidden: list[int], activation: str) -> None:
         super().__init__()
-        self.one, self.two = _renormed([inputs, *hidden], 1, activation), _renormed([inputs, *hidden], 1, activation)
+        self.one, self.two = (
+            _build_renormed([inputs, *hidden], 1, activation),
+            _build_renormed([inputs, *hidden], 1, activation),
+        )
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Returns values `[2, B]` of flat observations `[B, D]` and actions `[B, d]`."""
@@ -240,7 +243,7 @@ class CrossQPolicy(SACPolicy):
         self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
     ) -> None:
         """Builds renormalised networks (`ActorCritic.build_networks`)."""
-        self.actor = _renormed([inputs, *hidden], self.head.inputs, cfg.activation)
+        self.actor = _build_renormed([inputs, *hidden], self.head.inputs, cfg.activation)
         self.critics = _NormedTwinCritic(inputs + self.head.dim, critic_hidden, cfg.activation)
 
 

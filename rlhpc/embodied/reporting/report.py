@@ -175,7 +175,7 @@ def parts(paths: RunPaths, rows: Sequence[Mapping[str, Any]], *, always: Contain
             rows, judged_results(paths, rows, evaluations, suite, "return_mean"), of_suite(judged, suite), suite
         ),
         curves=list(learning_curves(rows, always).values()),
-        evaluation=_judged(judged) if judged else _evaluation(paths, rows, evaluations, films=linked),
+        evaluation=_success_model_table(judged) if judged else _evaluation(paths, rows, evaluations, films=linked),
         times=list(time_curves(rows).values())[::-1],
         evaluated=evaluated,
         trained=("train/episode_return", "training return"),
@@ -295,7 +295,7 @@ def _evaluation(
     return html + (_videos(evaluations) if films else "")
 
 
-def _judged(results: Sequence[Mapping[str, Any]]) -> str:
+def _success_model_table(results: Sequence[Mapping[str, Any]]) -> str:
     """Builds the table of a success model's accuracy on all steps, on those with success, and on the others."""
     figures_of = ("accuracy", "recall", "specificity")
     rows: list[list[Cell]] = [

@@ -49,7 +49,7 @@ def examine(section: SectionSource, folder: Path, *, start_s: float = 60.0, most
     lines += (
         slurm_checks.partitions(facts, site) + slurm_checks.accounts(facts, site) + slurm_checks.resources(facts, site)
     )
-    lines.append(slurm_checks.het_jobs(facts, _refused(facts, site)))
+    lines.append(slurm_checks.het_jobs(facts, _find_refusal(facts, site)))
     jobs = plan_jobs(site, facts, most_nodes) if most_nodes else []
     start_s += wake_up_s(jobs, facts)
     probed = run_probes(jobs, site, folder, start_s=start_s) if jobs else Probed(folder, [])
@@ -87,7 +87,7 @@ def _is_same_file(one: str, other: Path) -> bool:
     return False
 
 
-def _refused(facts: SlurmFacts, site: Site) -> str | None:
+def _find_refusal(facts: SlurmFacts, site: Site) -> str | None:
     """Returns why Slurm would refuse a heterogeneous job; None if it would not, or if the site's partitions are wrong
     anyway.
     """

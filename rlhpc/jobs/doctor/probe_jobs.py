@@ -294,7 +294,7 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
                 "packages": PACKAGES, "scratch": site.scratch,
             }  # fmt: skip
             torch = {"torch": source_of(torch_probe), "torch_s": _TORCH_S} if tests_torch else {}
-            for job in _started(jobs, start_s):
+            for job in _iter_started(jobs, start_s):
                 steps.append(_Step(job, site))
                 steps[-1].send({**plan, **torch} if job.gpus else plan)
             _until(lambda: all(step.over or len(step.job.hello) == step.job.nodes for step in steps), _ANSWER_S)
@@ -333,7 +333,7 @@ def _submit(job: ProbeJob, site: Site, limit: int) -> None:
         job.requeue = record.get("Requeue", "")
 
 
-def _started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob]:
+def _iter_started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob]:
     """Yields the jobs as they start; cancels those that do not start in time."""
     waiting = {job.job_id: job for job in jobs if job.job_id}
     deadline = time.monotonic() + start_s

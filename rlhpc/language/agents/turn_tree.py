@@ -395,7 +395,7 @@ class Renderer:
     def _text(self, messages: Sequence[Message], tools: Any) -> str:
         text_messages = [{name: value for name, value in message.items() if name != "images"} for message in messages]
         if self.looker is not None:
-            text_messages = _without(text_messages, self.tokenizer.convert_ids_to_tokens(self.looker.token))
+            text_messages = _remove_image_token(text_messages, self.tokenizer.convert_ids_to_tokens(self.looker.token))
         try:
             return render_chat(self.tokenizer, text_messages, tools or (), add_generation_prompt=True)
         except ConfigError as error:
@@ -411,10 +411,10 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
-def _without(content: Any, sign: str) -> Any:
+def _remove_image_token(content: Any, sign: str) -> Any:
     """Replaces the token of an image part in messages' texts by `_SPOKEN`."""
     if isinstance(content, str):
         return content.replace(sign, _SPOKEN)
     if isinstance(content, Mapping):
-        return {name: _without(value, sign) for name, value in content.items()}
-    return [_without(value, sign) for value in content] if isinstance(content, list) else content
+        return {name: _remove_image_token(value, sign) for name, value in content.items()}
+    return [_remove_image_token(value, sign) for value in content] if isinstance(content, list) else content

@@ -90,7 +90,7 @@ def _turn_advantages(batch: TokenBatch, rewards: Tensor, credit: _Credit) -> Ten
     return credits
 
 
-def _credited(
+def _assign_credit(
     batch: TokenBatch, episode_advantages: Tensor, rewards: Tensor, credit: _Credit, all_reduce: Reduce | None
 ) -> Tensor:
     """Returns the advantages by `algorithm.credit`.
@@ -256,7 +256,7 @@ class PolicyGradient(LanguageAlgorithm):
         )  # fmt: skip
         if self.critic:
             batch.columns[RETURNS] = episodes.flat(returns)
-        return _credited(batch, episodes.flat(advantages), episodes.flat(rewards), self.credit, all_reduce)
+        return _assign_credit(batch, episodes.flat(advantages), episodes.flat(rewards), self.credit, all_reduce)
 
     # -- loss -----------------------------------------------------------------------------------------------------
 

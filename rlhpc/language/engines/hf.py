@@ -77,14 +77,14 @@ def draw(logits: Tensor, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
     mass = logprobs.double().exp_()
     if rows.filtered:
         # The vocabulary's order is restored: a row samples the same whether or not another one is filtered.
-        mass = mass.masked_fill_(~_allowed(mass, rows), 0.0)
+        mass = mass.masked_fill_(~_allowed_mask(mass, rows), 0.0)
     tokens = _pick(mass.cumsum_(dim=-1), noise)
     if rows.any_greedy:
         tokens = torch.where(rows.greedy, logprobs.argmax(dim=-1, keepdim=True), tokens)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
-def _allowed(mass: Tensor, rows: Rows) -> Tensor:
+def _allowed_mask(mass: Tensor, rows: Rows) -> Tensor:
     """Returns the mask of top-k and nucleus: tokens before which the sum is less than top_p, at least one."""
     ordered, order = torch.sort(mass, dim=-1, descending=True, stable=True)
     ordered = ordered.masked_fill_(torch.arange(mass.shape[1], device=mass.device) >= rows.top_k, 0.0)

@@ -29,7 +29,7 @@ _IMAGE_PROCESSOR_OF_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwe
 
 
 @contextmanager
-def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+def _replace_attributes(owner: Any, **attributes: Any) -> Iterator[None]:
     """Replaces attributes of a class or a module for the duration of the block."""
     before = {name: vars(owner)[name] for name in attributes}
     for name, value in attributes.items():
@@ -89,8 +89,8 @@ def launched_outside(group: str, rank: int) -> Iterator[None]:
         return None
 
     with ExitStack() as stack:
-        stack.enter_context(_replaced(MessageQueue, create_from_process_group=staticmethod(no_queue)))
-        stack.enter_context(_replaced(ExecutorWithExternalLauncher, _distributed_args=distributed_args))
+        stack.enter_context(_replace_attributes(MessageQueue, create_from_process_group=staticmethod(no_queue)))
+        stack.enter_context(_replace_attributes(ExecutorWithExternalLauncher, _distributed_args=distributed_args))
         yield
 
 
@@ -152,7 +152,7 @@ def observed_reload(on_copy: Callable[[int], None], on_idle: Callable[[Any], Non
             on_idle(layer)
         place(layer, info)
 
-    with _replaced(layerwise, get_numel_loaded=counting, _place_kernel_tensors=placing):
+    with _replace_attributes(layerwise, get_numel_loaded=counting, _place_kernel_tensors=placing):
         yield
 
 
@@ -209,14 +209,14 @@ def set_adapter(worker: Any, number: int, tensors: Mapping[str, Tensor], config:
     layers = len(adapter.loras)
     if "lm_head" not in config["target_modules"]:
         for wrapper in inner.punica_wrapper_mapping.values():
-            wrapper.add_lora_logits = _unchanged
+            wrapper.add_lora_logits = _return_logits
     inner.remove_adapter(number)
     inner.add_adapter(adapter)
     inner.activate_adapter(number)
     return layers
 
 
-def _unchanged(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _return_logits(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Returns logits unchanged, in place of vLLM's addition of an adapter to the output layer.
 
     vLLM adds one whether or not there is any, and assumes that the rows are the tokens sampled in this step: the log-probs of

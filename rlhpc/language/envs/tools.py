@@ -25,7 +25,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-def _rounded(value: Any, digits: int = 0) -> Any:
+def _round(value: Any, digits: int = 0) -> Any:
     """Rounds a value. The digits are limited, because the run time of `round` grows with them."""
     if abs(digits) > _MOST_BITS:
         raise ValueError("the value is rounded to too many digits")
@@ -34,7 +34,7 @@ def _rounded(value: Any, digits: int = 0) -> Any:
 
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs, "round": _rounded, "min": min, "max": max, "sqrt": math.sqrt, "exp": math.exp, "log": math.log,
+    "abs": abs, "round": _round, "min": min, "max": max, "sqrt": math.sqrt, "exp": math.exp, "log": math.log,
     "sin": math.sin, "cos": math.cos, "tan": math.tan, "floor": math.floor, "ceil": math.ceil, "gcd": math.gcd,
 }  # fmt: skip
 _NAMES = {"pi": math.pi, "e": math.e}

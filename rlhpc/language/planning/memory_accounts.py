@@ -109,7 +109,7 @@ def _neighbours(name: str, training: Training, *, divides: bool) -> Iterator[tup
     offloaded = (False, True) if not training.offload else (True,)
     tokens = [(0, training.tokens), (1, training.tokens // 2), (2, training.tokens // 4)]
     for (cost, words, sized), again, away, (halved, fewer) in itertools.product(
-        list(_divided(name, training, divides=divides)), recomputed, offloaded, tokens
+        list(_iter_divisions(name, training, divides=divides)), recomputed, offloaded, tokens
     ):
         changed = dataclasses.replace(sized, checkpointing=again, offload=away, tokens=fewer)
         if away and not (training.accelerated and changed.backend != "local"):
@@ -126,7 +126,9 @@ def _neighbours(name: str, training: Training, *, divides: bool) -> Iterator[tup
         yield far + _OFFLOADING * (away and not training.offload), (*words, *more), changed
 
 
-def _divided(name: str, training: Training, *, divides: bool) -> Iterator[tuple[float, tuple[str, ...], Training]]:
+def _iter_divisions(
+    name: str, training: Training, *, divides: bool
+) -> Iterator[tuple[float, tuple[str, ...], Training]]:
     """Yields other divisions of the model over as many ranks or more."""
     yield 0.0, (), training
     ranks, sizes = training.ranks, training.sizes
@@ -360,7 +362,7 @@ def _trained(
         else 0.0,
     )
     copies = training.host_copy() if cfg.runner.async_save else 0.0
-    shared = _shared(typed(GrpoConfig, cfg), training, turns) if sends else ()
+    shared = _shared_memory_of(typed(GrpoConfig, cfg), training, turns) if sends else ()
     return Account(
         name,
         about=_about(training, section),
@@ -385,7 +387,7 @@ def _sending(training: Training, moments: Sequence[Moment]) -> Moment:
     return Moment("weights are sent", (*held, *terms(a_weight_in_full=largest_weight, part_of_an_update=float(PART))))
 
 
-def _shared(cfg: GrpoConfig, training: Training, turns: bool) -> tuple[MemoryTerm, ...]:
+def _shared_memory_of(cfg: GrpoConfig, training: Training, turns: bool) -> tuple[MemoryTerm, ...]:
     """Returns the memory of an update in /dev/shm: a few buckets or, for engines that receive it later, all of it; and
     the retained weights.
     """

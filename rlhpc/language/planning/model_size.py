@@ -236,7 +236,7 @@ def size_of(
         return _sized(text, shapes, frozenset(name for name in layers if name.rpartition(".")[2] in last_parts))
     if not build:
         raise NotKnown(f"{path}: models of type {text.get('model_type')} are looked at by rlhpc plan alone")
-    defaults, shapes, linear = _built(path, config)
+    defaults, shapes, linear = _build_on_meta(path, config)
     return _sized({**text, **defaults}, shapes, linear)
 
 
@@ -386,7 +386,7 @@ def _feed_forward(c: Mapping[str, Any], number: int, at: str) -> Iterator[tuple[
     yield f"{at}.experts.down_proj", (experts, hidden, inner)
 
 
-def _built(
+def _build_on_meta(
     path: str | None, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], frozenset[str]]:
     """Returns facts of a model of another family, built on the meta device: its configuration's defaults about keys and

@@ -57,7 +57,7 @@ def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
     return sum(shares) / len(shares)
 
 
-def _by_problem(rows: Iterable[_Row]) -> list[list[_Row]]:
+def _group_by_problem(rows: Iterable[_Row]) -> list[list[_Row]]:
     """Groups rows by problem; problems and their samples are in order."""
     groups: dict[Any, list[_Row]] = {}
     for row in sorted(rows, key=lambda row: (row["id"], row["sample"])):
@@ -75,7 +75,7 @@ def summarize(rows: Iterable[_Row]) -> dict[str, Any]:
     Raises:
         ValueError: There are no rows, or problems have different numbers of samples.
     """
-    problems = _by_problem(rows)
+    problems = _group_by_problem(rows)
     counts = {len(problem) for problem in problems}
     if len(counts) != 1:
         raise ValueError(f"problems have {sorted(counts) or 'no'} samples; each must have equally many, at least one")

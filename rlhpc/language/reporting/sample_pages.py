@@ -218,7 +218,7 @@ def _columns(results: Sequence[tuple[int, Path, Mapping[str, Any]]]) -> list[_Co
             columns.append(column)
     if not columns:
         return []
-    ids = _ordered(columns)
+    ids = _order_problems(columns)
     chosen = {ids[i] for i in spread(len(ids), _PROBLEMS)}
     for i in spread(len(columns), _CHECKPOINTS):
         for row in _rows(columns[i].path):
@@ -242,7 +242,7 @@ def _lines(path: Path) -> int:
         return 0
 
 
-def _ordered(columns: Sequence[_Column]) -> list[Any]:
+def _order_problems(columns: Sequence[_Column]) -> list[Any]:
     """Returns the problems of the last checkpoint, by level, then in their order, so that evenly spaced ones cover all
     levels.
     """
@@ -251,7 +251,7 @@ def _ordered(columns: Sequence[_Column]) -> list[Any]:
 
 
 def _suite(columns: Sequence[_Column]) -> str:
-    ids = _ordered(columns)
+    ids = _order_problems(columns)
     chosen = [ids[i] for i in spread(len(ids), _PROBLEMS)]
     columns_with_rows = [column for column in columns if column.selected_rows]
     parts = [_changes(columns)]

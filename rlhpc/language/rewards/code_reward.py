@@ -189,7 +189,7 @@ def last_block(response: str) -> str | None:
             blocks.append((_mark(opened["info"]), "\n".join([*code, ""])))
             opened = None
         else:
-            code.append(_unindented(text, len(opened["indent"].expandtabs(4))))
+            code.append(_unindent(text, len(opened["indent"].expandtabs(4))))
     for marks in (("python", "py", "python3"), ("",)):
         codes = [block for mark, block in blocks if mark in marks]
         if codes:
@@ -203,7 +203,7 @@ def _mark(info: str) -> str:
     return words[0] if words else ""
 
 
-def _unindented(line: str, width: int) -> str:
+def _unindent(line: str, width: int) -> str:
     """Removes up to `width` columns of white space from the start of a line."""
     expanded = line.expandtabs(4) if line[:width].strip(" ") != line[:width].strip() else line
     return expanded[min(width, len(expanded) - len(expanded.lstrip())) :]

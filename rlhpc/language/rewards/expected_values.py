@@ -39,12 +39,12 @@ def decode(value: Any, depth: int = 0) -> Any:
         raise ValueError(f"no value: a {type(value).__name__}")
     ((kind, inner),) = value.items()
     try:
-        return _decoded(kind, inner, depth + 1)
+        return _decode(kind, inner, depth + 1)
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise ValueError(f"no value of kind {kind!r}: {error}") from None
 
 
-def _decoded(kind: str, inner: Any, depth: int) -> Any:
+def _decode(kind: str, inner: Any, depth: int) -> Any:
     match kind:
         case "i":
             return int(inner, 16)

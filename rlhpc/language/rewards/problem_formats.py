@@ -227,7 +227,7 @@ def test_functions(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], list[ast.F
         if isinstance(statement, ast.AsyncFunctionDef) and statement.name.startswith("test"):
             raise ValueError(f"the test {statement.name} is asynchronous, which is not read here")
         if isinstance(statement, ast.FunctionDef) and statement.name.startswith("test"):
-            functions.append(_parametrized(statement))
+            functions.append(_expand_parameters(statement))
         elif isinstance(statement, ast.ClassDef) and any(
             ast.unparse(base).rpartition(".")[2] in ("TestCase", "IsolatedAsyncioTestCase") for base in statement.bases
         ):
@@ -241,7 +241,7 @@ def test_functions(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], list[ast.F
     return plain, functions, classes
 
 
-def _parametrized(function: ast.FunctionDef) -> ast.FunctionDef:
+def _expand_parameters(function: ast.FunctionDef) -> ast.FunctionDef:
     """Returns the function without parameters: pytest's parametrize becomes loops around its body."""
     body, names = list(function.body), {argument.arg for argument in function.args.args}
     for decorator in reversed(function.decorator_list):
@@ -290,7 +290,7 @@ def _methods(class_: ast.ClassDef) -> list[ast.FunctionDef]:
         if not method.args.args or any(isinstance(n, ast.Name) and n.id == "self" for n in ast.walk(method)):
             raise ValueError(f"the test {class_.name}.{method.name} uses an object, which is not read here")
         method.args.args = method.args.args[1:]
-        function = _parametrized(method)
+        function = _expand_parameters(method)
         function.name = f"{method.name}_{class_.name}"
         functions.append(function)
     if not functions:

@@ -16,7 +16,7 @@ from rlhpc.language.rewards.math_verifier import check_ways, extract, squeeze
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 
-def _compiled(pattern: str, option: str) -> re.Pattern[str]:
+def _compile(pattern: str, option: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -35,7 +35,7 @@ class ExactReward:
     needs_answer = True
 
     def __init__(self, extract: str | None = None, ignore_case: bool = False) -> None:
-        self._extract = None if extract is None else _compiled(extract, "extract of 'exact'")
+        self._extract = None if extract is None else _compile(extract, "extract of 'exact'")
         self._ignore_case = ignore_case
 
     @staticmethod
@@ -64,7 +64,7 @@ class FormatReward:
     """
 
     def __init__(self, pattern: str, anywhere: bool = False, finished: bool = False) -> None:
-        self._pattern = _compiled(pattern, "pattern of 'format'")
+        self._pattern = _compile(pattern, "pattern of 'format'")
         self._anywhere = anywhere
         self._finished = finished
 

@@ -70,7 +70,7 @@ def encode(value: Any, depth: int = 0) -> Any:
     raise TypeError(f"a {module}.{name} cannot leave the sandbox")
 
 
-def _described(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """Names the exception, and what it says."""
     try:
         return f"{type(error).__name__}: {error}"[:2000]
@@ -98,7 +98,7 @@ def _checks(checks: list[dict[str, str]], namespace: dict[str, Any], fd: int, no
                 kind = "passed"
                 _run(_compile(check["source"], "<test>", "exec"), namespace)
         except BaseException as error:
-            kind, payload = "error", _described(error)
+            kind, payload = "error", _describe(error)
             if check["kind"] == "raises":
                 kind, payload = "value", encode((payload, [cls.__name__ for cls in type(error).__mro__]))
         tell(fd, nonce, f"{kind} {number}", payload)
@@ -122,7 +122,7 @@ def run(job: dict[str, Any], fd: int) -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         failure = f"SystemExit: {end.code}"
     except BaseException as error:
-        code, failure = 1, _described(error)
+        code, failure = 1, _describe(error)
         import traceback
 
         last = error.__traceback__.tb_next if error.__traceback__ else None

@@ -177,7 +177,7 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[s
         if terms.count(name) > 1:
             raise fail("reward.terms", f"the group {name!r} is named twice")
     _process_terms(cfg, fail)
-    _placed(cfg, fail, column_makers)
+    _check_placed(cfg, fail, column_makers)
 
 
 def _process_terms(cfg: GrpoConfig, fail: Fail) -> None:
@@ -200,7 +200,7 @@ def _process_terms(cfg: GrpoConfig, fail: Fail) -> None:
         raise fail("reward.process_terms", "the teacher alone is followed: set algorithm.distillation.task_reward_coef")
 
 
-def _placed(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[str]) -> None:
+def _check_placed(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[str]) -> None:
     """Checks that each required group is placed, and that each placed group is required."""
     placed_names, groups, rating = placed(cfg), scoring_groups(cfg), raters(cfg)
     for name in rating:

@@ -59,7 +59,7 @@ class MLflowLogger:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(_allowed(name), float(value), now, step) for name, value in row.items()]
+        metrics = [Metric(_to_allowed_name(name), float(value), now, step) for name, value in row.items()]
         for begin in range(0, len(metrics), _METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[begin : begin + _METRICS], synchronous=True)
 
@@ -82,11 +82,11 @@ class MLflowLogger:
     def _log_config(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        params = [Param(_allowed(name), str(value)[:_LONGEST_VALUE]) for name, value in flat(config).items()]
+        params = [Param(_to_allowed_name(name), str(value)[:_LONGEST_VALUE]) for name, value in flat(config).items()]
         for begin in range(0, len(params), _PARAMS):
             self._client.log_batch(self._run_id, params=params[begin : begin + _PARAMS], synchronous=True)
 
 
-def _allowed(name: str) -> str:
+def _to_allowed_name(name: str) -> str:
     """Returns a name with the characters that MLflow allows: letters, digits and `_-. /`."""
     return re.sub(r"[^\w\-. /]", "_", name)[:250]

@@ -31,7 +31,7 @@ class WandbLogger:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # the library reports its own errors to its makers
         wandb = require("wandb")
         options = dict(self._options)
-        mode = self._mode or os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+        mode = self._mode or os.environ.get("WANDB_MODE") or ("online" if _is_logged_in() else "offline")
         settings = {
             "console": "off",  # the driver's output has its own files
             "silent": True,
@@ -59,7 +59,7 @@ class WandbLogger:
             self._run.finish()
 
 
-def _logged_in() -> bool:
+def _is_logged_in() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname

@@ -51,12 +51,12 @@ def accelerator_room(cfg: RunConfig, cluster: Cluster, node: int) -> tuple[float
             return parse_bytes(str(group_memory)), f"cluster.node_groups[{label}].accelerator_memory"
     if (common := read_key(cfg.cluster, "accelerator_memory")) is not None:
         return parse_bytes(str(common)), "cluster.accelerator_memory"
-    detected = _detected_memory() if len(cluster.nodes) == 1 else None
+    detected = _detect_memory() if len(cluster.nodes) == 1 else None
     return detected, "nvidia-smi" if detected else ""
 
 
 @functools.cache
-def _detected_memory() -> float | None:
+def _detect_memory() -> float | None:
     """Returns the bytes of this machine's smallest accelerator, from its driver; None without an accelerator."""
     command = shutil.which("nvidia-smi")
     if command is None:
@@ -206,7 +206,7 @@ def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: b
         room, _ = accelerator_room(cfg, cluster, ranks[0].node_rank) if accelerated else (None, "")
         nodes = [rank.node_rank for rank in ranks]
         ranks_by_group[group] = GroupRanks(len(ranks), accelerated, room, max(map(nodes.count, nodes)))
-    accounts = _accounts(_placed(cfg, cluster), ranks_by_group, build, measure)
+    accounts = _accounts(_apply_placement(cfg, cluster), ranks_by_group, build, measure)
     places = [*_accelerators(cfg, cluster, plan, accounts), *_hosts(cfg, cluster, plan, accounts)]
     available = {
         account.group: _available_bytes(account.group, ranks_by_group[account.group], places) for account in accounts
@@ -216,7 +216,7 @@ def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: b
     )
 
 
-def _placed(cfg: RunConfig, cluster: Cluster) -> RunConfig:
+def _apply_placement(cfg: RunConfig, cluster: Cluster) -> RunConfig:
     """Returns the configuration with the values that follow from the placement: the number of ranks of an engine."""
     placement = HybridComponentPlacement(cfg, cluster)
     replicas = {name: placement.get_strategy(name).replica for name in placement.components}

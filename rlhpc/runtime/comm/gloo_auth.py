@@ -44,10 +44,10 @@ _TAG = 0x7268_7063
 
 def guard() -> None:
     """Guards the groups that this process will make; with torch not imported yet, from its import on."""
-    wrap_gloo_constructor(_guarded)
+    wrap_gloo_constructor(_guard_constructor)
 
 
-def _guarded(kind: Any, make: Callable[..., None]) -> Callable[..., None]:
+def _guard_constructor(kind: Any, make: Callable[..., None]) -> Callable[..., None]:
     """Returns gloo's constructor, which all ways from Python to a gloo group call, wrapped in the three steps."""
 
     @functools.wraps(make)
@@ -63,7 +63,7 @@ def _guarded(kind: Any, make: Callable[..., None]) -> Callable[..., None]:
             settings._timeout = timeout
         devices = []
         for interface in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
-            with _opened() as sockets:
+            with _record_listeners() as sockets:
                 # lazy ones connect at a pair's first message, and would need their ports for good
                 devices.append(
                     kind.create_device(interface=interface, lazy_init=False)
@@ -109,7 +109,7 @@ def _meet(store: Any, size: int) -> bytes:
 
 
 @contextmanager
-def _opened() -> Iterator[list[int]]:
+def _record_listeners() -> Iterator[list[int]]:
     """Yields a list that holds, after the block, the sockets on which gloo's device listens; the block creates the device.
 
     Other threads may open sockets at the same time. An epoll as new as gloo's socket watches that socket and one pipe only; an

@@ -52,7 +52,7 @@ def test_installed_packages_are_read_once_until_there_is_another(
     read: list[str] = []
     known = metadata.distributions
     monkeypatch.setattr(lookup, "distributions", lambda path: read.extend(path) or known(path=path))
-    lookup._installed.cache_clear()
+    lookup._list_installed.cache_clear()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert [registry().names() for _ in range(3)] == [["path"]] * 3
     assert sorted(read) == sorted({*sys.path}) and str(tmp_path) in read

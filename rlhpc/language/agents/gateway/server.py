@@ -353,7 +353,7 @@ class Gateway:
         conversation = _Conversation(
             body["messages"], tools, body.get("model", MODEL), sampling, bool(body.get("stream"))
         )
-        asking = self._ask(session, raw, _retried(request), conversation)
+        asking = self._ask(session, raw, _is_retry(request), conversation)
         if not conversation.stream:
             answer = await asking
             return _received(request, answer, chat_reply(answer, body, conversation.model, self._tokenizer))
@@ -390,7 +390,7 @@ class Gateway:
         messages, tools = conversation_of(body)
         sampling = session.sampling_of(body.get("max_tokens"), body.get("stop_sequences", ()))
         conversation = _Conversation(messages, tools, body.get("model", MODEL), sampling, bool(body.get("stream")))
-        asking = self._ask(session, raw, _retried(request), conversation)
+        asking = self._ask(session, raw, _is_retry(request), conversation)
         if not conversation.stream:
             answer = await asking
             return _received(request, answer, message_reply(answer, conversation.model))
@@ -412,7 +412,7 @@ class Gateway:
         async def work() -> StoredResponse:
             return await session.tokens(prompt, session.role_of(body.get("model")), sampling, self._draw)
 
-        answer = await session.once(raw, _retried(request), work)
+        answer = await session.once(raw, _is_retry(request), work)
         return _received(request, answer, generate_reply(answer))
 
     async def _take_feedback(self, request: web.Request) -> web.StreamResponse:
@@ -543,7 +543,7 @@ async def _more(reading: StreamReader) -> None:
         reading.came.clear()  # what comes from now on is for the next time
 
 
-def _retried(request: web.Request) -> bool:
+def _is_retry(request: web.Request) -> bool:
     """Returns whether the client's library marks the request as a retry."""
     return request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
 

@@ -90,7 +90,7 @@ def main() -> None:
     if spec is None:
         return
     try:
-        run = _loaded(spec)
+        run = _load_function(spec)
     except BaseException as error:
         _say(replies, {"failed": f"{type(error).__name__}: {error}"})
         return
@@ -122,7 +122,7 @@ def main() -> None:
                 return
 
 
-def _loaded(spec: dict[str, Any]) -> Any:
+def _load_function(spec: dict[str, Any]) -> Any:
     """Returns the imported function that runs an episode; None for a command."""
     sys.path[:] = list(dict.fromkeys([*spec["paths"], *sys.path]))
     if spec["kind"] == "command":
@@ -361,7 +361,7 @@ def _end_all(seconds: float) -> int:
 def _below(pid: int) -> list[int]:
     """Returns all descendants of a process: Linux hands those whose parent has ended to the nearest guard above them."""
     descendants: list[int] = []
-    look, parents = [pid], None if _LISTS_CHILDREN else _by_parent()
+    look, parents = [pid], None if _LISTS_CHILDREN else _map_by_parent()
     while look:
         next_pid = look.pop()
         children = _children(next_pid) if parents is None else parents.get(next_pid, [])
@@ -372,7 +372,7 @@ def _below(pid: int) -> list[int]:
 
 def _children(pid: int) -> list[int]:
     if not _LISTS_CHILDREN:
-        return _by_parent().get(pid, [])
+        return _map_by_parent().get(pid, [])
     children: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -381,7 +381,7 @@ def _children(pid: int) -> list[int]:
     return children
 
 
-def _by_parent() -> dict[int, list[int]]:
+def _map_by_parent() -> dict[int, list[int]]:
     """Returns all processes by their parents, where the kernel does not list these (CONFIG_PROC_CHILDREN)."""
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
