@@ -370,6 +370,11 @@ def _mailbox(
         capacity = size * max(count, 0 if index else _ACTION_BYTES)
         name = f"{peer[0]}-{peer[1]}"
         boxes[key] = Mailbox(
-            path, capacity, first=is_env, peer=name, deadline=context.wait_deadline, check=until_left(*peer),
-        )  # fmt: skip
+            path,
+            capacity,
+            first=is_env,
+            peer=name,
+            deadline=context.wait_deadline,
+            check=until_left(*peer),
+        )
     return boxes[""] if "" in boxes else MailboxLink(boxes, is_env)

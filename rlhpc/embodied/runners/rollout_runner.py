@@ -339,10 +339,19 @@ class PlayingRunner(Runner[Cfg]):
             cfg, env=env.world_size, rollout=rollout.world_size, actor=actor.world_size, **names
         )
         self.players = RolloutSources(
-            env, rollout, actor, slots, decisions=cfg.algorithm.rollout_steps, ahead=cfg.algorithm.max_staleness,
-            divisible=divisible(cfg), cuts=cuts(cfg), generate=self.generate, at_random=self.at_random,
-            restarts=lambda: self.max_recoveries, timeout=cfg.runner.step_timeout_s,
-        )  # fmt: skip
+            env,
+            rollout,
+            actor,
+            slots,
+            decisions=cfg.algorithm.rollout_steps,
+            ahead=cfg.algorithm.max_staleness,
+            divisible=divisible(cfg),
+            cuts=cuts(cfg),
+            generate=self.generate,
+            at_random=self.at_random,
+            restarts=lambda: self.max_recoveries,
+            timeout=cfg.runner.step_timeout_s,
+        )
         self.env, self.rollout = self.players.env, self.players.rollout
         super().__init__(cfg, {"actor": actor, "rollout": self.rollout, "env": self.env}, run=run, stop=stop)
         self.actor = actor

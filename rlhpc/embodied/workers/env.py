@@ -318,9 +318,13 @@ _LOOK_S = 0.005
 def unit_map(slots: SlotMap, rank: int) -> UnitMap:
     """Returns the slots of a rank that has joined: as many as the largest unit has, with numbers unique to this rank."""
     return UnitMap(
-        slots.unit, group_size=slots.group_size, actor_name=slots.actor_name, rollout_name=slots.env_name,
-        env_name=slots.env_name, first=slots.num_envs + (rank - slots.env_ranks) * slots.unit,
-    )  # fmt: skip
+        slots.unit,
+        group_size=slots.group_size,
+        actor_name=slots.actor_name,
+        rollout_name=slots.env_name,
+        env_name=slots.env_name,
+        first=slots.num_envs + (rank - slots.env_ranks) * slots.unit,
+    )
 
 
 def words_of(seed: int, rank: int, start_step: int) -> list[int]:
