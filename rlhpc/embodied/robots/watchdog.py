@@ -47,9 +47,9 @@ class WatchdogProcess:
             start_new_session=True,  # what kills the group of the driver's process must not kill this one
         )
         other.close()
-        self._sock.send(cloudpickle.dumps(stop))
         self._sock.settimeout(_START_S)
         try:
+            self._sock.send(cloudpickle.dumps(stop))
             started = self._sock.recv(64) == _READY
         except OSError:
             started = False
