@@ -134,7 +134,7 @@ class HelperRun:
         return subprocess.Popen(command, env=self.environment, cwd=self.folder, stdout=self._log, stderr=self._log)
 
     def until(self, goal: str, condition: Callable[[], bool]) -> None:
-        """Waits for it."""
+        """Waits until a condition holds; fails if the run ends before."""
         end = time.monotonic() + _PATIENCE_S
         while not condition():
             if time.monotonic() > end or self.process.poll() is not None:

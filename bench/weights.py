@@ -33,7 +33,7 @@ COPY = "memory copy"
 
 
 class WeightFigure(NamedTuple):
-    """One figure."""
+    """Case of the measurement: who receives, and which weights have changed."""
 
     label: str
     group: str

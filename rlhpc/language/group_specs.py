@@ -77,7 +77,7 @@ class SftGroupSpec(LanguageGroupSpec[SftConfig]):
         return [*self.roles, "rollout"]
 
     def check_placement(self, cfg: SftConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Refuses also engines of several ranks."""
+        """Checks the placement of the groups, and refuses engines of several ranks."""
         super().check_placement(cfg, processes, accelerators)
         if accelerators.get("rollout", 0) > 1:
             raise PlacementError(

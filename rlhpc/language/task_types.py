@@ -246,7 +246,7 @@ class SftChecks(LanguageChecks[SftConfig]):
     held_out_metrics: tuple[str, ...] = ("eval/loss",)
 
     def check(self, cfg: SftConfig, fail: Fail, *, training: bool) -> None:
-        """Refuses also a held-out loss without held-out rows."""
+        """Checks the configuration, and refuses a held-out loss without held-out rows."""
         super().check(cfg, fail, training=training)
         if training:
             check_holdout(cfg.runner.val_check_interval, cfg.data.train, cfg.data.holdout, fail)
@@ -331,7 +331,7 @@ class GrpoChecks(LanguageChecks[GrpoConfig]):
     answers_in_training = True
 
     def check(self, cfg: GrpoConfig, fail: Fail, *, training: bool) -> None:
-        """Refuses also wrong estimators, rewards and batches."""
+        """Checks the configuration, and refuses wrong estimators, rewards and batches."""
         check_estimators(cfg)
         super().check(cfg, fail, training=training)
         if training:

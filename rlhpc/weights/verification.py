@@ -153,7 +153,7 @@ class Proof:
             yield name, tensor
 
     def complete_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the same for receivers that requested complete tensors only."""
+        """Yields verified tensors, for receivers that requested complete tensors only."""
         for name, tensor in self.tensors():
             assert not isinstance(tensor, Elements), "whole updates were asked for"
             yield name, tensor

@@ -10,7 +10,7 @@ from rlhpc.config.constraints import ATTENTION, DTYPES, FREE, NOT_NEGATIVE
 
 @dataclass
 class PretrainedConfig:
-    """A language model that is there."""
+    """Pretrained language model."""
 
     model_path: str | None = None
     """A Hugging Face folder or hub name, with its tokenizer."""

@@ -46,13 +46,13 @@ class EngineLink(Protocol):
     def form(self) -> None:
         """Forms torch's default process group of the engine's ranks."""
 
-    def tell(self, commands: Commands) -> None:
+    def broadcast(self, commands: Commands) -> None:
         """Broadcasts commands; called by rank 0 alone."""
 
-    def hear(self) -> Commands:
+    def receive(self) -> Commands:
         """Waits for the commands of rank 0; called by the other ranks."""
 
-    def mourn(self, error: BaseException) -> None:
+    def handle_failure(self, error: BaseException) -> None:
         """Handles a failed joint computation: returns if no rank of the engine has ended; otherwise waits until this one is
         ended.
         """
@@ -178,7 +178,7 @@ class Leader(RolloutBackend):
     def _tell(self, command: tuple[Any, ...]) -> None:
         commands, self._before = [*self._before, command], []
         with _SuppressConsequences(self._link):
-            self._link.tell((commands, self._checksum.check))
+            self._link.broadcast((commands, self._checksum.check))
 
 
 class FollowerEngine:
@@ -204,7 +204,7 @@ class FollowerEngine:
         """
         with _SuppressConsequences(self._link):
             while True:
-                commands, check = self._link.hear()
+                commands, check = self._link.receive()
                 for command, *arguments in commands:
                     # Aborts sent in this message are in rank 0's checksum already, and by now in this one's.
                     if command in (_STEP, _GENERATE, _END) and check != self._checksum.check:
@@ -250,4 +250,4 @@ class _SuppressConsequences:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (RuntimeError, RlhpcError)) and not isinstance(error, EnginesDiffer):
-            self._link.mourn(error)
+            self._link.handle_failure(error)

@@ -83,14 +83,14 @@ class RunLink:
         """Forms the process group of the engine's ranks (`EngineLink.form`)."""
         self._worker.init_process_group(self.ranks)
 
-    def tell(self, command: Commands) -> None:
-        """Sends a command to the followers (`EngineLink.tell`)."""
+    def broadcast(self, command: Commands) -> None:
+        """Sends a command to the followers (`EngineLink.broadcast`)."""
         for rank in self.ranks[1:]:
             if not p2p.post((self.call, command), _COMMAND_TOPIC, self._group, rank):
                 raise RlhpcError(f"{self._group}-{rank} has ended, and it is one engine with {self._first}")
 
-    def hear(self) -> Commands:
-        """Returns the leader's next command (`EngineLink.hear`)."""
+    def receive(self) -> Commands:
+        """Returns the leader's next command (`EngineLink.receive`)."""
         aborted: float | None = None
         while True:
             try:
@@ -106,7 +106,7 @@ class RunLink:
                 result: Commands = command
                 return result
 
-    def mourn(self, error: BaseException) -> None:
+    def handle_failure(self, error: BaseException) -> None:
         """Waits for the driver to end this process, if another rank of the engine has ended (`EngineLink.mourn`)."""
         if isinstance(error, CallAborted):
             return

@@ -68,11 +68,11 @@ class Refusal(str):
 
 
 class ChannelRefused(ChannelError):
-    """The home of a channel answered with a `Refusal`."""
+    """Refusal of a request by the home of a channel (`Refusal`)."""
 
 
 class TooEarly(ChannelError):
-    """A request that came too early: it is worth asking again."""
+    """Refusal of a request that came too early and may be repeated."""
 
 
 Answer = Callable[[list[Item] | str], bool]

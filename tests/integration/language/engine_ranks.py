@@ -43,18 +43,18 @@ class Pipes:
         store = dist.FileStore(self._store, self.size)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
 
-    def tell(self, told: Commands) -> None:
+    def broadcast(self, told: Commands) -> None:
         self.hand(told)
 
     def hand(self, what: Any) -> None:
         for pipe in self.pipes:
             pipe.send(what)
 
-    def hear(self) -> Commands:
+    def receive(self) -> Commands:
         told: Commands = self.pipes[0].recv()
         return told
 
-    def mourn(self, error: BaseException) -> None:
+    def handle_failure(self, error: BaseException) -> None:
         """Whoever tests it lets it end."""
 
 

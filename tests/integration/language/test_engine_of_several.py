@@ -82,10 +82,10 @@ class _Told:
     def __init__(self, *told: Any) -> None:
         self.told = list(told)
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         return self.told.pop(0)
 
-    def mourn(self, error: BaseException) -> None:
+    def handle_failure(self, error: BaseException) -> None:
         raise AssertionError("nobody has ended")
 
 
@@ -111,7 +111,7 @@ def test_ranks_that_draw_different_tokens_are_found_out() -> None:
 
     said: list[Any] = []
     link: Any = _Told()
-    link.tell = said.append
+    link.broadcast = said.append
     first = Leader(_Draws(5), link)  # type: ignore[arg-type]
     first.add(requests_of(2))
     first.step()

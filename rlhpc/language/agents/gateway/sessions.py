@@ -206,7 +206,7 @@ class GatewaySession:
         return keys, *renderer.prompt(self.tree, canonicals, keys, tools, role)
 
     async def tokens(self, prompt: list[int], role: int, sampling: SamplingParams, draw: Draw) -> StoredResponse:
-        """Goes on from tokens.
+        """Samples a completion of a prompt given as tokens.
 
         Raises:
             RequestError: The engine cannot continue these tokens.
