@@ -216,7 +216,17 @@ def with_base_class(engine: type) -> type[RolloutBackend]:
         "takes_partial_updates": bool(getattr(engine, "updates_in_part", False)),
         "takes_shards": hasattr(engine, "wants") and hasattr(engine, "update_shards"),
     }
-    return type(engine.__name__, (engine, RolloutBackend), {"__module__": engine.__module__, **abilities})
+    missing = {name: _refused(name) for name in RolloutBackend.__abstractmethods__ if not hasattr(engine, name)}
+    return type(engine.__name__, (engine, RolloutBackend), {"__module__": engine.__module__, **missing, **abilities})
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    """Returns a method for an engine that lacks one; a judge's engine, for example, only needs `generate` and `close`."""
+
+    def refuse(self: Any, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} has no method {name}")
+
+    return refuse
 
 
 #: Factory of an engine: called with the configuration and `model_path`, `device` and `seed` by name; for an engine of several

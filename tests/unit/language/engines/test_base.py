@@ -68,6 +68,15 @@ class Droppable(Echo):
         return [-1.0] * (len(token_ids) - 1)
 
 
+class Once:
+    """Has only what a judge needs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return [Completion(request.id, [1]) for request in requests]
+
+
 class Derived(RolloutBackend):
     add = step = unfinished = abort = generate = update_weights = offload = reload = close = None  # type: ignore[assignment]
 
@@ -95,6 +104,14 @@ def test_its_further_methods_are_used() -> None:
     assert engine.so_far([3]) == {3: [7]} and engine.score([1, 2]) == [-1.0]
     with pytest.warns(FutureWarning):
         assert not forkable(f"{__name__}:Echo")
+
+
+def test_a_class_that_lacks_methods_works_until_one_is_called() -> None:
+    with pytest.warns(FutureWarning):
+        engine = _factory(f"{__name__}:Once")(None, model_path="", device="cpu", seed=0)
+    assert engine.generate([Request(4, (5,), SamplingParams())])[0].token_ids == [1]
+    with pytest.raises(NotImplementedError, match="Once has no method step"):
+        engine.step()
 
 
 def test_an_engine_that_can_do_no_more_says_so(recwarn: pytest.WarningsRecorder) -> None:
