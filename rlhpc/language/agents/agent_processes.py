@@ -153,8 +153,8 @@ class Harnesses:
         """Ends all running programs, and removes queued tickets; there are no outcomes."""
         with self._lock:
             self._waiting.clear()
-            for number in self._running:
-                self._tell({"kill": number})
+            for episode_number in self._running:
+                self._tell({"kill": episode_number})
             self._running.clear()
 
     def close(self) -> None:
@@ -190,15 +190,19 @@ class Harnesses:
         import_timer = threading.Timer(_IMPORT_S, process.kill)
         import_timer.start()
         assert process.stdout is not None
-        first = process.stdout.readline()
+        startup_line = process.stdout.readline()
         import_timer.cancel()
-        reply = json.loads(first) if first else {"failed": f"its interpreter ended within {_IMPORT_S:g} s"}
+        reply = (
+            json.loads(startup_line) if startup_line else {"failed": f"its interpreter ended within {_IMPORT_S:g} s"}
+        )
         if "failed" in reply:
             process.kill()
             process.wait()
-            setting = f"target is {self._program.target!r}" if self._program.target else f"kind is {self._program.kind}"
+            entry_setting = (
+                f"target is {self._program.target!r}" if self._program.target else f"kind is {self._program.kind}"
+            )
             raise ConfigError(
-                f"agent.{setting}, which cannot be imported by {python} (agent.python): {reply['failed']}"
+                f"agent.{entry_setting}, which cannot be imported by {python} (agent.python): {reply['failed']}"
             )
         threading.Thread(target=self._listen, args=(process,), name="rlhpc-harnesses", daemon=True).start()
         return process
@@ -210,13 +214,13 @@ class Harnesses:
             if reply is None:
                 log.warning("what runs the agents said what is no outcome, %d bytes of it: it is left out", len(line))
                 continue
-            number, outcome = reply
+            episode_number, outcome = reply
             with self._lock:
-                awaited = self._running.pop(number, None) is not None
+                is_running = self._running.pop(episode_number, None) is not None
                 self._failures = 0
                 self._fill()
-            if awaited:
-                self._done(number, outcome)
+            if is_running:
+                self._done(episode_number, outcome)
         self._on_exit(process)
 
     def _on_exit(self, process: subprocess.Popen[bytes]) -> None:
@@ -230,8 +234,8 @@ class Harnesses:
             self._failures += 1
             self._starting = True
         log.warning("what runs the agents ended with status %d; %d episodes were under way", status, len(numbers))
-        for number in numbers:
-            self._done(number, {"error": f"what ran it ended with status {status}"})
+        for episode_number in numbers:
+            self._done(episode_number, {"error": f"what ran it ended with status {status}"})
         if self._failures <= _RESTARTS:
             try:
                 self._start()
@@ -249,8 +253,8 @@ class Harnesses:
     def _give_up(self, why: str) -> None:
         with self._lock:
             self._failure = why
-            waiting, self._waiting = list(self._waiting), collections.deque()
-        for ticket in waiting:
+            waiting_tickets, self._waiting = list(self._waiting), collections.deque()
+        for ticket in waiting_tickets:
             self._done(ticket["id"], {"error": why})
 
     def _fill(self) -> None:
@@ -263,13 +267,17 @@ class Harnesses:
         """Fails each episode whose guard has not reported an outcome by the time limit."""
         while not self._over.wait(_LOOK_S):
             with self._lock:
-                overdue = [number for number, deadline in self._running.items() if time.monotonic() > deadline]
-                for number in overdue:
-                    del self._running[number]
-                    self._tell({"kill": number})
+                overdue_numbers = [
+                    episode_number for episode_number, deadline in self._running.items() if time.monotonic() > deadline
+                ]
+                for episode_number in overdue_numbers:
+                    del self._running[episode_number]
+                    self._tell({"kill": episode_number})
                 self._fill()
-            for number in overdue:
-                self._done(number, {"error": f"no outcome of it came within {_SLACK_S:g} s after its time limit"})
+            for episode_number in overdue_numbers:
+                self._done(
+                    episode_number, {"error": f"no outcome of it came within {_SLACK_S:g} s after its time limit"}
+                )
 
     def _tell(self, message: dict[str, Any] | None) -> None:
         self._outbox.put(message)
@@ -279,15 +287,15 @@ def _read_reply(line: bytes) -> tuple[int, AgentReply] | None:
     """Returns the number of an episode and its outcome; None for a line that is something else."""
     try:
         reply = json.loads(line)
-        number = reply["id"]
+        episode_number = reply["id"]
     except (ValueError, RecursionError, KeyError, TypeError):
         return None
-    if not isinstance(number, int):
+    if not isinstance(episode_number, int):
         return None
     try:
-        return number, checked_outcome(reply.get("outcome"))
+        return episode_number, checked_outcome(reply.get("outcome"))
     except ValueError as error:
-        return number, {"error": str(error)}
+        return episode_number, {"error": str(error)}
 
 
 def _write(process: subprocess.Popen[bytes], outbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:

@@ -36,17 +36,25 @@ def content_of(content: Any, *, trusted: bool = False) -> tuple[Content, tuple[b
         return content or "", ()
     if not isinstance(content, Sequence):
         raise ConfigError("a message's content must be a text, or a list of parts")
-    parts, images = list[dict[str, Any]](), list[bytes]()
-    for part in content:
-        kind, text = ("text", part) if isinstance(part, str) else _part(part)
-        if kind in _TEXTS and isinstance(text, str):
-            parts.append({"type": "text", "text": text})
-        elif kind in _PICTURES:
-            images += read_images(part["image"], Path()) if trusted and "image" in part else [_picture(kind, part)]
-            parts.append({"type": "image"})
+    content_parts, images = list[dict[str, Any]](), list[bytes]()
+    for content_part in content:
+        part_type, text = ("text", content_part) if isinstance(content_part, str) else _part(content_part)
+        if part_type in _TEXTS and isinstance(text, str):
+            content_parts.append({"type": "text", "text": text})
+        elif part_type in _PICTURES:
+            images += (
+                read_images(content_part["image"], Path())
+                if trusted and "image" in content_part
+                else [_picture(part_type, content_part)]
+            )
+            content_parts.append({"type": "image"})
         else:
-            raise ConfigError(f"a message has a part of type {kind}; this model reads texts and pictures alone")
-    return (parts, tuple(images)) if images else ("".join(part["text"] for part in parts), ())
+            raise ConfigError(f"a message has a part of type {part_type}; this model reads texts and pictures alone")
+    return (
+        (content_parts, tuple(images))
+        if images
+        else ("".join(content_part["text"] for content_part in content_parts), ())
+    )
 
 
 def shown_by(images: Sequence[bytes], kind: str = "image/png") -> list[dict[str, Any]]:
@@ -63,10 +71,10 @@ def looker_of(tokenizer: Any) -> Looker | None:
     if not path:
         return None
     try:
-        seeing = has_vision(load_model_config(path, False))
+        is_vision_model = has_vision(load_model_config(path, False))
     except ConfigError:  # the tokenizer's folder has no model
         return None
-    return make_looker(path) if seeing else None
+    return make_looker(path) if is_vision_model else None
 
 
 def message_text(tokenizer: Any, message: Mapping[str, Any], ids: list[int]) -> str:
@@ -82,20 +90,20 @@ def message_text(tokenizer: Any, message: Mapping[str, Any], ids: list[int]) -> 
         ConfigError: The template does not contain the model's turn.
     """
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": REPLY}, dict(message)]
-    text = behind_reply(tokenizer, render_chat(tokenizer, turns, add_generation_prompt=True), ids)
-    if text is None:
+    reply_text = behind_reply(tokenizer, render_chat(tokenizer, turns, add_generation_prompt=True), ids)
+    if reply_text is None:
         raise ConfigError(
             "rollout.agent answers with a message, but the chat template does not keep the turns before it"
         )
-    return text
+    return reply_text
 
 
 def behind_reply(tokenizer: Any, text: str, drawn: list[int]) -> str | None:
     """Returns the text behind `REPLY` in a template's text, without an end token that the model has sampled; None if
     `REPLY` is missing.
     """
-    _, marker, behind = text.partition(REPLY)
-    return behind.removeprefix(tokenizer.decode(drawn[-1:], skip_special_tokens=False)) if marker else None
+    _, marker, reply_text = text.partition(REPLY)
+    return reply_text.removeprefix(tokenizer.decode(drawn[-1:], skip_special_tokens=False)) if marker else None
 
 
 def _part(part: Any) -> tuple[str, Any]:

@@ -82,12 +82,12 @@ class AgentThreads(Generic[E]):
     def overdue(self) -> list[int]:
         """Returns the tickets whose answers have timed out, and forgets them."""
         oldest_start = time.monotonic() - self._timeout_s
-        tickets = [ticket for ticket, since in list(self._since.items()) if since < oldest_start]
-        expired = [ticket for ticket in tickets if self._since.pop(ticket, None) is not None]
-        self._threads -= len(expired)
-        for _ in expired:
+        tickets = [ticket for ticket, start_time in list(self._since.items()) if start_time < oldest_start]
+        expired_tickets = [ticket for ticket in tickets if self._since.pop(ticket, None) is not None]
+        self._threads -= len(expired_tickets)
+        for _ in expired_tickets:
             self._enlist()
-        return expired
+        return expired_tickets
 
     def close(self) -> None:
         """Ends the waiting threads."""
@@ -471,10 +471,13 @@ def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, finished: boo
         tokenizer: Tokenizer of the model.
         finished: Whether the episode ended by itself, not at a limit.
     """
-    text, meta, outcome = None, prompt.meta, episode.outcome
-    if outcome is not None:
-        text = outcome.response
-        meta = {**meta, "agent": {"reward": outcome.reward, "error": outcome.error, "later": outcome.later}}
+    text, meta, agent_outcome = None, prompt.meta, episode.outcome
+    if agent_outcome is not None:
+        text = agent_outcome.response
+        meta = {
+            **meta,
+            "agent": {"reward": agent_outcome.reward, "error": agent_outcome.error, "later": agent_outcome.later},
+        }
     if text is None:
         text = tokenizer.decode(without_end(episode.token_ids, tokenizer), skip_special_tokens=True)
     tokens = tokens_of(episode)

@@ -131,10 +131,10 @@ class OutsideEpisodes:
 
     def _again(self, number: int) -> dict[str, Any]:
         """Restarts an episode with a new session, which samples the same tokens."""
-        old, prompt, ids = self._sessions[number]
-        session = GatewaySession(old.number, old.sampling, old.seed, old.limits)
-        session.counts["begun_again"] = old.counts["begun_again"] + 1
-        self._gateway.loop.call_soon_threadsafe(self._gateway.end, old)
+        old_session, prompt, ids = self._sessions[number]
+        session = GatewaySession(old_session.number, old_session.sampling, old_session.seed, old_session.limits)
+        session.counts["begun_again"] = old_session.counts["begun_again"] + 1
+        self._gateway.loop.call_soon_threadsafe(self._gateway.end, old_session)
         self._gateway.open(session)
         self._sessions[number] = session, prompt, ids
         return self._ticket(number, session, prompt)
@@ -176,9 +176,9 @@ class OutsideEpisodes:
         self._drop()
         if self._backend.unfinished():
             for completion in self._backend.step():
-                drawing = self._drawing.pop(completion.id, None)
-                if drawing is not None:
-                    drawing.answer(completion)
+                completion_request = self._drawing.pop(completion.id, None)
+                if completion_request is not None:
+                    completion_request.answer(completion)
             self._show()
         return episodes
 
@@ -190,11 +190,11 @@ class OutsideEpisodes:
             while True:
                 self._early.append(self._rewarded.get_nowait())
         # the reward of an episode may arrive before `step` has returned the episode
-        ready = [pair for pair in self._early if id(pair[0]) in self._unpaid]
+        rewarded_pairs = [pair for pair in self._early if id(pair[0]) in self._unpaid]
         self._early = [pair for pair in self._early if id(pair[0]) not in self._unpaid]
-        for before, _ in ready:
-            del self._unpaid[id(before)]
-        return ready
+        for unpaid_episode, _ in rewarded_pairs:
+            del self._unpaid[id(unpaid_episode)]
+        return rewarded_pairs
 
     @property
     def feedback_s(self) -> float:
@@ -235,29 +235,37 @@ class OutsideEpisodes:
 
     def _drop(self) -> None:
         """Aborts requests of episodes that have ended, and of clients that have disconnected."""
-        idle = [number for number, drawing in self._drawing.items() if drawing.session.closed or drawing.given_up]
-        if not idle:
+        idle_ids = [
+            request_id
+            for request_id, completion_request in self._drawing.items()
+            if completion_request.session.closed or completion_request.given_up
+        ]
+        if not idle_ids:
             return
         if self._backend.can_drop:
-            self._backend.drop(idle)
-        elif len(idle) < len(self._drawing):
+            self._backend.drop(idle_ids)
+        elif len(idle_ids) < len(self._drawing):
             return
         else:
             self._backend.abort()
-        for number in idle:
-            self._drawing.pop(number).answer(RequestError("the episode has ended", 401))
+        for request_id in idle_ids:
+            self._drawing.pop(request_id).answer(RequestError("the episode has ended", 401))
 
     def _show(self) -> None:
         """Passes the tokens so far to streaming clients."""
-        callbacks = {number: drawing.show for number, drawing in self._drawing.items() if drawing.show is not None}
+        callbacks = {
+            request_id: completion_request.show
+            for request_id, completion_request in self._drawing.items()
+            if completion_request.show is not None
+        }
         if callbacks and self._backend.can_drop:
-            for number, ids in self._backend.so_far(callbacks.keys()).items():
+            for request_id, ids in self._backend.so_far(callbacks.keys()).items():
                 if ids:
-                    callbacks[number](ids)
+                    callbacks[request_id](ids)
 
     def _forget(self, why: str, status: int) -> None:
-        for drawing in self._drawing.values():
-            drawing.answer(RequestError(why, status))
+        for completion_request in self._drawing.values():
+            completion_request.answer(RequestError(why, status))
         self._drawing.clear()
 
     def _take(self, wait: bool) -> list[Episode]:
@@ -265,14 +273,14 @@ class OutsideEpisodes:
         deadline, episodes = time.monotonic() + (_IDLE_S if wait else 0.0), list[Episode]()
         while True:
             try:
-                item = self._gateway.engine_queue.get(timeout=max(0.0, deadline - time.monotonic()))
+                queued = self._gateway.engine_queue.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return episodes
             deadline = 0.0
-            if isinstance(item, Drawing):
-                self._begin(item)
+            if isinstance(queued, Drawing):
+                self._begin(queued)
             else:
-                number, episode = item
+                number, episode = queued
                 if self._sessions.pop(number, None) is not None:
                     self._tell(episode)
                     episodes.append(episode)
@@ -303,10 +311,10 @@ class OutsideEpisodes:
         self._gateway.loop.call_soon_threadsafe(self._on_end, number, outcome)
 
     def _on_end(self, number: int, reported: dict[str, Any]) -> None:
-        entry = self._sessions.get(number)
-        if entry is None:
+        session_entry = self._sessions.get(number)
+        if session_entry is None:
             return
-        session, prompt, ids = entry
+        session, prompt, ids = session_entry
         self._gateway.end(session)
         turns, later = dict[str, AgentTurn](), reported.get("later")
         try:
@@ -315,8 +323,8 @@ class OutsideEpisodes:
                     "its reward comes `later`: set agent.feedback_timeout_s to how long to wait for that"
                 )
             turns = awaited_turns(session.tree.turns, later) if later else turns
-        except RequestError as why:
-            reported = {"error": str(why)}
+        except RequestError as error:
+            reported = {"error": str(error)}
         episode = self._episode(session, prompt, ids, reported)
         if turns and episode.outcome is not None and not episode.outcome.error:
             episode.outcome.delay_reward()
@@ -349,7 +357,7 @@ class OutsideEpisodes:
         if "turn_rewards" in reported:
             outcome.error = outcome.error or _assign_turn_rewards(session.tree, reported["turn_rewards"])
         branches = session.tree.samples(session.number)
-        spared = _spare(branches, session.limits)
+        num_untrained_tokens = _spare(branches, session.limits)
         role_rewards = reported.get("rewards", {})
         if role_rewards and outcome.reward is None:
             outcome.reward = sum(role_rewards.values()) / len(role_rewards)
@@ -361,8 +369,8 @@ class OutsideEpisodes:
             branch.above = role_rewards[name] - (outcome.reward or 0.0)
         if not branches and not outcome.error:
             outcome.error = "it ended without an answer of the model"
-        last = next((turn for turn in reversed(session.tree.turns) if turn.received), None)
-        truncated = reported.get("cut") or (last is not None and stop_reason(last.finish_reason) == "length")
+        last_turn = next((turn for turn in reversed(session.tree.turns) if turn.received), None)
+        truncated = reported.get("cut") or (last_turn is not None and stop_reason(last_turn.finish_reason) == "length")
         reason = "error" if outcome.error else "length" if truncated else "stop"
         episode = Episode(
             session.number,
@@ -372,10 +380,14 @@ class OutsideEpisodes:
             outcome=outcome,
             branches=branches,
         )
-        if last is not None:
-            episode.token_ids, episode.logprobs, episode.versions = last.token_ids, last.logprobs, last.versions
-            episode.loss_mask = [True] * len(last.token_ids)
-            episode.turn_ids = [0] * len(last.token_ids)
+        if last_turn is not None:
+            episode.token_ids, episode.logprobs, episode.versions = (
+                last_turn.token_ids,
+                last_turn.logprobs,
+                last_turn.versions,
+            )
+            episode.loss_mask = [True] * len(last_turn.token_ids)
+            episode.turn_ids = [0] * len(last_turn.token_ids)
         counts = session.tree.counts() + session.counts
         episode.turns = counts["turns"]
         names = ["turns", "not_received", "retried", "refused", "given_up"] + ["begun_again"] * (
@@ -383,8 +395,8 @@ class OutsideEpisodes:
         )
         outcome.metrics |= {name: float(counts[name]) for name in names}
         outcome.metrics["samples"] = float(len(branches))
-        if spared:
-            outcome.metrics[OF_ROLES] = float(spared)
+        if num_untrained_tokens:
+            outcome.metrics[OF_ROLES] = float(num_untrained_tokens)
         return episode
 
     def _tell(self, episode: Episode) -> None:
@@ -404,9 +416,12 @@ def _conversation(prompt: Prompt) -> list[dict[str, Any]]:
     """Returns a prompt's conversation for agents, including its images."""
     if not prompt.images:
         return [{**m, "role": "user"} if m["role"] == "raw" else m for m in prompt.messages]
-    pictures, messages = iter(shown_by(prompt.images)), placed(prompt.messages, len(prompt.images))
+    image_parts, messages = iter(shown_by(prompt.images)), placed(prompt.messages, len(prompt.images))
     for message in messages:
-        message["content"] = [next(pictures) if part["type"] == "image" else part for part in message["content"]]
+        message["content"] = [
+            next(image_parts) if content_part["type"] == "image" else content_part
+            for content_part in message["content"]
+        ]
     return messages
 
 
@@ -500,16 +515,19 @@ class Distant:
             elif message["ident"] == self.ident:
                 self._came(message)
         now = time.monotonic()
-        for number, away in [(n, a) for n, a in self._away.items() if a.until and now > a.until]:
-            self._post.tell(away.by[0], {"kill": away.by[1]})
-            limit = away.ticket["timeout_s"] + _GRACE_S
-            self._end(number, {"error": f"agent-{away.by[0]}, which ran it, said nothing within {limit:g} s"})
+        for episode_number, remote_episode in [(n, a) for n, a in self._away.items() if a.until and now > a.until]:
+            self._post.tell(remote_episode.by[0], {"kill": remote_episode.by[1]})
+            limit = remote_episode.ticket["timeout_s"] + _GRACE_S
+            self._end(
+                episode_number,
+                {"error": f"agent-{remote_episode.by[0]}, which ran it, said nothing within {limit:g} s"},
+            )
 
     def abort(self) -> None:
         """Ends all running programs, and removes queued tickets; there are no outcomes."""
-        for away in self._away.values():
-            if away.num_starts:
-                self._post.tell(away.by[0], {"kill": away.by[1]})
+        for remote_episode in self._away.values():
+            if remote_episode.num_starts:
+                self._post.tell(remote_episode.by[0], {"kill": remote_episode.by[1]})
         self._away.clear()
 
     def close(self) -> None:
@@ -520,24 +538,29 @@ class Distant:
 
     def _on_take(self, message: dict[str, Any]) -> None:
         """Sends the ticket of an episode to a rank that has taken it; None for an episode that has ended."""
-        holder, number = (message["agent"], message["take"]), message["number"]
-        away = self._away.get(number) if message["ident"] == self.ident else None
-        if away is not None and away.num_starts == _MAX_STARTS:
-            self._end(number, {"error": f"{_MAX_STARTS} ranks of the group agent were lost while they ran it"})
-            away = None
+        runner, episode_number = (message["agent"], message["take"]), message["number"]
+        remote_episode = self._away.get(episode_number) if message["ident"] == self.ident else None
+        if remote_episode is not None and remote_episode.num_starts == _MAX_STARTS:
+            self._end(episode_number, {"error": f"{_MAX_STARTS} ranks of the group agent were lost while they ran it"})
+            remote_episode = None
         ticket = None
-        if away is not None:
-            if away.num_starts:
-                log.info("episode %d is begun again on agent-%d: agent-%d was lost", number, holder[0], away.by[0])
-                away.ticket = self._again(number)
-            away.num_starts += 1
-            away.by, ticket = holder, away.ticket
-            away.until = time.monotonic() + ticket["timeout_s"] + _GRACE_S
-        self._post.tell(holder[0], {"of": holder[1], "ticket": ticket})
+        if remote_episode is not None:
+            if remote_episode.num_starts:
+                log.info(
+                    "episode %d is begun again on agent-%d: agent-%d was lost",
+                    episode_number,
+                    runner[0],
+                    remote_episode.by[0],
+                )
+                remote_episode.ticket = self._again(episode_number)
+            remote_episode.num_starts += 1
+            remote_episode.by, ticket = runner, remote_episode.ticket
+            remote_episode.until = time.monotonic() + ticket["timeout_s"] + _GRACE_S
+        self._post.tell(runner[0], {"of": runner[1], "ticket": ticket})
 
     def _came(self, message: dict[str, Any]) -> None:
-        away = self._away.get(message["number"])
-        if away is not None and away.by == (message["agent"], message["of"]):
+        remote_episode = self._away.get(message["number"])
+        if remote_episode is not None and remote_episode.by == (message["agent"], message["of"]):
             self._end(message["number"], message["outcome"])
 
     def _end(self, number: int, outcome: AgentReply) -> None:

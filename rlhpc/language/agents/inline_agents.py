@@ -102,8 +102,8 @@ class InlineAgents:
         async def ask(role: str, messages: list[dict[str, Any]], tools: Sequence[Any]) -> dict[str, Any] | None:
             try:
                 return await self._gateway.chat(ticket["api_key"], role, list(messages), list(tools))
-            except RequestError as why:
-                if why.code == OVER:
+            except RequestError as error:
+                if error.code == OVER:
                     return None
                 raise
 
@@ -111,8 +111,8 @@ class InlineAgents:
 
 
 def _where(error: Exception) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    return f" ({Path(last[0].filename).name}, line {last[0].lineno})" if last else ""
+    last_frame = traceback.extract_tb(error.__traceback__)[-1:]
+    return f" ({Path(last_frame[0].filename).name}, line {last_frame[0].lineno})" if last_frame else ""
 
 
 class ToolAgent(Agent):
@@ -138,22 +138,22 @@ class ToolAgent(Agent):
         if "</tool>" not in text:
             return None
         calls = self._CALL.findall(text)
-        result = self._result(*calls[-1]) if calls else "error: write <tool>name: text</tool>"
-        if not isinstance(result, str):
-            return {"role": "tool", "content": [{"type": "image", "image": result}]}
-        return f"<result>{result}</result>\n"
+        tool_output = self._result(*calls[-1]) if calls else "error: write <tool>name: text</tool>"
+        if not isinstance(tool_output, str):
+            return {"role": "tool", "content": [{"type": "image", "image": tool_output}]}
+        return f"<result>{tool_output}</result>\n"
 
     def _result(self, name: str, text: str) -> Any:
         tool = self.tools.get(name)
         if tool is None:
             return f"error: there is no tool {name}; there are {', '.join(self.tools)}"
         try:
-            value = tool(text.strip("\n"))
-            if isinstance(value, bytes) or hasattr(value, "save"):
-                return value
-            result = valid_text(str(value))
+            output = tool(text.strip("\n"))
+            if isinstance(output, bytes) or hasattr(output, "save"):
+                return output
+            output_text = valid_text(str(output))
         except Exception as error:  # an error of the model or of the tool: the model gets it as the result
-            result = f"error: {error}"
+            output_text = f"error: {error}"
         # A result that contains the tags would end itself, or call another tool.
-        result = re.sub(r"</?(?:result|tool)>", "", result)
-        return result if len(result) <= self._longest else result[: self._longest] + "..."
+        output_text = re.sub(r"</?(?:result|tool)>", "", output_text)
+        return output_text if len(output_text) <= self._longest else output_text[: self._longest] + "..."

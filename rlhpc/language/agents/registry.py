@@ -118,9 +118,9 @@ def make_generation(
     Raises:
         ConfigError: See `configured_agent` and `outside_agent`.
     """
-    inside = configured_agent(cfg)
+    inline_agent = configured_agent(cfg)
     if cfg.agent.kind == INLINE:
-        return EpisodeRunner(backend, tokenizer, inside, cfg.rollout.max_turns)
+        return EpisodeRunner(backend, tokenizer, inline_agent, cfg.rollout.max_turns)
     from rlhpc.language.agents.external import OutsideEpisodes
 
     parsers, options = outside_agent(cfg, tokenizer)
@@ -168,15 +168,15 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, AgentOp
             "what an agent asks becomes tokens: use a model that has one, or put one into its tokenizer_config.json"
         )
     roles, kwargs = roles_of(cfg), plain(agent.kwargs)
-    untrained = tuple(agent.untrained_roles)
-    if untrained and not set(untrained) < set(roles):
+    untrained_roles = tuple(agent.untrained_roles)
+    if untrained_roles and not set(untrained_roles) < set(roles):
         names = ", ".join(roles) or "none"
         raise ConfigError(
-            f"agent.untrained_roles is {list(untrained)}; allowed: some of the roles, not all of them ({names})"
+            f"agent.untrained_roles is {list(untrained_roles)}; allowed: some of the roles, not all of them ({names})"
         )
-    limits = EpisodeLimits(agent.max_turns, agent.max_tokens, roles, untrained, policies_of(cfg).by_role)
-    later = float(select(cfg, "agent.feedback_timeout_s") or 0.0)
-    options = AgentOptions(limits, agent.timeout_s, kwargs, later)
+    limits = EpisodeLimits(agent.max_turns, agent.max_tokens, roles, untrained_roles, policies_of(cfg).by_role)
+    feedback_s = float(select(cfg, "agent.feedback_timeout_s") or 0.0)
+    options = AgentOptions(limits, agent.timeout_s, kwargs, feedback_s)
     return Parsers(tokenizer, agent.tool_parser, agent.reasoning_parser), options
 
 

@@ -45,25 +45,25 @@ class _RunningService:
 
     def is_foreign(self) -> bool:
         """Returns whether another program listens at the service's port, which would receive the connections."""
-        sockets = loopback_listeners(int(self.address.rpartition(":")[2]))
-        inodes = frozenset(one.inode for one in sockets)
+        listeners = loopback_listeners(int(self.address.rpartition(":")[2]))
+        inodes = frozenset(listener.inode for listener in listeners)
         if inodes <= self.listeners:
             return False
-        if any(one.uid != os.getuid() for one in sockets):
+        if any(listener.uid != os.getuid() for listener in listeners):
             return True
         pids = [self.process.pid]
         with contextlib.suppress(psutil.Error):
             pids += [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
-        held = socket_inodes(pids)
-        if held is not None and not inodes <= held:
+        held_inodes = socket_inodes(pids)
+        if held_inodes is not None and not inodes <= held_inodes:
             return True
         self.listeners = inodes
         return False
 
     def tail(self) -> str:
         """Returns the end of its output, as a part of a message."""
-        text = self.log_file.read_bytes()[-_TAIL:].decode(errors="replace").strip()
-        return f"; it said: {text}" if text else "; it said nothing"
+        log_text = self.log_file.read_bytes()[-_TAIL:].decode(errors="replace").strip()
+        return f"; it said: {log_text}" if log_text else "; it said nothing"
 
 
 class Services:
@@ -85,17 +85,17 @@ class Services:
         self, sections: Sequence[ServiceConfig], folder: Path | None = None, ports: Mapping[str, str] | None = None
     ) -> None:
         self._temporary = make_temporary_folder("services") if sections and not folder else None
-        where = folder or self._temporary or Path()
+        log_folder = folder or self._temporary or Path()
         self._running: list[_RunningService] = []
         try:
             for section in sections:
-                self._running.append(_start(section, where, (ports or {}).get(section.name)))
-            for running in self._running:
-                _await_ready(running)
+                self._running.append(_start(section, log_folder, (ports or {}).get(section.name)))
+            for running_service in self._running:
+                _await_ready(running_service)
         except BaseException:
             self.close()
             raise
-        self.addresses = {running.section.name: running.address for running in self._running}
+        self.addresses = {running_service.section.name: running_service.address for running_service in self._running}
         self._next_look = time.monotonic() + _WATCH_S
 
     def check(self) -> None:
@@ -107,24 +107,26 @@ class Services:
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _WATCH_S
-        for running in self._running:
-            name, status = running.section.name, running.process.poll()
+        for running_service in self._running:
+            name, status = running_service.section.name, running_service.process.poll()
             if status is not None:
-                raise ConfigError(f"agent.services[{name}] ended with status {status} during the run{running.tail()}")
-            if running.is_foreign():
-                raise ConfigError(_foreign(running))
+                raise ConfigError(
+                    f"agent.services[{name}] ended with status {status} during the run{running_service.tail()}"
+                )
+            if running_service.is_foreign():
+                raise ConfigError(_foreign(running_service))
 
     def close(self) -> None:
         """Ends the services, with all their descendants."""
-        for running in self._running:
-            assert running.process.stdin is not None
-            running.process.stdin.close()
-        for running in self._running:
+        for running_service in self._running:
+            assert running_service.process.stdin is not None
+            running_service.process.stdin.close()
+        for running_service in self._running:
             try:
-                running.process.wait(_END_S)
+                running_service.process.wait(_END_S)
             except subprocess.TimeoutExpired:
-                running.process.kill()
-                running.process.wait()
+                running_service.process.kill()
+                running_service.process.wait()
         self._running.clear()
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
@@ -137,19 +139,19 @@ def placed_in(value: Any, addresses: Mapping[str, str]) -> Any:
             value = value.replace(f"{{{name}}}", address)
         return value
     if isinstance(value, Mapping):
-        return {key: placed_in(part, addresses) for key, part in value.items()}
-    return [placed_in(part, addresses) for part in value] if isinstance(value, (list, tuple)) else value
+        return {key: placed_in(nested_value, addresses) for key, nested_value in value.items()}
+    return [placed_in(nested_value, addresses) for nested_value in value] if isinstance(value, (list, tuple)) else value
 
 
 def _start(section: ServiceConfig, folder: Path, before: str | None) -> _RunningService:
-    with socket.socket() as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as probe_socket:
+        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            free.bind((_LOOPBACK, int(before.rpartition(":")[2]) if before else 0))
+            probe_socket.bind((_LOOPBACK, int(before.rpartition(":")[2]) if before else 0))
         except OSError:
-            free.bind((_LOOPBACK, 0))
-        port = free.getsockname()[1]
-    command = [word.replace("{port}", str(port)) for word in section.command]
+            probe_socket.bind((_LOOPBACK, 0))
+        port = probe_socket.getsockname()[1]
+    command = [argument.replace("{port}", str(port)) for argument in section.command]
     log_file = folder / f"service-{section.name}-{os.uname().nodename}.log"
     with log_file.open("ab") as file:
         process = subprocess.Popen(
@@ -195,18 +197,18 @@ def _is_ready(running: _RunningService) -> bool:
 
 
 def _answers(running: _RunningService) -> bool:
-    ready, (host, _, port) = running.section.ready, running.address.partition(":")
-    if ready.startswith("line:"):
-        return ready[5:].strip().encode() in running.log_file.read_bytes()
+    readiness_path, (host, _, port) = running.section.ready, running.address.partition(":")
+    if readiness_path.startswith("line:"):
+        return readiness_path[5:].strip().encode() in running.log_file.read_bytes()
     try:
         if not loopback_listeners(int(port)) or running.is_foreign():
             return False
-        if ready == "port":
+        if readiness_path == "port":
             socket.create_connection((host, int(port)), 1.0).close()
             return True
         connection = http.client.HTTPConnection(host, int(port), timeout=5.0)
         try:
-            connection.request("GET", ready)
+            connection.request("GET", readiness_path)
             return connection.getresponse().status < 400
         finally:
             connection.close()
@@ -237,11 +239,11 @@ class Relays:
         return self._sockets[url]
 
     async def _listen(self, url: str, path: str) -> None:
-        where = urllib.parse.urlsplit(url)
+        target_url = urllib.parse.urlsplit(url)
 
         async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
-                upstream, upstream_writer = await asyncio.open_connection(where.hostname, where.port)
+                upstream, upstream_writer = await asyncio.open_connection(target_url.hostname, target_url.port)
                 await asyncio.gather(_pass(reader, upstream_writer), _pass(upstream, writer))
             writer.close()
 
@@ -256,8 +258,8 @@ class Relays:
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
-        while data := await reader.read(_CHUNK):
-            writer.write(data)
+        while chunk := await reader.read(_CHUNK):
+            writer.write(chunk)
             await writer.drain()
     with contextlib.suppress(OSError):  # the other direction may go on
         writer.write_eof()

@@ -63,8 +63,8 @@ class AgentTurn:
 
     def mark_received(self, received: bool = True) -> bool:
         """Records whether the reply has reached the client; returns what was recorded before."""
-        before, self.received = self.received, received
-        return before
+        was_received, self.received = self.received, received
+        return was_received
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Tree:
 
     def ids(self, turn: int) -> list[int]:
         """Returns all tokens that a turn read and sampled."""
-        return [token for at in self.path(turn) for part in self._parts(at) for token in part]
+        return [token for turn_index in self.path(turn) for part_ids in self._parts(turn_index) for token in part_ids]
 
     def path(self, turn: int) -> list[int]:
         """Returns the turns from the first one to this one."""
@@ -92,20 +92,22 @@ class Tree:
         """Returns the longest turn of a role whose tokens these begin with and whose images are the same up to there;
         of equally long ones the last. None if no turn matches.
         """
-        ids, ends, best = list(ids), dict[int, int](), None
-        for at, turn in enumerate(self.turns):  # a parent comes before its children
-            begin = 0 if turn.parent is None else ends.get(turn.parent)
-            if begin is None or turn.role != role:
+        ids, end_positions, best = list(ids), dict[int, int](), None
+        for turn_index, turn in enumerate(self.turns):  # a parent comes before its children
+            start = 0 if turn.parent is None else end_positions.get(turn.parent)
+            if start is None or turn.role != role:
                 continue
-            for part in self._parts(at):
-                if ids[begin : begin + len(part)] != part:
+            for part_ids in self._parts(turn_index):
+                if ids[start : start + len(part_ids)] != part_ids:
                     break
-                begin += len(part)
+                start += len(part_ids)
             else:
-                ends[at] = begin
-                same_images = _places(turn.images) == tuple(place for place in _places(images) if place[0] < begin)
-                if same_images and begin < len(ids) and (best is None or begin >= ends[best]):
-                    best = at
+                end_positions[turn_index] = start
+                same_images = _places(turn.images) == tuple(
+                    image_place for image_place in _places(images) if image_place[0] < start
+                )
+                if same_images and start < len(ids) and (best is None or start >= end_positions[best]):
+                    best = turn_index
         return best
 
     def _parts(self, at: int) -> tuple[list[int], list[int]]:
@@ -119,51 +121,56 @@ class Tree:
             number: Number of the episode.
         """
         received = set[int]()
-        for at, turn in enumerate(self.turns):
+        for turn_index, turn in enumerate(self.turns):
             if turn.received:
-                received.update(self.path(at))
-        leaves = received - {self.turns[at].parent for at in received}
+                received.update(self.path(turn_index))
+        leaf_indices = received - {self.turns[turn_index].parent for turn_index in received}
         paths = sorted(
-            (self.turns[leaf].role, self.ids(leaf), _places(self.turns[leaf].images), self.path(leaf))
-            for leaf in leaves
+            (
+                self.turns[leaf_index].role,
+                self.ids(leaf_index),
+                _places(self.turns[leaf_index].images),
+                self.path(leaf_index),
+            )
+            for leaf_index in leaf_indices
         )
-        trained, samples, spoken = set[int](), list[Episode](), collections.Counter[int]()
-        numbers = [spoken.update([turn.role]) or spoken[turn.role] - 1 for turn in self.turns]
+        trained_turns, samples, turn_counts = set[int](), list[Episode](), collections.Counter[int]()
+        numbers = [turn_counts.update([turn.role]) or turn_counts[turn.role] - 1 for turn in self.turns]
         for *_, path in paths:
-            samples.append(self._sample(number, path, trained, numbers))
-            trained.update(path)
+            samples.append(self._sample(number, path, trained_turns, numbers))
+            trained_turns.update(path)
         return samples
 
     def _sample(self, number: int, path: Sequence[int], trained: set[int], numbers: Sequence[int]) -> Episode:
-        first = self.turns[path[0]]
+        first_turn = self.turns[path[0]]
         sample = Episode(
             number,
-            tuple(first.context),
+            tuple(first_turn.context),
             turns=len(path),
             finish_reason=self.turns[path[-1]].finish_reason,
-            role=first.role,
+            role=first_turn.role,
             experts=self.turns[path[-1]].experts,
             images=self.turns[path[-1]].images,
         )
-        for depth, at in enumerate(path):
-            turn, between = self.turns[at], 0
+        for depth, turn_index in enumerate(path):
+            turn, num_read = self.turns[turn_index], 0
             if depth:
-                between = len(turn.context)
+                num_read = len(turn.context)
                 sample.token_ids += turn.context
-                sample.logprobs += [0.0] * between
-                sample.versions += [sample.versions[-1]] * between
-                sample.loss_mask += [False] * between
-                sample.rewards += [0.0] * between
-            drawn = len(turn.token_ids)
+                sample.logprobs += [0.0] * num_read
+                sample.versions += [sample.versions[-1]] * num_read
+                sample.loss_mask += [False] * num_read
+                sample.rewards += [0.0] * num_read
+            num_sampled = len(turn.token_ids)
             sample.token_ids += turn.token_ids
             sample.logprobs += turn.logprobs
             sample.versions += turn.versions
-            is_trained = turn.received and at not in trained
-            sample.loss_mask += [is_trained] * drawn
-            sample.rewards += [0.0] * drawn
-            if is_trained and drawn:
+            is_trained = turn.received and turn_index not in trained
+            sample.loss_mask += [is_trained] * num_sampled
+            sample.rewards += [0.0] * num_sampled
+            if is_trained and num_sampled:
                 sample.rewards[-1] = turn.reward
-            sample.turn_ids += [numbers[at]] * (between + drawn)
+            sample.turn_ids += [numbers[turn_index]] * (num_read + num_sampled)
         return sample
 
     def counts(self) -> collections.Counter[str]:
@@ -229,16 +236,16 @@ def canonical(message: Mapping[str, Any]) -> Message:
     if message.get("function_call"):
         raise RequestError("a message has a function_call; functions are tools here: send tool_calls")
     for name in ("tool_call_id", "name"):
-        if value := _text_in(message, name):
-            converted[name] = value
+        if field_text := _text_in(message, name):
+            converted[name] = field_text
     return converted
 
 
 def _text_in(message: Mapping[str, Any], name: str) -> str:
-    value = message.get(name)
-    if value is not None and not isinstance(value, str):
+    field_text = message.get(name)
+    if field_text is not None and not isinstance(field_text, str):
         raise RequestError(f"a message's {name} must be a text")
-    return value or ""
+    return field_text or ""
 
 
 def _call(call: Any) -> Message:
@@ -249,10 +256,10 @@ def _call(call: Any) -> Message:
         raise RequestError(
             "a message's tool_calls must each have a function with a name, and with arguments as a text or an object"
         )
-    ident = call.get("id")
-    if ident is not None and not isinstance(ident, str):
+    call_id = call.get("id")
+    if call_id is not None and not isinstance(call_id, str):
         raise RequestError("the id of a message's tool call must be a text")
-    return {"id": ident, "type": "function", "function": {"name": name, "arguments": parse_arguments(arguments)}}
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parse_arguments(arguments)}}
 
 
 def key_of(message: Message) -> str:
@@ -274,7 +281,7 @@ def key_of(message: Message) -> str:
 def _stripped(content: Any) -> Any:
     if isinstance(content, str):
         return content.strip()
-    return [part["text"].strip() if "text" in part else part for part in content]
+    return [content_part["text"].strip() if "text" in content_part else content_part for content_part in content]
 
 
 def keys_of(messages: Sequence[Message], tools: Any) -> tuple[str, ...]:
@@ -346,19 +353,19 @@ class Renderer:
         """
         if self.looker is None and any("images" in message for message in messages):
             raise RequestError("a message shows a picture; this model reads text alone")
-        continued, length = None, 0
-        for at, turn in enumerate(tree.turns):
+        parent, length = None, 0
+        for turn_index, turn in enumerate(tree.turns):
             if turn.role != role:
                 continue
             if length <= len(turn.keys) < len(keys) and turn.keys and keys[: len(turn.keys)] == turn.keys:
-                continued, length = at, len(turn.keys)
-        if continued is not None:
-            reply = tree.turns[continued]
-            behind = self._behind(messages, length - 2, tools, reply.token_ids)
-            if behind is not None:
-                before = tree.ids(continued)
-                ids, images = self._encode(behind, messages[length - 1 :], len(before))
-                return before + ids, continued, joined(reply.images, images)
+                parent, length = turn_index, len(turn.keys)
+        if parent is not None:
+            reply = tree.turns[parent]
+            rendered_suffix = self._behind(messages, length - 2, tools, reply.token_ids)
+            if rendered_suffix is not None:
+                prefix_ids = tree.ids(parent)
+                ids, images = self._encode(rendered_suffix, messages[length - 1 :], len(prefix_ids))
+                return prefix_ids + ids, parent, joined(reply.images, images)
         ids, images = self._encode(self._text(messages, tools), messages)
         return ids, tree.continued_by(ids, role, images), images
 
@@ -367,33 +374,35 @@ class Renderer:
         with_marker = [*messages]
         with_marker[reply] = {"role": "assistant", "content": REPLY}
         try:
-            text = self._text(with_marker, tools)
+            rendered = self._text(with_marker, tools)
         except RequestError:  # the template requires the calls that tools answered
             return None
-        return behind_reply(self.tokenizer, text, drawn) if text.count(REPLY) == 1 else None
+        return behind_reply(self.tokenizer, rendered, drawn) if rendered.count(REPLY) == 1 else None
 
     def _encode(self, text: str, messages: Sequence[Message], behind: int = 0) -> tuple[list[int], PromptImages | None]:
         """Encodes a template's text of messages that follow so many tokens, with the tokens of the images; returns
         tokens and images.
         """
-        ids, spoken, text = list[int](), set[int](), valid_text(text)
+        ids, spoken_positions, text = list[int](), set[int](), valid_text(text)
         if self.looker is None:
             return self.tokenizer.encode(text, add_special_tokens=False), None
-        for number, part in enumerate(text.split(_SPOKEN)):
-            if number:
-                spoken.add(len(ids))
+        for part_number, text_part in enumerate(text.split(_SPOKEN)):
+            if part_number:
+                spoken_positions.add(len(ids))
                 ids.append(self.looker.token)
-            ids += self.tokenizer.encode(part, add_special_tokens=False)
+            ids += self.tokenizer.encode(text_part, add_special_tokens=False)
         images = [image for message in messages for image in message.get("images", ())]
         if not images:
             return ids, None
         try:
-            return self.looker.look(images, ids, behind, spoken)
+            return self.looker.look(images, ids, behind, spoken_positions)
         except ConfigError as error:
             raise RequestError(str(error)) from None
 
     def _text(self, messages: Sequence[Message], tools: Any) -> str:
-        text_messages = [{name: value for name, value in message.items() if name != "images"} for message in messages]
+        text_messages = [
+            {name: field_value for name, field_value in message.items() if name != "images"} for message in messages
+        ]
         if self.looker is not None:
             text_messages = _remove_image_token(text_messages, self.tokenizer.convert_ids_to_tokens(self.looker.token))
         try:
@@ -407,7 +416,7 @@ def _characters(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(_characters(name) + _characters(item) for name, item in value.items())
+        return sum(_characters(name) + _characters(nested_value) for name, nested_value in value.items())
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
@@ -416,5 +425,7 @@ def _remove_image_token(content: Any, sign: str) -> Any:
     if isinstance(content, str):
         return content.replace(sign, _SPOKEN)
     if isinstance(content, Mapping):
-        return {name: _remove_image_token(value, sign) for name, value in content.items()}
-    return [_remove_image_token(value, sign) for value in content] if isinstance(content, list) else content
+        return {name: _remove_image_token(nested_value, sign) for name, nested_value in content.items()}
+    return (
+        [_remove_image_token(nested_value, sign) for nested_value in content] if isinstance(content, list) else content
+    )

@@ -48,16 +48,22 @@ def generate_reply(answer: StoredResponse) -> dict[str, Any]:
 
 
 def _usage(answer: StoredResponse) -> dict[str, int]:
-    read, drawn = len(answer.prompt_ids), len(answer.turn.token_ids)
-    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+    num_prompt_tokens, num_sampled_tokens = len(answer.prompt_ids), len(answer.turn.token_ids)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_sampled_tokens,
+        "total_tokens": num_prompt_tokens + num_sampled_tokens,
+    }
 
 
 def _logprobs(answer: StoredResponse, tokenizer: Any) -> list[dict[str, Any]]:
     """Returns the log-probs of the sampled tokens; without a tokenizer each token is given by its number."""
     entries = []
     for token, logprob in zip(answer.turn.token_ids, answer.turn.logprobs, strict=True):
-        text = f"token_id:{token}" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
-        entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+        token_text = f"token_id:{token}" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+        entries.append(
+            {"token": token_text, "logprob": logprob, "bytes": list(token_text.encode()), "top_logprobs": []}
+        )
     return entries
 
 
@@ -90,31 +96,35 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 def _assistant(message: Mapping[str, Any]) -> list[Message]:
     converted: Message = {"role": "assistant", "content": ""}
     for block in _blocks(message.get("content")):
-        kind = block.get("type")
-        if kind == "text":
+        block_type = block.get("type")
+        if block_type == "text":
             converted["content"] += _field(block, "text")
-        elif kind == "thinking":
+        elif block_type == "thinking":
             converted["reasoning_content"] = converted.get("reasoning_content", "") + _field(block, "thinking")
-        elif kind == "tool_use":
+        elif block_type == "tool_use":
             function = {"name": _field(block, "name"), "arguments": block.get("input") or {}}
             call = {"id": _field(block, "id"), "type": "function", "function": function}
             converted.setdefault("tool_calls", []).append(call)
         else:
-            raise RequestError(f"an assistant's message has a block of type {kind}; allowed: text, thinking, tool_use")
+            raise RequestError(
+                f"an assistant's message has a block of type {block_type}; allowed: text, thinking, tool_use"
+            )
     return [converted]
 
 
 def _user(message: Mapping[str, Any]) -> list[Message]:
     """Returns one message for each tool result, then one with the other blocks."""
-    results, user_parts = list[Message](), list[Any]()
+    tool_messages, user_parts = list[Message](), list[Any]()
     for block in _blocks(message.get("content")):
-        kind = block.get("type")
-        if kind == "tool_result":
-            parts = [_text_or_image(part) for part in _blocks(block.get("content") or "")]
-            results.append({"role": "tool", "tool_call_id": _field(block, "tool_use_id"), "content": parts})
+        block_type = block.get("type")
+        if block_type == "tool_result":
+            result_parts = [_text_or_image(result_part) for result_part in _blocks(block.get("content") or "")]
+            tool_messages.append(
+                {"role": "tool", "tool_call_id": _field(block, "tool_use_id"), "content": result_parts}
+            )
         else:
             user_parts.append(_text_or_image(block))
-    return [*results, *([{"role": "user", "content": user_parts}] if user_parts or not results else [])]
+    return [*tool_messages, *([{"role": "user", "content": user_parts}] if user_parts or not tool_messages else [])]
 
 
 def _text_or_image(block: Mapping[str, Any]) -> Any:
@@ -144,10 +154,10 @@ def _text(content: Any) -> str:
 
 def _field(block: Mapping[str, Any], name: str) -> str:
     """Returns a text field of a block."""
-    value = block.get(name, "")
-    if not isinstance(value, str):
+    field_text = block.get(name, "")
+    if not isinstance(field_text, str):
         raise RequestError(f"{name} of a block of type {block.get('type')} must be a text")
-    return value
+    return field_text
 
 
 def message_reply(answer: StoredResponse, model: str) -> dict[str, Any]:
@@ -178,9 +188,12 @@ def message_reply(answer: StoredResponse, model: str) -> dict[str, Any]:
 
 def message_error(why: RequestError) -> dict[str, Any]:
     """Returns the error response to a request."""
-    kinds = {401: "authentication_error", 429: "rate_limit_error", 503: "api_error"}
+    error_types = {401: "authentication_error", 429: "rate_limit_error", 503: "api_error"}
     message = f"prompt is too long: {why}" if why.code == OVER else str(why)
-    return {"type": "error", "error": {"type": kinds.get(why.status, "invalid_request_error"), "message": message}}
+    return {
+        "type": "error",
+        "error": {"type": error_types.get(why.status, "invalid_request_error"), "message": message},
+    }
 
 
 def _unsent(text: str | None, sent: str) -> str:
@@ -218,7 +231,7 @@ class ChatStream:
         """
         del read
         delta = {"reasoning_content": _unsent(reasoning, self._reasoning), "content": _unsent(content, self._content)}
-        delta = {name: text for name, text in delta.items() if text}
+        delta = {name: delta_text for name, delta_text in delta.items() if delta_text}
         if not delta:
             return []
         self._reasoning, self._content = reasoning, content
@@ -233,12 +246,14 @@ class ChatStream:
         if "reasoning_content" in message:
             delta["reasoning_content"] = _unsent(message["reasoning_content"], self._reasoning)
         if "tool_calls" in message:
-            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(message["tool_calls"])]
-        more = {"logprobs": choice["logprobs"]}
+            delta["tool_calls"] = [
+                {"index": call_index, **call} for call_index, call in enumerate(message["tool_calls"])
+            ]
+        logprobs_field = {"logprobs": choice["logprobs"]}
         if "token_ids" in choice:
-            more["token_ids"] = choice["token_ids"]
+            logprobs_field["token_ids"] = choice["token_ids"]
             self._base["prompt_token_ids"] = reply["prompt_token_ids"]
-        events = [self._event(delta, **more), self._event({}, choice["finish_reason"])]
+        events = [self._event(delta, **logprobs_field), self._event({}, choice["finish_reason"])]
         if (self._body.get("stream_options") or {}).get("include_usage"):
             events.append(_data({**self._base, "choices": [], "usage": reply["usage"]}))
         return [*events, "data: [DONE]\n\n"]
@@ -288,8 +303,8 @@ class MessageStream:
             json_delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
             events += [*self._block({**block, "input": {}}), self._delta(json_delta)]
         stop = {"stop_reason": reply["stop_reason"], "stop_sequence": reply["stop_sequence"]}
-        used = {"output_tokens": reply["usage"]["output_tokens"]}
-        events += [*self._close(), _event({"type": "message_delta", "delta": stop, "usage": used})]
+        usage = {"output_tokens": reply["usage"]["output_tokens"]}
+        events += [*self._close(), _event({"type": "message_delta", "delta": stop, "usage": usage})]
         return [*events, _event({"type": "message_stop"})]
 
     def _begin(self, read: int) -> list[str]:
@@ -310,12 +325,15 @@ class MessageStream:
 
     def _text(self, kind: str, text: str) -> list[str]:
         """Returns the events for a new text block, or for more text of the current one."""
-        more, is_open = _unsent(text, self._sent[kind]), kind in self._blocks
-        if not more or (is_open and self._blocks[-1] != kind):
+        unsent_text, is_open = _unsent(text, self._sent[kind]), kind in self._blocks
+        if not unsent_text or (is_open and self._blocks[-1] != kind):
             return []
         self._sent[kind] = text
-        empty = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
-        return [*([] if is_open else self._block(empty)), self._delta({"type": f"{kind}_delta", kind: more})]
+        empty_block = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
+        return [
+            *([] if is_open else self._block(empty_block)),
+            self._delta({"type": f"{kind}_delta", kind: unsent_text}),
+        ]
 
     def _block(self, block: Mapping[str, Any]) -> list[str]:
         events = self._close()

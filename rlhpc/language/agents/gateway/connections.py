@@ -119,9 +119,13 @@ class _Connection(asyncio.Protocol):
 
 def _far_host(transport: asyncio.BaseTransport) -> str:
     """Returns the host at the other end, "" for this one."""
-    peer, local = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
-    is_far = isinstance(peer, tuple) and peer[0] != local[0] and not ipaddress.ip_address(peer[0]).is_loopback
-    return str(peer[0]) if is_far else ""
+    peer_address, local_address = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
+    is_far = (
+        isinstance(peer_address, tuple)
+        and peer_address[0] != local_address[0]
+        and not ipaddress.ip_address(peer_address[0]).is_loopback
+    )
+    return str(peer_address[0]) if is_far else ""
 
 
 def _abort(transport: asyncio.BaseTransport) -> None:

@@ -60,15 +60,15 @@ class Feedback:
             done: Callback with the sum of the rewards; with None if some did not arrive in time.
         """
         loop = asyncio.get_running_loop()
-        awaited = _Awaited({}, 0.0, done)
-        awaited.timer = loop.call_later(patience_s, self._over, awaited)
+        delayed_episode = _Awaited({}, 0.0, done)
+        delayed_episode.timer = loop.call_later(patience_s, self._over, delayed_episode)
         for name, turn in turns.items():
             if turn.feedback is None:
-                awaited.pending[name] = turn
-                self._awaited.update(dict.fromkeys(turn.names, awaited))
+                delayed_episode.pending[name] = turn
+                self._awaited.update(dict.fromkeys(turn.names, delayed_episode))
             else:  # it came before the agent was done
-                awaited.total += turn.feedback
-        self._look(awaited)
+                delayed_episode.total += turn.feedback
+        self._look(delayed_episode)
 
     def check(self, key: str) -> None:
         """Checks the scorer's key.
@@ -100,25 +100,27 @@ class Feedback:
 
     def forget(self) -> None:
         """Drops all pending rewards."""
-        for awaited in self._awaited.values():
-            awaited.stop()
+        for delayed_episode in self._awaited.values():
+            delayed_episode.stop()
         self._awaited.clear()
 
     def _reward(self, name: str, reward: float) -> None:
-        awaited = self._awaited.get(name)
-        turns = self._turns() if awaited is None else awaited.pending.values()
+        delayed_episode = self._awaited.get(name)
+        turns = self._turns() if delayed_episode is None else delayed_episode.pending.values()
         turn = next((turn for turn in turns if name in turn.names), None)
         if turn is None:
             raise RequestError(f"no completion {name} awaits a reward here", 404, "not_found")
         turn.feedback = turn.reward = reward
-        if awaited is not None:
-            awaited.total += reward
-            awaited.pending = {
-                completion_id: other for completion_id, other in awaited.pending.items() if other is not turn
+        if delayed_episode is not None:
+            delayed_episode.total += reward
+            delayed_episode.pending = {
+                completion_id: pending_turn
+                for completion_id, pending_turn in delayed_episode.pending.items()
+                if pending_turn is not turn
             }
             for completion_id in turn.names:
                 self._awaited.pop(completion_id, None)
-            self._look(awaited)
+            self._look(delayed_episode)
 
     def _look(self, awaited: _Awaited) -> None:
         if not awaited.pending:
@@ -126,7 +128,9 @@ class Feedback:
             awaited.done(awaited.total)
 
     def _over(self, awaited: _Awaited) -> None:
-        self._awaited = {name: other for name, other in self._awaited.items() if other is not awaited}
+        self._awaited = {
+            name: delayed_episode for name, delayed_episode in self._awaited.items() if delayed_episode is not awaited
+        }
         awaited.done(None)
 
 
@@ -140,9 +144,9 @@ def awaited_turns(turns: list[AgentTurn], later: bool | list[str]) -> dict[str, 
     Raises:
         RequestError: The episode has no such completion.
     """
-    named = [turn for turn in turns if turn.received and turn.names]
-    ids = ([named[-1].names[0]] if named else ["any"]) if later is True else list(later or ())
-    by_id = {name: turn for name in ids for turn in named if name in turn.names}
-    if missing := [name for name in ids if name not in by_id]:
+    named_turns = [turn for turn in turns if turn.received and turn.names]
+    ids = ([named_turns[-1].names[0]] if named_turns else ["any"]) if later is True else list(later or ())
+    turns_by_id = {name: turn for name in ids for turn in named_turns if name in turn.names}
+    if missing := [name for name in ids if name not in turns_by_id]:
         raise RequestError(f"`later` is about a completion that nobody received in this episode: {missing[0]}")
-    return by_id
+    return turns_by_id

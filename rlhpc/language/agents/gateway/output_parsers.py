@@ -90,9 +90,9 @@ class Partial:
 
 def _before(text: str, tag: str) -> str:
     """Returns the text before a tag, and before a possible beginning of the tag at the end."""
-    at = text.find(tag)
-    if at >= 0:
-        return text[:at]
+    tag_start = text.find(tag)
+    if tag_start >= 0:
+        return text[:tag_start]
     for length in range(min(len(tag) - 1, len(text)), 0, -1):
         if text.endswith(tag[:length]):
             return text[:-length]
@@ -160,21 +160,21 @@ def hermes(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
     """Splits a text into answer and tool calls: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Other content
     between the tags stays text.
     """
-    calls, answer, at = list[tuple[str, str]](), "", 0
-    for opened in _OPENED.finditer(text):
-        if opened.start() < at:  # inside a call
+    calls, answer, position = list[tuple[str, str]](), "", 0
+    for opening in _OPENED.finditer(text):
+        if opening.start() < position:  # inside a call
             continue
         try:
-            call, end = parse_json_at(text, opened.end())
+            call, end = parse_json_at(text, opening.end())
         except ValueError:
             continue
-        closed = _CLOSED.match(text, end)
-        if closed is None or "name" not in call:
+        closing = _CLOSED.match(text, end)
+        if closing is None or "name" not in call:
             continue
         arguments = call.get("arguments", {})
         calls.append((str(call["name"]), arguments if isinstance(arguments, str) else json.dumps(arguments)))
-        answer, at = answer + text[at : opened.start()], closed.end()
-    return ((answer + text[at:]).strip() if calls else text), calls
+        answer, position = answer + text[position : opening.start()], closing.end()
+    return ((answer + text[position:]).strip() if calls else text), calls
 
 
 class Parsers:
@@ -220,15 +220,15 @@ class Parsers:
         text, match = cut_at_stop(self._tokenizer, [token for token in ids if token not in self._hidden], stop)
         if match is not None or not stop:
             return text, match
-        drawn, match = cut_at_stop(self._tokenizer, ids, stop)
+        full_text, match = cut_at_stop(self._tokenizer, ids, stop)
         if match is None:
             return text, None
         # The stop text has a special token in it.
-        before = len(ids)
-        while len(self._decode(ids[:before])) > len(drawn):
-            before -= 1
-        behind = drawn[len(self._decode(ids[:before])) :]
-        return self._decode([token for token in ids[:before] if token not in self._hidden]) + behind, match
+        num_visible_ids = len(ids)
+        while len(self._decode(ids[:num_visible_ids])) > len(full_text):
+            num_visible_ids -= 1
+        text_after = full_text[len(self._decode(ids[:num_visible_ids])) :]
+        return self._decode([token for token in ids[:num_visible_ids] if token not in self._hidden]) + text_after, match
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -249,9 +249,11 @@ class Parsers:
         calls = self._tools is not None and bool(tools)
         if self._reasoning not in (None, think) or (calls and self._tools is not hermes):
             return None
-        thinks = self._reasoning is not None
-        opened = thinks and self._opens(prompt)
-        return Partial(self._tokenizer, opened=opened, thinks=thinks, calls=calls, stop=stop, hidden=self._hidden)
+        has_reasoning = self._reasoning is not None
+        starts_reasoning = has_reasoning and self._opens(prompt)
+        return Partial(
+            self._tokenizer, opened=starts_reasoning, thinks=has_reasoning, calls=calls, stop=stop, hidden=self._hidden
+        )
 
 
 def _of_vllm_reasoning(name: str, tokenizer: Any) -> Callable[[str, bool], tuple[str | None, str]]:
@@ -282,22 +284,22 @@ def _of_vllm_tools(name: str, tokenizer: Any) -> Callable[[str, Any], tuple[str,
     except ImportError:
         raise ConfigError(f"agent.tool_parser is {name!r}; without vllm: hermes, or null") from None
     try:
-        kind = ToolParserManager.get_tool_parser(name)
-        kind(tokenizer)  # it may want tokens that this vocabulary lacks
+        parser_class = ToolParserManager.get_tool_parser(name)
+        parser_class(tokenizer)  # it may want tokens that this vocabulary lacks
     except (KeyError, RuntimeError, ValueError) as error:
         raise ConfigError(f"agent.tool_parser is {name!r}, which cannot be used: {error}") from None
 
     def read(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
         request = _request(tools)
-        parser = kind(tokenizer, request.tools)
+        parser = parser_class(tokenizer, request.tools)
         try:
-            result = parser.extract_tool_calls(text, request)
+            extracted = parser.extract_tool_calls(text, request)
         except Exception as error:
             log.warning("vLLM's tool parser %s cannot read a reply, which stays text: %r", name, error)
             return text, []
-        if not result.tools_called:
+        if not extracted.tools_called:
             return text, []
-        return result.content or "", [(call.function.name, call.function.arguments) for call in result.tool_calls]
+        return extracted.content or "", [(call.function.name, call.function.arguments) for call in extracted.tool_calls]
 
     return read
 

@@ -57,17 +57,17 @@ def read_body(raw: bytes, form: Form) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     _check(value, form)
-    return {name: item for name, item in body.items() if item is not None}
+    return {name: field_value for name, field_value in body.items() if field_value is not None}
 
 
 def _check(body: Mapping[str, Any], form: Form) -> None:
-    for name, (is_allowed, allowed) in form.keys.items():
+    for name, (is_allowed, allowed_text) in form.keys.items():
         value = body.get(name)
         if (value is not None or name in form.required) and not is_allowed(value):
-            raise RequestError(f"{form.where}{name} must be {allowed}")
-    for name, inner in form.inner.items():
+            raise RequestError(f"{form.where}{name} must be {allowed_text}")
+    for name, nested_schema in form.inner.items():
         if body.get(name) is not None:
-            _check(body[name], inner)
+            _check(body[name], nested_schema)
     for name, is_neutral in form.neutral.items():
         if body.get(name) is not None and not is_neutral(body[name]):
             reason = _REASONS.get(name, "the model is trained on what it draws by itself")
@@ -144,15 +144,18 @@ def _is_empty(value: Any) -> bool:
 
 def _equals(*allowed: Any) -> Check:
     """Returns a check for one of some values; True is not 1."""
-    return lambda value: any(type(value) is type(one) and value == one for one in allowed)
+    return lambda value: any(type(value) is type(constant) and value == constant for constant in allowed)
 
 
 def _are_stops(value: Any) -> bool:
-    texts = [value] if isinstance(value, str) else value
+    stop_texts = [value] if isinstance(value, str) else value
     return (
-        isinstance(texts, list)
-        and len(texts) <= MAX_STOP_TEXTS
-        and all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARACTERS and is_encodable(text) for text in texts)
+        isinstance(stop_texts, list)
+        and len(stop_texts) <= MAX_STOP_TEXTS
+        and all(
+            isinstance(stop_text, str) and 0 < len(stop_text) <= MAX_STOP_CHARACTERS and is_encodable(stop_text)
+            for stop_text in stop_texts
+        )
     )
 
 

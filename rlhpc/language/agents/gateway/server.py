@@ -186,14 +186,14 @@ class Gateway:
 
     async def _listen(self, address: str) -> tuple[str, str]:
         rewards = [web.post("/v1/feedback", self._take_feedback)]
-        doors, urls = await self._serve_routes(rewards), list[str]()
+        protocol_factory, urls = await self._serve_routes(rewards), list[str]()
         for host in (_LOOPBACK, *([address] if address else ())):
             listener = TcpListener(host)
-            self._acceptors.append(listener.serve(partial(self._admit, doors), "rlhpc-gateway-accept"))
+            self._acceptors.append(listener.serve(partial(self._admit, protocol_factory), "rlhpc-gateway-accept"))
             urls.append("http://{}:{}".format(*listener.address))
         # Sandboxes use this socket; programs that the model controls there must not send rewards.
-        doors = await self._serve_routes([])
-        self._servers.append(await self.loop.create_unix_server(doors, self.socket))
+        protocol_factory = await self._serve_routes([])
+        self._servers.append(await self.loop.create_unix_server(protocol_factory, self.socket))
         return urls[0], "".join(urls[1:])
 
     def _admit(self, doors: Connections, sock: socket.socket) -> None:
@@ -214,12 +214,14 @@ class Gateway:
         connections.
         """
         app = web.Application(client_max_size=_BODY)
-        posts = {
+        post_handlers = {
             "/v1/chat/completions": self._chat,
             "/inference/v1/generate": self._generate,
             "/v1/messages": self._messages,
         }
-        app.add_routes([web.get("/v1/models", self._models), *(web.post(*route) for route in posts.items()), *more])
+        app.add_routes(
+            [web.get("/v1/models", self._models), *(web.post(*route) for route in post_handlers.items()), *more]
+        )
         # An access log would contain keys. Requests of disconnected clients are cancelled.
         runner = web.AppRunner(
             app, access_log=None, logger=_server_log, shutdown_timeout=0.5, handler_cancellation=True
@@ -236,9 +238,9 @@ class Gateway:
         async def end() -> None:
             for session in self.keys.sessions():
                 self.end(session)
-            for waiting in list(self._waiting):
-                if not waiting.done():
-                    waiting.set_exception(RequestError("the run has ended", 503))
+            for pending_completion in list(self._waiting):
+                if not pending_completion.done():
+                    pending_completion.set_exception(RequestError("the run has ended", 503))
             for server in self._servers:
                 server.close()
             for runner in self._runners:
@@ -273,7 +275,7 @@ class Gateway:
             RequestError: The request is refused.
         """
         session = self.keys.find(key)
-        asking = session.chat(
+        answer_coroutine = session.chat(
             messages,
             tools,
             session.role_of(role),
@@ -283,7 +285,7 @@ class Gateway:
             self._draw,
             self._threads,
         )
-        answer = await asking
+        answer = await answer_coroutine
         answer.turn.mark_received()
         return answer.message
 
@@ -302,31 +304,31 @@ class Gateway:
             raise RequestError(
                 f"{len(prompt)} tokens: that leaves no room in the context of {self._context} tokens", code=OVER
             )
-        waiting: asyncio.Future[Completion] = self.loop.create_future()
+        pending_completion: asyncio.Future[Completion] = self.loop.create_future()
 
         def settle(outcome: Completion | Exception) -> None:
-            if waiting.done():
+            if pending_completion.done():
                 return
             if isinstance(outcome, Exception):
-                waiting.set_exception(outcome)
+                pending_completion.set_exception(outcome)
             else:
-                waiting.set_result(outcome)
+                pending_completion.set_result(outcome)
 
         def answer(outcome: Completion | Exception) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self.loop.call_soon_threadsafe(settle, outcome)
 
-        drawing = Drawing(session, tuple(prompt), sampling, seed, answer, images=images)
+        completion_request = Drawing(session, tuple(prompt), sampling, seed, answer, images=images)
         if reading is not None:
             reading.prompt = prompt
-            drawing.show = partial(self._show_tokens, reading)
-        self._waiting.add(waiting)
-        self.engine_queue.put(drawing)
+            completion_request.show = partial(self._show_tokens, reading)
+        self._waiting.add(pending_completion)
+        self.engine_queue.put(completion_request)
         try:
-            return await waiting
+            return await pending_completion
         finally:
-            drawing.given_up = True
-            self._waiting.discard(waiting)
+            completion_request.given_up = True
+            self._waiting.discard(pending_completion)
 
     def _show_tokens(self, reading: StreamReader, ids: list[int]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -338,34 +340,34 @@ class Gateway:
         return await self._guarded(request, self._list)
 
     async def _list(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
-        about = {"object": "model", "created": 0, "owned_by": "rlhpc", "max_model_len": self._context}
-        models = [{"id": name, **about} for name in session.limits.roles or (MODEL,)]
+        model_card = {"object": "model", "created": 0, "owned_by": "rlhpc", "max_model_len": self._context}
+        models = [{"id": name, **model_card} for name in session.limits.roles or (MODEL,)]
         return web.json_response({"object": "list", "data": models})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._guarded(request, self._answer_chat)
 
     async def _answer_chat(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
-        raw, body = await self._body(request, session, CHAT)
+        raw_body, body = await self._body(request, session, CHAT)
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
         max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
         sampling = session.sampling_of(max_tokens, body.get("stop", ()), body.get("stop_token_ids", ()))
         conversation = _Conversation(
             body["messages"], tools, body.get("model", MODEL), sampling, bool(body.get("stream"))
         )
-        asking = self._ask(session, raw, _is_retry(request), conversation)
+        answer_coroutine = self._ask(session, raw_body, _is_retry(request), conversation)
         if not conversation.stream:
-            answer = await asking
+            answer = await answer_coroutine
             return _received(request, answer, chat_reply(answer, body, conversation.model, self._tokenizer))
         return await self._stream(
-            request, asking, ChatStream(body, conversation.model, self._tokenizer), conversation, _error
+            request, answer_coroutine, ChatStream(body, conversation.model, self._tokenizer), conversation, _error
         )
 
     def _ask(
         self, session: GatewaySession, raw: bytes, retried: bool, conversation: _Conversation
     ) -> Awaitable[StoredResponse]:
         """Answers a conversation through `GatewaySession.once`."""
-        draw = partial(self._draw, reading=conversation.reading) if conversation.stream else self._draw
+        sample_completion = partial(self._draw, reading=conversation.reading) if conversation.stream else self._draw
 
         async def work() -> StoredResponse:
             role = session.role_of(conversation.model)
@@ -376,7 +378,7 @@ class Gateway:
                 conversation.sampling,
                 self._renderer,
                 self._parsers,
-                draw,
+                sample_completion,
                 self._threads,
             )
 
@@ -386,33 +388,35 @@ class Gateway:
         return await self._guarded(request, self._answer_message, message_error)
 
     async def _answer_message(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
-        raw, body = await self._body(request, session, MESSAGES)
+        raw_body, body = await self._body(request, session, MESSAGES)
         messages, tools = conversation_of(body)
         sampling = session.sampling_of(body.get("max_tokens"), body.get("stop_sequences", ()))
         conversation = _Conversation(messages, tools, body.get("model", MODEL), sampling, bool(body.get("stream")))
-        asking = self._ask(session, raw, _is_retry(request), conversation)
+        answer_coroutine = self._ask(session, raw_body, _is_retry(request), conversation)
         if not conversation.stream:
-            answer = await asking
+            answer = await answer_coroutine
             return _received(request, answer, message_reply(answer, conversation.model))
-        return await self._stream(request, asking, MessageStream(conversation.model), conversation, message_error)
+        return await self._stream(
+            request, answer_coroutine, MessageStream(conversation.model), conversation, message_error
+        )
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         return await self._guarded(request, self._answer_generate)
 
     async def _answer_generate(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
-        raw, body = await self._body(request, session, GENERATE)
+        raw_body, body = await self._body(request, session, GENERATE)
         prompt, options = body["token_ids"], body.get("sampling_params", {})
         if self._renderer.looker is not None and self._renderer.looker.token in prompt:
             raise RequestError(
                 "token_ids has a token of a picture; show pictures by /v1/chat/completions or /v1/messages"
             )
-        stop, ends = options.get("stop") or (), options.get("stop_token_ids") or ()
-        sampling = session.sampling_of(options.get("max_tokens"), stop, ends)
+        stop, stop_token_ids = options.get("stop") or (), options.get("stop_token_ids") or ()
+        sampling = session.sampling_of(options.get("max_tokens"), stop, stop_token_ids)
 
         async def work() -> StoredResponse:
             return await session.tokens(prompt, session.role_of(body.get("model")), sampling, self._draw)
 
-        answer = await session.once(raw, _is_retry(request), work)
+        answer = await session.once(raw_body, _is_retry(request), work)
         return _received(request, answer, generate_reply(answer))
 
     async def _take_feedback(self, request: web.Request) -> web.StreamResponse:
@@ -425,8 +429,8 @@ class Gateway:
                     "rewards do not come later in this run: agent.feedback_timeout_s is not set", 404, "not_found"
                 )
             self.feedback.take(body)
-        except RequestError as why:
-            return _refusal(why, _error)
+        except RequestError as error:
+            return _refusal(error, _error)
         return web.json_response({"status": "taken"})
 
     async def _body(self, request: web.Request, session: GatewaySession, form: Form) -> tuple[bytes, dict[str, Any]]:
@@ -438,11 +442,11 @@ class Gateway:
             )
         session.bytes_in += size
         try:
-            raw = await _read(request, _BODY)
-            if len(raw) <= _SHORT:
-                return raw, read_body(raw, form)
+            raw_body = await _read(request, _BODY)
+            if len(raw_body) <= _SHORT:
+                return raw_body, read_body(raw_body, form)
             async with session.encoding:
-                return raw, await self._threads.call_to_end(read_body, raw, form)
+                return raw_body, await self._threads.call_to_end(read_body, raw_body, form)
         finally:
             session.bytes_in -= size
 
@@ -461,9 +465,9 @@ class Gateway:
             return _refusal(why, error or _error)
 
     def _prove(self, request: web.Request, owner: str) -> None:
-        for door in self._doors:
+        for listening_socket in self._doors:
             if request.transport is not None:
-                door.prove(request.transport, owner)
+                listening_socket.prove(request.transport, owner)
 
     async def _stream(
         self,
@@ -474,22 +478,22 @@ class Gateway:
         error: Callable[[RequestError], dict[str, Any]],
     ) -> web.StreamResponse:
         """Streams the reply: its stable part while it is written, then the remainder."""
-        answering, reading = asyncio.ensure_future(asking), conversation.reading
-        answering.add_done_callback(lambda _: reading.came.set())
+        answer_task, reading = asyncio.ensure_future(asking), conversation.reading
+        answer_task.add_done_callback(lambda _: reading.came.set())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             await _more(reading)
-            if answering.done():
-                answering.result()  # an immediate refusal becomes an HTTP status
+            if answer_task.done():
+                answer_task.result()  # an immediate refusal becomes an HTTP status
             await response.prepare(request)
-            partly = (
+            partial_reply = (
                 None
                 if stream.sent_at_end
                 else self._parsers.partly(reading.prompt, conversation.tools, conversation.sampling.stop)
             )
             silent_since = self.loop.time()
-            while not answering.done():
-                events = stream.more(len(reading.prompt), *partly.split(reading.ids)) if partly else []
+            while not answer_task.done():
+                events = stream.more(len(reading.prompt), *partial_reply.split(reading.ids)) if partial_reply else []
                 if not events and self.loop.time() - silent_since >= _ALIVE_S:
                     events = [": waiting\n\n"]  # keeps clients of slow replies connected
                 for event in events:
@@ -497,24 +501,24 @@ class Gateway:
                     silent_since = self.loop.time()
                 await _more(reading)
             try:
-                answer = answering.result()
+                answer = answer_task.result()
             except RequestError as why:
                 await response.write(f"event: error\ndata: {json.dumps(error(why))}\n\n".encode())
                 return response
-            *events_before, last = stream.end(answer)
-            for event in events_before:
+            *leading_events, last_event = stream.end(answer)
+            for event in leading_events:
                 await response.write(event.encode())
             answer.turn.names.append(stream.id)
-            before = answer.turn.mark_received()  # the client may finish before the next line runs
+            was_received = answer.turn.mark_received()  # the client may finish before the next line runs
             try:
-                await response.write(last.encode())
+                await response.write(last_event.encode())
                 await response.write_eof()
             except ConnectionError:
-                answer.turn.mark_received(before)
+                answer.turn.mark_received(was_received)
         except ConnectionError:  # the client has disconnected
             pass
         finally:
-            answering.cancel()
+            answer_task.cancel()
         return response
 
 
@@ -524,13 +528,13 @@ async def _read(request: web.Request, max_bytes: int) -> bytes:
     Raises:
         RequestError: The body is longer than `max_bytes`.
     """
-    raw, length = bytearray(), request.content_length or 0
+    raw_body, length = bytearray(), request.content_length or 0
     while length <= max_bytes:
         chunk = await request.content.readany()
         if not chunk:
-            return bytes(raw)
-        raw += chunk
-        length = max(length, len(raw))
+            return bytes(raw_body)
+        raw_body += chunk
+        length = max(length, len(raw_body))
     raise RequestError(f"the body is longer than {max_bytes} bytes", 413)
 
 

@@ -185,8 +185,8 @@ class GatewaySession:
             self._check_limits()
             try:
                 encoded = await threads.call_to_end(self._encode, messages, tools, role, renderer)
-            except RequestError as why:
-                self._overlong += why.code == OVER
+            except RequestError as error:
+                self._overlong += error.code == OVER
                 raise
         keys, prompt, parent, pictures = encoded
         completion = await self._draw(prompt, self._by(role, sampling), draw, pictures)
@@ -200,10 +200,10 @@ class GatewaySession:
     ) -> tuple[tuple[str, ...], list[int], int | None, PromptImages | None]:
         """Returns the keys of a conversation, and its `Renderer.prompt`. Runs in a worker thread."""
         renderer.check_count(messages)
-        canonicals = [canonical(message) for message in messages]
-        renderer.check_length(canonicals, tools)
-        keys = keys_of(canonicals, tools)
-        return keys, *renderer.prompt(self.tree, canonicals, keys, tools, role)
+        canonical_messages = [canonical(message) for message in messages]
+        renderer.check_length(canonical_messages, tools)
+        keys = keys_of(canonical_messages, tools)
+        return keys, *renderer.prompt(self.tree, canonical_messages, keys, tools, role)
 
     async def tokens(self, prompt: list[int], role: int, sampling: SamplingParams, draw: Draw) -> StoredResponse:
         """Samples a completion of a prompt given as tokens.
@@ -234,12 +234,12 @@ class GatewaySession:
         """Returns the sampling parameters of a call: those of the run, with at most the requested tokens and the
         client's stop texts.
         """
-        texts = (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop))
-        ends = tuple(sorted(set(stop_token_ids)))
+        stop_texts = (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop))
+        end_token_ids = tuple(sorted(set(stop_token_ids)))
         limit = self.sampling.max_new_tokens if max_tokens is None else max_tokens
         remaining = self.limits.tokens - sum(len(turn.token_ids) for turn in self.tree.turns)
-        most_now = min(limit, self.sampling.max_new_tokens, max(remaining, 1))
-        return replace(self.sampling, max_new_tokens=most_now, stop=texts, stop_token_ids=ends)
+        max_new_tokens = min(limit, self.sampling.max_new_tokens, max(remaining, 1))
+        return replace(self.sampling, max_new_tokens=max_new_tokens, stop=stop_texts, stop_token_ids=end_token_ids)
 
     def _by(self, role: int, sampling: SamplingParams) -> SamplingParams:
         """Returns the sampling parameters with the policy of a role."""
@@ -252,14 +252,14 @@ class GatewaySession:
         Raises:
             RequestError: The episode gets no more turns, or too many of its calls were longer than the context.
         """
-        limits, drawn = self.limits, sum(len(turn.token_ids) for turn in self.tree.turns)
-        allowed = max(limits.turns, _OVERLONG)
-        for reached, limit in (
+        limits, num_sampled_tokens = self.limits, sum(len(turn.token_ids) for turn in self.tree.turns)
+        max_requests = max(limits.turns, _OVERLONG)
+        for is_reached, limit in (
             (self._num_turns >= limits.turns, f"agent.max_turns ({limits.turns})"),
-            (drawn >= limits.tokens, f"agent.max_tokens ({limits.tokens})"),
-            (self._overlong >= allowed, f"{allowed} calls that were longer than the context"),
+            (num_sampled_tokens >= limits.tokens, f"agent.max_tokens ({limits.tokens})"),
+            (self._overlong >= max_requests, f"{max_requests} calls that were longer than the context"),
         ):
-            if reached:
+            if is_reached:
                 self.counts["refused"] += 1
                 raise RequestError(f"the episode has reached {limit}", code=OVER)
 
@@ -280,9 +280,9 @@ class GatewaySession:
         self._under_way += 1
         try:
             completion = await draw(self, prompt, sampling, seed, images)
-        except RequestError as why:
+        except RequestError as error:
             self._num_turns -= 1
-            self._overlong += why.code == OVER
+            self._overlong += error.code == OVER
             raise
         finally:
             self._under_way -= 1
@@ -299,10 +299,10 @@ class GatewaySession:
         keys: tuple[str, ...] = (),
         images: PromptImages | None = None,
     ) -> AgentTurn:
-        before = 0 if parent is None else len(self.tree.ids(parent))
+        prefix_length = 0 if parent is None else len(self.tree.ids(parent))
         turn = AgentTurn(
             parent,
-            prompt[before:],
+            prompt[prefix_length:],
             completion.token_ids,
             completion.logprobs,
             completion.versions,

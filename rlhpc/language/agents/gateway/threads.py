@@ -97,11 +97,11 @@ class _Call:
 
     def make(self) -> None:
         try:
-            value, error = self.function(*self.args), None
-        except Exception as raised:
-            value, error = None, raised
+            return_value, error = self.function(*self.args), None
+        except Exception as exception:
+            return_value, error = None, exception
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self.loop.call_soon_threadsafe(self._settle, value, error)
+            self.loop.call_soon_threadsafe(self._settle, return_value, error)
 
     def _settle(self, value: Any, error: Exception | None) -> None:
         if self.result.done():

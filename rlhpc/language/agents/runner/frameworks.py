@@ -40,12 +40,12 @@ def _with_tools(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[A
             owners, specs = {}, []
             for section in options["servers"]:
                 shell = section.get("shell")
-                opened = (
+                tool_server = (
                     helpers["shell"]()
                     if shell
                     else servers.ToolServer(section["command"], section["url"], model.reads_images)
                 )
-                server = stack.enter_context(opened)
+                server = stack.enter_context(tool_server)
                 for tool in server.tools():
                     name = tool["function"]["name"]
                     if name in owners:
@@ -78,7 +78,7 @@ def _converse(
                 counts["tool_errors"] += 1
                 content = f"error: {error}"
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
-    answers = [str(m["content"]) for m in messages if m["role"] == "assistant"]
+    answers = [str(message["content"]) for message in messages if message["role"] == "assistant"]
     return {"response": answers[-1] if answers else "", **counts}
 
 
@@ -110,13 +110,13 @@ def pick_task(tasks: Sequence[Any], task: Any) -> Any:
     Raises:
         ValueError: The taskset has no such number.
     """
-    number = int(task.meta.get("idx", task.id))
-    if not 0 <= number < len(tasks):
+    task_index = int(task.meta.get("idx", task.id))
+    if not 0 <= task_index < len(tasks):
         raise ValueError(
-            f"agent.framework has tasks 0 to {len(tasks) - 1}, and the source asks for {number}: give the source no more "
+            f"agent.framework has tasks 0 to {len(tasks) - 1}, and the source asks for {task_index}: give the source no more "
             "problems (its size), or their numbers in the column idx"
         )
-    return tasks[number]
+    return tasks[task_index]
 
 
 def _verifiers(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
@@ -140,15 +140,18 @@ def _verifiers(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[An
             episode = await environment.run_episode(chosen, context)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            raise RuntimeError("; ".join(f"{e.type}: {e.message}" for e in errors) or "the episode is not ok")
+            raise RuntimeError(
+                "; ".join(f"{trace_error.type}: {trace_error.message}" for trace_error in errors)
+                or "the episode is not ok"
+            )
         traces = [trace for trace in episode.traces if getattr(trace.agent, "trainable", True)] or episode.traces
         outcome = {
             "reward": sum(trace.reward for trace in traces) / len(traces),
             "response": traces[-1].last_reply or "",
         }
         for trace in traces:
-            for name, value in trace.metrics.items():
-                outcome[name] = outcome.get(name, 0.0) + float(value) / len(traces)
+            for name, metric_value in trace.metrics.items():
+                outcome[name] = outcome.get(name, 0.0) + float(metric_value) / len(traces)
         return outcome
 
     return solve
@@ -173,17 +176,17 @@ def _openenv(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any,
         rewards, messages = [], list(task.messages)
         client = GenericEnvClient(base_url=options["base_url"])
         with client.sync() as environment:
-            result = environment.reset(**options.get("reset", {}), seed=task.seed % (1 << 31))
-            messages.append({"role": "user", "content": text(result.observation)})
-            while not result.done:
+            transition = environment.reset(**options.get("reset", {}), seed=task.seed % (1 << 31))
+            messages.append({"role": "user", "content": text(transition.observation)})
+            while not transition.done:
                 reply = _ask(model, messages)
                 if reply is None:
                     break
                 action = reply.get("content") or ""
-                result = environment.step({key: action})
-                if result.reward is not None:
-                    rewards.append(float(result.reward))
-                messages += [reply, {"role": "user", "content": text(result.observation)}]
-        return {"reward": sum(rewards), "steps": len(messages) // 2, "done": float(bool(result.done))}
+                transition = environment.step({key: action})
+                if transition.reward is not None:
+                    rewards.append(float(transition.reward))
+                messages += [reply, {"role": "user", "content": text(transition.observation)}]
+        return {"reward": sum(rewards), "steps": len(messages) // 2, "done": float(bool(transition.done))}
 
     return solve

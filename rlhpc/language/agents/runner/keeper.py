@@ -26,11 +26,11 @@ def main() -> None:
         process.terminate()
         process.wait(_END_S)
     deadline = time.monotonic() + _END_S
-    while (below := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
-        for child in below:
+    while (descendants := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for child in descendants:
             with contextlib.suppress(psutil.Error):
                 child.kill()
-        psutil.wait_procs(below, 0.2)
+        psutil.wait_procs(descendants, 0.2)
     os._exit(process.returncode if (process.returncode or -1) >= 0 else 1)
 
 

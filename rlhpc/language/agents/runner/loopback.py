@@ -49,15 +49,15 @@ def main() -> None:
 
 def _open_door(path: str) -> None:
     """Relays the port to the model's socket, in a child process."""
-    with socket.socket() as door:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind(("127.0.0.1", PORT))
-        door.listen(64)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", PORT))
+        listener.listen(64)
         pid = os.getpid()
         if os.fork() == 0:
             ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() == pid:
-                _lead(door, path)
+                _lead(listener, path)
             os._exit(0)
 
 
@@ -72,22 +72,24 @@ def _fix(folder: str) -> None:
             raise OSError(ctypes.get_errno(), f"mount: {os.strerror(ctypes.get_errno())}", target)
 
     mount("none", "/", _REC | _PRIVATE)
-    parts = os.path.realpath(folder).strip("/").split("/")
-    for size in range(1, len(parts) + 1):
-        place = "/" + "/".join(parts[:size])
-        mount(place, place, _BIND | _REC)
-    own_flags = os.statvfs(place).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_RELATIME)
+    path_names = os.path.realpath(folder).strip("/").split("/")
+    for depth in range(1, len(path_names) + 1):
+        mount_point = "/" + "/".join(path_names[:depth])
+        mount(mount_point, mount_point, _BIND | _REC)
+    own_flags = os.statvfs(mount_point).f_flag & (
+        os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_RELATIME
+    )
     flags = {os.ST_NOSUID: 2, os.ST_NODEV: 4, os.ST_NOEXEC: 8, os.ST_NOATIME: 1024, os.ST_RELATIME: 1 << 21}
-    locked = sum(flag for statvfs_flag, flag in flags.items() if own_flags & statvfs_flag)
-    mount("none", place, _BIND | _REMOUNT | _READ_ONLY | locked)
+    locked_flags = sum(flag for statvfs_flag, flag in flags.items() if own_flags & statvfs_flag)
+    mount("none", mount_point, _BIND | _REMOUNT | _READ_ONLY | locked_flags)
     os.chdir(os.getcwd())  # re-enters the folder through the new mounts
 
 
 def _drop_capabilities() -> None:
     """Takes away what would let the command undo its mounts."""
     libc = ctypes.CDLL(None, use_errno=True)
-    for number in range(64):
-        libc.prctl(_CAPBSET_DROP, ctypes.c_ulong(number), 0, 0, 0)
+    for capability in range(64):
+        libc.prctl(_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)
     if libc.capset(ctypes.c_char_p(struct.pack("Ii", _CAPABILITY_VERSION, 0)), ctypes.c_char_p(bytes(24))):
         raise OSError(ctypes.get_errno(), "capset")
     libc.prctl(_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0)
@@ -101,10 +103,10 @@ def _limit(spec: dict[str, Any]) -> None:
         bounds[resource.RLIMIT_DATA] = _MAPPED * spec["memory_mb"] << 20
     if spec.get("disk_mb"):
         bounds[resource.RLIMIT_FSIZE] = spec["disk_mb"] << 20
-    for kind, limit in bounds.items():
-        _, hard = resource.getrlimit(kind)
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, limit))
+    for resource_id, limit in bounds.items():
+        _, hard_limit = resource.getrlimit(resource_id)
+        limit = limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit)
+        resource.setrlimit(resource_id, (limit, limit))
 
 
 def _raise_loopback() -> None:
@@ -118,24 +120,24 @@ def _raise_loopback() -> None:
 
 def _lead(door: socket.socket, path: str) -> None:
     while True:
-        came, _ = door.accept()
+        client_socket, _ = door.accept()
         model_socket = socket.socket(socket.AF_UNIX)
         try:
             model_socket.connect(path)
         except OSError:
-            came.close()
+            client_socket.close()
             continue
-        for one, other in ((came, model_socket), (model_socket, came)):
-            threading.Thread(target=_pass, args=(one, other), daemon=True).start()
+        for source, target in ((client_socket, model_socket), (model_socket, client_socket)):
+            threading.Thread(target=_pass, args=(source, target), daemon=True).start()
 
 
 def _pass(one: socket.socket, other: socket.socket) -> None:
     try:
         while True:
-            data = one.recv(1 << 16)
-            if not data:
+            chunk = one.recv(1 << 16)
+            if not chunk:
                 break
-            other.sendall(data)
+            other.sendall(chunk)
         other.shutdown(socket.SHUT_WR)  # the other direction may go on
     except OSError:
         pass

@@ -82,27 +82,27 @@ def main() -> None:
     # The files of this folder belong to rlhpc, and must not be importable as modules by agents.
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _HERE]
     commands, replies = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
+    null_fd = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null_fd, 0)
     os.dup2(2, 1)  # what agents print is no outcome
     lines = _Lines(commands)
     spec = lines.wait()
     if spec is None:
         return
     try:
-        run = _load_function(spec)
+        agent_function = _load_function(spec)
     except BaseException as error:
         _say(replies, {"failed": f"{type(error).__name__}: {error}"})
         return
     _prctl(_SET_SUBREAPER, 1)
     _prctl(_SET_DUMPABLE, 0)  # an episode cannot reach its descriptors, by which outcomes go out
-    started = frozenset(_children(os.getpid()))  # by what was imported
+    import_child_pids = frozenset(_children(os.getpid()))  # by what was imported
     _say(replies, {"ready": True})
     guards: dict[int, _Guard] = {}  # by the end of a pipe
     while True:
-        for ready in [commands] if lines.pending else _shells.readable([commands, *guards]):
-            if ready != commands:
-                _hear(ready, guards, replies, started)
+        for ready_fd in [commands] if lines.pending else _shells.readable([commands, *guards]):
+            if ready_fd != commands:
+                _hear(ready_fd, guards, replies, import_child_pids)
                 continue
             for command in lines.read():
                 if "kill" in command:
@@ -113,7 +113,9 @@ def main() -> None:
                     folder = (
                         "" if spec["sandbox"] is None else _shells.make_temporary_folder("episode", spec["temporary"])
                     )
-                    pipe, pid = _fork_guard({**command, "folder": folder}, run, spec, [commands, replies, *guards])
+                    pipe, pid = _fork_guard(
+                        {**command, "folder": folder}, agent_function, spec, [commands, replies, *guards]
+                    )
                     guards[pipe] = _Guard(command["id"], pid, bytearray(), folder)
             if lines.at_end:
                 for guard in guards.values():
@@ -137,8 +139,8 @@ def _load_function(spec: dict[str, Any]) -> Any:
         return _load_sibling("frameworks").agent_of(spec["kind"], spec["options"], helpers)
     module, _, name = spec["target"].partition(":")
     target: Any = importlib.import_module(module)
-    for part in name.split("."):
-        target = getattr(target, part)
+    for attribute_name in name.split("."):
+        target = getattr(target, attribute_name)
     if not callable(target):
         raise TypeError(f"{spec['target']} is a {type(target).__name__}, no function")
     return target
@@ -146,9 +148,9 @@ def _load_function(spec: dict[str, Any]) -> Any:
 
 def _hear(pipe: int, guards: dict[int, _Guard], replies: int, started: frozenset[int]) -> None:
     guard = guards[pipe]
-    data = os.read(pipe, 1 << 16)
-    guard.output.extend(data)
-    if data:
+    chunk = os.read(pipe, 1 << 16)
+    guard.output.extend(chunk)
+    if chunk:
         return
     del guards[pipe]
     os.close(pipe)
@@ -157,7 +159,7 @@ def _hear(pipe: int, guards: dict[int, _Guard], replies: int, started: frozenset
         outcome = json.loads(bytes(guard.output))
     except ValueError:
         outcome = {"error": "the process that watches over the episode was killed"}
-        _end_orphans(started.union(other.pid for other in guards.values()), _GONE_S)
+        _end_orphans(started.union(other_guard.pid for other_guard in guards.values()), _GONE_S)
     if guard.folder and os.path.lexists(guard.folder):
         _shells.remove_folder(guard.folder)
     _say(replies, {"id": guard.number, "outcome": outcome})
@@ -169,14 +171,14 @@ def _end_orphans(children: frozenset[int], seconds: float) -> None:
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        orphans = [pid for pid in _children(os.getpid()) if pid not in children]
-        if not orphans:
+        orphan_pids = [pid for pid in _children(os.getpid()) if pid not in children]
+        if not orphan_pids:
             return
-        for orphan in orphans:
-            for pid in (orphan, *_below(orphan)):
+        for orphan_pid in orphan_pids:
+            for pid in (orphan_pid, *_below(orphan_pid)):
                 _signal(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(orphan, os.WNOHANG)
+                os.waitpid(orphan_pid, os.WNOHANG)
         time.sleep(0.002)
 
 
@@ -207,12 +209,12 @@ class _Terminated(Exception):
 
 def _guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> dict[str, Any]:
     """Runs an episode, and ends all remaining processes of it."""
-    nursery = os.getppid()
+    parent_pid = os.getppid()
     os.setsid()
     _prctl(_SET_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, _raise_ended)
     _prctl(_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != nursery:
+    if os.getppid() != parent_pid:
         return {}
     outcome: dict[str, Any] = {}
     folder = ticket["folder"]
@@ -231,11 +233,11 @@ def _guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> 
 
 
 def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> dict[str, Any]:
-    result, output, printed = os.pipe(), os.pipe(), os.pipe()
-    wake = os.pipe()
-    for fd in wake:
+    result_pipe, output_pipe, printed_pipe = os.pipe(), os.pipe(), os.pipe()
+    wakeup_pipe = os.pipe()
+    for fd in wakeup_pipe:
         os.set_blocking(fd, False)
-    signal.set_wakeup_fd(wake[1], warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wakeup_pipe[1], warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     pid = os.fork()
     if not pid:
@@ -243,55 +245,57 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
             signal.set_wakeup_fd(-1)
             for name in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(name, signal.SIG_DFL)
-            for fd in (out, result[0], output[0], printed[0], *wake):
+            for fd in (out, result_pipe[0], output_pipe[0], printed_pipe[0], *wakeup_pipe):
                 os.close(fd)
-            _episode(ticket, run, spec, result[1], output[1], printed[1])
+            _episode(ticket, run, spec, result_pipe[1], output_pipe[1], printed_pipe[1])
         finally:
             os._exit(1)
-    for pipe in (result, output, printed):
+    for pipe in (result_pipe, output_pipe, printed_pipe):
         os.close(pipe[1])
-    received = {result[0]: bytearray(), output[0]: bytearray(), printed[0]: bytearray()}
-    limits = {result[0]: _OUTCOME, printed[0]: _PRINTED}
-    deadline, opened = time.monotonic() + ticket["timeout_s"], set(received)
+    received = {result_pipe[0]: bytearray(), output_pipe[0]: bytearray(), printed_pipe[0]: bytearray()}
+    limits = {result_pipe[0]: _OUTCOME, printed_pipe[0]: _PRINTED}
+    deadline, open_fds = time.monotonic() + ticket["timeout_s"], set(received)
     status: int | None = None
-    look_at = count_at = time.monotonic() if ticket["folder"] else float("inf")
-    while status is None and b"\n" not in received[result[0]]:
-        now = time.monotonic()
-        if now >= deadline:
+    next_disk_check = next_process_count = time.monotonic() if ticket["folder"] else float("inf")
+    while status is None and b"\n" not in received[result_pipe[0]]:
+        current_time = time.monotonic()
+        if current_time >= deadline:
             return {"error": f"it took longer than agent.timeout_s ({ticket['timeout_s']:g} s)", "timeout": True}
-        if now >= count_at:
-            most_processes = spec["sandbox"].get("processes", _PROCESSES)
-            below = _below(os.getpid())
-            if len(below) > most_processes:
-                return {"error": f"it was ended: it had more than {most_processes} processes"}
-            if sum(_stat_value(pid, _NUM_THREADS) for pid in below) > _THREADS * most_processes:
-                return {"error": f"it was ended: it had more than {_THREADS * most_processes} threads"}
-            count_at = time.monotonic() + max(_COUNT_S, _LOOK_SHARE * (time.monotonic() - now))
-        if now >= look_at:
-            began = time.monotonic()
-            excess = _excess(spec["sandbox"], ticket["folder"])
-            if excess:
-                return {"error": f"it was ended: {excess}"}
-            elapsed_s = time.monotonic() - began
-            look_at = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * elapsed_s)
-        for fd in _shells.readable([*opened, wake[0]], max(0.0, min(deadline, look_at, count_at) - time.monotonic())):
-            if fd == wake[0]:
+        if current_time >= next_process_count:
+            max_processes = spec["sandbox"].get("processes", _PROCESSES)
+            descendants = _below(os.getpid())
+            if len(descendants) > max_processes:
+                return {"error": f"it was ended: it had more than {max_processes} processes"}
+            if sum(_stat_value(pid, _NUM_THREADS) for pid in descendants) > _THREADS * max_processes:
+                return {"error": f"it was ended: it had more than {_THREADS * max_processes} threads"}
+            next_process_count = time.monotonic() + max(_COUNT_S, _LOOK_SHARE * (time.monotonic() - current_time))
+        if current_time >= next_disk_check:
+            check_start = time.monotonic()
+            excess_reason = _excess(spec["sandbox"], ticket["folder"])
+            if excess_reason:
+                return {"error": f"it was ended: {excess_reason}"}
+            elapsed_s = time.monotonic() - check_start
+            next_disk_check = time.monotonic() + max(_LOOK_S, _LOOK_SHARE * elapsed_s)
+        for fd in _shells.readable(
+            [*open_fds, wakeup_pipe[0]], max(0.0, min(deadline, next_disk_check, next_process_count) - time.monotonic())
+        ):
+            if fd == wakeup_pipe[0]:
                 _drain(fd)
                 continue
             if not _take(fd, received[fd], limits.get(fd)):
-                opened.discard(fd)
+                open_fds.discard(fd)
         exit_status = _reap(pid)
         status = exit_status if exit_status is not None else status
-    for fd in opened:  # output written before the end
+    for fd in open_fds:  # output written before the end
         while _shells.readable([fd], 0) and _take(fd, received[fd], limits.get(fd)):
             if len(received[fd]) >= (limits.get(fd) or _TAIL):
                 break
-    if len(received[result[0]]) >= _OUTCOME and b"\n" not in received[result[0]]:
+    if len(received[result_pipe[0]]) >= _OUTCOME and b"\n" not in received[result_pipe[0]]:
         return {"error": f"its outcome is larger than {_OUTCOME >> 20} MiB: return a shorter response"}
-    tail = _task.unkeyed(received[output[0]].decode(errors="replace"), ticket).strip()
+    tail = _task.unkeyed(received[output_pipe[0]].decode(errors="replace"), ticket).strip()
     if spec["kind"] == "command" and status == 0:
-        return {"response": received[printed[0]].decode(errors="replace").strip()}
-    line, end, _ = bytes(received[result[0]]).partition(b"\n")
+        return {"response": received[printed_pipe[0]].decode(errors="replace").strip()}
+    line, end, _ = bytes(received[result_pipe[0]]).partition(b"\n")
     if end:
         try:
             outcome: dict[str, Any] = _task.checked_outcome(json.loads(line))
@@ -299,19 +303,19 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
         except (ValueError, RecursionError) as error:
             return {"error": f"it has written an outcome that is none: {_task.unkeyed(str(error), ticket)}"}
     else:
-        how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
-        return {"error": f"its process ended with {how}" + (f"; it said: {tail[-500:]}" if tail else "")}
+        exit_text = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
+        return {"error": f"its process ended with {exit_text}" + (f"; it said: {tail[-500:]}" if tail else "")}
 
 
 def _take(fd: int, into: bytearray, limit: int | None) -> bool:
     """Reads available data; beyond `limit` bytes it is dropped, and without a limit only the end is retained."""
-    data = os.read(fd, 1 << 16)
+    chunk = os.read(fd, 1 << 16)
     if limit is None:
-        into += data
+        into += chunk
         del into[:-_TAIL]
     else:
-        into += data[: max(0, limit - len(into))]
-    return bool(data)
+        into += chunk[: max(0, limit - len(into))]
+    return bool(chunk)
 
 
 def _drain(fd: int) -> None:
@@ -325,13 +329,13 @@ def _reap(child: int) -> int | None:
     status = None
     while True:
         try:
-            pid, how = os.waitpid(-1, os.WNOHANG)
+            pid, wait_status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return status
         if not pid:
             return status
         if pid == child:
-            status = -os.WTERMSIG(how) if os.WIFSIGNALED(how) else os.WEXITSTATUS(how)
+            status = -os.WTERMSIG(wait_status) if os.WIFSIGNALED(wait_status) else os.WEXITSTATUS(wait_status)
 
 
 def _reap_for(seconds: float) -> None:
@@ -350,10 +354,10 @@ def _end_all(seconds: float) -> int:
     deadline = time.monotonic() + seconds
     while True:
         _reap(0)
-        below = _below(os.getpid())
-        if not below or time.monotonic() > deadline:
-            return len(below)
-        for pid in below:
+        descendants = _below(os.getpid())
+        if not descendants or time.monotonic() > deadline:
+            return len(descendants)
+        for pid in descendants:
             _signal(pid, signal.SIGKILL)
         time.sleep(0.002)
 
@@ -361,12 +365,12 @@ def _end_all(seconds: float) -> int:
 def _below(pid: int) -> list[int]:
     """Returns all descendants of a process: Linux hands those whose parent has ended to the nearest guard above them."""
     descendants: list[int] = []
-    look, parents = [pid], None if _LISTS_CHILDREN else _map_by_parent()
-    while look:
-        next_pid = look.pop()
-        children = _children(next_pid) if parents is None else parents.get(next_pid, [])
+    pending_pids, parents = [pid], None if _LISTS_CHILDREN else _map_by_parent()
+    while pending_pids:
+        current_pid = pending_pids.pop()
+        children = _children(current_pid) if parents is None else parents.get(current_pid, [])
         descendants += children
-        look += children
+        pending_pids += children
     return descendants
 
 
@@ -375,8 +379,8 @@ def _children(pid: int) -> list[int]:
         return _map_by_parent().get(pid, [])
     children: list[int] = []
     with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+        for thread_id in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread_id}/children", "rb") as file:
                 children += map(int, file.read().split())
     return children
 
@@ -399,12 +403,12 @@ def _map_by_parent() -> dict[int, list[int]]:
 
 def _excess(confinement: dict[str, Any], folder: str) -> str:
     """Returns a message about the limit that the processes below this one exceed; "" if none."""
-    below = _below(os.getpid())
-    memory = sum(_stat_value(pid, _RSS_PAGES) for pid in below) * _PAGE
-    on_disk, in_memory = _nameless_files(below, folder)
-    in_memory += _segments(below)
-    limit = confinement.get("memory_mb") or (memory + in_memory)
-    if (memory + in_memory) >> 20 > limit and (_unshared(below) + in_memory) >> 20 > limit:
+    descendants = _below(os.getpid())
+    memory_bytes = sum(_stat_value(pid, _RSS_PAGES) for pid in descendants) * _PAGE
+    on_disk, in_memory = _nameless_files(descendants, folder)
+    in_memory += _segments(descendants)
+    limit = confinement.get("memory_mb") or (memory_bytes + in_memory)
+    if (memory_bytes + in_memory) >> 20 > limit and (_unshared(descendants) + in_memory) >> 20 > limit:
         return f"its processes used more memory than agent.memory_mb ({limit} MB)"
     limit = confinement.get("disk_mb") or 0
     if limit and (on_disk + _size(folder, limit << 20)) >> 20 >= limit:
@@ -430,9 +434,9 @@ def _nameless_files(pids: list[int], folder: str) -> tuple[int, int]:
     inodes = set()
     for pid in pids:
         with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
-            for entry in entries:
+            for fd_entry in entries:
                 with contextlib.suppress(OSError):
-                    file_stat = os.stat(entry.path)
+                    file_stat = os.stat(fd_entry.path)
                     inode = file_stat.st_dev, file_stat.st_ino
                     if stat.S_ISREG(file_stat.st_mode) and file_stat.st_nlink == 0 and inode not in inodes:
                         inodes.add(inode)
@@ -465,10 +469,10 @@ def _segments_beside(pid: int) -> int:
     if not child:
         try:
             libc = ctypes.CDLL(None)
-            for kind in ("user", "ipc"):
+            for namespace in ("user", "ipc"):
                 with contextlib.suppress(OSError):
-                    space = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
-                    if _namespace(pid, kind) != _namespace("self", kind):
+                    space = os.open(f"/proc/{pid}/ns/{namespace}", os.O_RDONLY)
+                    if _namespace(pid, namespace) != _namespace("self", namespace):
                         libc.setns(space, 0)
             if _namespace("self", "ipc") == _namespace(pid, "ipc"):
                 with open("/proc/sysvipc/shm", "rb") as file:
@@ -500,18 +504,18 @@ def _unshared(pids: list[int]) -> int:
 
 def _size(folder: str, limit: int) -> int:
     """Returns the bytes that a folder takes, at least 1 KiB for each name in it; stops counting at `limit`."""
-    count, look, inodes = 0, [folder], set()
-    while look and count < limit:
-        with contextlib.suppress(OSError), os.scandir(look.pop()) as entries:
-            for entry in entries:
+    count, pending_folders, inodes = 0, [folder], set()
+    while pending_folders and count < limit:
+        with contextlib.suppress(OSError), os.scandir(pending_folders.pop()) as entries:
+            for folder_entry in entries:
                 with contextlib.suppress(OSError):
-                    entry_stat = entry.stat(follow_symlinks=False)
-                    first = entry_stat.st_nlink == 1 or entry_stat.st_ino not in inodes
+                    entry_stat = folder_entry.stat(follow_symlinks=False)
+                    is_uncounted = entry_stat.st_nlink == 1 or entry_stat.st_ino not in inodes
                     if entry_stat.st_nlink > 1:
                         inodes.add(entry_stat.st_ino)
-                    count += max(1024, entry_stat.st_blocks * 512 if first else 0)
-                    if entry.is_dir(follow_symlinks=False):
-                        look.append(entry.path)
+                    count += max(1024, entry_stat.st_blocks * 512 if is_uncounted else 0)
+                    if folder_entry.is_dir(follow_symlinks=False):
+                        pending_folders.append(folder_entry.path)
                 if count >= limit:
                     break
     return count
@@ -530,16 +534,18 @@ def _episode(
     os.dup2(printed if spec["kind"] == "command" else output, 1)
     os.dup2(output, 2)
     confinement = spec["sandbox"]
-    confined = spec["kind"] == "command" and confinement is not None and confinement["kind"] != "none"
-    if confined:  # in the sandbox, `loopback.py` forwards this port to the model
+    is_confined = spec["kind"] == "command" and confinement is not None and confinement["kind"] != "none"
+    if is_confined:  # in the sandbox, `loopback.py` forwards this port to the model
         ticket = {**ticket, "base_url": f"http://127.0.0.1:{_load_sibling('loopback').PORT}/v1"}
     environment = _task.environment_of(ticket)
     if spec["kind"] == "command":
-        folder = _shells.make_places(ticket["folder"]) if confined else os.environ.get("TMPDIR", "/tmp")
-        words = [word.replace("{question}", ticket["task"]["question"]) for word in spec["command"]]
-        if confined:
-            needs = _shells.needed_by(spec["command"])  # named by the configuration, never by a question
-            words = _shells.sandboxed(confinement, words, ticket["folder"], ticket["socket"], needs)
+        folder = _shells.make_places(ticket["folder"]) if is_confined else os.environ.get("TMPDIR", "/tmp")
+        command_line = [argument.replace("{question}", ticket["task"]["question"]) for argument in spec["command"]]
+        if is_confined:
+            needed_paths = _shells.needed_by(spec["command"])  # named by the configuration, never by a question
+            command_line = _shells.sandboxed(
+                confinement, command_line, ticket["folder"], ticket["socket"], needed_paths
+            )
             has_home = confinement["kind"] == "unshare"
             environment["TMPDIR"] = os.path.join(ticket["folder"], "tmp") if has_home else "/tmp"
             if not has_home:  # the user's home folder is not visible
@@ -547,10 +553,12 @@ def _episode(
         try:
             os.chdir(folder)
             os.execvpe(
-                words[0], words, {**os.environ, **environment, "RLHPC_TASK": json.dumps(_task.public(ticket["task"]))}
+                command_line[0],
+                command_line,
+                {**os.environ, **environment, "RLHPC_TASK": json.dumps(_task.public(ticket["task"]))},
             )
         except OSError as error:
-            os.write(2, f"{words[0]}: {error.strerror}".encode())
+            os.write(2, f"{command_line[0]}: {error.strerror}".encode())
             os._exit(127)
     os.environ.update(environment)
     if ticket["folder"]:  # a shell's folder is removed with the episode's
@@ -558,9 +566,9 @@ def _episode(
     try:
         outcome = _task.outcome_of(run, ticket)
     except BaseException as error:
-        where = traceback.extract_tb(error.__traceback__)[-1:]
-        at = f" ({os.path.basename(where[0].filename)}, line {where[0].lineno})" if where else ""
-        outcome = {"error": _task.unkeyed(f"{type(error).__name__}: {error}{at}", ticket)}
+        last_frame = traceback.extract_tb(error.__traceback__)[-1:]
+        location = f" ({os.path.basename(last_frame[0].filename)}, line {last_frame[0].lineno})" if last_frame else ""
+        outcome = {"error": _task.unkeyed(f"{type(error).__name__}: {error}{location}", ticket)}
     _write(result, json.dumps(outcome).encode() + b"\n")
     os._exit(0)
 
@@ -579,9 +587,9 @@ class _Lines:
         if self.pending:
             lines, self.pending = self.pending, []
             return lines
-        data = os.read(self._fd, 1 << 16)
-        self.at_end = not data
-        *lines, self._partial = (self._partial + data).split(b"\n")
+        chunk = os.read(self._fd, 1 << 16)
+        self.at_end = not chunk
+        *lines, self._partial = (self._partial + chunk).split(b"\n")
         return [json.loads(line) for line in lines]
 
     def wait(self) -> dict[str, Any] | None:
@@ -599,9 +607,9 @@ def _say(fd: int, message: dict[str, Any]) -> None:
 
 
 def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+    unwritten = memoryview(data)
+    while unwritten:
+        unwritten = unwritten[os.write(fd, unwritten) :]
 
 
 def _signal(pid: int, number: int) -> None:

@@ -61,26 +61,26 @@ class _Command:
             TimeoutError: No line arrived in time.
             ConnectionError: The server has ended.
         """
-        searched = 0
-        while (end := self._buffer.find(b"\n", searched)) < 0:
+        searched_bytes = 0
+        while (end := self._buffer.find(b"\n", searched_bytes)) < 0:
             if not _is_ready(self._stdout, select.POLLIN, deadline):
                 raise TimeoutError
-            data = os.read(self._stdout, 1 << 16)
-            if not data:
+            chunk = os.read(self._stdout, 1 << 16)
+            if not chunk:
                 raise ConnectionError(f"the server {self._process.args!r} has ended with status {self._process.wait()}")
             del self._buffer[_MAX_BYTES:]
-            searched = len(self._buffer)
-            self._buffer += data
+            searched_bytes = len(self._buffer)
+            self._buffer += chunk
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
         return line
 
     def say(self, message: dict[str, Any], timeout_s: float = _ANSWER_S) -> None:
-        deadline, view = time.monotonic() + timeout_s, memoryview(json.dumps(message).encode() + b"\n")
-        while view:
+        deadline, unwritten = time.monotonic() + timeout_s, memoryview(json.dumps(message).encode() + b"\n")
+        while unwritten:
             if not _is_ready(self._stdin, select.POLLOUT, deadline):
                 raise TimeoutError
-            view = view[os.write(self._stdin, view) :]
+            unwritten = unwritten[os.write(self._stdin, unwritten) :]
 
     def close(self) -> None:
         self._process.kill()
@@ -162,13 +162,13 @@ class _Web:
         self._headers["MCP-Protocol-Version"] = version
 
     def _post(self, connection: http.client.HTTPConnection, message: dict[str, Any]) -> http.client.HTTPResponse:
-        head = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream", **self._headers}
-        connection.request("POST", self._target(), json.dumps(message).encode(), head)
+        headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream", **self._headers}
+        connection.request("POST", self._target(), json.dumps(message).encode(), headers)
         return connection.getresponse()
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-        return kind(self._url.hostname or "", self._url.port, timeout=timeout_s)
+        connection_class = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+        return connection_class(self._url.hostname or "", self._url.port, timeout=timeout_s)
 
     def _target(self) -> str:
         return (self._url.path or "/") + (f"?{self._url.query}" if self._url.query else "")
@@ -179,14 +179,14 @@ class _Web:
 
 def _events(response: http.client.HTTPResponse, deadline: float) -> Iterator[dict[str, Any]]:
     """Yields the messages of a stream; the last one also where no empty line follows it."""
-    data = b""
+    event_data = b""
     while True:
         line = response.readline(_MAX_BYTES)
         if line.startswith(b"data:"):
-            data = (data + line[5:].strip() + b"\n")[:_MAX_BYTES]
-        elif not line.strip() and data:
-            yield _message(data)
-            data = b""
+            event_data = (event_data + line[5:].strip() + b"\n")[:_MAX_BYTES]
+        elif not line.strip() and event_data:
+            yield _message(event_data)
+            event_data = b""
         if not line:
             return
         if time.monotonic() > deadline:
@@ -215,8 +215,8 @@ class ToolServer:
         self._number = 0
 
     def __enter__(self) -> ToolServer:
-        about = {"name": "rlhpc", "version": "1"}
-        session = self._ask("initialize", protocolVersion=_VERSION, capabilities={}, clientInfo=about)
+        client_info = {"name": "rlhpc", "version": "1"}
+        session = self._ask("initialize", protocolVersion=_VERSION, capabilities={}, clientInfo=client_info)
         self._wire.agreed(str(session.get("protocolVersion", _VERSION)))
         self._wire.say({"jsonrpc": "2.0", "method": "notifications/initialized"})
         return self
@@ -247,15 +247,15 @@ class ToolServer:
         Raises:
             ToolFailed: The tool has reported an error.
         """
-        result = self._ask("tools/call", name=name, arguments=arguments)
-        content = result.get("content") or []
-        parts = [part.get("text", f"[{part.get('type')}]") for part in content]
-        text = "\n".join(parts) or json.dumps(result.get("structuredContent", ""))
-        if result.get("isError"):
-            raise ToolFailed(text)
-        if self._reads_images and any(part.get("type") == "image" for part in content):
-            return [_part(part) for part in content]
-        return text
+        tool_result = self._ask("tools/call", name=name, arguments=arguments)
+        content = tool_result.get("content") or []
+        part_texts = [content_part.get("text", f"[{content_part.get('type')}]") for content_part in content]
+        output_text = "\n".join(part_texts) or json.dumps(tool_result.get("structuredContent", ""))
+        if tool_result.get("isError"):
+            raise ToolFailed(output_text)
+        if self._reads_images and any(content_part.get("type") == "image" for content_part in content):
+            return [_part(content_part) for content_part in content]
+        return output_text
 
     def _ask(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
@@ -269,7 +269,7 @@ class ToolServer:
             raise (ToolFailed if method == "tools/call" else ConnectionError)(f"{method}: {reason}") from None
         if "error" in reply:
             raise ToolFailed(str(reply["error"].get("message")))
-        result = reply.get("result")
-        if not isinstance(result, dict):
+        result_fields = reply.get("result")
+        if not isinstance(result_fields, dict):
             raise ConnectionError(f"{method}: the server's answer has no result")
-        return result
+        return result_fields

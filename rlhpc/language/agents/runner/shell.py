@@ -72,17 +72,26 @@ def sandboxed(
     kind = confinement["kind"]
     if kind not in ("bubblewrap", "unshare"):
         return list(command)
-    way = os.path.dirname(socket) if socket else ""
-    first = {
+    socket_folder = os.path.dirname(socket) if socket else ""
+    loopback_settings = {
         "socket": socket,
-        "fixed": way if kind == "unshare" else "",
+        "fixed": socket_folder if kind == "unshare" else "",
         **{name: confinement[name] for name in LIMITS if name in confinement},
     }
-    inner = [sys.executable, "-I", "-B", _INSIDE, json.dumps(first), *command]
+    loopback_command = [sys.executable, "-I", "-B", _INSIDE, json.dumps(loopback_settings), *command]
     if kind == "unshare":  # the user's files are visible
-        return [find_program("unshare"), "-rn", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc", *inner]
-    work = os.path.join(folder, "work")
-    mounts = _mounts(confinement, [_HERE, *_interpreter(), *needs], folder, way)
+        return [
+            find_program("unshare"),
+            "-rn",
+            "--ipc",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            *loopback_command,
+        ]
+    work_folder = os.path.join(folder, "work")
+    mounts = _mounts(confinement, [_HERE, *_interpreter(), *needs], folder, socket_folder)
     return [
         find_program("bwrap"),
         "--unshare-all",
@@ -90,81 +99,88 @@ def sandboxed(
         "--new-session",
         *mounts,
         "--chdir",
-        work,
-        *inner,
+        work_folder,
+        *loopback_command,
     ]
 
 
 def make_places(folder: str) -> str:
     """Makes the parts of an episode's folder; returns the one where its command begins."""
-    for part in _PARTS:
-        os.makedirs(os.path.join(folder, part), mode=0o700, exist_ok=True)
+    for subfolder in _PARTS:
+        os.makedirs(os.path.join(folder, subfolder), mode=0o700, exist_ok=True)
     return os.path.join(folder, "work")
 
 
 def _mounts(confinement: dict[str, Any], needs: Sequence[str], folder: str, way: str) -> list[str]:
     """Returns bubblewrap's words for the files: of the paths above a file, the longest says whether it is there."""
-    words: dict[str, list[str]] = {}
-    trees: list[tuple[str, str]] = []  # where something is shown, and what that is
+    mount_options: dict[str, list[str]] = {}
+    shown_trees: list[tuple[str, str]] = []  # where something is shown, and what that is
 
     def show(path: str) -> None:
-        for spelled in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
-            words[spelled] = ["--ro-bind-try", os.path.realpath(path), spelled]
-            trees.append((spelled, os.path.realpath(path)))
+        for shown_path in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
+            mount_options[shown_path] = ["--ro-bind-try", os.path.realpath(path), shown_path]
+            shown_trees.append((shown_path, os.path.realpath(path)))
 
     for path in _system_paths():
         if os.path.islink(path):
-            words[path] = ["--symlink", os.readlink(path), path]
+            mount_options[path] = ["--symlink", os.readlink(path), path]
         show(os.path.realpath(path))
     for path in needs:
         if not _is_broad(path):
             show(path)
-    named = [os.path.expanduser(path) for path in confinement.get("read", ())]
-    for path in named:
+    readable_paths = [os.path.expanduser(path) for path in confinement.get("read", ())]
+    for path in readable_paths:
         show(path)
-    explicit = {spelled for path in named for spelled in (os.path.abspath(path), os.path.realpath(path))}
-    empty: list[str] = []
+    explicit_paths = {
+        shown_path for path in readable_paths for shown_path in (os.path.abspath(path), os.path.realpath(path))
+    }
+    masked_paths: list[str] = []
     for path in [os.path.expanduser("~"), "/run", "/var/run", *confinement.get("hidden", ())]:
-        real = os.path.realpath(path)
-        for spelled, source in list(trees):
-            if not _is_below(real, source) or not os.path.lexists(real):
+        real_path = os.path.realpath(path)
+        for shown_path, source in list(shown_trees):
+            if not _is_below(real_path, source) or not os.path.lexists(real_path):
                 continue
-            at = os.path.normpath(os.path.join(spelled, os.path.relpath(real, source)))
-            if at in explicit:
+            masked_path = os.path.normpath(os.path.join(shown_path, os.path.relpath(real_path, source)))
+            if masked_path in explicit_paths:
                 continue
-            if os.path.isdir(real):
-                empty.append(at)
-                words[at] = ["--tmpfs", at]
+            if os.path.isdir(real_path):
+                masked_paths.append(masked_path)
+                mount_options[masked_path] = ["--tmpfs", masked_path]
             else:
-                words[at] = ["--ro-bind", os.devnull, at]
-    work = os.path.join(folder, "work")
-    words.update(
+                mount_options[masked_path] = ["--ro-bind", os.devnull, masked_path]
+    work_folder = os.path.join(folder, "work")
+    mount_options.update(
         {
             "/dev": ["--dev", "/dev"],
             "/proc": ["--proc", "/proc"],
-            work: ["--bind", work, work],
+            work_folder: ["--bind", work_folder, work_folder],
             "/tmp": ["--bind", os.path.join(folder, "tmp"), "/tmp"],
             "/var/tmp": ["--bind", os.path.join(folder, "tmp"), "/var/tmp"],
             "/dev/shm": ["--bind", os.path.join(folder, "shm"), "/dev/shm"],
         }
     )
     if way:  # read-only: who could write there could take the place of the socket, and be asked by all later episodes
-        words[way] = ["--ro-bind", way, way]
-    ordered = sorted(words, key=lambda path: 0 if path == "/" else path.count("/"))
-    for path in ordered[:]:
-        if words[path][0] in _AS_OUTSIDE and words.get(_nearest(path, words), [""])[0] in _AS_OUTSIDE:
-            ordered.remove(path)  # it is there with the folder above it
-    fixed = [at for at in empty if words[at][0] == "--tmpfs"]
+        mount_options[way] = ["--ro-bind", way, way]
+    ordered_paths = sorted(mount_options, key=lambda path: 0 if path == "/" else path.count("/"))
+    for path in ordered_paths[:]:
+        if (
+            mount_options[path][0] in _AS_OUTSIDE
+            and mount_options.get(_nearest(path, mount_options), [""])[0] in _AS_OUTSIDE
+        ):
+            ordered_paths.remove(path)  # it is there with the folder above it
+    masked_folders = [masked_path for masked_path in masked_paths if mount_options[masked_path][0] == "--tmpfs"]
     return [
-        *(word for path in ordered for word in words[path]),
-        *(word for path in ["/", "/dev", *fixed] for word in ("--remount-ro", path)),
+        *(option for path in ordered_paths for option in mount_options[path]),
+        *(option for path in ["/", "/dev", *masked_folders] for option in ("--remount-ro", path)),
     ]
 
 
 def _system_paths() -> list[str]:
     """Returns what programs of a Linux need: theirs, their libraries, and a few settings."""
-    top = [f"/{name}" for name in os.listdir("/") if name in ("usr", "opt", "bin", "sbin") or name.startswith("lib")]
-    return [path for path in [*top, *(f"/etc/{name}" for name in _ETC), *_SYS] if os.path.lexists(path)]
+    root_folders = [
+        f"/{name}" for name in os.listdir("/") if name in ("usr", "opt", "bin", "sbin") or name.startswith("lib")
+    ]
+    return [path for path in [*root_folders, *(f"/etc/{name}" for name in _ETC), *_SYS] if os.path.lexists(path)]
 
 
 def _interpreter() -> list[str]:
@@ -175,8 +191,8 @@ def _interpreter() -> list[str]:
         path = os.path.join(os.path.dirname(path), os.readlink(path))
     paths.append(os.path.dirname(path))
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
-        mapped = {line.rstrip("\n").split(None, 5)[-1] for line in file if ".so" in line}
-        paths += [os.path.dirname(name) for name in sorted(mapped) if os.path.isfile(name)]
+        mapped_libraries = {line.rstrip("\n").split(None, 5)[-1] for line in file if ".so" in line}
+        paths += [os.path.dirname(name) for name in sorted(mapped_libraries) if os.path.isfile(name)]
     return list(dict.fromkeys(paths))
 
 
@@ -184,13 +200,13 @@ def needed_by(command: Sequence[str]) -> list[str]:
     """Returns what a command's words name: files by an absolute path, with their folders, and the program's folder; of a
     virtual environment, all of it."""
     program = shutil.which(command[0])
-    named = [word for word in command if os.path.isabs(word)] + ([program] if program else [])
-    paths = [*named, *(os.path.dirname(word) for word in named)]
+    named_paths = [argument for argument in command if os.path.isabs(argument)] + ([program] if program else [])
+    paths = [*named_paths, *(os.path.dirname(argument) for argument in named_paths)]
     if program:
         paths += [os.path.realpath(program), os.path.dirname(os.path.realpath(program))]
-        above = os.path.dirname(os.path.dirname(program))
-        if any(os.path.exists(os.path.join(above, name)) for name in ("pyvenv.cfg", "conda-meta")):
-            paths.append(above)
+        environment_folder = os.path.dirname(os.path.dirname(program))
+        if any(os.path.exists(os.path.join(environment_folder, name)) for name in ("pyvenv.cfg", "conda-meta")):
+            paths.append(environment_folder)
     return paths
 
 
@@ -209,9 +225,9 @@ def _is_below(path: str, above: str) -> bool:
 
 def _is_broad(path: str) -> bool:
     """Returns whether a folder is too general to be made visible because of one program in it."""
-    real, home = os.path.realpath(path), os.path.realpath(os.path.expanduser("~"))
-    return os.path.isdir(real) and (
-        _is_below(home, real) or real in _BROAD or real == os.path.realpath(tempfile.gettempdir())
+    real_path, home_folder = os.path.realpath(path), os.path.realpath(os.path.expanduser("~"))
+    return os.path.isdir(real_path) and (
+        _is_below(home_folder, real_path) or real_path in _BROAD or real_path == os.path.realpath(tempfile.gettempdir())
     )
 
 
@@ -229,14 +245,14 @@ def broken(confinement: dict[str, Any], parent: str | None = None) -> str:
         return ""
     folder = make_temporary_folder("try", parent)
     try:
-        work = make_places(folder)
+        work_folder = make_places(folder)
         completed = subprocess.run(
             sandboxed(confinement, ["true"], folder),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             timeout=_TRY_S,
-            cwd=work,
+            cwd=work_folder,
             check=False,
         )
         return (
@@ -255,9 +271,9 @@ def remove_folder(folder: str) -> None:
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):
-        for words in (["chmod", "-R", "u+rwX", folder], ["rm", "-rf", "--one-file-system", folder]):
+        for removal_command in (["chmod", "-R", "u+rwX", folder], ["rm", "-rf", "--one-file-system", folder]):
             with contextlib.suppress(OSError):
-                subprocess.run(words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+                subprocess.run(removal_command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
 def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[int]:
@@ -305,28 +321,32 @@ class Shell:
         """
         if self._process is None:
             self._start()
-        mark = f"done-{secrets.token_hex(8)}"
+        end_marker = f"done-{secrets.token_hex(8)}"
         # The command is read completely before it runs: a heredoc, an open quote or an `exit` affect only this command.
-        script = f'eval "$(cat <<\'{mark}\'\n{command}\n{mark}\n)" 2>&1 </dev/null; echo "{mark} $?"\n'
+        script = (
+            f'eval "$(cat <<\'{end_marker}\'\n{command}\n{end_marker}\n)" 2>&1 </dev/null; echo "{end_marker} $?"\n'
+        )
         try:
             self._process.stdin.write(script.encode())
             self._process.stdin.flush()
         except OSError:
             pass  # the shell has ended: the available output is read
-        output, reason = self._read(mark.encode())
-        text, _, status = output.partition(mark.encode())
-        rendered = _cut(text.decode(errors="replace")).rstrip("\n")
+        output, reason = self._read(end_marker.encode())
+        command_output, _, status = output.partition(end_marker.encode())
+        rendered = _cut(command_output.decode(errors="replace")).rstrip("\n")
         if reason:
             self._end()
             return f"{rendered}\n[{reason}: the shell was started anew]".strip()
-        number = status.split()[0].decode() if status.split() else "0"
-        return rendered if number == "0" else f"{rendered}\n[status {number}]".strip()
+        exit_code = status.split()[0].decode() if status.split() else "0"
+        return rendered if exit_code == "0" else f"{rendered}\n[status {exit_code}]".strip()
 
     def tools(self) -> list[dict[str, Any]]:
         """Returns its tool, in OpenAI's format."""
         parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
-        about = "Runs a command in a bash that stays: the folder and variables are those that the last one left."
-        return [{"type": "function", "function": {"name": "shell", "description": about, "parameters": parameters}}]
+        description = "Runs a command in a bash that stays: the folder and variables are those that the last one left."
+        return [
+            {"type": "function", "function": {"name": "shell", "description": description, "parameters": parameters}}
+        ]
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Implements `ToolServer.call`; see `run`."""
@@ -336,8 +356,14 @@ class Shell:
         return self.run(arguments["command"])
 
     def _start(self) -> None:
-        temporary = os.path.join(self._top, "tmp") if self._confinement["kind"] != "bubblewrap" else "/tmp"
-        environment = {"PATH": _PATH, "HOME": self.folder, "LANG": "C.UTF-8", "TERM": "dumb", "TMPDIR": temporary}
+        temporary_folder = os.path.join(self._top, "tmp") if self._confinement["kind"] != "bubblewrap" else "/tmp"
+        environment = {
+            "PATH": _PATH,
+            "HOME": self.folder,
+            "LANG": "C.UTF-8",
+            "TERM": "dumb",
+            "TMPDIR": temporary_folder,
+        }
         self._process = subprocess.Popen(
             sandboxed(self._confinement, _START, self._top),
             stdin=subprocess.PIPE,
@@ -357,12 +383,12 @@ class Shell:
                 return bytes(output), f"it took longer than {self._timeout_s:g} s"
             if not readable([stream], remaining_s):
                 continue
-            data = os.read(stream, 1 << 16)
-            if not data:
+            chunk = os.read(stream, 1 << 16)
+            if not chunk:
                 return bytes(output), "it ended the shell"
-            output += data
-            at = output.find(mark, max(0, len(output) - len(data) - len(mark) - 16))
-            if at >= 0 and b"\n" in output[at:]:
+            output += chunk
+            mark_start = output.find(mark, max(0, len(output) - len(chunk) - len(mark) - 16))
+            if mark_start >= 0 and b"\n" in output[mark_start:]:
                 return bytes(output), ""
             if len(output) > 4 * (_HEAD + _TAIL):  # too much output: its middle is dropped
                 del output[_HEAD * 2 : -_TAIL * 2]

@@ -146,29 +146,31 @@ def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any
     """
     session = (ticket["process_key"], ticket["session_id"], ticket["looks"])
     model = Model(ticket["base_url"], ticket["api_key"], ticket["model"], *session)
-    value = run(AgentTask(**ticket["task"]), model)
-    if inspect.isawaitable(value):
-        value = asyncio.run(_awaited(value))
-    if value is None:
+    returned = run(AgentTask(**ticket["task"]), model)
+    if inspect.isawaitable(returned):
+        returned = asyncio.run(_awaited(returned))
+    if returned is None:
         return {}
-    if isinstance(value, (bool, int, float)):
-        return {"reward": float(value)}
-    if not isinstance(value, dict):
-        raise TypeError(f"the agent returned a {type(value).__name__}; allowed: a number, a dict, None")
+    if isinstance(returned, (bool, int, float)):
+        return {"reward": float(returned)}
+    if not isinstance(returned, dict):
+        raise TypeError(f"the agent returned a {type(returned).__name__}; allowed: a number, a dict, None")
     outcome: dict[str, Any] = {}
-    for name, item in value.items():
+    for name, field_value in returned.items():
         if name == "response":
-            outcome[name] = str(item)
+            outcome[name] = str(field_value)
         elif name == "turn_rewards":
-            outcome[name] = [float(reward) for reward in item]
+            outcome[name] = [float(reward) for reward in field_value]
         elif name == "later":
             outcome[name] = (
-                [str(completion_id) for completion_id in item] if isinstance(item, (list, tuple)) else bool(item)
+                [str(completion_id) for completion_id in field_value]
+                if isinstance(field_value, (list, tuple))
+                else bool(field_value)
             )
         elif name == "rewards":
-            outcome[name] = {str(role): float(reward) for role, reward in item.items()}
-        elif item is not None:
-            outcome.setdefault("metrics", {})[name] = float(item)
+            outcome[name] = {str(role): float(reward) for role, reward in field_value.items()}
+        elif field_value is not None:
+            outcome.setdefault("metrics", {})[name] = float(field_value)
     if "reward" in outcome.get("metrics", {}):
         outcome["reward"] = outcome["metrics"].pop("reward")
     if outcome.get("later") and not {"reward", "rewards", "turn_rewards"}.isdisjoint(outcome):
@@ -188,11 +190,11 @@ def checked_outcome(outcome: Any) -> dict[str, Any]:
     """
     if not isinstance(outcome, dict):
         raise ValueError(f"its outcome is a {type(outcome).__name__}, no object")
-    for name, value in outcome.items():
+    for name, field_value in outcome.items():
         if name not in _FORMS:
             raise ValueError(f"its outcome has {name[:80]!r}; allowed: {', '.join(_FORMS)}")
-        if not _FORMS[name](value):
-            raise ValueError(f"{name} of its outcome is {repr(value)[:80]}")
+        if not _FORMS[name](field_value):
+            raise ValueError(f"{name} of its outcome is {repr(field_value)[:80]}")
     return outcome
 
 
@@ -215,7 +217,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _is_list_of(is_one: Callable[[Any], bool], value: Any) -> bool:
-    return isinstance(value, list) and all(is_one(item) for item in value)
+    return isinstance(value, list) and all(is_one(element) for element in value)
 
 
 #: Keys of an outcome, with the conversion of their values.
@@ -255,4 +257,4 @@ def unkeyed(text: str, ticket: dict[str, Any]) -> str:
 
 def public(task: dict[str, Any]) -> dict[str, Any]:
     """Returns a command's task without the reference answer."""
-    return {name: value for name, value in task.items() if name not in ("answer", "meta")}
+    return {name: field_value for name, field_value in task.items() if name not in ("answer", "meta")}
