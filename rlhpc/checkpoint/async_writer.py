@@ -54,18 +54,18 @@ class SummedFile:
         Raises:
             OSError: The filesystem refused; also kept in `failure`, as not all callers raise it again.
         """
-        view = memoryview(data).cast("B")
+        remaining = memoryview(data).cast("B")
         try:
-            for start in range(0, len(view), _PIECE):
-                piece = view[start : start + _PIECE]
+            for start in range(0, len(remaining), _PIECE):
+                piece = remaining[start : start + _PIECE]
                 self._sum.update(piece)
                 while piece:
                     piece = piece[self._file.write(piece) or 0 :]
         except OSError as error:
             self.failure = self.failure or error
             raise
-        self.size += len(view)
-        return len(view)
+        self.size += len(remaining)
+        return len(remaining)
 
     def flush(self) -> None:
         """Does nothing: no data is buffered."""
@@ -133,8 +133,8 @@ class HostBuffers:
         tensors = list(_tensors(value, name))
         if sum(tensor.nbytes for _, tensor in tensors) < _SMALL:
             return None
-        new = sum(tensor.nbytes for key, tensor in tensors if not self._fits(key, tensor))
-        if new and new * _SPARE > free_memory():
+        missing_bytes = sum(tensor.nbytes for key, tensor in tensors if not self._fits(key, tensor))
+        if missing_bytes and missing_bytes * _SPARE > free_memory():
             return None
         for key, tensor in tensors:
             if not self._fits(key, tensor):
@@ -156,11 +156,11 @@ class HostBuffers:
         if isinstance(value, torch.Tensor):
             return self._buffers[key]
         if isinstance(value, dict):
-            other = copy.copy(value)  # state dicts have attributes besides
-            other.update((name, self._in_place(one, f"{key}/{name}")) for name, one in value.items())
-            return other
+            copied = copy.copy(value)  # state dicts have attributes besides
+            copied.update((name, self._in_place(child, f"{key}/{name}")) for name, child in value.items())
+            return copied
         if isinstance(value, (list, tuple)):
-            return type(value)(self._in_place(one, f"{key}/{i}") for i, one in enumerate(value))
+            return type(value)(self._in_place(child, f"{key}/{i}") for i, child in enumerate(value))
         return value
 
 
@@ -168,11 +168,11 @@ def _tensors(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield key, value.detach()
     elif isinstance(value, dict):
-        for name, one in value.items():
-            yield from _tensors(one, f"{key}/{name}")
+        for name, child in value.items():
+            yield from _tensors(child, f"{key}/{name}")
     elif isinstance(value, (list, tuple)):
-        for i, one in enumerate(value):
-            yield from _tensors(one, f"{key}/{i}")
+        for i, child in enumerate(value):
+            yield from _tensors(child, f"{key}/{i}")
 
 
 class Writes:
@@ -224,11 +224,13 @@ class Writes:
         Raises:
             CheckpointError: The filesystem refused.
         """
-        for name, how in self._later:
-            self._sums[name] = write_summed(self._folder / name, how)
+        for name, write_content in self._later:
+            self._sums[name] = write_summed(self._folder / name, write_content)
         self._later = []
-        listed = [path.relative_to(self._folder).as_posix() for path in self._folder.rglob("*") if path.is_file()]
-        return {**dict.fromkeys(listed), **self._sums}
+        written_names = [
+            path.relative_to(self._folder).as_posix() for path in self._folder.rglob("*") if path.is_file()
+        ]
+        return {**dict.fromkeys(written_names), **self._sums}
 
 
 _collecting: contextvars.ContextVar[Writes | None] = contextvars.ContextVar("collecting", default=None)

@@ -31,7 +31,7 @@ def filled_folder(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
-    staging, old = (target.with_name(f".{kind}_{target.name}-{token}") for kind in ("tmp", "old"))
+    staging, replaced_target = (target.with_name(f".{kind}_{target.name}-{token}") for kind in ("tmp", "old"))
     staging.mkdir()
     try:
         yield staging
@@ -40,16 +40,16 @@ def filled_folder(target: Path) -> Iterator[Path]:
             (fsync_folder if path.is_dir() else fsync_file)(path)
         fsync_folder(staging)
         if target.exists():
-            target.rename(old)
+            target.rename(replaced_target)
         staging.rename(target)
         fsync_folder(target.parent)
     except BaseException:
-        if old.exists() and not target.exists():
-            old.rename(target)
+        if replaced_target.exists() and not target.exists():
+            replaced_target.rename(target)
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(replaced_target, ignore_errors=True)
 
 
 def require_free(target: Path) -> None:
@@ -70,14 +70,14 @@ def read_object(path: Path) -> dict[str, Any]:
         CheckpointError: The folder does not have it.
     """
     try:
-        content = read_json(path.read_bytes())
+        json_object = read_json(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing, so the policy cannot be rebuilt") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(content, dict):
+    if not isinstance(json_object, dict):
         raise CheckpointError(f"{path}: not a JSON object")
-    return content
+    return json_object
 
 
 #: Hugging Face's identifier for a licence that the card does not name.
@@ -94,11 +94,11 @@ def results_beside(checkpoint: Path, step: int, number: str = "return_mean") -> 
     evaluations = []
     for path in sorted(run.eval_result(step, "*").parent.glob("*.json")):
         try:
-            content = json.loads(path.read_text())
+            evaluation = json.loads(path.read_text())
         except (OSError, ValueError):
             continue
-        if isinstance(content, dict) and isinstance(content.get(number), int | float):
-            evaluations.append(content)
+        if isinstance(evaluation, dict) and isinstance(evaluation.get(number), int | float):
+            evaluations.append(evaluation)
     return evaluations
 
 
@@ -152,17 +152,17 @@ def accuracy_table(results: Sequence[Mapping[str, Any]]) -> str:
     """Returns the table of a language model's evaluations, in Markdown; "" without one."""
     lines = []
     for result in results:
-        between = interval_text(result.get("accuracy_ci95"), ".1%", " to ") or "–"
+        interval = interval_text(result.get("accuracy_ci95"), ".1%", " to ") or "–"
         passed = {int(k): share for k, share in (result.get("pass_at_k") or {}).items() if int(k) > 1}
-        several = f"pass@{max(passed)} {passed[max(passed)]:.1%}" if passed else ""
-        number = f"{result.get('n', '')} {result.get('unit', 'problems')}"
+        pass_at = f"pass@{max(passed)} {passed[max(passed)]:.1%}" if passed else ""
+        sample_text = f"{result.get('n', '')} {result.get('unit', 'problems')}"
         lines.append(
-            f"| {result.get('suite', 'default')} | {number} | {result['accuracy']:.1%} | {between} | {several} |\n"
+            f"| {result.get('suite', 'default')} | {sample_text} | {result['accuracy']:.1%} | {interval} | {pass_at} |\n"
         )
     if not lines:
         return ""
-    head = "| suite | of | accuracy | 95 % interval | several samples |\n|---|---|---|---|---|\n"
-    return f"{head}{''.join(lines)}\n"
+    header = "| suite | of | accuracy | 95 % interval | several samples |\n|---|---|---|---|---|\n"
+    return f"{header}{''.join(lines)}\n"
 
 
 def _between(result: Mapping[str, Any]) -> str:

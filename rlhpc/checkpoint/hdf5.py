@@ -43,27 +43,27 @@ def member(group: Any, name: str, links: int = 0) -> Any:
         KeyError: There is no such member.
     """
     node = group.file if name.startswith("/") else group
-    for part in name.split("/"):
-        if part in ("", "."):
+    for component in name.split("/"):
+        if component in ("", "."):
             continue
-        where = f"{group.file.filename}: {node.name.rstrip('/')}/{part}"
+        location = f"{group.file.filename}: {node.name.rstrip('/')}/{component}"
         if not isinstance(node, h5py.Group):
-            raise KeyError(where)
+            raise KeyError(location)
         try:
-            link = node.get(part, getlink=True)
+            link = node.get(component, getlink=True)
         except TypeError:  # a user-defined kind of link
             link = h5py.ExternalLink
         if link is None:
-            raise KeyError(where)
+            raise KeyError(location)
         if isinstance(link, h5py.SoftLink):
             if links >= _MOST_LINKS:
-                raise ConfigError(f"{where} is a link that leads to links only")
+                raise ConfigError(f"{location} is a link that leads to links only")
             node = member(node, link.path, links + 1)
         elif isinstance(link, h5py.HardLink):
-            node = node[part]
+            node = node[component]
         else:
             target = f" ({link.filename})" if isinstance(link, h5py.ExternalLink) else ""
-            raise ConfigError(f"{where} is a link into another file{target}; a data set holds all its data itself")
+            raise ConfigError(f"{location} is a link into another file{target}; a data set holds all its data itself")
     return node
 
 
@@ -92,16 +92,18 @@ def checked(dataset: Any) -> Any:
     Raises:
         ConfigError: It is not a data set, its bytes lie elsewhere, or it would take much more memory than it has bytes.
     """
-    where = f"{dataset.file.filename}: {dataset.name}"
+    location = f"{dataset.file.filename}: {dataset.name}"
     if not isinstance(dataset, h5py.Dataset):
-        raise ConfigError(f"{where} is a {type(dataset).__name__}, not a data set")
+        raise ConfigError(f"{location} is a {type(dataset).__name__}, not a data set")
     if dataset.external or dataset.is_virtual:
-        kind = "external storage" if dataset.external else "a virtual data set"
-        raise ConfigError(f"{where} is {kind}, whose bytes lie in another file; a data set holds all its data itself")
+        storage_type = "external storage" if dataset.external else "a virtual data set"
+        raise ConfigError(
+            f"{location} is {storage_type}, whose bytes lie in another file; a data set holds all its data itself"
+        )
     size, stored = (
         dataset.size * dataset.dtype.itemsize if dataset.shape is not None else 0,
         dataset.id.get_storage_size(),
     )
     if size > _LARGE and size > _MOST_PACKED * max(1, stored):
-        raise ConfigError(f"{where} says that it has {size} bytes, but the file holds {stored} of it")
+        raise ConfigError(f"{location} says that it has {size} bytes, but the file holds {stored} of it")
     return dataset

@@ -91,15 +91,15 @@ def _verify(checkpoint: Path, checksums: bool) -> list[str]:
     faults: list[str] = []
     if not is_complete(checkpoint):
         faults.append(f"{COMPLETE}: missing, the save did not end")
-    raw = _read(checkpoint / MANIFEST)
-    if raw is None:
+    manifest_bytes = _read(checkpoint / MANIFEST)
+    if manifest_bytes is None:
         return [*faults, f"{MANIFEST}: missing"]
-    manifest, wrong = parse_manifest(raw)
-    if wrong:
-        return [*faults, wrong]
-    if is_complete(checkpoint) and (checkpoint / COMPLETE).read_bytes().strip() != seal(raw).strip():
+    manifest, manifest_fault = parse_manifest(manifest_bytes)
+    if manifest_fault:
+        return [*faults, manifest_fault]
+    if is_complete(checkpoint) and (checkpoint / COMPLETE).read_bytes().strip() != seal(manifest_bytes).strip():
         faults.append(f"{MANIFEST}: does not match the checksum in {COMPLETE}, one of the two was altered")
-    if (named := step_of(checkpoint.name)) is not None and named != manifest["global_step"]:
+    if (named_step := step_of(checkpoint.name)) is not None and named_step != manifest["global_step"]:
         faults.append(f"{MANIFEST}: is of step {manifest['global_step']}, the folder is {checkpoint.name}")
     files = {checkpoint / name: (name, entry) for name, entry in sorted(manifest["files"].items())}
     file_faults = of_each(
@@ -147,8 +147,10 @@ def parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
     if not isinstance(files, dict) or not files:
         return {}, f"{MANIFEST}: lists no files"
     for name, entry in files.items():
-        sound = isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
-        if not is_plain_name(name) or not sound:
+        is_valid = (
+            isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
+        )
+        if not is_plain_name(name) or not is_valid:
             return {}, f"{MANIFEST}: bad entry {name!r}"
     if not isinstance(manifest.get("meta", {}), dict):
         return {}, f"{MANIFEST}: meta is not an object"
@@ -162,12 +164,12 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: The file is missing or not a manifest.
     """
     try:
-        raw = _read(Path(checkpoint) / MANIFEST)
+        manifest_bytes = _read(Path(checkpoint) / MANIFEST)
     except OSError as error:
         raise CheckpointError(f"{Path(checkpoint) / MANIFEST}: {error.strerror}") from error
-    if raw is None:
+    if manifest_bytes is None:
         raise CheckpointError(f"{checkpoint}: no {MANIFEST}, this is not a checkpoint folder (global_step_<N>)")
-    manifest, wrong = parse_manifest(raw)
-    if wrong:
-        raise CheckpointError(f"{checkpoint}: {wrong}")
+    manifest, fault = parse_manifest(manifest_bytes)
+    if fault:
+        raise CheckpointError(f"{checkpoint}: {fault}")
     return manifest

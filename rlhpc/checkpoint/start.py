@@ -50,17 +50,17 @@ def weights_that_fit(
         ConfigError: Names or shapes differ; the message says which.
     """
     saved = load_tensors(folder / WEIGHTS)
-    wrong = [
+    faults = [
         f"{name} is {list(saved[name].shape)} there and {list(shape)} here"
         for name, shape in expected_shapes.items()
         if name in saved and list(saved[name].shape) != list(shape)
     ]
-    wrong += [f"{name} is not there" for name in expected_shapes if name not in saved]
-    wrong += [f"{name} is not here" for name in saved if name not in expected_shapes]
-    if wrong:
-        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    faults += [f"{name} is not there" for name in expected_shapes if name not in saved]
+    faults += [f"{name} is not here" for name in saved if name not in expected_shapes]
+    if faults:
+        omitted = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise ConfigError(
-            f"{key}: the weights in {folder} do not fit actor.model of this configuration: {'; '.join(wrong[:3])}{more}"
+            f"{key}: the weights in {folder} do not fit actor.model of this configuration: {'; '.join(faults[:3])}{omitted}"
         )
     return saved
 

@@ -88,8 +88,8 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         CheckpointError: The filesystem refused.
     """
-    held = {name: tensor.detach() for name, tensor in tensors.items()}
-    write_file(path, held, lambda file, copies: stream_tensors(file, on_host(copies)))
+    detached = {name: tensor.detach() for name, tensor in tensors.items()}
+    write_file(path, detached, lambda file, copies: stream_tensors(file, on_host(copies)))
 
 
 def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -110,13 +110,17 @@ def stream_tensors(
     """
     ordered = sorted(tensors.items(), key=lambda named: (-_ORDER.index(named[1].dtype), named[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    end = 0
+    tensor_end = 0
     for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
+        tensor_start, tensor_end = tensor_end, tensor_end + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [tensor_start, tensor_end],
+        }
+    header_json = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    header_json += b" " * (-len(header_json) % 8)
+    file.write(struct.pack("<Q", len(header_json)) + header_json)
     for _, tensor in ordered:
         if tensor.numel():
             # By its address: memory that numpy has seen is never emptied again (`training.parking`).
@@ -172,8 +176,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] and torch.cuda.is_available():
-        for device, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(one.cpu(), device)
+        for device, device_state in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(device_state.cpu(), device)
 
 
 def _read(path: Path) -> bytes:
@@ -192,9 +196,9 @@ def _encode(value: Any, where: str) -> Any:
         array = np.asarray(value)
         if array.dtype.hasobject or array.dtype.names:
             raise CheckpointError(f"{where}: an array of dtype {array.dtype} cannot be put into a checkpoint")
-        raw = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0)
+        array_bytes = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0)
         return {
-            _ARRAY: raw,
+            _ARRAY: array_bytes,
             "dtype": array.dtype.str,
             "shape": list(array.shape),
             "scalar": isinstance(value, np.generic),
@@ -227,8 +231,8 @@ def _dense(value: Any) -> Any:
 def _decode(value: Any) -> Any:
     if isinstance(value, dict):
         if _ARRAY in value:
-            raw = value[_ARRAY].cpu().numpy().tobytes()
-            array = np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+            array_bytes = value[_ARRAY].cpu().numpy().tobytes()
+            array = np.frombuffer(array_bytes, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
             return array[()] if value["scalar"] else array
         return {key: _decode(item) for key, item in value.items()}
     if isinstance(value, tuple):

@@ -146,12 +146,12 @@ class CheckpointWriter:
     def _seal(self, meta: dict[str, Any], reported: Mapping[str, tuple[int, str] | None]) -> None:
         written = {name: entry for name, entry in reported.items() if entry is not None}
         files: dict[str, dict[str, Any]] = {}
-        new: dict[Path, str] = {}
+        unlisted: dict[Path, str] = {}
         folders = {self.staging}
         follow_umask(self.staging)
-        listed = {*self.staging.rglob("*")}
-        listed |= {path for name in reported if (path := self.staging / name).is_file()}
-        for path in sorted(listed):
+        staged_paths = {*self.staging.rglob("*")}
+        staged_paths |= {path for name in reported if (path := self.staging / name).is_file()}
+        for path in sorted(staged_paths):
             if path.is_dir():
                 folders.add(path)
                 continue
@@ -162,9 +162,11 @@ class CheckpointWriter:
             elif entry := self._linked_entry(name, path):
                 files[name] = entry
             else:
-                new[path] = name
-        sizes = sum(path.stat().st_size for path in new)
-        for name, size_and_digest in zip(new.values(), of_each(_durable_digest, list(new), sizes), strict=True):
+                unlisted[path] = name
+        sizes = sum(path.stat().st_size for path in unlisted)
+        for name, size_and_digest in zip(
+            unlisted.values(), of_each(_durable_digest, list(unlisted), sizes), strict=True
+        ):
             files[name] = _entry(*size_and_digest)
         if missing := [name for name, (size, _) in written.items() if not self._has(name, size)]:
             raise CheckpointError(
@@ -173,13 +175,13 @@ class CheckpointWriter:
         if not files:
             raise CheckpointError(f"checkpoint {self.final}: nothing was written to {self.staging}")
         manifest = {"format": FORMAT, "global_step": self.step, "files": files, "meta": meta}
-        raw = json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n"
-        write_durably(self.staging / MANIFEST, raw)
+        manifest_bytes = json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n"
+        write_durably(self.staging / MANIFEST, manifest_bytes)
         for folder in folders:
             fsync_folder(folder)
-        write_durably(self.staging / COMPLETE, seal(raw))
+        write_durably(self.staging / COMPLETE, seal(manifest_bytes))
         fsync_folder(self.staging)
-        note_own(raw)
+        note_own(manifest_bytes)
 
     def _has(self, name: str, size: int) -> bool:
         path = self.staging / name
@@ -192,32 +194,32 @@ class CheckpointWriter:
         """
         if path.stat().st_nlink < 2:
             return None
-        for _, other in reversed(self.paths.checkpoint_steps()):
-            linked = other / name
-            if is_complete(other) and linked.is_file() and linked.samefile(path):
-                entry: dict[str, Any] | None = read_manifest(other)["files"].get(name)
+        for _, other_checkpoint in reversed(self.paths.checkpoint_steps()):
+            linked = other_checkpoint / name
+            if is_complete(other_checkpoint) and linked.is_file() and linked.samefile(path):
+                entry: dict[str, Any] | None = read_manifest(other_checkpoint)["files"].get(name)
                 return entry
         return None
 
     def _rename(self) -> None:
         # A folder cannot be renamed onto one that is not empty. The replaced checkpoint keeps a name until the new one
         # has its own; `clean_leftovers` puts it back if this process dies between the two renames.
-        old = self.paths.checkpoints / f".old_{self.final.name}-{self._token}"
+        replaced_path = self.paths.checkpoints / f".old_{self.final.name}-{self._token}"
         replaced = self.final.exists()
         if replaced:
-            self.final.rename(old)
+            self.final.rename(replaced_path)
         try:
             self.staging.rename(self.final)
         except OSError:
             if replaced:
-                old.rename(self.final)
+                replaced_path.rename(self.final)
             raise
         fsync_folder(self.paths.checkpoints)
         if replaced:
-            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(replaced_path, ignore_errors=True)
 
     def _failed(self, error: OSError) -> CheckpointError:
-        where = error.filename or self.staging
+        failed_path = error.filename or self.staging
         if isinstance(error, FileNotFoundError) and not self.paths.root.is_dir():
             return CheckpointError(
                 f"checkpoint of step {self.step} could not be saved: the run folder {self.paths.root} was removed while the "
@@ -225,8 +227,8 @@ class CheckpointWriter:
             )
         fewer = ", or lower runner.keep_checkpoints" if is_full(error) else ""
         return CheckpointError(
-            f"checkpoint of step {self.step} could not be saved: {where}: {error.strerror or error}. "
-            f"{advice(error, where)}{fewer}, then continue from the last checkpoint with: {GO_ON}"
+            f"checkpoint of step {self.step} could not be saved: {failed_path}: {error.strerror or error}. "
+            f"{advice(error, failed_path)}{fewer}, then continue from the last checkpoint with: {GO_ON}"
         )
 
 
@@ -245,9 +247,9 @@ def clean_leftovers(paths: RunPaths) -> list[Path]:
         for path in paths.checkpoints.iterdir()
         if (match := _LEFTOVER.match(path.name))
     ]
-    for kind, step, path in leftovers:
+    for leftover_type, step, path in leftovers:
         final = paths.checkpoint(step)
-        if kind == "old" and is_complete(path) and not final.exists():
+        if leftover_type == "old" and is_complete(path) and not final.exists():
             path.rename(final)
             fsync_folder(paths.checkpoints)
         else:
@@ -329,10 +331,10 @@ def _format_names(paths: RunPaths, requested: Path) -> Path:
     for path in candidates:
         if path.is_dir():
             return path
-    have = ", ".join(path.name for _, path in paths.checkpoint_steps() if is_complete(path))
+    existing_names = ", ".join(path.name for _, path in paths.checkpoint_steps() if is_complete(path))
     raise CheckpointError(
         f"runner.resume_dir={requested}: no such checkpoint folder. "
-        + (f"{paths.checkpoints} has: {have}. " if have else f"{paths.checkpoints} has none. ")
+        + (f"{paths.checkpoints} has: {existing_names}. " if existing_names else f"{paths.checkpoints} has none. ")
         + "Give a global_step_<N> folder, or runner.resume_dir=auto"
     )
 
@@ -354,17 +356,17 @@ def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums:
     """
     if keep <= 0:
         return []
-    every = paths.checkpoint_steps()
-    complete = [step for step, path in every if is_complete(path)]
-    stay = set(complete[-keep:]) | set(protect)
-    sound = newest_valid(paths, checksums=checksums)
-    if sound.path is None:
+    all_steps = paths.checkpoint_steps()
+    complete = [step for step, path in all_steps if is_complete(path)]
+    kept_steps = set(complete[-keep:]) | set(protect)
+    valid_checkpoint = newest_valid(paths, checksums=checksums)
+    if valid_checkpoint.path is None:
         return []
-    stay.add(sound.step)
+    kept_steps.add(valid_checkpoint.step)
     newest = complete[-1]
     removed: list[Path] = []
-    for step, path in every:
-        if step in stay or (step not in complete and step > newest):
+    for step, path in all_steps:
+        if step in kept_steps or (step not in complete and step > newest):
             continue
         trash = paths.checkpoints / f".trash_{path.name}-{secrets.token_hex(4)}"
         try:

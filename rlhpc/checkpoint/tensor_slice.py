@@ -44,19 +44,19 @@ class Box(NamedTuple):
 
     def without(self, part: Box) -> list[Box]:
         """Returns boxes that cover this box except a part that lies within it."""
-        boxes, starts, sizes = list[Box](), list(self.starts), list(self.sizes)
+        remaining, starts, sizes = list[Box](), list(self.starts), list(self.sizes)
         for axis, (start, size) in enumerate(zip(*part, strict=True)):
             end, stop = start + size, starts[axis] + sizes[axis]
-            for first, behind in ((starts[axis], start), (end, stop)):
-                if behind > first:
-                    boxes.append(
+            for slab_start, slab_end in ((starts[axis], start), (end, stop)):
+                if slab_end > slab_start:
+                    remaining.append(
                         Box(
-                            (*starts[:axis], first, *starts[axis + 1 :]),
-                            (*sizes[:axis], behind - first, *sizes[axis + 1 :]),
+                            (*starts[:axis], slab_start, *starts[axis + 1 :]),
+                            (*sizes[:axis], slab_end - slab_start, *sizes[axis + 1 :]),
                         )
                     )
             starts[axis], sizes[axis] = start, size
-        return boxes
+        return remaining
 
     def within(self, outer: Box) -> Box:
         """Returns the box relative to the start of an outer box that contains it."""
@@ -65,8 +65,8 @@ class Box(NamedTuple):
 
 def between(starts: Iterable[int], ends: Iterable[int]) -> Box:
     """Returns the box from `starts` up to but not including `ends`."""
-    first = tuple(starts)
-    return Box(first, tuple(end - start for start, end in zip(first, ends, strict=True)))
+    start_indices = tuple(starts)
+    return Box(start_indices, tuple(end - start for start, end in zip(start_indices, ends, strict=True)))
 
 
 def full_box(shape: Iterable[int]) -> Box:
@@ -79,8 +79,12 @@ def uncovered(target: Box, held: Iterable[Box]) -> list[Box]:
     """Returns the parts of a box that no other of some boxes covers."""
     remaining = [target]
     for box in held:
-        parts = [(one, one.meet(box)) for one in remaining]
-        remaining = [remainder for one, part in parts for remainder in ([one] if part is None else one.without(part))]
+        overlaps = [(uncovered_box, uncovered_box.meet(box)) for uncovered_box in remaining]
+        remaining = [
+            remainder
+            for uncovered_box, overlap in overlaps
+            for remainder in ([uncovered_box] if overlap is None else uncovered_box.without(overlap))
+        ]
     return remaining
 
 
@@ -100,14 +104,14 @@ def box_of(offset: int, shape: Sequence[int], strides: Sequence[int], full: Sequ
     for step in steps:
         starts.append(remainder // step if step else 0)
         remainder -= starts[-1] * step
-    sizes, last = [1] * len(full), -1
+    sizes, last_axis = [1] * len(full), -1
     for size, stride in zip(shape, strides, strict=True):
         if size == 1:
             continue
-        axis = next((i for i, step in enumerate(steps) if i > last and step == stride and full[i] > 1), None)
+        axis = next((i for i, step in enumerate(steps) if i > last_axis and step == stride and full[i] > 1), None)
         if axis is None or starts[axis] + size > full[axis]:
             return None
-        sizes[axis], last = size, axis
+        sizes[axis], last_axis = size, axis
     return Box(tuple(starts), tuple(sizes))
 
 

@@ -20,20 +20,20 @@ _LARGEST_TEXT = 16 << 20
 def note_own(manifest: bytes) -> None:
     """Notes a manifest that this process has written. Where that is not possible, the checkpoint counts as a stranger's."""
     with contextlib.suppress(OSError):
-        note = _note(manifest)
-        note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        note.touch(mode=0o600)
+        note_path = _note(manifest)
+        note_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        note_path.touch(mode=0o600)
 
 
 def is_own(checkpoint: Path) -> bool:
     """Returns whether a run of this user wrote this checkpoint, and none of its files that could name code has changed."""
     try:
-        raw = (checkpoint / MANIFEST).read_bytes()
-        if not is_complete(checkpoint) or not _note(raw).is_file():
+        manifest_bytes = (checkpoint / MANIFEST).read_bytes()
+        if not is_complete(checkpoint) or not _note(manifest_bytes).is_file():
             return False
-        manifest, _ = parse_manifest(raw)  # a noted one is sound
-        small = [(name, entry) for name, entry in manifest["files"].items() if entry["size"] <= _LARGEST_TEXT]
-        return all(digest(checkpoint / name) == (entry["size"], entry["sha256"]) for name, entry in small)
+        manifest, _ = parse_manifest(manifest_bytes)  # a noted one is sound
+        small_files = [(name, entry) for name, entry in manifest["files"].items() if entry["size"] <= _LARGEST_TEXT]
+        return all(digest(checkpoint / name) == (entry["size"], entry["sha256"]) for name, entry in small_files)
     except OSError:
         return False
 

@@ -115,11 +115,11 @@ def query(
     if jobs.since is not None:
         argv.append(f"--starttime={time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(jobs.since))}")
     argv.append(f"--format={','.join(FIELDS)}")
-    end, message = time.monotonic() + _TOTAL_S, ""
+    deadline, message = time.monotonic() + _TOTAL_S, ""
     for pause in (0.0, *_PAUSES_S):
         if pause:
             sleep(pause)
-        remaining_s = end - time.monotonic()
+        remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             break
         answer = ask(*argv, timeout_s=min(timeout_s, remaining_s))
@@ -143,9 +143,9 @@ def parse(lines: Iterable[str]) -> list[AccountingRow]:
         if not row.step:
             starts.append(row)
             continue
-        owners = [s for s in starts[::-1] if (s.job_id, s.component) == (row.job_id, row.component)]
-        if owners:
-            owners[0].steps.append(row)
+        step_owners = [s for s in starts[::-1] if (s.job_id, s.component) == (row.job_id, row.component)]
+        if step_owners:
+            step_owners[0].steps.append(row)
     for start in starts:
         _mend(start)
     return starts
@@ -161,32 +161,32 @@ def _mend(start: AccountingRow) -> None:
 
 
 def _row(line: str) -> AccountingRow | None:
-    words = line.rstrip("\n").split("|", len(FIELDS) - 1)
-    match = _JOB.match(words[0])
-    if match is None or len(words) < len(FIELDS):
+    fields = line.rstrip("\n").split("|", len(FIELDS) - 1)
+    match = _JOB.match(fields[0])
+    if match is None or len(fields) < len(FIELDS):
         return None
-    cell = dict(zip(FIELDS, words, strict=True))
-    tres = dict(part.split("=", 1) for part in cell["AllocTRES"].split(",") if "=" in part)
+    columns = dict(zip(FIELDS, fields, strict=True))
+    tres = dict(part.split("=", 1) for part in columns["AllocTRES"].split(",") if "=" in part)
     try:
-        nodes = expand_hostlist(cell["NodeList"]) if cell["NodeList"] not in ("", "None assigned") else []
+        nodes = expand_hostlist(columns["NodeList"]) if columns["NodeList"] not in ("", "None assigned") else []
     except ConfigError:
         nodes = []
     return AccountingRow(
         job_id=match[1],
         component=int(match[2] or 0),
         step=match[3] or "",
-        state=(cell["State"].split() or [""])[0],
-        elapsed=float(cell["ElapsedRaw"] or 0) if cell["ElapsedRaw"].isdigit() else 0.0,
-        start=_moment(cell["Start"]),
-        end=_moment(cell["End"]),
-        cpus=int(cell["AllocCPUS"]) if cell["AllocCPUS"].isdigit() else 0,
+        state=(columns["State"].split() or [""])[0],
+        elapsed=float(columns["ElapsedRaw"] or 0) if columns["ElapsedRaw"].isdigit() else 0.0,
+        start=_moment(columns["Start"]),
+        end=_moment(columns["End"]),
+        cpus=int(columns["AllocCPUS"]) if columns["AllocCPUS"].isdigit() else 0,
         gpus=_gpus(tres),
         memory=_bytes(tres.get("mem", "")),
-        cpu_time=_seconds(cell["TotalCPU"]),
-        max_rss=_bytes(cell["MaxRSS"]),
+        cpu_time=_seconds(columns["TotalCPU"]),
+        max_rss=_bytes(columns["MaxRSS"]),
         nodes=nodes,
-        partition=cell["Partition"],
-        name=cell["JobName"],
+        partition=columns["Partition"],
+        name=columns["JobName"],
     )
 
 
@@ -229,20 +229,20 @@ _EARLIER_S = 3600.0
 def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> JobIds:
     """Returns the Slurm jobs of a run: those submitted, requeued or resubmitted, and allocations in which it was started."""
     submitted: dict[str, None] = {}
-    times: list[float] = []
-    drivers = 0
+    timestamps: list[float] = []
+    num_drivers = 0
     files = sorted(paths.submit.glob(f"{segment_name('*')}.json")) if paths.submit.is_dir() else []
-    records = {path.name: value for path in files if (value := read_json_file(path)) is not None}
-    for name, value in records.items():
-        if value.get("executor") != "slurm" or not str(value.get("job_id", "")).isdigit():
+    records = {path.name: record for path in files if (record := read_json_file(path)) is not None}
+    for name, record in records.items():
+        if record.get("executor") != "slurm" or not str(record.get("job_id", "")).isdigit():
             continue
-        submitted[str(value["job_id"])] = None
-        times += [float(value[key]) for key in ("submitted", "started") if value.get(key)]
+        submitted[str(record["job_id"])] = None
+        timestamps += [float(record[key]) for key in ("submitted", "started") if record.get(key)]
         attempts = records.get(name.removesuffix(".json") + ".attempts.json", {})
-        if attempts.get("token") == value.get("token") and "attempt" in value:
-            rows = [row for row in attempts.get("attempts") or () if isinstance(row, dict)]
-            submitted.update((str(row["job_id"]), None) for row in rows if str(row.get("job_id", "")).isdigit())
-            drivers += len(rows)
+        if attempts.get("token") == record.get("token") and "attempt" in record:
+            attempt_rows = [row for row in attempts.get("attempts") or () if isinstance(row, dict)]
+            submitted.update((str(row["job_id"]), None) for row in attempt_rows if str(row.get("job_id", "")).isdigit())
+            num_drivers += len(attempt_rows)
     provenance = read_provenance(paths) if provenance is None else provenance
     ids = dict(submitted)
     for start in [provenance, *(provenance.get("segments") or [])]:
@@ -254,10 +254,10 @@ def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> Job
                 submitted[job] = None
             for key in ("created", "started"):
                 try:
-                    times.append(datetime.fromisoformat(str(start[key])).timestamp())
+                    timestamps.append(datetime.fromisoformat(str(start[key])).timestamp())
                 except (KeyError, ValueError):
                     continue
-    return JobIds(tuple(ids), min(times) - _EARLIER_S if times else None, frozenset(submitted), drivers)
+    return JobIds(tuple(ids), min(timestamps) - _EARLIER_S if timestamps else None, frozenset(submitted), num_drivers)
 
 
 def account(
@@ -282,10 +282,15 @@ def account(
             if role is not None:
                 roles.setdefault(role, []).append((step, _accelerators(step, role, placed, ranks[id(start)])))
     components = {start.component: [s for s in started if s.component == start.component] for start in started}
-    last = placements.last
-    names = [*(name for name in last if name in roles), *(name for name in sorted(roles) if name not in last)]
+    last_placement = placements.last
+    role_names = [
+        *(name for name in last_placement if name in roles),
+        *(name for name in sorted(roles) if name not in last_placement),
+    ]
     keys = {id(step): held for rows in roles.values() for step, held in rows}
-    first = {start.job_id: min(s.component for s in started if s.job_id == start.job_id) for start in started}
+    first_components = {
+        start.job_id: min(s.component for s in started if s.job_id == start.job_id) for start in started
+    }
     return {
         "format": 1,
         "available": True,
@@ -293,9 +298,9 @@ def account(
         "jobs": list(jobs.ids),
         "allocations": [job for job in jobs.ids if job not in jobs.submitted],
         "complete": not any(row.live for start in started for row in (start, *start.steps)),
-        "requeues": sum(s.component == first[s.job_id] for s in started) - len(first),
+        "requeues": sum(s.component == first_components[s.job_id] for s in started) - len(first_components),
         "driver_starts": jobs.drivers,
-        "roles": {name: _of_role(roles[name]) for name in names},
+        "roles": {name: _of_role(roles[name]) for name in role_names},
         "components": [_of_component(k, components[k], keys, placements, ranks) for k in sorted(components)],
     }
 
@@ -314,8 +319,8 @@ class _Placements:
     def of(self, step: AccountingRow) -> Placement:
         """Returns the placement of the start that a step belongs to: the last start in its job before the step."""
         in_job = [start for start in self._of_starts if start.job == step.job_id]
-        before = [start for start in in_job if step.start is None or start.began <= step.start]
-        return before[-1].placement if before else in_job[0].placement if in_job else self.last
+        earlier_starts = [start for start in in_job if step.start is None or start.began <= step.start]
+        return earlier_starts[-1].placement if earlier_starts else in_job[0].placement if in_job else self.last
 
     def every(self) -> Iterator[Placement]:
         """Yields all placements."""
@@ -336,8 +341,8 @@ def _role(step: AccountingRow, placement: Mapping[str, Any]) -> str | None:
 def _node_ranks(start: AccountingRow, starts: Sequence[AccountingRow]) -> list[int]:
     """Returns the ranks of a component's nodes in the run's cluster, where components follow one another."""
     sizes = {s.component: len(s.nodes) for s in starts if s.job_id == start.job_id}
-    first = sum(size for component, size in sizes.items() if component < start.component)
-    return list(range(first, first + len(start.nodes)))
+    first_rank = sum(size for component, size in sizes.items() if component < start.component)
+    return list(range(first_rank, first_rank + len(start.nodes)))
 
 
 def _accelerators(step: AccountingRow, role: str, placement: Placement, ranks: Sequence[int]) -> set[Any]:
@@ -354,10 +359,10 @@ def _accelerators(step: AccountingRow, role: str, placement: Placement, ranks: S
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:
     """Returns the length of the union of intervals."""
-    total, until = 0.0, float("-inf")
+    total, covered_until = 0.0, float("-inf")
     for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
+        total += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
     return total
 
 
@@ -367,16 +372,16 @@ def _hours(seconds: float) -> float:
 
 def _idle(rows: Iterable[AccountingRow]) -> float | None:
     measured = [row for row in rows if row.measured]
-    granted = sum(row.elapsed * row.cpus for row in measured)
-    return round(max(0.0, 1.0 - sum(row.cpu_time for row in measured) / granted), 4) if granted else None
+    granted_cpu_s = sum(row.elapsed * row.cpus for row in measured)
+    return round(max(0.0, 1.0 - sum(row.cpu_time for row in measured) / granted_cpu_s), 4) if granted_cpu_s else None
 
 
 def _of_role(steps: Sequence[tuple[AccountingRow, set[Any]]]) -> dict[str, Any]:
     rows = [row for row, _ in steps]
-    parts = {row.component for row in rows}
-    by_part = [[row for row in rows if row.component == part] for part in parts]
+    components = {row.component for row in rows}
+    rows_by_component = [[row for row in rows if row.component == part] for part in components]
     return {
-        "components": sorted(parts),
+        "components": sorted(components),
         "elapsed_s": round(_length(row.span for row in rows), 3),
         "gpu_hours": _hours(sum(row.elapsed * len(held) for row, held in steps)),
         "cpu_hours": _hours(sum(row.elapsed * row.cpus for row in rows)),
@@ -385,7 +390,7 @@ def _of_role(steps: Sequence[tuple[AccountingRow, set[Any]]]) -> dict[str, Any]:
         "max_rss_bytes": max((row.max_rss for row in rows if row.max_rss is not None), default=None),
         # Another job is the next segment or a new submission, not a restart.
         "restarts": max(
-            len(component_rows) - len({row.job_id for row in component_rows}) for component_rows in by_part
+            len(component_rows) - len({row.job_id for row in component_rows}) for component_rows in rows_by_component
         ),
     }
 
@@ -397,18 +402,22 @@ def _of_component(
     placements: _Placements,
     ranks: Mapping[int, Sequence[int]],
 ) -> dict[str, Any]:
-    held: list[float] = []
+    accelerator_seconds: list[float] = []
     for start in starts:
         spans: dict[Any, list[tuple[float, float]]] = {}
         for step in start.steps:
             for key in keys.get(id(step), ()):
                 spans.setdefault(key, []).append(step.span)
-        held.append(sum(_length(s) for s in spans.values()))
-    here = {rank for start in starts for rank in ranks[id(start)]}
+        accelerator_seconds.append(sum(_length(s) for s in spans.values()))
+    component_ranks = {rank for start in starts for rank in ranks[id(start)]}
     entries = [entry for placement in placements.every() for group in placement.values() for entry in group]
-    planned = any(entry.get("accelerators") for entry in entries if int(entry.get("node_rank", 0)) in here)
-    counted = [start.elapsed * start.gpus for start in starts if start.gpus is not None]
-    gpu_hours = _hours(sum(counted)) if counted or not planned else None  # this site does not count GPUs
+    has_planned_gpus = any(
+        entry.get("accelerators") for entry in entries if int(entry.get("node_rank", 0)) in component_ranks
+    )
+    gpu_seconds = [start.elapsed * start.gpus for start in starts if start.gpus is not None]
+    gpu_hours = (
+        _hours(sum(gpu_seconds)) if gpu_seconds or not has_planned_gpus else None
+    )  # this site does not count GPUs
     steps = [step for start in starts for step in start.steps]
     return {
         "component": index,
@@ -416,7 +425,7 @@ def _of_component(
         "nodes": max(len(start.nodes) for start in starts),
         "elapsed_s": round(sum(start.elapsed for start in starts), 3),
         "gpu_hours": gpu_hours,
-        "gpu_hours_used": _hours(sum(held)),
+        "gpu_hours_used": _hours(sum(accelerator_seconds)),
         "cpu_hours": _hours(sum(start.elapsed * start.cpus for start in starts)),
         "cpu_hours_used": _hours(sum(step.cpu_time for step in steps if step.measured)),
         "memory_bytes": max((start.memory for start in starts if start.memory is not None), default=None),
@@ -440,9 +449,9 @@ def write_accounting(paths: RunPaths) -> dict[str, Any] | None:
     try:
         record = account(query(jobs), provenance.get("placement") or {}, jobs, placed_starts(provenance))
     except NoAccounting as error:
-        before = read_json_file(file) or {}
-        if before.get("available") and before.get("jobs") == list(jobs.ids):
-            return {**before, "reason": str(error)}
+        previous_record = read_json_file(file) or {}
+        if previous_record.get("available") and previous_record.get("jobs") == list(jobs.ids):
+            return {**previous_record, "reason": str(error)}
         record = {"format": 1, "available": False, "reason": str(error), "jobs": list(jobs.ids)}
     if (joined := joined_account(paths)) is not None:
         record["joined"] = joined

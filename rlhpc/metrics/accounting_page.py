@@ -30,28 +30,28 @@ def accounting_tables(record: Mapping[str, Any]) -> str:
         ]
         for name, role in record["roles"].items()
     ]
-    parts: list[list[Cell]] = [
+    components: list[list[Cell]] = [
         [
-            f"{part['component']}: {', '.join(part['partitions']) or '–'}",
-            part["nodes"],
-            duration(part["elapsed_s"]),
-            _hours(part["gpu_hours"]),
-            _hours(part["gpu_hours_used"]),
-            _hours(part["cpu_hours"]),
-            _hours(part["cpu_hours_used"]),
-            _size(part["memory_bytes"]),
-            _size(part["max_rss_bytes"]),
-            part["restarts"],
+            f"{component['component']}: {', '.join(component['partitions']) or '–'}",
+            component["nodes"],
+            duration(component["elapsed_s"]),
+            _hours(component["gpu_hours"]),
+            _hours(component["gpu_hours_used"]),
+            _hours(component["cpu_hours"]),
+            _hours(component["cpu_hours_used"]),
+            _size(component["memory_bytes"]),
+            _size(component["max_rss_bytes"]),
+            component["restarts"],
         ]
-        for part in record["components"]
+        for component in record["components"]
     ]
-    role_head = ["role", "elapsed", "GPU-hours", "CPU-hours", "used", "cores idle", "largest process", "restarts"]
-    part_head = ["component", "nodes", "elapsed", "GPU-hours", "held by groups", "CPU-hours", "used", "memory",
+    role_header = ["role", "elapsed", "GPU-hours", "CPU-hours", "used", "cores idle", "largest process", "restarts"]
+    component_header = ["component", "nodes", "elapsed", "GPU-hours", "held by groups", "CPU-hours", "used", "memory",
                  "largest process", "restarts"]  # fmt: skip
     return (
         f'<p class="legend">{escape(_words(record, jobs))}</p>'
-        f'<div class="scroll">{table(role_head, roles, text_columns={0})}</div>'
-        f'<h3>Job components</h3><div class="scroll">{table(part_head, parts, text_columns={0})}</div>'
+        f'<div class="scroll">{table(role_header, roles, text_columns={0})}</div>'
+        f'<h3>Job components</h3><div class="scroll">{table(component_header, components, text_columns={0})}</div>'
     )
 
 
@@ -62,8 +62,8 @@ def _words(record: Mapping[str, Any], jobs: str) -> str:
     sentences.append("Groups of a node may use the same cores, so CPU-hours of the roles do not add up.")
     if not record["complete"]:
         sentences.append("Something still runs: its processor time and memory are known when it has ended.")
-    if other := record.get("allocations"):
-        sentences.append(f"Allocation {', '.join(other)} may have done other work, too.")
+    if allocations := record.get("allocations"):
+        sentences.append(f"Allocation {', '.join(allocations)} may have done other work, too.")
     if reason := record.get("reason"):
         sentences.append(f"Numbers of an earlier report, as accounting is not available now: {reason}.")
     return " ".join(sentences)
@@ -115,16 +115,16 @@ def joined_section(paths: RunPaths) -> str:
         ]
         for stay in rank_stays[-_ROWS:]
     ]  # fmt: skip
-    words = (
+    sentence = (
         f"{account['ranks']} ranks joined, for {account['rank_hours']:.2f} hours in all. "
         f"{len(account['jobs'])} jobs were submitted for them (cluster.elastic), which took {account['budget_hours']:.2f} "
         "hours of their budget."
     )
     if len(rank_stays) > _ROWS:
-        words += f" The last {_ROWS} of them:"
-    head = ["rank", "node", "job", "joined", "took part", "left", "hours", "why"]
-    listed = f'<div class="scroll">{table(head, rows, text_columns={0, 1, 2, 3, 4, 5, 7})}</div>' if rows else ""
-    return f'<p class="legend">{escape(words)}</p>{listed}'
+        sentence += f" The last {_ROWS} of them:"
+    header = ["rank", "node", "job", "joined", "took part", "left", "hours", "why"]
+    table_html = f'<div class="scroll">{table(header, rows, text_columns={0, 1, 2, 3, 4, 5, 7})}</div>' if rows else ""
+    return f'<p class="legend">{escape(sentence)}</p>{table_html}'
 
 
 def _clock(at: float | None) -> str:

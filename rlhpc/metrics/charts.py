@@ -113,11 +113,11 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
-    raw = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    raw_step = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw_step))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw_step * 0.999)
+    first_index, last_index = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(index * step, 12) for index in range(first_index, last_index + 1)]
 
 
 def number(value: float) -> str:
@@ -155,9 +155,14 @@ def _decimals(step: float) -> int:
 
 def text_width(text: str, letters: float = _LETTERS) -> float:
     """Estimates the width of a text, rather too large than too small, because the font depends on the reader."""
-    narrow, wide = sum(map(text.count, "fijlrtI.,:;|!'() ")), sum(map(text.count, "mwMW%@"))
-    capitals = len(re.findall("[A-LN-VX-Z]", text.replace("I", "")))
-    return letters * (0.37 * narrow + 0.92 * wide + 0.72 * capitals + 0.65 * (len(text) - narrow - wide - capitals))
+    num_narrow, num_wide = sum(map(text.count, "fijlrtI.,:;|!'() ")), sum(map(text.count, "mwMW%@"))
+    num_capitals = len(re.findall("[A-LN-VX-Z]", text.replace("I", "")))
+    return letters * (
+        0.37 * num_narrow
+        + 0.92 * num_wide
+        + 0.72 * num_capitals
+        + 0.65 * (len(text) - num_narrow - num_wide - num_capitals)
+    )
 
 
 def line_chart(
@@ -188,8 +193,8 @@ def is_constant(values: Sequence[float]) -> bool:
     """Returns whether values differ by no more than float noise."""
     if not len(values):
         return True
-    low, high = min(values), max(values)
-    return high - low <= max(_NOISE, _RELATIVE_NOISE * max(abs(low), abs(high)))
+    lowest, highest = min(values), max(values)
+    return highest - lowest <= max(_NOISE, _RELATIVE_NOISE * max(abs(lowest), abs(highest)))
 
 
 def _in_words(line: Line, x_label: str) -> str:
@@ -197,12 +202,12 @@ def _in_words(line: Line, x_label: str) -> str:
     value = line.y[0]
     if len(line.y) > 1 and abs(value) <= _NOISE and not all(y == value for y in line.y):
         value = 0.0  # only rounding noise around 0
-    text = number(value)
+    sentence = number(value)
     if len(line.x) == 1:
         if len(line.low) and len(line.high) and line.low[0] < line.high[0]:
-            text += f" ({number(line.low[0])} … {number(line.high[0])})"
-        text += f" at {x_label} {number(line.x[0])}"
-    return f"{line.name}: {text}" if line.name else text
+            sentence += f" ({number(line.low[0])} … {number(line.high[0])})"
+        sentence += f" at {x_label} {number(line.x[0])}"
+    return f"{line.name}: {sentence}" if line.name else sentence
 
 
 def standalone(svg: str) -> str:
@@ -219,13 +224,13 @@ def standalone(svg: str) -> str:
 def arrange_in_rows(charts: Sequence[str], size: Size, columns: int) -> str:
     """Combines several drawings into one, in rows."""
     columns = min(columns, len(charts))
-    parts = []
+    placed_charts = []
     for i, chart in enumerate(charts):
         row, column = divmod(i, columns)
         position = f'x="{column * size[0]}" y="{row * size[1]}" width="{size[0]}" height="{size[1]}" '
-        parts.append(chart.replace("<svg ", f"<svg {position}", 1))
-    size_of_all = (columns * size[0], -(-len(charts) // columns) * size[1])
-    return drawing("", Frame(0, 1, 0, 1, size_of_all, parts=parts))
+        placed_charts.append(chart.replace("<svg ", f"<svg {position}", 1))
+    total_size = (columns * size[0], -(-len(charts) // columns) * size[1])
+    return drawing("", Frame(0, 1, 0, 1, total_size, parts=placed_charts))
 
 
 def is_empty(svg: str) -> bool:
@@ -268,20 +273,20 @@ def _draw(frame: Frame, line: Line) -> None:
 def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
     """Yields tooltips with the lines' values at the x under the pointer: one strip of the plot per tooltip."""
     xs = sorted({x for line in lines for x in line.x})
-    places = xs[:: math.ceil(len(xs) / _STRIPS)]
-    if places[-1] != xs[-1]:
-        places.append(xs[-1])
-    middles = [(a + b) / 2 for a, b in itertools.pairwise(places)]
-    for x, start, end in zip(places, [frame.x0, *middles], [*middles, frame.x1], strict=True):
+    positions = xs[:: math.ceil(len(xs) / _STRIPS)]
+    if positions[-1] != xs[-1]:
+        positions.append(xs[-1])
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(positions)]
+    for x, strip_start, strip_end in zip(positions, [frame.x0, *middles], [*middles, frame.x1], strict=True):
         tooltip = [f"{x_label} {number(x)}"]
         for line in lines:
             i = min(bisect.bisect_left(line.x, x), len(line.x) - 1)
-            if not start <= line.x[i] <= end:
+            if not strip_start <= line.x[i] <= strip_end:
                 continue
             has_band = len(line.low) > i < len(line.high) and line.low[i] < line.high[i]
-            ends = f" ({number(line.low[i])} to {number(line.high[i])})" if has_band else ""
-            tooltip.append(f"{line.name + ': ' if line.name else ''}{number(line.y[i])}{ends}")
-        x_left, x_right = frame.px(start), frame.px(end)
+            interval_text = f" ({number(line.low[i])} to {number(line.high[i])})" if has_band else ""
+            tooltip.append(f"{line.name + ': ' if line.name else ''}{number(line.y[i])}{interval_text}")
+        x_left, x_right = frame.px(strip_start), frame.px(strip_end)
         yield (
             f'<rect class="strip" x="{x_left:.1f}" y="{frame.top:.0f}" width="{x_right - x_left:.1f}" '
             f'height="{frame.bottom - frame.top:.0f}"><title>{escape(chr(10).join(tooltip))}</title></rect>'
@@ -302,34 +307,34 @@ def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[floa
     """
     if len(x) <= _MAX_POINTS:
         return list(x), list(y)
-    stretch = math.ceil(len(x) / (_MAX_POINTS // 2))
-    keep: list[int] = []
-    for start in range(0, len(x), stretch):
-        part = range(start, min(start + stretch, len(x)))
-        keep += sorted({min(part, key=lambda i: y[i]), max(part, key=lambda i: y[i])})
-    return [x[i] for i in keep], [y[i] for i in keep]
+    stretch_length = math.ceil(len(x) / (_MAX_POINTS // 2))
+    kept_indices: list[int] = []
+    for start in range(0, len(x), stretch_length):
+        indices = range(start, min(start + stretch_length, len(x)))
+        kept_indices += sorted({min(indices, key=lambda i: y[i]), max(indices, key=lambda i: y[i])})
+    return [x[i] for i in kept_indices], [y[i] for i in kept_indices]
 
 
 def running_mean(y: Sequence[float]) -> list[float]:
     """Returns the centred mean over about 4 % of the points."""
-    half = max(1, len(y) // 50)
+    half_width = max(1, len(y) // 50)
     sums = [0.0]
     for value in y:
         sums.append(sums[-1] + value)
-    spans = [(max(0, i - half), min(len(y), i + half + 1)) for i in range(len(y))]
-    return [(sums[end] - sums[start]) / (end - start) for start, end in spans]
+    windows = [(max(0, i - half_width), min(len(y), i + half_width + 1)) for i in range(len(y))]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in windows]
 
 
 def span(values: Sequence[float], pad: float, both: bool = False) -> tuple[float, float]:
     """Returns the ends of an axis: the data plus a margin; zero if the data start near it, unless `both` ends need the
     margin.
     """
-    low, high = min(values), max(values)
-    if low == high:
-        low, high = low - (abs(low) * 0.1 or 1.0), high + (abs(high) * 0.1 or 1.0)
-    width = high - low
-    start = 0.0 if 0 <= low <= 0.25 * width and not both else low - pad * width
-    return start, high + pad * width
+    lowest, highest = min(values), max(values)
+    if lowest == highest:
+        lowest, highest = lowest - (abs(lowest) * 0.1 or 1.0), highest + (abs(highest) * 0.1 or 1.0)
+    width = highest - lowest
+    axis_start = 0.0 if 0 <= lowest <= 0.25 * width and not both else lowest - pad * width
+    return axis_start, highest + pad * width
 
 
 def heading(
@@ -348,22 +353,22 @@ def heading(
     if len(names) >= min_names:
         rows = _rows([(name, color, 15 + text_width(name) + 10) for name, color in names], width - 16)
         key_x = 8 + text_width(y_label) + 24 if y_label else 8 + text_width(title, _BOLD) + 24
-        first = sum(wide for _, _, wide in rows[0])
-        if len(rows) == 1 and key_x + first <= width - 8:
-            at, bottom = width - 8 - first, bottom - _LINE
+        first_row_width = sum(entry_width for _, _, entry_width in rows[0])
+        if len(rows) == 1 and key_x + first_row_width <= width - 8:
+            row_x, bottom = width - 8 - first_row_width, bottom - _LINE
         else:
-            at = 8.0
+            row_x = 8.0
         for row in rows:
             bottom += _LINE
-            x = at
-            for name, color, wide in row:
+            x = row_x
+            for name, color, entry_width in row:
                 parts.append(
                     f'<rect x="{x:.0f}" y="{bottom - 9:.0f}" width="9" height="9" rx="2" style="fill:var(--c{color % 8})"/>'
                     f'<text class="key" x="{x + 14:.0f}" y="{bottom:.0f}">{escape(name)}</text>'
                 )
-                x += wide
-        extra = max(0, len(rows) - 2) * _LINE
-        frame.size = (width, frame.size[1] + extra)
+                x += entry_width
+        extra_height = max(0, len(rows) - 2) * _LINE
+        frame.size = (width, frame.size[1] + extra_height)
     frame.top = bottom + 14
 
 
@@ -371,7 +376,7 @@ def _rows(names: Sequence[tuple[str, int, float]], width: float) -> list[list[tu
     """Divides the entries of a key into rows no wider than `width`."""
     rows: list[list[tuple[str, int, float]]] = [[]]
     for entry in names:
-        if rows[-1] and sum(wide for _, _, wide in rows[-1]) + entry[2] > width:
+        if rows[-1] and sum(entry_width for _, _, entry_width in rows[-1]) + entry[2] > width:
             rows.append([])
         rows[-1].append(entry)
     return rows
@@ -385,16 +390,18 @@ def axes(frame: Frame, x_label: str) -> None:
     x_left, parts, bottom = frame.plot_left, frame.parts, frame.bottom
     x_ticks = [x for x in ticks(frame.x0, frame.x1, frame.size[0] // 90) if frame.x0 <= x <= frame.x1]
     for y, label in zip(y_ticks, y_labels, strict=True):
-        at = frame.py(y)
-        parts.append(f'<path class="grid" d="M{x_left:.0f} {at:.1f}H{frame.right}"/>')
-        parts.append(f'<text class="num" x="{x_left - 6:.0f}" y="{at + 4:.1f}" text-anchor="end">{label}</text>')
+        tick_position = frame.py(y)
+        parts.append(f'<path class="grid" d="M{x_left:.0f} {tick_position:.1f}H{frame.right}"/>')
+        parts.append(
+            f'<text class="num" x="{x_left - 6:.0f}" y="{tick_position + 4:.1f}" text-anchor="end">{label}</text>'
+        )
     parts.append(f'<path class="axis" d="M{x_left:.0f} {bottom}H{frame.right}"/>')
     for x, label in zip(x_ticks, tick_labels(x_ticks), strict=True):
-        at = frame.px(x)
-        parts.append(f'<path class="axis" d="M{at:.1f} {bottom}v4"/>')
-        parts.append(f'<text class="num" x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>')
-    middle = (x_left + frame.right) / 2
-    parts.append(f'<text x="{middle:.0f}" y="{bottom + 35}" text-anchor="middle">{escape(x_label)}</text>')
+        tick_position = frame.px(x)
+        parts.append(f'<path class="axis" d="M{tick_position:.1f} {bottom}v4"/>')
+        parts.append(f'<text class="num" x="{tick_position:.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>')
+    middle_x = (x_left + frame.right) / 2
+    parts.append(f'<text x="{middle_x:.0f}" y="{bottom + 35}" text-anchor="middle">{escape(x_label)}</text>')
 
 
 _EMPTY = '<svg xmlns="http://www.w3.org/2000/svg" class="chart empty"'
@@ -406,8 +413,8 @@ def stated_chart(title: str, text: str, size: Size = CHART) -> str:
     frame = Frame(0, 1, 0, 1, (size[0], 60))
     heading(frame, title, "")
     frame.parts.append(f'<text x="8" y="40">{escape(text)}</text>')
-    plain = '<svg xmlns="http://www.w3.org/2000/svg" class="chart"'
-    return drawing(f"{title}: {text}", frame).replace(plain, _STATED, 1)
+    plain_tag = '<svg xmlns="http://www.w3.org/2000/svg" class="chart"'
+    return drawing(f"{title}: {text}", frame).replace(plain_tag, _STATED, 1)
 
 
 def empty_chart(title: str, text: str, size: Size) -> str:
@@ -470,9 +477,9 @@ def log_bars(title: str, unit: str, rows: Mapping[str, Mapping[str, Spread]], co
         colors: Subject → index into the palette; the key is in this order.
     """
     values = [value for spreads in rows.values() for spread in spreads.values() for value in spread]
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    low_exponent, high_exponent = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     width = CHART[0]
-    frame = Frame(low, max(high, low + 1), 0, 1, (width, 0))
+    frame = Frame(low_exponent, max(high_exponent, low_exponent + 1), 0, 1, (width, 0))
     heading(
         frame,
         title,
@@ -480,33 +487,33 @@ def log_bars(title: str, unit: str, rows: Mapping[str, Mapping[str, Spread]], co
         [(subject, color) for subject, color in colors.items() if any(subject in f for f in rows.values())],
     )
     frame.plot_left, y = 8.0, frame.top + 4
-    end = width - 8 - max(text_width(number(value)) for value in values)  # room for the values after the bars
+    bars_end = width - 8 - max(text_width(number(value)) for value in values)  # room for the values after the bars
 
     def at(value: float) -> float:
-        return 8 + (math.log10(value) - low) / (frame.x1 - low) * (end - 8)
+        return 8 + (math.log10(value) - low_exponent) / (frame.x1 - low_exponent) * (bars_end - 8)
 
     bars: list[str] = []
     for name, spreads in rows.items():
         bars.append(f'<text class="key" x="8" y="{y + 10:.0f}">{escape(name)}</text>')
         y += _ROW - 4
-        for subject, (low_value, middle, high_value) in spreads.items():
+        for subject, (low_value, median, high_value) in spreads.items():
             tooltip = (
-                f"{escape(subject)}: {number(middle)} {escape(unit)} ({number(low_value)} to {number(high_value)})"
+                f"{escape(subject)}: {number(median)} {escape(unit)} ({number(low_value)} to {number(high_value)})"
             )
             bars.append(
-                f'<rect x="8" y="{y:.0f}" width="{max(at(middle) - 8, 1):.1f}" height="{_BAR - 3}" rx="1.5" '
+                f'<rect x="8" y="{y:.0f}" width="{max(at(median) - 8, 1):.1f}" height="{_BAR - 3}" rx="1.5" '
                 f'style="fill:var(--c{colors[subject] % 8})"><title>{tooltip}</title></rect>'
                 f'<path class="axis" d="M{at(low_value):.1f} {y + 6:.1f}H{at(high_value):.1f}"/>'
-                f'<text class="num" x="{max(at(middle), at(high_value)) + 5:.1f}" y="{y + 10:.0f}">{number(middle)}</text>'
+                f'<text class="num" x="{max(at(median), at(high_value)) + 5:.1f}" y="{y + 10:.0f}">{number(median)}</text>'
             )
             y += _BAR
         y += 8
-    for power in range(low, int(frame.x1) + 1):
-        x = at(10.0**power)
+    for exponent in range(low_exponent, int(frame.x1) + 1):
+        x = at(10.0**exponent)
         frame.parts.append(f'<path class="grid" d="M{x:.1f} {frame.top:.0f}V{y:.0f}"/>')
-        anchor = "start" if power == low else "middle"  # the first label is at the drawing's edge
+        anchor = "start" if exponent == low_exponent else "middle"  # the first label is at the drawing's edge
         frame.parts.append(
-            f'<text class="num" x="{x:.1f}" y="{y + 14:.0f}" text-anchor="{anchor}">{number(10.0**power)}</text>'
+            f'<text class="num" x="{x:.1f}" y="{y + 14:.0f}" text-anchor="{anchor}">{number(10.0**exponent)}</text>'
         )
     frame.parts += bars
     frame.size = (width, int(y) + 24)
@@ -544,33 +551,33 @@ def interval_chart(title: str, x_label: str, rows: Sequence[ChartRow]) -> str:
     frame = Frame(*span(extent, 0.04, both=True), 0, 1, (width, 0))
     heading(frame, title, "")
     widest = 16 + max(text_width(row.name) for row in rows)
-    above = widest > 0.45 * width  # long names stand above their rows
-    frame.plot_left = 16.0 if above else widest
-    y, drawn = frame.top + 6, []
+    names_above = widest > 0.45 * width  # long names stand above their rows
+    frame.plot_left = 16.0 if names_above else widest
+    y, row_drawings = frame.top + 6, []
     for row in rows:
         color = f"var(--c{row.color % 8})"
-        ends = f" ({number(row.low)} to {number(row.high)})" if row.low < row.high else ""
+        interval_text = f" ({number(row.low)} to {number(row.high)})" if row.low < row.high else ""
         name_y = y + 12
-        y += 17 if above else 0
-        title_text = f"{row.name}: {number(row.value)}{ends}"
+        y += 17 if names_above else 0
+        title_text = f"{row.name}: {number(row.value)}{interval_text}"
         points = "".join(
             f'<circle cx="{frame.px(value):.1f}" cy="{y + 8}" r="2.6" '
             f'style="fill:var(--panel);stroke:{color};stroke-width:1.2"/>'
             for value in row.dots
         )
-        drawn.append(
+        row_drawings.append(
             f'<g><title>{escape(title_text)}</title><text class="key" x="8" y="{name_y}">{escape(row.name)}</text>'
             f'<path d="M{frame.px(row.low):.1f} {y + 8}H{frame.px(row.high):.1f}" style="stroke:{color};stroke-width:3;'
             f'opacity:.45"/>{points}<circle cx="{frame.px(row.value):.1f}" cy="{y + 8}" r="4.4" style="fill:{color}"/></g>'
         )
         y += _INTERVAL_ROW
-    places = [x for x in ticks(frame.x0, frame.x1, 4) if frame.x0 <= x <= frame.x1]
-    for x, label in zip(places, tick_labels(places), strict=True):
-        at = frame.px(x)
-        frame.parts.append(f'<path class="grid" d="M{at:.1f} {frame.top:.0f}V{y:.0f}"/>')
-        frame.parts.append(f'<text class="num" x="{at:.1f}" y="{y + 15:.0f}" text-anchor="middle">{label}</text>')
-    middle = width / 2
-    frame.parts.append(f'<text x="{middle:.0f}" y="{y + 32:.0f}" text-anchor="middle">{escape(x_label)}</text>')
-    frame.parts += drawn
+    tick_values = [x for x in ticks(frame.x0, frame.x1, 4) if frame.x0 <= x <= frame.x1]
+    for x, label in zip(tick_values, tick_labels(tick_values), strict=True):
+        tick_x = frame.px(x)
+        frame.parts.append(f'<path class="grid" d="M{tick_x:.1f} {frame.top:.0f}V{y:.0f}"/>')
+        frame.parts.append(f'<text class="num" x="{tick_x:.1f}" y="{y + 15:.0f}" text-anchor="middle">{label}</text>')
+    middle_x = width / 2
+    frame.parts.append(f'<text x="{middle_x:.0f}" y="{y + 32:.0f}" text-anchor="middle">{escape(x_label)}</text>')
+    frame.parts += row_drawings
     frame.size = (width, int(y) + 42)
     return drawing(title, frame)

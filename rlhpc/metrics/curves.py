@@ -55,19 +55,21 @@ def metric_charts(
         x: Metric of the x axis, and its label.
     """
     charts: dict[str, str] = {}
-    drawn: dict[str, tuple[list[float], list[float]]] = {}
+    points_by_title: dict[str, tuple[list[float], list[float]]] = {}
     for metric in metrics:
         points = series(rows, metric.name, x[0])
         if not points[0] and metric.file not in always:
             continue
-        twin = next((title for title, other in drawn.items() if _are_equal(points, other)), None)
-        if twin is not None:
-            charts[metric.file] = stated_chart(metric.title, f"the same as {twin}")
+        equal_title = next(
+            (title for title, other_points in points_by_title.items() if _are_equal(points, other_points)), None
+        )
+        if equal_title is not None:
+            charts[metric.file] = stated_chart(metric.title, f"the same as {equal_title}")
             continue
         line = Line("", *points, color=color_of(metric.name), smooth=True)
         charts[metric.file] = line_chart(metric.title, x[1], metric.y_label, [line])
         if points[0] and not is_constant(points[1]):
-            drawn[metric.title] = points
+            points_by_title[metric.title] = points
     return charts
 
 

@@ -142,9 +142,9 @@ class MetricLogger:
         line = _line(step, self._last_row)
         if self._last_offset < self._committed:
             # The committed row must stay on disk at every moment.
-            head = self._path.read_bytes()[: self._last_offset]
+            earlier_rows = self._path.read_bytes()[: self._last_offset]
             self._file.close()
-            replace_durably(self._path, head + line)
+            replace_durably(self._path, earlier_rows + line)
             self._file = self._path.open("ab")
             self._committed = self._file.tell()
             return
@@ -154,10 +154,10 @@ class MetricLogger:
 
     def _truncate(self, resume_step: int) -> list[tuple[int, dict[str, Any]]]:
         """Keeps complete rows up to `resume_step`, and returns them; if a step occurs twice, the last row wins."""
-        raw = self._path.read_bytes() if self._path.exists() else b""
-        rows = {step: row for step, row in _parse(raw) if step <= resume_step}
+        file_bytes = self._path.read_bytes() if self._path.exists() else b""
+        rows = {step: row for step, row in _parse(file_bytes) if step <= resume_step}
         content = b"".join(_line(step, rows[step]) for step in sorted(rows))
-        if content != raw:
+        if content != file_bytes:
             replace_durably(self._path, content)
         if rows:
             self._last_step = max(rows)
@@ -267,10 +267,10 @@ def _parse(raw: bytes) -> list[tuple[int, dict[str, Any]]]:
 def _set_aside(path: Path) -> None:
     if not path.exists() or path.stat().st_size == 0:
         return
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(aside)
+    suffix_number = 1
+    while (backup_path := path.with_name(f"{path.stem}.{suffix_number}{path.suffix}")).exists():
+        suffix_number += 1
+    path.rename(backup_path)
 
 
 Clock = Callable[[], float]
@@ -284,22 +284,22 @@ def quiet_terminal() -> Iterator[None]:
 
     try:
         fd = sys.stdin.fileno()
-        before = termios.tcgetattr(fd)
+        terminal_settings = termios.tcgetattr(fd)
         foreground = os.tcgetpgrp(fd) == os.getpgrp()
     except (OSError, ValueError, AttributeError, termios.error):
         foreground = False
     if not foreground:  # setting it from the background would stop the process
         yield
         return
-    quiet = list(before)
-    quiet[3] &= ~termios.ECHOCTL
-    termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
+    quiet_settings = list(terminal_settings)
+    quiet_settings[3] &= ~termios.ECHOCTL
+    termios.tcsetattr(fd, termios.TCSADRAIN, quiet_settings)
     try:
         yield
     finally:
         with contextlib.suppress(OSError, termios.error):
             if os.tcgetpgrp(fd) == os.getpgrp():
-                termios.tcsetattr(fd, termios.TCSADRAIN, before)
+                termios.tcsetattr(fd, termios.TCSADRAIN, terminal_settings)
 
 
 #: Displayed facts of a step, in this order.
@@ -389,8 +389,8 @@ class ProgressBar:
 
     def eta_s(self) -> float | None:
         """Returns the seconds left at the average pace so far; None before the first step."""
-        done = self._step - self._initial
-        return (self._clock() - self._start) / done * max(self._total - self._step, 0) if done > 0 else None
+        num_done = self._step - self._initial
+        return (self._clock() - self._start) / num_done * max(self._total - self._step, 0) if num_done > 0 else None
 
     def __enter__(self) -> ProgressBar:
         return self

@@ -111,13 +111,13 @@ def figures(charts: Sequence[str], main: Callable[[Size], str] | None = None) ->
         main: Draws the first chart in a size: the width of two others on a wide page, of one on a narrow page. Its letters
             are as large as those of the others on both.
     """
-    drawn, first = list(charts), ""
+    grid_charts, main_html = list(charts), ""
     if main is not None:
-        drawn = [narrow := main(CHART), *charts]
+        grid_charts = [narrow := main(CHART), *charts]
         if _has_curve(narrow):
-            first, drawn = _responsive(main(WIDE), narrow), list(charts)
-    curves = first + "".join(f"<figure>{chart}</figure>" for chart in drawn if _has_curve(chart))
-    sentences = "".join(f"<li>{text}</li>" for chart in drawn if (text := statement(chart)) is not None)
+            main_html, grid_charts = _responsive(main(WIDE), narrow), list(charts)
+    curves = main_html + "".join(f"<figure>{chart}</figure>" for chart in grid_charts if _has_curve(chart))
+    sentences = "".join(f"<li>{sentence}</li>" for chart in grid_charts if (sentence := statement(chart)) is not None)
     html = f'<div class="figures">{curves}</div>' if curves else ""
     return html + (f'<ul class="stated">{sentences}</ul>' if sentences else "")
 

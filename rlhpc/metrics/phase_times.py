@@ -110,7 +110,7 @@ def binned(
     starts = range(0, len(rows), width)
     spans = [(rows[i]["step"] - 0.5, rows[min(i + width, len(rows)) - 1]["step"] + 0.5) for i in starts]
     means = [
-        (name, [sum(part) / len(part) for i in starts if (part := values[i : i + width])])
+        (name, [sum(bar_values) / len(bar_values) for i in starts if (bar_values := values[i : i + width])])
         for name, values in columns.items()
     ]
     return spans, means
@@ -151,5 +151,5 @@ class PhaseTimers:
 
     def pop(self) -> dict[str, float]:
         """Returns metric names and seconds since the last call, then starts over."""
-        spent, self._spent = self._spent, {}
-        return {f"time/{name}_s": seconds for name, seconds in spent.items()}
+        seconds_by_phase, self._spent = self._spent, {}
+        return {f"time/{name}_s": seconds for name, seconds in seconds_by_phase.items()}

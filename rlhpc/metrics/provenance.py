@@ -85,12 +85,12 @@ def write_provenance(paths: RunPaths, cfg: object, command: Sequence[str] | str)
     Returns:
         The complete record.
     """
-    now = _segment(cfg, command)
+    segment = _segment(cfg, command)
     record = read_provenance(paths)
     if not record:
-        record = {"format": 1, "run": paths.root.name, "created": now["started"], **now, "segments": []}
+        record = {"format": 1, "run": paths.root.name, "created": segment["started"], **segment, "segments": []}
         del record["started"]
-    record.setdefault("segments", []).append(now)
+    record.setdefault("segments", []).append(segment)
     _write(paths, record)
     return record
 
@@ -115,12 +115,12 @@ def record_placement(paths: RunPaths, placement: Placement) -> None:
 
 def placed_starts(record: Mapping[str, Any]) -> list[PlacedStart]:
     """Returns the starts of a run in Slurm jobs that have recorded their placement, in order."""
-    starts = []
+    placed = []
     for start in record.get("segments") or ():
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            began = datetime.fromisoformat(str(start["started"])).timestamp()
-            starts.append(PlacedStart(str(start["slurm"]["JOB_ID"]), began, dict(start["placement"])))
-    return starts
+            started_at = datetime.fromisoformat(str(start["started"])).timestamp()
+            placed.append(PlacedStart(str(start["slurm"]["JOB_ID"]), started_at, dict(start["placement"])))
+    return placed
 
 
 def read_provenance(paths: RunPaths) -> dict[str, Any]:
@@ -260,44 +260,44 @@ def typed_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Returns an evaluation's result without fields of a wrong type, and the names of those fields; null counts as a missing
     field.
     """
-    typed, wrong = dict[str, Any](), list[str]()
+    typed_fields, mistyped_fields = dict[str, Any](), list[str]()
     for name, value in result.items():
-        fits = _FIELDS.get(name) or (_is_interval if name.endswith("_ci95") else None)
+        is_valid = _FIELDS.get(name) or (_is_interval if name.endswith("_ci95") else None)
         if value is None:
             continue
-        if fits is not None and not fits(value):
-            wrong.append(name)
+        if is_valid is not None and not is_valid(value):
+            mistyped_fields.append(name)
         elif name == "levels":
             levels = {level: typed_result(scores) for level, scores in value.items()}
-            typed[name] = {level: scores for level, (scores, _) in levels.items()}
-            wrong += [f"{name}.{level}.{field}" for level, (_, fields) in levels.items() for field in fields]
+            typed_fields[name] = {level: scores for level, (scores, _) in levels.items()}
+            mistyped_fields += [f"{name}.{level}.{field}" for level, (_, fields) in levels.items() for field in fields]
         else:
-            typed[name] = value
-    return typed, wrong
+            typed_fields[name] = value
+    return typed_fields, mistyped_fields
 
 
 def typed_results(paths: RunPaths, figure: str) -> list[dict[str, Any]]:
     """Returns the results of evaluations that have `figure`, by suite and step; fields of a wrong type are omitted."""
-    results = []
+    matching_results = []
     for path in paths.eval_results():
         result, _ = typed_result(read_json_file(path) or {})
         if figure in result and "global_step" in result:
-            results.append({**result, "suite": result.get("suite", path.stem), figure: float(result[figure])})
-    return sorted(results, key=lambda result: (result["suite"], result["global_step"]))
+            matching_results.append({**result, "suite": result.get("suite", path.stem), figure: float(result[figure])})
+    return sorted(matching_results, key=lambda result: (result["suite"], result["global_step"]))
 
 
 def left_out(paths: RunPaths) -> list[str]:
     """Lists the fields of evaluations' results that have a wrong type: `global_step_2/default.json: n, accuracy`."""
-    wrong = [(path, typed_result(read_json_file(path) or {})[1]) for path in paths.eval_results()]
-    return [f"{path.parent.name}/{path.name}: {', '.join(names)}" for path, names in wrong if names]
+    mistyped_by_path = [(path, typed_result(read_json_file(path) or {})[1]) for path in paths.eval_results()]
+    return [f"{path.parent.name}/{path.name}: {', '.join(names)}" for path, names in mistyped_by_path if names]
 
 
 def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str, Any], str]:
     """Returns the step of the best checkpoint or, for a run that tracks none, the step at which its last finished segment
     ended; its evaluation; and that evaluation as text ("" without one).
     """
-    done = [record for path in paths.segments.glob("*.json") if (record := read_json_file(path))]
-    steps = [record["global_step"] for record in done if is_count(record.get("global_step"))]
+    finished_segments = [record for path in paths.segments.glob("*.json") if (record := read_json_file(path))]
+    steps = [record["global_step"] for record in finished_segments if is_count(record.get("global_step"))]
     step = (paths.best_step() or max(steps)) if steps else 0
     result, _ = typed_result(read_json_file(paths.eval_result(step, suite)) or {})
     return step, result, describe_result(result)
@@ -310,21 +310,21 @@ def read_results(paths: RunPaths, suite: str) -> list[dict[str, Any]]:
 
 def read_all_results(paths: RunPaths) -> list[dict[str, Any]]:
     """Returns the readable results of all suites, by step: the contents of `eval/global_step_<N>/<suite>.json`."""
-    results = []
+    all_results = []
     for path in paths.eval_results():
         result, _ = typed_result(read_json_file(path) or {})
         if "global_step" in result:
-            results.append({**with_pass_at(result), "suite": result.get("suite", path.stem)})
-    return sorted(results, key=lambda result: int(result["global_step"]))
+            all_results.append({**with_pass_at(result), "suite": result.get("suite", path.stem)})
+    return sorted(all_results, key=lambda result: int(result["global_step"]))
 
 
 def with_pass_at(result: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a result with its pass@k under the metrics' names: `pass_at_4`, `pass_at_4_ci95`."""
-    named = dict(result)
+    renamed = dict(result)
     for key in (PASS_AT_K, f"{PASS_AT_K}_ci95"):
         if isinstance(values := result.get(key), Mapping):
-            named |= {key.replace("_k", f"_{k}", 1): value for k, value in values.items()}
-    return named
+            renamed |= {key.replace("_k", f"_{k}", 1): value for k, value in values.items()}
+    return renamed
 
 
 def largest_pass_at(names: Iterable[str]) -> str | None:
@@ -335,8 +335,8 @@ def largest_pass_at(names: Iterable[str]) -> str | None:
 
 def metric_title(name: str) -> str:
     """Returns the last part of a metric's name in written form: pass@4, success once."""
-    word = name.rpartition("/")[2]
-    return _PASS_AT.sub(r"pass@\1", word) if _PASS_AT.fullmatch(word) else word.replace("_", " ")
+    last_part = name.rpartition("/")[2]
+    return _PASS_AT.sub(r"pass@\1", last_part) if _PASS_AT.fullmatch(last_part) else last_part.replace("_", " ")
 
 
 def interval_of(result: Mapping[str, Any], name: str) -> tuple[float, float]:
@@ -344,15 +344,15 @@ def interval_of(result: Mapping[str, Any], name: str) -> tuple[float, float]:
     of the returns, or from a share and the number of episodes or problems; the number twice if none is available.
     """
     value = float(result[name])
-    short = name.removesuffix("_mean")
-    pair = result.get(f"{name}_ci95") or result.get(f"{short}_ci95")
-    pair = pair or (result.get(f"{short}_ci95_low"), result.get(f"{short}_ci95_high"))
-    if isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(end, int | float) for end in pair):
-        return float(pair[0]), float(pair[1])
+    base_name = name.removesuffix("_mean")
+    bounds = result.get(f"{name}_ci95") or result.get(f"{base_name}_ci95")
+    bounds = bounds or (result.get(f"{base_name}_ci95_low"), result.get(f"{base_name}_ci95_high"))
+    if isinstance(bounds, Sequence) and len(bounds) == 2 and all(isinstance(end, int | float) for end in bounds):
+        return float(bounds[0]), float(bounds[1])
     count, std = _count(result), result.get("return_std")
     if name == "return_mean" and isinstance(std, int | float) and count:
-        half = 1.96 * float(std) / math.sqrt(count)
-        return value - half, value + half
+        half_width = 1.96 * float(std) / math.sqrt(count)
+        return value - half_width, value + half_width
     if count and is_share(name) and 0.0 <= value <= 1.0:
         from rlhpc.metrics.statistics import wilson  # imports numpy
 
@@ -455,11 +455,11 @@ def judging_suite(paths: RunPaths, results: Sequence[Mapping[str, Any]]) -> str:
     they do not have it.
     """
     try:
-        first = str(read_yaml(read_file(paths.config))["workflow"]["eval_suites"][0])
+        configured_suite = str(read_yaml(read_file(paths.config))["workflow"]["eval_suites"][0])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, IndexError):
-        first = "default"
+        configured_suite = "default"
     suites = [str(result["suite"]) for result in results]
-    return suites[0] if suites and first not in suites else first
+    return suites[0] if suites and configured_suite not in suites else configured_suite
 
 
 def of_suite(results: Sequence[Result], suite: str) -> list[Result]:
@@ -470,16 +470,18 @@ def of_suite(results: Sequence[Result], suite: str) -> list[Result]:
 def describe_result(result: dict[str, Any]) -> str:
     """Formats an evaluation in a few words, with its interval."""
     if "return_mean" in result:
-        text = f"mean return {result['return_mean']:.1f}" + in_parentheses(
+        description = f"mean return {result['return_mean']:.1f}" + in_parentheses(
             result.get("return_ci95"), ".1f", "95 % interval "
         )
         if "success_once" in result:
-            text += f", success {result['success_once']:.0%}" + in_parentheses(result.get("success_once_ci95"), ".0%")
-        return f"{text} over {result.get('episodes', '?')} episodes of {result.get('env_id', '?')}"
+            description += f", success {result['success_once']:.0%}" + in_parentheses(
+                result.get("success_once_ci95"), ".0%"
+            )
+        return f"{description} over {result.get('episodes', '?')} episodes of {result.get('env_id', '?')}"
     if "accuracy" in result:
-        of = f"{result.get('n', '?')} {result.get('unit', 'problems')}"
-        between = in_parentheses(result.get("accuracy_ci95"), ".1%", "95 % interval ")
-        return f"accuracy {result['accuracy']:.1%}{between}{describe_samples(result)} on {of}"
+        sample_text = f"{result.get('n', '?')} {result.get('unit', 'problems')}"
+        interval_text = in_parentheses(result.get("accuracy_ci95"), ".1%", "95 % interval ")
+        return f"accuracy {result['accuracy']:.1%}{interval_text}{describe_samples(result)} on {sample_text}"
     return ""
 
 
@@ -487,8 +489,8 @@ def describe_samples(result: Mapping[str, Any]) -> str:
     """Formats the statistics over several samples of each problem, as `, pass@4 70.0%, majority 55.0%`;
     "" for one sample.
     """
-    name = largest_pass_at(named := with_pass_at(result))
+    name = largest_pass_at(with_names := with_pass_at(result))
     if name is None:
         return ""
     majority = result.get("majority")
-    return f", {metric_title(name)} {named[name]:.1%}" + ("" if majority is None else f", majority {majority:.1%}")
+    return f", {metric_title(name)} {with_names[name]:.1%}" + ("" if majority is None else f", majority {majority:.1%}")

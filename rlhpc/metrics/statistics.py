@@ -34,11 +34,11 @@ def wilson(successes: float, n: float, z: float = _Z) -> Interval:
         n: Number of independent trials; an effective number need not be an integer.
         z: The quantile.
     """
-    share, z2 = successes / n, z * z
-    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = z * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    proportion, z2 = successes / n, z * z
+    centre = (proportion + z2 / (2 * n)) / (1 + z2 / n)
+    half_width = z * math.sqrt(proportion * (1 - proportion) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     # At the ends of the range, rounding would give 1e-17 where the formula gives 0.
-    return (0.0 if successes == 0 else middle - half, 1.0 if successes == n else middle + half)
+    return (0.0 if successes == 0 else centre - half_width, 1.0 if successes == n else centre + half_width)
 
 
 def share_interval(values: Numbers, clusters: Sequence[Hashable] | None = None, influence: float = 1.0) -> Interval:
@@ -54,14 +54,14 @@ def share_interval(values: Numbers, clusters: Sequence[Hashable] | None = None, 
     """
     array = np.asarray(values, np.float64)
     mean = float(array.mean())
-    place = np.arange(len(array))
+    cluster_ids = np.arange(len(array))
     if clusters is not None:
-        place = np.unique([str(key) for key in clusters], return_inverse=True)[1]
-    count = int(place.max()) + 1
+        cluster_ids = np.unique([str(key) for key in clusters], return_inverse=True)[1]
+    count = int(cluster_ids.max()) + 1
     are_trials = count == len(array) and influence == 1.0 and bool(np.isin(array, (0.0, 1.0)).all())
     if are_trials or mean in (0.0, 1.0) or count == 1:
         return wilson(mean * count, count)
-    sums = np.bincount(place, weights=array - mean)
+    sums = np.bincount(cluster_ids, weights=array - mean)
     spread = mean * (1 - mean)
     variance = (influence**2 * float((sums**2).sum()) + (len(array) / count) ** 2 * spread) / len(array) ** 2
     trials = spread / variance
@@ -72,8 +72,8 @@ def mean_interval(values: Numbers) -> Interval:
     """Returns the 95 % interval of the mean of independent numbers, by Student's t; for one number, the number itself."""
     array = np.asarray(values, np.float64)
     mean, count = float(array.mean()), len(array)
-    half = student(count - 1) * float(array.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
-    return mean - half, mean + half
+    half_width = student(count - 1) * float(array.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
+    return mean - half_width, mean + half_width
 
 
 def interval(values: Numbers) -> Interval:
@@ -110,19 +110,19 @@ def interquartile_mean(scores: Sequence[float]) -> Estimate:
     """
     ordered = np.sort(np.asarray(scores, np.float64))
     count = len(ordered)
-    cut = int(_CUT * count)
-    if not cut:
+    num_cut = int(_CUT * count)
+    if not num_cut:
         return mean(scores)
-    num_middle = count - 2 * cut
-    middle = float(ordered[cut : count - cut].mean())
-    winsorized = np.clip(ordered, ordered[cut], ordered[count - cut - 1])
-    half = (
+    num_middle = count - 2 * num_cut
+    iqm = float(ordered[num_cut : count - num_cut].mean())
+    winsorized = np.clip(ordered, ordered[num_cut], ordered[count - num_cut - 1])
+    half_width = (
         student(num_middle - 1)
         * float(winsorized.std(ddof=1))
         * math.sqrt(count - 1)
         / math.sqrt(num_middle * (num_middle - 1))
     )
-    return Estimate(middle, middle - half, middle + half)
+    return Estimate(iqm, iqm - half_width, iqm + half_width)
 
 
 def improvement(better: Sequence[float], other: Sequence[float]) -> float:

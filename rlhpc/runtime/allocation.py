@@ -54,12 +54,12 @@ def expand_range(text: str, full_text: str) -> list[str]:
     match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text)
     if not match:
         raise ConfigError(f"cannot read {text!r} in {full_text!r}: write a number (3) or a range (0-3)")
-    first, last = int(match[1]), int(match[2] or match[1])
-    if last < first or last - first >= _MOST_NODES:
+    first_number, last_number = int(match[1]), int(match[2] or match[1])
+    if last_number < first_number or last_number - first_number >= _MOST_NODES:
         raise ConfigError(
-            f"cannot read {text!r} in {full_text!r}: {'it runs backwards' if last < first else 'it is too long'}"
+            f"cannot read {text!r} in {full_text!r}: {'it runs backwards' if last_number < first_number else 'it is too long'}"
         )
-    return [str(n).zfill(len(match[1])) for n in range(first, last + 1)]
+    return [str(n).zfill(len(match[1])) for n in range(first_number, last_number + 1)]
 
 
 def expand_hostlist(text: str) -> list[str]:
@@ -68,16 +68,16 @@ def expand_hostlist(text: str) -> list[str]:
     Raises:
         ConfigError: The text is not a host list.
     """
-    piece = r"[^,\[\]\s]+|\[[^\[\]]*\]"
-    if not re.fullmatch(rf"(?:{piece})+(?:,(?:{piece})+)*", text):
+    segment_pattern = r"[^,\[\]\s]+|\[[^\[\]]*\]"
+    if not re.fullmatch(rf"(?:{segment_pattern})+(?:,(?:{segment_pattern})+)*", text):
         raise ConfigError(f"cannot read the host list {text!r}")
     names: list[str] = []
-    for host in re.findall(rf"(?:{piece})+", text):
-        parts = [
+    for host in re.findall(rf"(?:{segment_pattern})+", text):
+        alternatives = [
             [n for r in p[1:-1].split(",") for n in expand_range(r, text)] if p.startswith("[") else [p]
-            for p in re.findall(piece, host)
+            for p in re.findall(segment_pattern, host)
         ]
-        names += itertools.islice(map("".join, itertools.product(*parts)), _MOST_NODES + 1)
+        names += itertools.islice(map("".join, itertools.product(*alternatives)), _MOST_NODES + 1)
         if len(names) > _MOST_NODES:
             raise ConfigError(f"the host list {text!r} names more than {_MOST_NODES} hosts")
     return names
@@ -90,10 +90,10 @@ def expand_counts(text: str) -> list[int]:
         ConfigError: The text is not a list of counts.
     """
     counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip())
+    for count_text in text.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", count_text.strip())
         if not match or int(match[2] or 1) > _MOST_NODES:
-            raise ConfigError(f"cannot read {part!r} in {text!r}: write counts as 4 or 4(x2)")
+            raise ConfigError(f"cannot read {count_text!r} in {text!r}: write counts as 4 or 4(x2)")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -103,10 +103,10 @@ def gpus_in(text: str | None) -> int | None:
     none.
     """
     total = None
-    for part in (text or "").removeprefix("gres:").split(","):
-        words = re.sub(r"\([^)]*\)", "", part.strip()).removeprefix("gres/").replace("=", ":").split(":")
-        if words[0] == "gpu":
-            count = words[-1] if len(words) > 1 else "1"
+    for gres_text in (text or "").removeprefix("gres:").split(","):
+        fields = re.sub(r"\([^)]*\)", "", gres_text.strip()).removeprefix("gres/").replace("=", ":").split(":")
+        if fields[0] == "gpu":
+            count = fields[-1] if len(fields) > 1 else "1"
             total = (total or 0) + (int(count) if count.isdigit() else 1)
     return total
 
@@ -185,25 +185,25 @@ def slurm_nodes(environ: Mapping[str, str], *, ask: bool = False) -> list[Node]:
     if not size.isdigit():
         raise ConfigError(f"SLURM_HET_SIZE is {size!r}; it should be a number")
     components: list[int | None] = list(range(int(size))) if int(size) else [None]
-    here = names_here(environ)
+    local_names = names_here(environ)
     nodes: list[Node] = []
     for component in components:
         names = expand_hostlist(_variable(environ, "SLURM_JOB_NODELIST", component) or _missing(component))
         cpus = expand_counts(_variable(environ, "SLURM_JOB_CPUS_PER_NODE", component) or "1")
         cpus += cpus[-1:] * (len(names) - len(cpus))
         visible = _slurm_mask(environ, component)
-        for name, granted in zip(names, cpus, strict=False):
-            local = name in here or name.split(".")[0] in here
+        for name, num_cpus in zip(names, cpus, strict=False):
+            is_local = name in local_names or name.split(".")[0] in local_names
             nodes.append(
                 Node(
                     rank=len(nodes),
                     name=name,
                     # a step can be given fewer cores than its job
-                    cpus=min(granted, granted_cpus()) if local else granted,
+                    cpus=min(num_cpus, granted_cpus()) if is_local else num_cpus,
                     accelerators=tuple(range(len(visible))),
                     visible_devices=visible,
                     het_group=component,
-                    is_local=local,
+                    is_local=is_local,
                 )
             )
     if ask and not any(node.is_local or node.accelerators for node in nodes):
@@ -256,17 +256,17 @@ def _variable(environ: Mapping[str, str], name: str, component: int | None) -> s
 
 def _slurm_mask(environ: Mapping[str, str], component: int | None) -> tuple[str, ...]:
     """Returns the devices of a component's nodes. Variables without a suffix describe component 0, where the driver runs."""
-    first = component in (None, 0)
-    if first and environ.get("CUDA_VISIBLE_DEVICES") is not None:
+    is_first_component = component in (None, 0)
+    if is_first_component and environ.get("CUDA_VISIBLE_DEVICES") is not None:
         return visible_accelerators(environ)
     for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
-        ids = _variable(environ, name, component) or (environ.get(name) if first else None)
+        ids = _variable(environ, name, component) or (environ.get(name) if is_first_component else None)
         if ids:
             return tuple(
                 n for part in ids.split(",") for n in (expand_range(part, ids) if part[:1].isdigit() else [part])
             )
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
-        count = _variable(environ, name, component) or (environ.get(name) if first else None)
+        count = _variable(environ, name, component) or (environ.get(name) if is_first_component else None)
         if count:
             total = sum(int(n) for part in count.split(",") if (n := part.rpartition(":")[2]).isdigit())
             return tuple(str(i) for i in range(total))

@@ -92,14 +92,14 @@ class Cluster:
             requested_nodes = _count(requested_nodes, "cluster.num_nodes", 1)
         slurm = in_slurm_job(env)
         if slurm:
-            nodes, where = slurm_nodes(env, ask=environ is None), f"the Slurm job {env['SLURM_JOB_ID']}"
+            nodes, origin = slurm_nodes(env, ask=environ is None), f"the Slurm job {env['SLURM_JOB_ID']}"
         else:
             visible = visible_accelerators(env)
             nodes = [Node(0, node_name(), granted_cpus(), tuple(range(len(visible))), visible)]
-            where = "this machine (outside a Slurm job)"
+            origin = "this machine (outside a Slurm job)"
         if requested_nodes is not None and requested_nodes > len(nodes):
             raise ConfigError(
-                f"cluster.num_nodes is {requested_nodes}, but {where} has {len(nodes)} "
+                f"cluster.num_nodes is {requested_nodes}, but {origin} has {len(nodes)} "
                 f"({', '.join(n.name for n in nodes)}); set cluster.num_nodes={len(nodes)} or ask for more nodes"
             )
         self.source = "slurm" if slurm else "machine"
@@ -111,7 +111,7 @@ class Cluster:
         missing = 0 if slurm else len(self.nodes[0].accelerators) - len(visible_accelerators(env))
         if missing > 0 and not env.get(VIRTUAL):
             raise ConfigError(
-                f"cluster.accelerators_per_node is {len(self.nodes[0].accelerators)}, but {where} has no visible accelerator "
+                f"cluster.accelerators_per_node is {len(self.nodes[0].accelerators)}, but {origin} has no visible accelerator "
                 "(CUDA_VISIBLE_DEVICES, /dev/nvidia*); set cluster.accelerators_per_node=0 to compute on the CPU, or start "
                 "it where there are some (rlhpc submit)"
             )
@@ -187,39 +187,43 @@ class Cluster:
             for rank in range(num_nodes)
         ]
         cluster.node_groups = _read_groups(groups, cluster.nodes)
-        for raw in groups:
-            if (group_cpus := read_key(raw, "cpus_per_node")) is None:
+        for group_config in groups:
+            if (group_cpus := read_key(group_config, "cpus_per_node")) is None:
                 continue
-            for rank in cluster.node_groups[str(read_key(raw, "label"))].node_ranks:
+            for rank in cluster.node_groups[str(read_key(group_config, "label"))].node_ranks:
                 cluster.nodes[rank] = replace(cluster.nodes[rank], cpus=_count(group_cpus, "cpus_per_node", 1))
         cluster._grant(groups, per_node, gres, trust_gres=True)
-        elsewhere = {
+        other_ranks = {
             rank
-            for raw in groups
-            if any(read_key(raw, key) is not None for key in OF_THE_JOB)
-            or str(read_key(raw, "accelerator_kind", "")).lower() in WITHOUT_ACCELERATORS
-            for rank in cluster.node_groups[str(read_key(raw, "label"))].node_ranks
+            for group_config in groups
+            if any(read_key(group_config, key) is not None for key in OF_THE_JOB)
+            or str(read_key(group_config, "accelerator_kind", "")).lower() in WITHOUT_ACCELERATORS
+            for rank in cluster.node_groups[str(read_key(group_config, "label"))].node_ranks
         }
         if per_node is None and gres is None:
             for node in list(cluster.nodes):
-                if node.rank not in elsewhere:
+                if node.rank not in other_ranks:
                     cluster.nodes[node.rank] = _limit_accelerators(node, visible, "cluster.accelerators_per_node")
         return cluster
 
     def _grant(self, groups: Sequence[SectionSource], per_node: Any, common: int | None, *, trust_gres: bool) -> None:
         """Settles each node's accelerators: the first known of the group's, the cluster's, those found, and `common`."""
-        by_rank = {r: raw for raw in groups for r in self.node_groups[str(read_key(raw, "label"))].node_ranks}
+        by_rank = {
+            r: group_config
+            for group_config in groups
+            for r in self.node_groups[str(read_key(group_config, "label"))].node_ranks
+        }
         for node in list(self.nodes):
-            raw = by_rank.get(node.rank)
+            group_config = by_rank.get(node.rank)
             key, count = "cluster.accelerators_per_node", per_node
             if count is None and not node.accelerators:
                 count = common
-            if raw is not None:
-                label = read_key(raw, "label")
-                gres = gpus_in(read_key(raw, "gres")) if trust_gres and not node.accelerators else None
-                if (group_count := read_key(raw, "accelerators_per_node")) is not None:
+            if group_config is not None:
+                label = read_key(group_config, "label")
+                gres = gpus_in(read_key(group_config, "gres")) if trust_gres and not node.accelerators else None
+                if (group_count := read_key(group_config, "accelerators_per_node")) is not None:
                     key, count = f"cluster.node_groups[{label}].accelerators_per_node", group_count
-                elif str(read_key(raw, "accelerator_kind", "")).lower() in WITHOUT_ACCELERATORS:
+                elif str(read_key(group_config, "accelerator_kind", "")).lower() in WITHOUT_ACCELERATORS:
                     count = 0
                 elif gres is not None:
                     count = gres
@@ -285,8 +289,8 @@ def _read_groups(groups: Sequence[SectionSource], nodes: Sequence[Node]) -> dict
     """Returns the configuration's node groups on these nodes; a node is in at most one."""
     by_label: dict[str, NodeGroup] = {}
     owner: dict[int, str] = {}
-    for index, raw in enumerate(groups):
-        label = str(read_key(raw, "label", "")).strip()
+    for index, group_config in enumerate(groups):
+        label = str(read_key(group_config, "label", "")).strip()
         if not label:
             raise ConfigError(f"cluster.node_groups[{index}].label is missing")
         if label in RESERVED_LABELS or label in by_label:
@@ -294,7 +298,7 @@ def _read_groups(groups: Sequence[SectionSource], nodes: Sequence[Node]) -> dict
                 "is given twice" if label in by_label else f"is reserved ({', '.join(RESERVED_LABELS)} always exist)"
             )
             raise ConfigError(f"cluster.node_groups[{index}].label {label!r} {reason}; choose another")
-        ranks = _group_ranks(raw, f"cluster.node_groups[{label}]", nodes, assigned=set(owner))
+        ranks = _group_ranks(group_config, f"cluster.node_groups[{label}]", nodes, assigned=set(owner))
         for rank in ranks:
             if rank in owner:
                 raise ConfigError(
@@ -305,32 +309,36 @@ def _read_groups(groups: Sequence[SectionSource], nodes: Sequence[Node]) -> dict
         by_label[label] = NodeGroup(
             label=label,
             node_ranks=ranks,
-            env_vars={str(k): str(v) for k, v in dict(read_key(raw, "env_vars", {})).items()},
-            python_interpreter=read_key(raw, "python_interpreter"),
-            accelerator_kind=read_key(raw, "accelerator_kind"),
-            het_component=read_key(raw, "het_component"),
+            env_vars={str(k): str(v) for k, v in dict(read_key(group_config, "env_vars", {})).items()},
+            python_interpreter=read_key(group_config, "python_interpreter"),
+            accelerator_kind=read_key(group_config, "accelerator_kind"),
+            het_component=read_key(group_config, "het_component"),
         )
     return by_label
 
 
 def _group_ranks(raw: SectionSource, at: str, nodes: Sequence[Node], assigned: set[int]) -> tuple[int, ...]:
     component, size = read_key(raw, "het_component"), read_key(raw, "num_nodes")
-    listed = read_key(raw, "node_ranks")
+    configured_ranks = read_key(raw, "node_ranks")
     members = [n.rank for n in nodes if component is None or (n.het_group or 0) == component]
     if not members:
         raise ConfigError(
             f"{at}.het_component is {component}, but none of the {len(nodes)} node(s) used comes from it: "
             f"submit a job with that component, or set cluster.num_nodes to all nodes of the job"
         )
-    if listed is not None:
-        ranks = parse_node_ranks(listed, at, len(nodes))
-        if stray := sorted(set(ranks) - set(members)):
-            raise ConfigError(f"{at}.node_ranks has node {stray[0]}, which is not of its het_component {component}")
+    if configured_ranks is not None:
+        ranks = parse_node_ranks(configured_ranks, at, len(nodes))
+        if foreign_ranks := sorted(set(ranks) - set(members)):
+            raise ConfigError(
+                f"{at}.node_ranks has node {foreign_ranks[0]}, which is not of its het_component {component}"
+            )
     elif component is None and size is not None:
-        free = [r for r in members if r not in assigned]
-        if _count(size, f"{at}.num_nodes", 1) > len(free):
-            raise ConfigError(f"{at}.num_nodes is {size}, but {len(free)} of the {len(nodes)} node(s) are left for it")
-        ranks = tuple(free[:size])
+        free_ranks = [r for r in members if r not in assigned]
+        if _count(size, f"{at}.num_nodes", 1) > len(free_ranks):
+            raise ConfigError(
+                f"{at}.num_nodes is {size}, but {len(free_ranks)} of the {len(nodes)} node(s) are left for it"
+            )
+        ranks = tuple(free_ranks[:size])
     else:
         ranks = tuple(members)
     if size is not None and len(ranks) != size:
@@ -345,14 +353,14 @@ def parse_node_ranks(value: Any, at: str, num_nodes: int) -> tuple[int, ...]:
         ConfigError: The value is not ranks, repeats one, or exceeds the cluster; `at` is the group's place in the
             configuration.
     """
-    text = str(value).strip()
-    if text == "all":
+    ranks_text = str(value).strip()
+    if ranks_text == "all":
         return tuple(range(num_nodes))
     try:
         if isinstance(value, bool):
             raise ValueError
-        parts = text.split(",") if isinstance(value, (int, str)) else [str(v) for v in value]
-        ranks = [int(n) for part in parts for n in expand_range(part.strip(), text)]
+        range_texts = ranks_text.split(",") if isinstance(value, (int, str)) else [str(v) for v in value]
+        ranks = [int(n) for part in range_texts for n in expand_range(part.strip(), ranks_text)]
     except (ConfigError, TypeError, ValueError):
         raise ConfigError(f"{at}.node_ranks is {value!r}; write ranks like 0-1,3") from None
     if not ranks:
@@ -373,27 +381,35 @@ def _virtual_components(num_nodes: int, groups: Sequence[SectionSource]) -> list
     nodes. If no group has component 0, the other nodes form it.
     """
     sizes: dict[int, int | None] = {}
-    for raw in groups:
-        if (component := read_key(raw, "het_component")) is None:
+    for group_config in groups:
+        if (component := read_key(group_config, "het_component")) is None:
             continue
-        label, size, listed = read_key(raw, "label"), read_key(raw, "num_nodes"), read_key(raw, "node_ranks")
-        if listed is not None:
-            size = len(parse_node_ranks(listed, f"cluster.node_groups[{label}]", num_nodes))
-        earlier = sizes.get(_count(component, f"cluster.node_groups[{label}].het_component", 0))
-        sizes[component] = size if earlier is None else earlier + (size or 0)
+        label, size, configured_ranks = (
+            read_key(group_config, "label"),
+            read_key(group_config, "num_nodes"),
+            read_key(group_config, "node_ranks"),
+        )
+        if configured_ranks is not None:
+            size = len(parse_node_ranks(configured_ranks, f"cluster.node_groups[{label}]", num_nodes))
+        earlier_size = sizes.get(_count(component, f"cluster.node_groups[{label}].het_component", 0))
+        sizes[component] = size if earlier_size is None else earlier_size + (size or 0)
     if not sizes:
         return [None] * num_nodes
     sizes.setdefault(0, None)
     if sorted(sizes) != list(range(len(sizes))):
         raise ConfigError(f"cluster.node_groups: het_component values are {sorted(sizes)}; they count 0, 1, 2, ...")
     num_assigned = sum(size or 0 for size in sizes.values())
-    open_ = [component for component in sorted(sizes) if sizes[component] is None]
-    if len(open_) > 1 or num_assigned + len(open_) > num_nodes or (not open_ and num_assigned != num_nodes):
+    open_components = [component for component in sorted(sizes) if sizes[component] is None]
+    if (
+        len(open_components) > 1
+        or num_assigned + len(open_components) > num_nodes
+        or (not open_components and num_assigned != num_nodes)
+    ):
         raise ConfigError(
             f"cluster.num_nodes is {num_nodes}, but the components of cluster.node_groups have "
             + " + ".join(str(sizes[c] or "?") for c in sorted(sizes))
             + " nodes: give each group its num_nodes, and cluster.num_nodes their sum"
         )
-    for component in open_:
+    for component in open_components:
         sizes[component] = num_nodes - num_assigned
     return [component for component in sorted(sizes) for _ in range(sizes[component] or 0)]

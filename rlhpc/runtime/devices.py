@@ -97,8 +97,8 @@ def attends_by_segments(query: torch.Tensor, value: torch.Tensor) -> bool:
     """
     import torch
 
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and query.shape[-1] == value.shape[-1] <= 256
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and is_half and query.shape[-1] == value.shape[-1] <= 256
 
 
 def moved(module: Module, device: torch.device) -> Module:
@@ -109,9 +109,9 @@ def moved(module: Module, device: torch.device) -> Module:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     module.to(device)
-    for first, *aliases in names.values():
-        for holder, _, attribute in (other.rpartition(".") for other in aliases):
-            setattr(module.get_submodule(holder), attribute, module.get_parameter(first))
+    for name_kept, *aliases in names.values():
+        for parent, _, attribute in (alias.rpartition(".") for alias in aliases):
+            setattr(module.get_submodule(parent), attribute, module.get_parameter(name_kept))
     return module
 
 
@@ -216,11 +216,11 @@ class SideCopies:
         with self._stream:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        done, held = self._stream.record_event(), list(pairs)
+        finished, live_pairs = self._stream.record_event(), list(pairs)
 
         def wait() -> None:
-            done.synchronize()
-            held.clear()
+            finished.synchronize()
+            live_pairs.clear()
 
         return wait
 
@@ -239,16 +239,16 @@ def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ
 
     if not granted:
         return "cpu"
-    kind = accelerator()
-    visible = torch.accelerator.device_count() if kind else 0
+    device_type = accelerator()
+    visible = torch.accelerator.device_count() if device_type else 0
     if visible >= len(granted):
-        return kind
+        return device_type
     if environ.get(VIRTUAL):
-        return kind or "cpu"
-    reason, do = why_unseen(visible, torch.version.cuda, torch.version.hip, environ.get("CUDA_VISIBLE_DEVICES"))
+        return device_type or "cpu"
+    reason, remedy = why_unseen(visible, torch.version.cuda, torch.version.hip, environ.get("CUDA_VISIBLE_DEVICES"))
     raise ConfigError(
         f"accelerators {', '.join(map(str, granted))} of {node_name()} were granted, but cannot be used by torch "
-        f"{torch.__version__}, which {reason}; {do}; or do without them: cluster.accelerators_per_node=0"
+        f"{torch.__version__}, which {reason}; {remedy}; or do without them: cluster.accelerators_per_node=0"
     )
 
 

@@ -28,13 +28,13 @@ def is_full(error: BaseException | None) -> bool:
 
 def mount_of(path: str | Path) -> Path:
     """Returns the mount point of the filesystem that holds `path`, or would hold it."""
-    place = Path(os.path.abspath(path))
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    place = place.resolve()
-    while not place.is_mount() and place != place.parent:
-        place = place.parent
-    return place
+    existing_path = Path(os.path.abspath(path))
+    while not existing_path.exists() and existing_path != existing_path.parent:
+        existing_path = existing_path.parent
+    existing_path = existing_path.resolve()
+    while not existing_path.is_mount() and existing_path != existing_path.parent:
+        existing_path = existing_path.parent
+    return existing_path
 
 
 def advice(error: OSError, path: str | Path) -> str:
@@ -46,22 +46,22 @@ def advice(error: OSError, path: str | Path) -> str:
         return f"The filesystem at {mount} is read-only: choose another folder (runner.run_dir)"
     if not is_full(error):
         return "Check that the folder is writable"
-    room = ""
+    free_text = ""
     with contextlib.suppress(OSError):
-        about = os.statvfs(mount)
-        free, size = about.f_bavail * about.f_frsize, about.f_blocks * about.f_frsize
-        room = f", {free / 2**20:.1f} of {size / 2**20:.0f} MiB are free"
-        if about.f_files and not about.f_favail:
-            room += " and no file can be added"
+        fs_stats = os.statvfs(mount)
+        free_bytes, total_bytes = fs_stats.f_bavail * fs_stats.f_frsize, fs_stats.f_blocks * fs_stats.f_frsize
+        free_text = f", {free_bytes / 2**20:.1f} of {total_bytes / 2**20:.0f} MiB are free"
+        if fs_stats.f_files and not fs_stats.f_favail:
+            free_text += " and no file can be added"
     if error.errno == errno.EDQUOT:
         return f"Your quota on the filesystem at {mount} is used up: make room there"
-    return f"The filesystem at {mount} is full{room}: make room there"
+    return f"The filesystem at {mount} is full{free_text}: make room there"
 
 
 def unwritten(error: OSError, path: str | Path) -> StorageError:
     """Returns the error for a page, table or picture that could not be written."""
-    where = error.filename or path
-    return StorageError(f"{where}: could not be written: {error.strerror or error}. {advice(error, where)}")
+    failed_path = error.filename or path
+    return StorageError(f"{failed_path}: could not be written: {error.strerror or error}. {advice(error, failed_path)}")
 
 
 def storage_error(error: OSError, path: str | Path, label: str) -> StorageError:
@@ -72,9 +72,9 @@ def storage_error(error: OSError, path: str | Path, label: str) -> StorageError:
         path: The file to be written, if the error does not name it.
         label: Name of the data, which begins the message.
     """
-    where = error.filename or path
+    target = error.filename or path
     return StorageError(
-        f"{label} could not be written: {where}: {error.strerror or error}. {advice(error, where)}, then continue from the "
+        f"{label} could not be written: {target}: {error.strerror or error}. {advice(error, target)}, then continue from the "
         f"last checkpoint with: {GO_ON}"
     )
 
@@ -103,18 +103,18 @@ def explained(error: BaseException, operation: str, *, anyway: bool = True) -> B
 
 def _likely() -> list[str]:
     """Returns folders to which this process was probably writing."""
-    places = ["."]
+    folders = ["."]
     with contextlib.suppress(OSError):
-        places.append(os.path.dirname(os.readlink("/proc/self/fd/2")) or "/")
-    return [*places, tempfile.gettempdir(), "/tmp", "/dev/shm"]
+        folders.append(os.path.dirname(os.readlink("/proc/self/fd/2")) or "/")
+    return [*folders, tempfile.gettempdir(), "/tmp", "/dev/shm"]
 
 
 def full_among(folders: Iterable[str | Path]) -> Path | None:
     """Returns the first folder whose filesystem has no capacity left for ordinary users: a failed write does not name it."""
     for folder in folders:
         with contextlib.suppress(OSError):
-            about = os.statvfs(mount_of(folder))
-            if about.f_blocks and (about.f_bavail < 4 or (about.f_files and not about.f_favail)):
+            fs_stats = os.statvfs(mount_of(folder))
+            if fs_stats.f_blocks and (fs_stats.f_bavail < 4 or (fs_stats.f_files and not fs_stats.f_favail)):
                 return Path(folder)
     return None
 

@@ -65,18 +65,18 @@ def to_plain(cfg: Any) -> Any:
         return cfg
     if cfg._is_none():
         return None
-    written: Any = OmegaConf.to_container(cfg, resolve=False)
+    unresolved: Any = OmegaConf.to_container(cfg, resolve=False)
     keys: Any = list(cfg.keys()) if isinstance(cfg, DictConfig) else range(len(cfg))
-    plain: dict[Any, Any] = {}
+    plain_values: dict[Any, Any] = {}
     for key in keys:
         if OmegaConf.is_missing(cfg, key):
-            plain[key] = "???"
+            plain_values[key] = "???"
             continue
-        before = _count
+        count_before = _count
         value: Any = cfg[key]
         if OmegaConf.is_interpolation(cfg, key):
             resolved: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            plain[key] = written[key] if _count != before else resolved
+            plain_values[key] = unresolved[key] if _count != count_before else resolved
         else:
-            plain[key] = to_plain(value)
-    return plain if isinstance(cfg, DictConfig) else list(plain.values())
+            plain_values[key] = to_plain(value)
+    return plain_values if isinstance(cfg, DictConfig) else list(plain_values.values())

@@ -43,8 +43,8 @@ def report_errors(command: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             silence_output()
-            where = error.filename or "standard output, or a file of the run (metrics, logs, checkpoints)"
-            tell(f"rlhpc: error: cannot write {where}: {error.strerror}")
+            failed_path = error.filename or "standard output, or a file of the run (metrics, logs, checkpoints)"
+            tell(f"rlhpc: error: cannot write {failed_path}: {error.strerror}")
             return 1
         if error.errno == errno.ENAMETOOLONG:  # the user named it: rlhpc's own names are shorter
             tell(f"rlhpc: error: {readable(f'{error.filename}: {error.strerror}')}")
@@ -58,8 +58,8 @@ def _fault(error: Exception) -> int:
     """Reports an unforeseen error: one line, and where to find the traceback."""
     if os.environ.get("RLHPC_DEBUG"):
         traceback.print_exception(error)
-    where = "; ".join(getattr(error, "__notes__", ())) or "set RLHPC_DEBUG=1 for the traceback"
-    words = f"{error}".splitlines()
-    text = f"{type(error).__name__}: {masked(words[0]) if words else ''}"
-    tell(f"rlhpc: error: {text} (a fault of rlhpc itself, or of code it called; {where})")
+    advice = "; ".join(getattr(error, "__notes__", ())) or "set RLHPC_DEBUG=1 for the traceback"
+    message_lines = f"{error}".splitlines()
+    summary = f"{type(error).__name__}: {masked(message_lines[0]) if message_lines else ''}"
+    tell(f"rlhpc: error: {summary} (a fault of rlhpc itself, or of code it called; {advice})")
     return 1

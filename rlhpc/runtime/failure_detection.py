@@ -106,10 +106,12 @@ class FailurePolicy:
         group, rank, restartable = failure.group, failure.rank, self.policies.restartable
         if group not in restartable or not failure.restartable:
             return set()
-        alone = self.policies.of(group).independent_ranks and any(
+        is_independent = self.policies.of(group).independent_ranks and any(
             r.spec.rank == rank and r.state == "ended" for r in ranks if r.spec.group == group
         )
-        return {r.spec.name for r in ranks if (alone and r.state != "ended") or r.spec.group not in restartable}
+        return {
+            r.spec.name for r in ranks if (is_independent and r.state != "ended") or r.spec.group not in restartable
+        }
 
     def doomed(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
         """Returns the names of the ranks that must end with the failure."""
@@ -183,20 +185,20 @@ class Leases:
         """Checks all ranks; call it every `TICK_S`. `alive` has the time of each rank's last heartbeat."""
         now = time.monotonic()
         # a suspended job, or a stopped driver: no rank could send anything during that time
-        away, self.looked = now - self.looked - TICK_S, now
+        pause_s, self.looked = now - self.looked - TICK_S, now
         suspects: list[Member] = []
         for member in members:
             spec, joined = member.spec, member.spec.rank >= member.spec.world_size
             if member.state != "ready" and not (member.state == "starting" and joined):
                 continue
-            if away > _AWAY_S:
-                member.alive += away
+            if pause_s > _AWAY_S:
+                member.alive += pause_s
             silent = now - member.alive
-            usual = LOST_S if not joined else JOINED_LOST_S if member.state == "ready" else ARRIVES_S
+            lease_s = LOST_S if not joined else JOINED_LOST_S if member.state == "ready" else ARRIVES_S
             if joined and member.record and (spec.incarnation in self._unreachable or self._has_ended(member.record)):
                 self._unreachable.discard(spec.incarnation)
                 self._fail(_lost_rank_error(spec, "has ended, and so has whoever started it"))
-            elif silent > (self._failures.policies.of(spec.group).lease_s or usual):
+            elif silent > (self._failures.policies.of(spec.group).lease_s or lease_s):
                 self._fail(_lost_rank_error(spec, f"gave no sign of life for {silent:.0f} s"))
             elif silent > SUSPECT_S and not member.suspect:
                 member.suspect = True

@@ -69,8 +69,8 @@ def find_files(path: str | None, suffixes: Sequence[str], key: str) -> list[Path
             raise ConfigError(f"{key}.path is {path!r}, a folder without files that end in {', '.join(suffixes)}")
         return files
     if any(sign in path for sign in "*?["):
-        start = Path(location.anchor or ".")
-        files = sorted(file for file in start.glob(str(location.relative_to(location.anchor))) if file.is_file())
+        search_root = Path(location.anchor or ".")
+        files = sorted(file for file in search_root.glob(str(location.relative_to(location.anchor))) if file.is_file())
         if not files:
             raise ConfigError(f"{key}.path is {path!r}; no file fits this pattern (from {Path.cwd()})")
         return files
@@ -79,9 +79,9 @@ def find_files(path: str | None, suffixes: Sequence[str], key: str) -> list[Path
 
 def _nearest(path: Path) -> str:
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, siblings, 1)
-    if near:
-        return f"; did you mean {str(path.with_name(near[0]))!r}?"
+    similar_names = difflib.get_close_matches(path.name, siblings, 1)
+    if similar_names:
+        return f"; did you mean {str(path.with_name(similar_names[0]))!r}?"
     return "" if path.is_absolute() else f" (from {Path.cwd()})"
 
 
@@ -154,8 +154,8 @@ def follow_umask(folder: Path) -> None:
     """
     intended_mode = 0o666 & ~_umask()
     for path in folder.rglob("*"):
-        about = path.lstat()
-        if stat.S_ISREG(about.st_mode) and stat.S_IMODE(about.st_mode) == 0o600 != intended_mode:
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o600 != intended_mode:
             path.chmod(intended_mode)
 
 
@@ -279,10 +279,10 @@ def read_yaml_file(path: Path, loader: Any = None) -> Any:
         ValueError, yaml.YAMLError: As `read_yaml`.
     """
     with open_file(path) as file:
-        text = file.read(_MOST_CHARACTERS + 1)
-    if len(text) > _MOST_CHARACTERS:
+        yaml_text = file.read(_MOST_CHARACTERS + 1)
+    if len(yaml_text) > _MOST_CHARACTERS:
         raise ValueError(f"it has more than {_MOST_CHARACTERS} characters; no configuration has so many")
-    return read_yaml(text, loader)
+    return read_yaml(yaml_text, loader)
 
 
 def read_yaml(text: str | bytes, loader: Any = None) -> Any:
@@ -311,11 +311,11 @@ def read_yaml(text: str | bytes, loader: Any = None) -> Any:
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 ({error.reason} at byte {error.start})") from None
     try:
-        content = yaml.load(text, Loader=loader or yaml.SafeLoader)
-        _count(content, 0, 0)
+        parsed = yaml.load(text, Loader=loader or yaml.SafeLoader)
+        _count(parsed, 0, 0)
     except RecursionError:
         raise ValueError(f"nested too deeply (more than {_DEEPEST} levels)") from None
-    return content
+    return parsed
 
 
 def _nesting(text: bytes) -> int:
@@ -335,8 +335,8 @@ def _count(value: Any, num_values: int, depth: int) -> int:
     if depth > _DEEPEST:
         raise RecursionError
     if isinstance(value, (dict, list)):
-        for part in value.values() if isinstance(value, dict) else value:
-            num_values = _count(part, num_values, depth + 1)
+        for child in value.values() if isinstance(value, dict) else value:
+            num_values = _count(child, num_values, depth + 1)
     return num_values
 
 

@@ -155,9 +155,9 @@ def former_keywords(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for former in names.keys() & kwargs.keys() if kwargs else ():
-                _warn(f"argument {former} of {function.__qualname__}", names[former])
-                kwargs[names[former]] = kwargs.pop(former)
+            for former_name in names.keys() & kwargs.keys() if kwargs else ():
+                _warn(f"argument {former_name} of {function.__qualname__}", names[former_name])
+                kwargs[names[former_name]] = kwargs.pop(former_name)
             return function(*args, **kwargs)
 
         call.former_keywords = names  # type: ignore[attr-defined]
@@ -183,8 +183,8 @@ def former_members(**names: str) -> Callable[[C], C]:
     """
 
     def decorate(cls: C) -> C:
-        for former, current in names.items():
-            setattr(cls, former, _FormerMember(former, current))
+        for former_name, current in names.items():
+            setattr(cls, former_name, _FormerMember(former_name, current))
         cls.__init__ = former_keywords(**names)(cls.__init__)  # type: ignore[misc]
 
         def adopt(subclass: type, **kwargs: Any) -> None:

@@ -289,30 +289,30 @@ def stay(
         ConfigError: There is no driver, or it refuses such a rank, from the start.
         RlhpcError: The rank has ended by itself.
     """
-    times, before, silent = 0, "", False
+    num_joined, generation, silent = 0, "", False
     while True:
-        waits = await_driver or times > 0
+        waits = await_driver or num_joined > 0
         patience = patience_s if waits else 0.0
-        door = _door(registry_root, before, lambda: stopped.is_set() or over(), patience, silent)
-        if door is None:
-            return times
-        before, silent = door.registry.generation, True
+        join_point = _door(registry_root, generation, lambda: stopped.is_set() or over(), patience, silent)
+        if join_point is None:
+            return num_joined
+        generation, silent = join_point.registry.generation, True
         try:
             try:
-                status = _take_part(door, _place(door, wish, stopped, patience_s), stopped, report, grace_s)
+                status = _take_part(join_point, _place(join_point, wish, stopped, patience_s), stopped, report, grace_s)
             except RlhpcError:
-                if not waits or door.lives():
+                if not waits or join_point.lives():
                     raise
                 continue  # this driver has ended, too
-            times, silent = times + 1, door.silent
-            if door.has_departed:
-                return times
-            if status and not stopped.is_set() and door.is_current and door.lives():
+            num_joined, silent = num_joined + 1, join_point.silent
+            if join_point.has_departed:
+                return num_joined
+            if status and not stopped.is_set() and join_point.is_current and join_point.lives():
                 raise RlhpcError("the rank has ended by itself, while the run goes on: its log says why")
         finally:
-            door.close()
+            join_point.close()
         if stopped.is_set():
-            return times
+            return num_joined
 
 
 def _door(
@@ -326,12 +326,12 @@ def _door(
         if not before and not patience_s:
             return JoinPoint(registry_root)
         with contextlib.suppress(ConfigError, OSError):
-            other = (registry_root / CURRENT).read_text() != before
-            if other or silent:
-                door = JoinPoint(registry_root)
-                if other or (door.lives(over) and not over()):
-                    return door
-                door.close()
+            is_new = (registry_root / CURRENT).read_text() != before
+            if is_new or silent:
+                join_point = JoinPoint(registry_root)
+                if is_new or (join_point.lives(over) and not over()):
+                    return join_point
+                join_point.close()
         if over() or time.monotonic() >= deadline:
             return None
         time.sleep(_LOOK_AGAIN_S)
@@ -374,15 +374,15 @@ def _take_part(
         return 0
     rank = JoinedRank(spec)
     report(f"{spec.name} joins {door.registry.root.parent.parent.name} (pid {rank.process.pid}, log {spec.log_err})")
-    looked = time.monotonic()
+    last_check = time.monotonic()
     leave_reason = ""
     while rank.status is None and not leave_reason:
         if stopped.wait(0.1):
             leave_reason = stopped.why or "it was told to leave"
-        elif time.monotonic() - looked > _LOOK_S:
+        elif time.monotonic() - last_check > _LOOK_S:
             door.silent = not (door.is_current and door.lives(stopped.is_set))
             leave_reason = "the run has ended, or its driver is gone" if door.silent else _without(door, spec)
-            looked = time.monotonic()
+            last_check = time.monotonic()
     leave_reason = leave_reason or _without(door, spec)
     notice_reason = (leave_reason or stopped.why) if stopped.is_set() else ""
     status = rank.end(grace_s, _HANDING_S if notice_reason else 0.0) if rank.status is None else rank.status

@@ -66,17 +66,19 @@ def said_before_its_log(member: Member) -> str:
 
 def death(spec: WorkerSpec, status: int, output: str = "") -> WorkerFailed:
     """Returns the failure for a rank's wait status; `output` ends the message if the rank's log is silent."""
-    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-    how = f"was killed by signal {number} ({signal.Signals(number).name})" if number else (
+    signal_number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    cause = f"was killed by signal {signal_number} ({signal.Signals(signal_number).name})" if signal_number else (
         f"exited with status {os.WEXITSTATUS(status)}")  # fmt: skip
-    if number == signal.SIGKILL:
-        how += "; if nobody killed it, look for the out-of-memory killer (dmesg, sacct)"
+    if signal_number == signal.SIGKILL:
+        cause += "; if nobody killed it, look for the out-of-memory killer (dmesg, sacct)"
     failure = WorkerFailed(
-        f"{spec.group}[{spec.rank}] on node {spec.node} {how} (log {spec.log_err}){output or tail(spec.log_err)}",
-        group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err, exit_signal=number,
+        f"{spec.group}[{spec.rank}] on node {spec.node} {cause} (log {spec.log_err}){output or tail(spec.log_err)}",
+        group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err, exit_signal=signal_number,
     )  # fmt: skip
-    if not number and os.WEXITSTATUS(status) == UserError.exit_code:  # its log says what the user can do about it
-        failure.exit_code, failure.__cause__ = UserError.exit_code, UserError(how)
+    if (
+        not signal_number and os.WEXITSTATUS(status) == UserError.exit_code
+    ):  # its log says what the user can do about it
+        failure.exit_code, failure.__cause__ = UserError.exit_code, UserError(cause)
     return failure
 
 
@@ -188,14 +190,14 @@ class RankTable:
         They free what they hold for ended ranks, and read the other ranks' records again.
         """
         records = [member.record for member in self.all() if member.state == "ready"]
-        note = pickle.dumps((service.epoch, _keys(ended_members)))
+        message = pickle.dumps((service.epoch, _keys(ended_members)))
 
         def tell() -> None:
             pending = []
             for record in records:
                 with contextlib.suppress(RlhpcError, OSError):  # one that has ended as well
-                    whom = f"{record['group']}-{record['rank']} to hear who takes part"
-                    pending.append(service.peers.begin(choose(record["data"]), b"MEMBERS", [note], whom, _TELL_S))
+                    purpose = f"{record['group']}-{record['rank']} to hear who takes part"
+                    pending.append(service.peers.begin(choose(record["data"]), b"MEMBERS", [message], purpose, _TELL_S))
             for request in pending:
                 with contextlib.suppress(RlhpcError, OSError):
                     service.peers.reply_to(request, _TELL_S)
@@ -290,10 +292,12 @@ class Membership:
         self._record_departure(member, failure, rpc)
         spec = member.spec
         replica = self._failures.replica_of(spec.group, spec.rank)
-        for mate in self._ranks.alive(spec.group):
-            if mate.spec.rank in replica:
-                mate.leave_reason = mate.leave_reason or member.leave_reason
-                self._record_departure(mate, RlhpcError(f"{spec.name} has ended, and both are one engine"), rpc)
+        for replica_member in self._ranks.alive(spec.group):
+            if replica_member.spec.rank in replica:
+                replica_member.leave_reason = replica_member.leave_reason or member.leave_reason
+                self._record_departure(
+                    replica_member, RlhpcError(f"{spec.name} has ended, and both are one engine"), rpc
+                )
 
     def _record_departure(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
         spec = member.spec
@@ -427,11 +431,11 @@ class Membership:
         self._allow(group, wish)
         with self._ranks.changed:
             members = [m for m in self._ranks.all() if m.spec.group == group]  # those that have ended, too
-            like, number = members[0].spec, self._place_in(group, members, wish)
-            stem = self._log_dir / f"{group}-{number}"
-            env = {name: value for name, value in like.env.items() if name != "CUDA_VISIBLE_DEVICES"}
+            template, rank = members[0].spec, self._place_in(group, members, wish)
+            stem = self._log_dir / f"{group}-{rank}"
+            env = {name: value for name, value in template.env.items() if name != "CUDA_VISIBLE_DEVICES"}
             spec = replace(
-                like, rank=number, node=wish["node"], node_rank=number, local_rank=0, local_world_size=1,
+                template, rank=rank, node=wish["node"], node_rank=rank, local_rank=0, local_world_size=1,
                 accelerators=tuple(range(wish["accelerators"])), log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
                 threads=wish["threads"], interpreter="", incarnation=f"{time.time_ns():x}",
             )  # fmt: skip
@@ -440,7 +444,7 @@ class Membership:
             if wish["job"]:
                 self._jobs[spec.incarnation] = wish["job"], member
         self._tell({
-            "event": "joined", "incarnation": spec.incarnation, "group": group, "rank": number, "node": spec.node,
+            "event": "joined", "incarnation": spec.incarnation, "group": group, "rank": rank, "node": spec.node,
             "job": wish["job"], "accelerators": wish["accelerators"],
         })  # fmt: skip
         log.info("%s joins from node %s (job %s)", spec.name, spec.node, wish["job"] or "none")
@@ -450,19 +454,21 @@ class Membership:
         """Returns the number of a joining rank: next to ranks of its job, or of its node, whose replica is not complete
         yet.
         """
-        last = 1 + max(m.spec.rank for m in members)
+        next_rank = 1 + max(m.spec.rank for m in members)
         if len(self._failures.replica_of(group, 0)) == 1:
-            return last
+            return next_rank
         by_rank = {m.spec.rank: m for m in members}
-        for mate in members:
-            replica = self._failures.replica_of(group, mate.spec.rank)
-            free = [rank for rank in replica if rank not in by_rank]
+        for group_member in members:
+            replica = self._failures.replica_of(group, group_member.spec.rank)
+            free_ranks = [rank for rank in replica if rank not in by_rank]
             replica_members = [by_rank[rank] for rank in replica if rank in by_rank]
             jobs = {self._jobs.get(m.spec.incarnation, ("", m))[0] for m in replica_members}
-            near = jobs == {wish["job"]} if wish["job"] else {m.spec.node for m in replica_members} == {wish["node"]}
-            if free and near and all(m.state != "ended" for m in replica_members):
-                return free[0]
-        return self._failures.replica_of(group, last - 1).stop
+            is_neighbour = (
+                jobs == {wish["job"]} if wish["job"] else {m.spec.node for m in replica_members} == {wish["node"]}
+            )
+            if free_ranks and is_neighbour and all(m.state != "ended" for m in replica_members):
+                return free_ranks[0]
+        return self._failures.replica_of(group, next_rank - 1).stop
 
     def _allow(self, group: str, wish: Mapping[str, Any]) -> None:
         policies = self._failures.policies

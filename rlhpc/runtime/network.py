@@ -23,14 +23,14 @@ def address_of(interface: str) -> str:
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            ifreq = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError as error:
             available = ", ".join(f"{name} ({address})" for name, address in interfaces().items()) or "none"
             raise ConfigError(
                 f"cluster.interface is {interface!r}, which has no address on {node_name()} "
                 f"({error.strerror}); there are: {available}"
             ) from None
-    return socket.inet_ntoa(answer[20:24])
+    return socket.inet_ntoa(ifreq[20:24])
 
 
 def interfaces() -> dict[str, str]:
@@ -39,10 +39,10 @@ def interfaces() -> dict[str, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                ifreq = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue
-            addresses[name] = socket.inet_ntoa(answer[20:24])
+            addresses[name] = socket.inet_ntoa(ifreq[20:24])
     return addresses
 
 
@@ -86,15 +86,15 @@ def address_for_partition(partition: str | None, interface: str | None) -> str:
     """
     if interface:
         return address_of(interface)
-    where = [f"--partition={partition}"] if partition else []
-    output = ask("sinfo", "--noheader", "--Node", *where, "--format=%N")
-    here = names_here(os.environ)
+    partition_option = [f"--partition={partition}"] if partition else []
+    output = ask("sinfo", "--noheader", "--Node", *partition_option, "--format=%N")
+    local_names = names_here(os.environ)
     names = list(dict.fromkeys(output.text.split())) if output.ok else []
-    remote_nodes = [name for name in names if name not in here] or names
+    remote_nodes = [name for name in names if name not in local_names] or names
     if not remote_nodes:
-        of = f"partition {partition}" if partition else "the default partition"
+        partition_text = f"partition {partition}" if partition else "the default partition"
         raise ConfigError(
-            f"Slurm names no node of {of} ({output.words}); name the interface to it (cluster.interface=…)"
+            f"Slurm names no node of {partition_text} ({output.words}); name the interface to it (cluster.interface=…)"
         )
     return address_towards(node_addresses(remote_nodes[:1])[remote_nodes[0]])
 

@@ -23,8 +23,8 @@ PCI = Path("/sys/bus/pci/devices")
 
 def cores_in(text: str) -> set[int]:
     """Parses a list of cores in Linux's notation: `0-3,8` → 0, 1, 2, 3, 8."""
-    parts = (part.partition("-") for part in text.strip().split(",") if part)
-    return {core for first, _, last in parts for core in range(int(first), int(last or first) + 1)}
+    ranges = (range_text.partition("-") for range_text in text.strip().split(",") if range_text)
+    return {core for low, _, high in ranges for core in range(int(low), int(high or low) + 1)}
 
 
 def near(addresses: Iterable[str], pci: Path = PCI) -> set[int]:
@@ -152,14 +152,14 @@ def _left_in_groups() -> Iterator[int]:
     for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         for folder in _folders():
             try:
-                maximum, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+                maximum, used_bytes = (folder / limit).read_text().strip(), int((folder / used).read_text())
                 inactive = [int(line.split()[1]) for line in (folder / "memory.stat").read_text().splitlines()
                             if line.startswith(("inactive_file ", "total_inactive_file "))]  # fmt: skip
             except (OSError, ValueError):
                 continue  # no such controller here, or one that we may not read
             if maximum != "max":
                 # The kernel drops files' pages before it kills a process.
-                yield int(maximum) - now + max(inactive, default=0)
+                yield int(maximum) - used_bytes + max(inactive, default=0)
 
 
 def _folders() -> Iterator[Path]:

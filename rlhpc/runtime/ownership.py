@@ -43,8 +43,8 @@ def require_private(folder: Path, *, tighten: bool = False) -> None:
     """
     status = folder.lstat()
     if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
-        kind = f"a link to {os.readlink(folder)}" if stat.S_ISLNK(status.st_mode) else "no folder"
-        raise OwnershipError(f"{folder} is {kind}; rlhpc makes it itself and uses no other: remove it")
+        file_type = f"a link to {os.readlink(folder)}" if stat.S_ISLNK(status.st_mode) else "no folder"
+        raise OwnershipError(f"{folder} is {file_type}; rlhpc makes it itself and uses no other: remove it")
     if not _is_own(folder, status):
         raise OwnershipError(f"{folder} belongs to {owner(status)}, not to {you()}: it is not used. {_WAY_OUT}")
     if status.st_mode & _OTHERS_WRITE:
@@ -71,13 +71,15 @@ def require_own_run_folder(folder: Path) -> None:
         OSError: The folder cannot be examined.
     """
     try:
-        named, status = folder.lstat(), folder.stat()
+        link_status, status = folder.lstat(), folder.stat()
     except FileNotFoundError:
         if folder.is_symlink():
             raise OwnershipError(f"run folder {folder} is a link to nothing: remove it") from None
         return
-    if stat.S_ISLNK(named.st_mode) and named.st_uid not in (os.geteuid(), 0):
-        raise OwnershipError(f"run folder {folder} is a link that {owner(named)} made: it is not followed. {_WAY_OUT}")
+    if stat.S_ISLNK(link_status.st_mode) and link_status.st_uid not in (os.geteuid(), 0):
+        raise OwnershipError(
+            f"run folder {folder} is a link that {owner(link_status)} made: it is not followed. {_WAY_OUT}"
+        )
     if not stat.S_ISDIR(status.st_mode):
         raise OwnershipError(f"run folder {folder} is no folder: remove it, or choose another runner.name")
     if not _is_own(folder, status):

@@ -17,31 +17,31 @@ def send(sock: socket.socket, message: Any) -> None:
     Raises:
         OSError: The other side has ended, or has read nothing until the timeout; the connection has ended.
     """
-    body = pickle.dumps(message)
+    payload = pickle.dumps(message)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
     try:
-        sock.sendall(_LENGTH.pack(len(body)) + body)
+        sock.sendall(_LENGTH.pack(len(payload)) + payload)
     except BlockingIOError:
         sock.shutdown(socket.SHUT_RDWR)  # half a message may be on its way
         raise
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes | None:
-    parts = []
+    chunks = []
     while size:
-        part = sock.recv(min(size, 1 << 20))
-        if not part:
+        chunk = sock.recv(min(size, 1 << 20))
+        if not chunk:
             return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+        chunks.append(chunk)
+        size -= len(chunk)
+    return b"".join(chunks)
 
 
 def receive(sock: socket.socket) -> Any | None:
     """Receives one message; returns None if the other side has ended."""
     try:
-        head = _exactly(sock, _LENGTH.size)
-        body = _exactly(sock, _LENGTH.unpack(head)[0]) if head else None
+        header = _exactly(sock, _LENGTH.size)
+        payload = _exactly(sock, _LENGTH.unpack(header)[0]) if header else None
     except (ConnectionError, OSError):
         return None
-    return None if body is None else pickle.loads(body)
+    return None if payload is None else pickle.loads(payload)

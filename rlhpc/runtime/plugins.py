@@ -119,8 +119,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def meant(name: str, names: Iterable[str]) -> str:
     """Returns `did you mean 'gae'? `, or "" if no name is close."""
-    near = difflib.get_close_matches(name, list(names), 1)
-    return f"did you mean {near[0]!r}? " if near else ""
+    close_names = difflib.get_close_matches(name, list(names), 1)
+    return f"did you mean {close_names[0]!r}? " if close_names else ""
 
 
 class Registry(Generic[ItemT]):
@@ -185,13 +185,13 @@ class Registry(Generic[ItemT]):
         Raises:
             ConfigError: The name is unknown (the message gives the nearest and all allowed names), or cannot be imported.
         """
-        key, lower = key or self.key, str(name).lower()
-        if lower in self._registered:
-            return self._registered[lower]
+        key, lower_name = key or self.key, str(name).lower()
+        if lower_name in self._registered:
+            return self._registered[lower_name]
         path = self.path(str(name))
         if path is None:
             raise ConfigError(
-                f"{key} is {name!r}, which is unknown{nearest(lower, self.names())} "
+                f"{key} is {name!r}, which is unknown{nearest(lower_name, self.names())} "
                 f"allowed: {', '.join(self.names())}, or {self.form}"
             )
         item: ItemT = load_attribute(path, key)

@@ -116,8 +116,8 @@ class GenerationFolder:
 
     def removal_message(self) -> str:
         """Returns the message for a registry that has vanished; it names the removed folder of the run."""
-        above = {"run folder": self.root.parent.parent, "registry": self.root.parent, "registry folder": self.root}
-        name, folder = next((item for item in above.items() if not item[1].is_dir()), ("registry", self.root.parent))
+        folders = {"run folder": self.root.parent.parent, "registry": self.root.parent, "registry folder": self.root}
+        name, folder = next((item for item in folders.items() if not item[1].is_dir()), ("registry", self.root.parent))
         return f"the {name} {folder} was removed while the run went on: it ends, and its logs may be gone with it"
 
     def require_whole(self, keys: CurveKeys) -> None:
@@ -142,8 +142,8 @@ class GenerationFolder:
     def put(self, kind: str, name: str, record: dict[str, Any]) -> None:
         """Publishes `record` as `<kind>/<name>.json`, stamped with the generation."""
         self.check_current()
-        data = json.dumps({"generation": self.generation, **record}).encode()
-        write_atomic(self.root / kind / f"{name}.json", data, durable=False)
+        content = json.dumps({"generation": self.generation, **record}).encode()
+        write_atomic(self.root / kind / f"{name}.json", content, durable=False)
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
         """Returns the record; None until it has been published."""

@@ -57,20 +57,20 @@ def run_git(folder: Path, command: str, *arguments: str) -> str:
         OSError: There is no repository, or no git.
         subprocess.SubprocessError: Git has failed.
     """
-    top, worktree, shared = _find_repository(folder.absolute())
+    top, worktree, common_dir = _find_repository(folder.absolute())
     if command in ("status", "diff"):
         arguments = ("--ignore-submodules=dirty", *arguments)
     with tempfile.TemporaryDirectory(prefix="rlhpc-git-") as name:
-        clean = Path(name)
-        (clean / "HEAD").write_bytes(read_file(worktree / "HEAD", _LONGEST))
-        for source, patterns in ((worktree, _OF_WORKTREE), (shared, _SHARED)):
+        clean_dir = Path(name)
+        (clean_dir / "HEAD").write_bytes(read_file(worktree / "HEAD", _LONGEST))
+        for source, patterns in ((worktree, _OF_WORKTREE), (common_dir, _SHARED)):
             for path in (path for pattern in patterns for path in source.glob(pattern)):
-                (clean / path.name).symlink_to(path)
-        (clean / "config").write_text(_harmless_settings(shared / "config", clean))
-        environment = _environment(clean) | {"GIT_WORK_TREE": str(top)}
-        words = ["git", "--no-pager", command, *arguments]
+                (clean_dir / path.name).symlink_to(path)
+        (clean_dir / "config").write_text(_harmless_settings(common_dir / "config", clean_dir))
+        environment = _environment(clean_dir) | {"GIT_WORK_TREE": str(top)}
+        argv = ["git", "--no-pager", command, *arguments]
         completed = subprocess.run(
-            words,
+            argv,
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -99,10 +99,10 @@ def _find_repository(folder: Path) -> tuple[Path, Path, Path]:
         if git.is_file():
             git = top / _text_of(git).removeprefix("gitdir:").strip()
         if (git / "HEAD").is_file():
-            shared = git
+            common_dir = git
             with contextlib.suppress(OSError):
-                shared = git / _text_of(git / "commondir").strip()
-            return top, git, shared
+                common_dir = git / _text_of(git / "commondir").strip()
+            return top, git, common_dir
     raise FileNotFoundError(f"{folder} is in no git repository")
 
 
@@ -112,13 +112,13 @@ def _text_of(file: Path) -> str:
 
 def _harmless_settings(config: Path, empty: Path) -> str:
     """Returns the settings of a repository that name no command, as the text of a configuration."""
-    words = ["git", "config", "--no-includes", "--null", "--file", str(config), "--list"]
+    argv = ["git", "config", "--no-includes", "--null", "--file", str(config), "--list"]
     completed = subprocess.run(
-        words, cwd=empty, env=_environment(empty), capture_output=True, timeout=_LIMIT_S, check=True
+        argv, cwd=empty, env=_environment(empty), capture_output=True, timeout=_LIMIT_S, check=True
     )
     lines, version = [], 0
-    for entry in completed.stdout.decode(errors="replace").split("\0"):
-        key, _, value = entry.partition("\n")
+    for setting in completed.stdout.decode(errors="replace").split("\0"):
+        key, _, value = setting.partition("\n")
         if value.lower() in _VALUES.get(key, ()):
             section, _, name = key.partition(".")
             lines.append(f"[{section}]\n{name} = {value}\n")

@@ -284,18 +284,18 @@ class CallServer:
             call = self._door.next()
             if call is None:  # it has just got a notice to leave
                 continue
-            caller, (number, method, *frames) = call
+            caller, (call_id, method, *frames) = call
             name, _, epoch = method.decode().partition(" ")
             self._service.members_changed(int(epoch or 0))
             if name == RESUME:
                 self._resume(frames)
             if name in (EXIT, IDLE, RESUME):
-                self._door.answer(caller, [number, b"ok", b"0", *self._service.pack(None).frames()])
+                self._door.answer(caller, [call_id, b"ok", b"0", *self._service.pack(None).frames()])
                 if name == EXIT:
                     return 0
                 continue
             status, seconds, packed = self._execute(name, frames)
-            self._door.answer(caller, [number, status, b"%.9f" % seconds, *packed.frames()])
+            self._door.answer(caller, [call_id, status, b"%.9f" % seconds, *packed.frames()])
 
     def _resume(self, frames: list[bytes]) -> None:
         """Drops the messages from before a recovery, which has ended."""
@@ -351,28 +351,28 @@ def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds:
         calls: Records of ranks, with the method that each is in.
         seconds: How long the wait has lasted.
     """
-    requests, until = [], time.monotonic() + PATIENCE_S
+    requests, deadline = [], time.monotonic() + PATIENCE_S
     for record, method in {record["rpc"]["ipc"]: (record, method) for record, method in calls}.values():
         try:
-            whom = f"{record['group']}-{record['rank']} to say where it is"
-            limit = max(0.01, until - time.monotonic())
-            requests.append((record, method, service.peers.begin(choose(record["data"]), b"DOING", [], whom, limit)))
+            purpose = f"{record['group']}-{record['rank']} to say where it is"
+            limit = max(0.01, deadline - time.monotonic())
+            requests.append((record, method, service.peers.begin(choose(record["data"]), b"DOING", [], purpose, limit)))
         except (RlhpcError, OSError):
             continue  # it has ended, which others report
     sentences = []
     for record, method, pending in requests:
         rank = f"{record['group']}[{record['rank']}] on node {record['node']}"
         try:
-            stack = pickle.loads(service.peers.reply_to(pending, max(0.01, until - time.monotonic()))[0])
+            stack = pickle.loads(service.peers.reply_to(pending, max(0.01, deadline - time.monotonic()))[0])
         except (RlhpcError, OSError):
-            where = "it does not even say where it is"
+            position = "it does not even say where it is"
         else:
             if not stack or any(wait in file for file, _, _ in stack for wait in _WAITS):
                 continue
             file, line, function = stack[-1]
-            where = f"it is in {function} ({file}:{line})"
+            position = f"it is in {function} ({file}:{line})"
         sentences.append(
-            f"{rank} has not come back from {method}() in {seconds:.1f} s: {where}; log {record['log_err']}"
+            f"{rank} has not come back from {method}() in {seconds:.1f} s: {position}; log {record['log_err']}"
         )
     return sentences
 
@@ -383,10 +383,10 @@ _POLL_MS = 200
 def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> WorkerFailed:
     """Returns the driver-side exception for an error that a worker reported with `describe_error`."""
     cause = pickle.loads(error["pickled"]) if error["pickled"] else None
-    where = f"raised in {doing} on node {record['node']} (pid {record['pid']}, log {record['log_err']})"
-    message = f"{error['text']}\n  {where}\n{error['traceback'].rstrip()}"
+    origin = f"raised in {doing} on node {record['node']} (pid {record['pid']}, log {record['log_err']})"
+    message = f"{error['text']}\n  {origin}\n{error['traceback'].rstrip()}"
     if isinstance(cause, (UserError, NonFinite, StaleGeneration, StrangerConnected)):  # its message has all that helps
-        message = f"{cause}\n  {where}"
+        message = f"{cause}\n  {origin}"
     failure = WorkerFailed(
         message,
         group=record["group"],
@@ -512,11 +512,11 @@ class RpcClient:
         self.interrupt()
         with self._lock:
             for index, record in enumerate(records):
-                number = next(self._numbers).to_bytes(8, "big")
-                self._pending[number] = (handle, record["rank"], record)
+                call_id = next(self._numbers).to_bytes(8, "big")
+                self._pending[call_id] = (handle, record["rank"], record)
                 if self.has_left(record):  # since the caller last looked
                     self._leavers.append(_identity(record))
-                if not self._lines.send(record["rpc"], [number, name, *packed.frames(index)]):
+                if not self._lines.send(record["rpc"], [call_id, name, *packed.frames(index)]):
                     packed.discard(index, index + 1)
         return handle
 
@@ -526,8 +526,8 @@ class RpcClient:
         with self._lock:
             calls = [(record, pending.method) for pending, _, record in self._pending.values()]
         busy_ranks = busy(self.context.service, calls, seconds)
-        waited = f"waited {seconds:.1f} s for {handle.group}.{handle.method}() on ranks {missing_ranks}"
-        return DeadlineExceeded("\n  ".join([*busy_ranks, waited]))
+        wait_text = f"waited {seconds:.1f} s for {handle.group}.{handle.method}() on ranks {missing_ranks}"
+        return DeadlineExceeded("\n  ".join([*busy_ranks, wait_text]))
 
     def pump(self, timeout_ms: int) -> None:
         """Waits up to `timeout_ms` for answers and hands them to their handles.
@@ -537,11 +537,11 @@ class RpcClient:
         """
         with self._lock:
             messages = self._lines.receive(timeout_ms)
-        for number, status, seconds, *frames in messages:
-            entry = self._pending.pop(number, None)
-            if entry is None:
+        for call_id, status, seconds, *frames in messages:
+            pending_call = self._pending.pop(call_id, None)
+            if pending_call is None:
                 continue  # the group has ended and been forgotten in the meantime
-            handle, rank, record = entry
+            handle, rank, record = pending_call
             result = self.context.service.unpack(frames)
             if status == b"error":
                 error = worker_failed(result, f"{record['group']}[{rank}].{handle.method}()", record)
@@ -562,10 +562,10 @@ class RpcClient:
         while self._leavers:
             leavers.add(self._leavers.popleft())
         with self._lock:
-            doomed = {n: call for n, call in self._pending.items() if _identity(call[2]) in leavers}
-            for number in doomed:
-                del self._pending[number]
-        for handle, rank, _ in doomed.values():
+            dropped_calls = {n: call for n, call in self._pending.items() if _identity(call[2]) in leavers}
+            for call_id in dropped_calls:
+                del self._pending[call_id]
+        for handle, rank, _ in dropped_calls.values():
             handle._leave(rank)
 
     def forget(self, group: str) -> None:

@@ -67,8 +67,8 @@ def cache_folder() -> Path | None:
 
 def _session() -> Scratch | None:
     """Returns the newest session of this process whose folder exists."""
-    held = [Scratch(token) for token, (pid, _) in _held.items() if pid == os.getpid()]
-    return next((scratch for scratch in reversed(held) if scratch.sockets.is_dir()), None)
+    sessions = [Scratch(token) for token, (pid, _) in _held.items() if pid == os.getpid()]
+    return next((scratch for scratch in reversed(sessions) if scratch.sockets.is_dir()), None)
 
 
 def session_folder() -> Path | None:
@@ -116,9 +116,9 @@ def remove_folder(folder: Path) -> None:
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):
-        for words in (["chmod", "-R", "u+rwX", str(folder)], ["rm", "-rf", "--one-file-system", str(folder)]):
+        for command in (["chmod", "-R", "u+rwX", str(folder)], ["rm", "-rf", "--one-file-system", str(folder)]):
             with contextlib.suppress(OSError):
-                subprocess.run(words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+                subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
 @dataclass(frozen=True)
@@ -313,13 +313,19 @@ def _check_scratch_root() -> None:
 
 
 def _unusable(scratch: Scratch, error: OSError) -> ConfigError | StorageError:
-    where = str(error.filename or scratch.sockets)
+    failed_path = str(error.filename or scratch.sockets)
     root = _scratch_root()
-    if root is not None and where.startswith(str(scratch.spill)):
+    if root is not None and failed_path.startswith(str(scratch.spill)):
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return ConfigError(f"cluster.scratch: cannot make {where}: {error.strerror}. {advice(error, where)}")
-        return ConfigError(f"cluster.scratch: cannot make {where}: {error.strerror}; it must be a folder of every node")
-    return StorageError(f"cannot make {where} on node {node_name()}: {error.strerror or error}. {advice(error, where)}")
+            return ConfigError(
+                f"cluster.scratch: cannot make {failed_path}: {error.strerror}. {advice(error, failed_path)}"
+            )
+        return ConfigError(
+            f"cluster.scratch: cannot make {failed_path}: {error.strerror}; it must be a folder of every node"
+        )
+    return StorageError(
+        f"cannot make {failed_path} on node {node_name()}: {error.strerror or error}. {advice(error, failed_path)}"
+    )
 
 
 # -- remains of other sessions ------------------------------------------------------------------------------------------------
@@ -343,8 +349,13 @@ def _session_folders() -> dict[str, list[Path]]:
     for root in {_SOCKET_ROOT, _SHM_ROOT, _scratch_root() or _SOCKET_ROOT}:
         with contextlib.suppress(OSError):
             for entry in os.scandir(root):
-                token, dash, kind = entry.name.removeprefix(prefix).partition("-")
-                if entry.name.startswith(prefix) and token and dash + kind in _KINDS and _own_folder(Path(entry.path)):
+                token, dash, folder_type = entry.name.removeprefix(prefix).partition("-")
+                if (
+                    entry.name.startswith(prefix)
+                    and token
+                    and dash + folder_type in _KINDS
+                    and _own_folder(Path(entry.path))
+                ):
                     folders_by_token.setdefault(token, []).append(Path(entry.path))
     # last the one with the lock, which says that the rest may go
     return {token: sorted(folders, key=_has_lock) for token, folders in folders_by_token.items()}
@@ -390,23 +401,23 @@ def _young(folder: Path) -> bool:
 def _locked(folders: list[Path]) -> Iterator[bool]:
     """Yields whether the session of these folders has ended; while the block runs, no process of it can start."""
     fds: list[int] = []
-    over, has_lock = True, any(map(_has_lock, folders))
+    is_over, has_lock = True, any(map(_has_lock, folders))
     for folder in folders:
         try:
             fd = _take(folder)
         except OSError as error:
             # without the lock file, a filesystem without locks cannot tell
-            over = over and not _young(folder) and (has_lock or error.errno not in _NO_LOCKS)
+            is_over = is_over and not _young(folder) and (has_lock or error.errno not in _NO_LOCKS)
             continue
         if fd is None:
-            over = False
+            is_over = False
         else:
             fds.append(fd)
     # without the folder that has the lock in it the session is either dead or just being made
     if not has_lock:
-        over = over and not any(map(_young, folders))
+        is_over = is_over and not any(map(_young, folders))
     try:
-        yield over
+        yield is_over
     finally:
         for fd in fds:
             os.close(fd)
@@ -419,8 +430,8 @@ def remove_stale() -> list[Path]:
     """
     removed = []
     for _, folders in sorted(_session_folders().items()):
-        with _locked(folders) as over:
-            for folder in folders if over else ():
+        with _locked(folders) as is_over:
+            for folder in folders if is_over else ():
                 remove_folder(folder)
                 if folder.exists():
                     log.debug("%s could not be removed", folder)
@@ -433,6 +444,6 @@ def live() -> list[Path]:
     """Returns the folders of this user's sessions on this host that processes hold, or that are being created."""
     alive = []
     for _, folders in sorted(_session_folders().items()):
-        with _locked(folders) as over:
-            alive += [] if over else folders
+        with _locked(folders) as is_over:
+            alive += [] if is_over else folders
     return alive

@@ -180,9 +180,9 @@ class Session:
 
     def job_gone(self, job: str) -> None:
         """Records the end of a job from which ranks have joined, and the end of these ranks."""
-        for member in self.membership.of_job(job):
-            member.leave_reason = f"its job {job} has ended"
-            self.exited(member, 0)
+        for joined_member in self.membership.of_job(job):
+            joined_member.leave_reason = f"its job {job} has ended"
+            self.exited(joined_member, 0)
 
     def all_ended(self, members: Sequence[Member]) -> list[Member]:
         """Registers that none of these ranks can be alive; returns those whose end is unexpected."""

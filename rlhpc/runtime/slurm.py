@@ -90,7 +90,7 @@ def ask(
     _commands[threading.get_ident()] = process, apart
     with process:
         try:
-            text, error_text = process.communicate(stdin, timeout_s)
+            output, error_text = process.communicate(stdin, timeout_s)
         except subprocess.TimeoutExpired:
             _kill(process, apart)
             return CommandOutput(124, "", f"{argv[0]} did not answer within {timeout_s:.0f} s")
@@ -99,7 +99,7 @@ def ask(
             raise
         finally:
             _commands.pop(threading.get_ident(), None)
-    return CommandOutput(process.returncode, text, error_text)
+    return CommandOutput(process.returncode, output, error_text)
 
 
 def give_up(thread: threading.Thread) -> None:

@@ -24,9 +24,9 @@ class VisibleText(io.TextIOWrapper):
 
     def write(self, text: str, /) -> int:
         """Writes text without anything that a terminal obeys."""
-        begin = _OVERWRITE.match(text)
-        at = begin.end() if begin else 0
-        super().write(text[:at] + printable(text[at:]))
+        prefix = _OVERWRITE.match(text)
+        prefix_end = prefix.end() if prefix else 0
+        super().write(text[:prefix_end] + printable(text[prefix_end:]))
         return len(text)
 
 
@@ -35,23 +35,23 @@ def standard_streams() -> None:
 
     A closed descriptor would be assigned to the next file that is opened, and messages written into that file.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
-            os.fstat(number)
+            os.fstat(fd)
         except OSError:
-            if os.open(os.devnull, os.O_RDWR) == number:
-                os.set_inheritable(number, True)
+            if os.open(os.devnull, os.O_RDWR) == fd:
+                os.set_inheritable(fd, True)
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("r" if number == 0 else "w"))  # noqa: SIM115
+            setattr(sys, name, Path(os.devnull).open("r" if fd == 0 else "w"))  # noqa: SIM115
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:
             stream.flush()
-            encoding, by_line, through = stream.encoding, stream.line_buffering, stream.write_through
+            encoding, by_line, write_through = stream.encoding, stream.line_buffering, stream.write_through
             # The process's own stream stays usable; any other would close what both write to once nobody refers to it.
             buffer = stream.buffer if stream is getattr(sys, f"__{name}__") else stream.detach()
             setattr(sys, name, VisibleText(
-                buffer, encoding=encoding, errors="backslashreplace", line_buffering=by_line, write_through=through
+                buffer, encoding=encoding, errors="backslashreplace", line_buffering=by_line, write_through=write_through
             ))  # fmt: skip
 
 

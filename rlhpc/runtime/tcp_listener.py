@@ -70,21 +70,21 @@ class TcpListener:
         """Takes a batch of connections off the queue; returns those that may speak, without blocking."""
         arrived: list[tuple[int, TcpConnection]] = []
         for _ in range(_BATCH):
-            number = self._accept()
-            if number >= 0:
-                arrived.append((number, TcpConnection(self.sock.family, self._local, self._parsed())))
+            fd = self._accept()
+            if fd >= 0:
+                arrived.append((fd, TcpConnection(self.sock.family, self._local, self._parsed())))
             elif ctypes.get_errno() in (errno.EMFILE, errno.ENFILE):
                 self._drop()
             elif ctypes.get_errno() not in _ITS_OWN:
                 break
         uids = self._owners.uids([connection for _, connection in arrived])
         admitted = []
-        for (number, connection), uid in zip(arrived, uids, strict=True):
+        for (fd, connection), uid in zip(arrived, uids, strict=True):
             if uid in (os.getuid(), _ROOT) or (uid is None and not self._is_local(connection.peer[0])):
-                admitted.append(socket.socket(fileno=number))
+                admitted.append(socket.socket(fileno=fd))
                 admitted[-1].setblocking(False)
             else:
-                _reset(number)
+                _reset(fd)
         return admitted
 
     def serve(self, take: Callable[[socket.socket], None], name: str) -> Acceptor:
@@ -105,8 +105,8 @@ class TcpListener:
             if self._spare >= 0:
                 os.close(self._spare)
                 self._spare = -1
-                if (number := self._accept()) >= 0:
-                    _reset(number)
+                if (fd := self._accept()) >= 0:
+                    _reset(fd)
             self._spare = os.eventfd(0, os.EFD_CLOEXEC)
 
     def _accept(self) -> int:
@@ -115,9 +115,9 @@ class TcpListener:
         return int(libc.accept4(self.sock.fileno(), self._name, ctypes.byref(size), flags))
 
     def _parsed(self) -> tuple[bytes, int]:
-        raw = self._name.raw
-        host = raw[4:8] if self.sock.family == socket.AF_INET else raw[8:24]
-        return host, int.from_bytes(raw[2:4])
+        sockaddr = self._name.raw
+        host = sockaddr[4:8] if self.sock.family == socket.AF_INET else sockaddr[8:24]
+        return host, int.from_bytes(sockaddr[2:4])
 
     def _is_local(self, host: bytes) -> bool:
         """Returns whether an address is one of this host's: its process has hung up, if none has that end any more."""
@@ -127,9 +127,9 @@ class TcpListener:
         if time.monotonic() > self._until:
             self._until = time.monotonic() + _INTERFACES_S
             with contextlib.suppress(OSError):
-                named = (each.address.partition("%")[0] for addresses in psutil.net_if_addrs().values()
-                         for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6))  # fmt: skip
-                self._interfaces = frozenset(map(_address, named))
+                interface_addresses = (entry.address.partition("%")[0] for addresses in psutil.net_if_addrs().values()
+                         for entry in addresses if entry.family in (socket.AF_INET, socket.AF_INET6))  # fmt: skip
+                self._interfaces = frozenset(map(_address, interface_addresses))
         return address in self._interfaces
 
 

@@ -44,8 +44,10 @@ def tcp_sockets() -> Iterator[TcpSocket]:
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):  # a kernel without IPv6
             for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-                _, local, peer, state, _, _, _, uid, _, inode = line.split()[:10]
-                yield TcpSocket(_address(local), _address(peer), int(state, 16) == _LISTEN, int(uid), int(inode))
+                _, local_address, peer, state, _, _, _, uid, _, inode = line.split()[:10]
+                yield TcpSocket(
+                    _address(local_address), _address(peer), int(state, 16) == _LISTEN, int(uid), int(inode)
+                )
 
 
 class TcpConnection(NamedTuple):
@@ -82,9 +84,12 @@ class PeerOwners:
         """Returns the user whose process holds the other end of each connection; None if no process of this host does."""
         if self._netlink is not None:
             try:
-                answers = [self._ask(connection) for connection in connections]
+                sockets = [self._ask(connection) for connection in connections]
                 # one that its process has closed has no inode, and a listener at that port is no end of this connection
-                return [one[1] if one and one[2] and one[0] != _LISTEN else None for one in answers]
+                return [
+                    socket_state[1] if socket_state and socket_state[2] and socket_state[0] != _LISTEN else None
+                    for socket_state in sockets
+                ]
             except OSError:
                 self.close()
         if not connections:
@@ -100,16 +105,16 @@ class PeerOwners:
             OSError: Netlink does not answer.
         """
         family, local, peer = connection
-        (host, port), (near, near_port) = peer, local
-        ends = _ID.pack(port.to_bytes(2), near_port.to_bytes(2), host, near, 0, (1 << 64) - 1)
+        (host, port), (local_host, local_port) = peer, local
+        ends = _ID.pack(port.to_bytes(2), local_port.to_bytes(2), host, local_host, 0, (1 << 64) - 1)
         query = _QUERY.pack(family, socket.IPPROTO_TCP, 0, 0xFFFFFFFF) + ends
         assert self._netlink is not None
         sent = _HEADER.pack(_HEADER.size + len(query), _BY_FAMILY, _REQUEST, 0, 0) + query
-        number = self._netlink.fileno()
+        netlink_fd = self._netlink.fileno()
         # the answer is there once the question is sent
-        if libc.send(number, sent, len(sent), 0) < 0:
+        if libc.send(netlink_fd, sent, len(sent), 0) < 0:
             raise OSError(ctypes.get_errno(), "netlink")
-        size = libc.recv(number, self._buffer, _REPLY_BYTES, socket.MSG_DONTWAIT)
+        size = libc.recv(netlink_fd, self._buffer, _REPLY_BYTES, socket.MSG_DONTWAIT)
         if size < _HEADER.size:
             raise OSError(ctypes.get_errno(), "netlink")
         answer = self._buffer.raw[:size]
@@ -135,10 +140,10 @@ def socket_inodes(pids: Iterable[int]) -> set[int] | None:
     inodes = set[int]()
     for pid in pids:
         try:
-            for number in os.listdir(f"/proc/{pid}/fd"):
+            for fd_name in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(FileNotFoundError):
-                    kind, _, inode = os.readlink(f"/proc/{pid}/fd/{number}").partition(":[")
-                    if kind == "socket":
+                    link_type, _, inode = os.readlink(f"/proc/{pid}/fd/{fd_name}").partition(":[")
+                    if link_type == "socket":
                         inodes.add(int(inode.rstrip("]")))
         except FileNotFoundError:  # it has ended
             continue
@@ -149,8 +154,8 @@ def socket_inodes(pids: Iterable[int]) -> set[int] | None:
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.partition(":")
-    words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
-    return _host(struct.pack(f"={len(words)}I", *words)), int(port, 16)
+    host_words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
+    return _host(struct.pack(f"={len(host_words)}I", *host_words)), int(port, 16)
 
 
 def _host(packed: bytes) -> str:
@@ -166,13 +171,13 @@ def _owners(peers: set[bytes]) -> dict[tuple[bytes, bytes], int]:
         with contextlib.suppress(OSError):  # a kernel without IPv6
             for line in Path(f"/proc/net/{table}").read_bytes().split(b"\n"):
                 if any(peer in line for peer in peers):  # few of very many
-                    _, local, peer, state, _, _, _, uid, _, inode = line.split()[:10]
+                    _, local_address, peer, state, _, _, _, uid, _, inode = line.split()[:10]
                     if int(inode) and int(state, 16) != _LISTEN:
-                        uids[local[-13:], peer[-13:]] = int(uid)
+                        uids[local_address[-13:], peer[-13:]] = int(uid)
     return uids
 
 
 def _name(host: bytes, port: int) -> bytes:
     """Returns the end of an address of either family in these tables: the last four bytes of the host, and the port."""
-    (word,) = struct.unpack_from("=I", host, len(host) - 4)
-    return b"%08X:%04X" % (word, port)
+    (host_word,) = struct.unpack_from("=I", host, len(host) - 4)
+    return b"%08X:%04X" % (host_word, port)

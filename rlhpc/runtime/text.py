@@ -48,8 +48,8 @@ def printable(text: str) -> str:
     """
     if _OBEYED.search(text) is None:
         return text
-    plain = _RENDITION.sub("", text).replace("\r\n", "\n")
-    return _OBEYED.sub(lambda sign: sign[0].encode("unicode_escape").decode(), plain)
+    uncoloured = _RENDITION.sub("", text).replace("\r\n", "\n")
+    return _OBEYED.sub(lambda sign: sign[0].encode("unicode_escape").decode(), uncoloured)
 
 
 def one_line(text: str) -> str:
@@ -73,8 +73,8 @@ def interval_text(ends: Sequence[Any] | None, form: str, to: str = " … ") -> s
 
 def in_parentheses(ends: Sequence[Any] | None, form: str, label: str = "", to: str = " to ") -> str:
     """Returns `interval_text` in parentheses after a space, with a label before it; "" where that is empty."""
-    text = interval_text(ends, form, to)
-    return text and f" ({label}{text})"
+    interval = interval_text(ends, form, to)
+    return interval and f" ({label}{interval})"
 
 
 _TAIL_BYTES = 16384
@@ -95,9 +95,14 @@ def last_lines(text: str) -> str:
 
 def _telling(lines: list[str]) -> list[str]:
     """Returns the last lines; of `faulthandler`'s output only the thread at fault, without the list of all modules."""
-    fatal = [at for at, line in enumerate(lines) if line.startswith("Fatal Python error")]
-    if not fatal or not lines[-1].startswith(("  File ", "Extension modules: ")):  # or it was an earlier process's
+    fatal_lines = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    if not fatal_lines or not lines[-1].startswith(
+        ("  File ", "Extension modules: ")
+    ):  # or it was an earlier process's
         return lines[-12:]
-    at = next((at for at in range(fatal[-1], len(lines)) if lines[at].startswith("Current thread")), fatal[-1] + 1)
-    frames = itertools.takewhile(str.strip, lines[at : at + 8])
-    return [*lines[: fatal[-1]][-3:], lines[fatal[-1]], *frames]
+    index = next(
+        (index for index in range(fatal_lines[-1], len(lines)) if lines[index].startswith("Current thread")),
+        fatal_lines[-1] + 1,
+    )
+    frames = itertools.takewhile(str.strip, lines[index : index + 8])
+    return [*lines[: fatal_lines[-1]][-3:], lines[fatal_lines[-1]], *frames]

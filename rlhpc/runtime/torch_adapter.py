@@ -42,15 +42,15 @@ def replace_forward(module: Any, forward: Callable[..., Any]) -> None:
 @contextlib.contextmanager
 def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Makes calls of a module compute another function for the duration of the block (`replace_forward`)."""
-    before = vars(module).get("forward")  # one that was replaced before, e.g. by a tensor-parallel plan
+    previous = vars(module).get("forward")  # one that was replaced before, e.g. by a tensor-parallel plan
     replace_forward(module, forward)
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del module.forward
         else:
-            replace_forward(module, before)
+            replace_forward(module, previous)
 
 
 @contextlib.contextmanager

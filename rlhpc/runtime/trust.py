@@ -58,16 +58,18 @@ class Trust:
             content: Mappings and lists, or a text such as an override.
             everything: Whether to allow any code.
         """
-        named = (text for _, text in _texts(content, "") if _IMPORT_PATH.fullmatch(text) or _DOTTED.fullmatch(text))
+        import_paths = (
+            text for _, text in _texts(content, "") if _IMPORT_PATH.fullmatch(text) or _DOTTED.fullmatch(text)
+        )
         switched = (_switch(key) for key, _ in _switches(content, ""))
-        return cls(everything, frozenset((*named, *switched)))
+        return cls(everything, frozenset((*import_paths, *switched)))
 
     @classmethod
     def of_words(cls, words: Sequence[str], everything: bool = False) -> Trust:
         """Returns trust in the names of the user's own overrides (`key=value`)."""
         values: list[Any] = []
-        for word in words:
-            value = word.partition("=")[2]
+        for override in words:
+            value = override.partition("=")[2]
             try:
                 values.append(read_yaml(value))
             except Exception:  # not YAML; the code that applies it reports this

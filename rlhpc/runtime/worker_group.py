@@ -217,8 +217,8 @@ class WorkerGroup:
     def execute_on(self, *ranks: int) -> WorkerGroup:
         """Restricts the next call, and only that one, to these ranks; returns the group."""
         joined = {record["rank"] for record in self._records}
-        wrong = [rank for rank in ranks if not 0 <= rank < self.world_size and rank not in joined]
-        if wrong or not ranks:
+        unknown_ranks = [rank for rank in ranks if not 0 <= rank < self.world_size and rank not in joined]
+        if unknown_ranks or not ranks:
             raise ValueError(f"execute_on{ranks}: group {self.name!r} has ranks 0 to {self.world_size - 1}")
         self._only = sorted(set(ranks))
         return self

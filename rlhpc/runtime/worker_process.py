@@ -44,8 +44,8 @@ class Closing(Protocol):
 
 def ignore_job_signals() -> None:
     """Ignores the signals that the scheduler sends to the whole job: every step gets them, but only the driver acts."""
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -69,9 +69,9 @@ def before_sigterm(act: Callable[[], None], ends_itself: Callable[[], bool] = la
     def watch() -> None:
         # C code writes the byte, so it arrives even while the main thread is inside a library; code with its own handler
         # decides for itself
-        while number := os.read(reader, 1):
-            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is end:
-                end(number[0], None)
+        while signal_byte := os.read(reader, 1):
+            if signal_byte[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is end:
+                end(signal_byte[0], None)
 
     masks = threading.local()
 
@@ -263,12 +263,12 @@ def live(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, farewel
         return run_worker(spec, on_sigterm, farewell)
     except BaseException as error:
         reason = explained(error, "this rank")
-        words = f"rlhpc: error: {reason}\n" if isinstance(reason, RlhpcError) else traceback.format_exc()
+        message = f"rlhpc: error: {reason}\n" if isinstance(reason, RlhpcError) else traceback.format_exc()
         with contextlib.suppress(OSError):
-            os.write(2, words.encode())
+            os.write(2, message.encode())
         with contextlib.suppress(OSError), Path(spec.log_err).open("a") as log:
             if not os.path.samestat(os.fstat(2), os.fstat(log.fileno())):
-                log.write(words)
+                log.write(message)
         if isinstance(reason, RlhpcError):
             return reason.exit_code
         return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code else 1

@@ -90,19 +90,19 @@ class WorkerSpec:
         Raises:
             ValueError: The text is something else.
         """
-        value = read_json(text)
-        if not isinstance(value, dict) or set(value) != set(cls.__dataclass_fields__):
-            raise ValueError(f"no specification of a rank: {short_repr(value)}")
-        for name, kind in _KINDS.items():
-            if not isinstance(value[name], kind) or isinstance(value[name], bool) != (kind is bool):
-                raise ValueError(f"{name} of a rank's specification is {short_repr(value[name])}")
-        numbers = [*value["accelerators"], *(value[name] for name, kind in _KINDS.items() if kind is int)]
-        texts = [*value["sys_path"], *value["env"].values(), *value["driver"].values()]
-        texts += [value["tcp_address"] or "", value["interface"] or ""]
+        fields = read_json(text)
+        if not isinstance(fields, dict) or set(fields) != set(cls.__dataclass_fields__):
+            raise ValueError(f"no specification of a rank: {short_repr(fields)}")
+        for name, field_type in _KINDS.items():
+            if not isinstance(fields[name], field_type) or isinstance(fields[name], bool) != (field_type is bool):
+                raise ValueError(f"{name} of a rank's specification is {short_repr(fields[name])}")
+        numbers = [*fields["accelerators"], *(fields[name] for name, field_type in _KINDS.items() if field_type is int)]
+        texts = [*fields["sys_path"], *fields["env"].values(), *fields["driver"].values()]
+        texts += [fields["tcp_address"] or "", fields["interface"] or ""]
         if not all(map(is_count, numbers)) or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"no specification of a rank: {short_repr(value)}")
-        body = base64.b64decode(value["body"], validate=True)
-        return cls(**{**value, "body": body, "accelerators": tuple(value["accelerators"])})
+            raise ValueError(f"no specification of a rank: {short_repr(fields)}")
+        body = base64.b64decode(fields["body"], validate=True)
+        return cls(**{**fields, "body": body, "accelerators": tuple(fields["accelerators"])})
 
     @property
     def identity(self) -> tuple[str, str]:
@@ -141,11 +141,11 @@ def spec_of(
         common: Fields that are the same for all ranks of the session or the group.
     """
     node = cluster.nodes[placement.node_rank]
-    of = cluster.node_group(placement.node_group) if placement.node_group else None
-    env = {**(dict(of.env_vars or {}) if of else {}), **env_vars}
+    node_group = cluster.node_group(placement.node_group) if placement.node_group else None
+    env = {**(dict(node_group.env_vars or {}) if node_group else {}), **env_vars}
     if cluster.source == "virtual":
         env.setdefault(VIRTUAL, "1")
-    interpreter = of.python_interpreter if of else None
+    interpreter = node_group.python_interpreter if node_group else None
     stem = log_dir / f"{group}-{placement.rank}"
     return WorkerSpec(
         group=group, rank=placement.rank, world_size=world_size, node=node.name, node_rank=placement.node_rank,
@@ -176,14 +176,14 @@ def read_specs(stream: int) -> list[WorkerSpec]:
     """
 
     def exactly(size: int) -> bytes:
-        parts = []
+        chunks = []
         while size:
-            part = os.read(stream, min(size, 1 << 20))
-            if not part:
+            chunk = os.read(stream, min(size, 1 << 20))
+            if not chunk:
                 raise EOFError("the driver was gone before it said what to do")
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
+            chunks.append(chunk)
+            size -= len(chunk)
+        return b"".join(chunks)
 
     specs: list[WorkerSpec] = pickle.loads(exactly(_LENGTH.unpack(exactly(_LENGTH.size))[0]))
     return specs
@@ -203,12 +203,12 @@ def end_with_input(stream: int, leave: Callable[[], None], ends_itself: Callable
         reason = b"the driver of this run is gone; this rank ends\n"
         while True:
             try:
-                data = os.read(stream, 4096)
+                received = os.read(stream, 4096)
             except OSError:
                 break
-            if not data:
+            if not received:
                 break
-            if LEAVE in data and not ends_itself():
+            if LEAVE in received and not ends_itself():
                 reason = b"this rank was told to leave, and has nothing under way; it ends\n"
                 break
         with contextlib.suppress(OSError):  # a full disk

@@ -253,10 +253,10 @@ class TrainingBackend(abc.ABC):
         self.module.train()
         metrics = []
         with _explain_out_of_memory(self.blueprint.knobs):
-            for number, batch in enumerate(micro_batches):
-                value, measured = loss(self.called, batch)
-                self._backward(value, last=number == len(micro_batches) - 1)
-                metrics.append({key: each.detach() for key, each in measured.items()})
+            for index, batch in enumerate(micro_batches):
+                loss_value, measured = loss(self.called, batch)
+                self._backward(loss_value, last=index == len(micro_batches) - 1)
+                metrics.append({key: metric.detach() for key, metric in measured.items()})
         return metrics
 
     @abc.abstractmethod
@@ -370,8 +370,10 @@ class TrainingBackend(abc.ABC):
         """Records the backend and model of the checkpoint, and writes the files that accompany its weights, on rank 0."""
         if self.rank != 0:
             return
-        text = json.dumps({**self._identity(), "about": self.blueprint.about(self.module)}, indent=2, sort_keys=True)
-        write_durably(folder / self.blueprint.identity_file, text.encode() + b"\n")
+        identity_json = json.dumps(
+            {**self._identity(), "about": self.blueprint.about(self.module)}, indent=2, sort_keys=True
+        )
+        write_durably(folder / self.blueprint.identity_file, identity_json.encode() + b"\n")
         self.blueprint.write_beside(folder, self.module)
 
     def check_identity(self, folder: Path) -> None:
@@ -433,10 +435,10 @@ class TrainingBackend(abc.ABC):
 
 def _about_value(identity: Mapping[str, Any], key: str) -> Any:
     """Returns the value of a key such as `actor.lora.alpha` that a checkpoint has in `about`; None without one."""
-    _, *parts = key.split(".")
-    value: Any = identity.get("about") if parts else None
-    for part in parts:
-        value = value.get(part) if isinstance(value, dict) else None
+    _, *path = key.split(".")
+    value: Any = identity.get("about") if path else None
+    for field in path:
+        value = value.get(field) if isinstance(value, dict) else None
     return value
 
 
@@ -488,8 +490,8 @@ class HostMemory:
             self._flat = host_memory(sum(rounded), device)
         if self._flat is None:
             return []
-        parts = self._flat[: sum(rounded)].split(rounded)
-        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        allocated = self._flat[: sum(rounded)].split(rounded)
+        return [padded[:size] for padded, size in zip(allocated, sizes, strict=True)]
 
 
 class Parked:

@@ -103,10 +103,10 @@ class ReplicatedBackend(ParkingBackend):
         with self.awake():
             for policy, flat in self._flats.items():
                 yield from flat.named().items()
-                optimizer, of = flat.optimizer, f"{policy}." if policy else ""
+                optimizer, prefix = flat.optimizer, f"{policy}." if policy else ""
                 yield from (
-                    (f"optimizer.{of}exp_avg", optimizer.exp_avg),
-                    (f"optimizer.{of}exp_avg_sq", optimizer.exp_avg_sq),
+                    (f"optimizer.{prefix}exp_avg", optimizer.exp_avg),
+                    (f"optimizer.{prefix}exp_avg_sq", optimizer.exp_avg_sq),
                 )
 
     def save(self, folder: Path) -> None:

@@ -58,36 +58,36 @@ def partitioned(
     rank, ranks = dist.get_rank(), dist.get_world_size()
     module = build(empty=rank != 0)
     convert = _converter(deepspeed, config)
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    owners_by_id: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(parameter), []).append((owner, name))
+            owners_by_id.setdefault(id(parameter), []).append((owner, name))
     for parameter in list(module.parameters()):
         if parameter.is_meta:
-            parameter_places = places[id(parameter)]
+            parameter_owners = owners_by_id[id(parameter)]
             parameter = nn.Parameter(
                 torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=parameter.requires_grad
             )
-            for owner, name in parameter_places:
+            for owner, name in parameter_owners:
                 setattr(owner, name, parameter)
         else:
             parameter.data = parameter.data.to(dtype)
         convert([parameter])
     for name, buffer in list(module.named_buffers()):
-        value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        full_buffer = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
         if ranks > 1:
-            value = value.contiguous()
-            dist.broadcast(value, 0)
+            full_buffer = full_buffer.contiguous()
+            dist.broadcast(full_buffer, 0)
         owner_name, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(owner_name), attribute, value)
+        setattr(module.get_submodule(owner_name), attribute, full_buffer)
     return module
 
 
 def _converter(deepspeed: Any, config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
     """Returns the function that turns plain parameters into ZeRO-3's; DeepSpeed has it only on a converted parameter."""
-    first = nn.Linear(1, 1, bias=False)
-    deepspeed.zero.Init(module=first, config_dict_or_path=config)
-    converted: Any = first.weight
+    sample = nn.Linear(1, 1, bias=False)
+    deepspeed.zero.Init(module=sample, config_dict_or_path=config)
+    converted: Any = sample.weight
     convert: Callable[[list[nn.Parameter]], None] = converted.convert_to_zero_parameters
     return convert
 
@@ -122,10 +122,10 @@ class DeepSpeedBackend(ParkingBackend):
         self.stage = int(self.config["zero_optimization"]["stage"])
         self.deepspeed = self._started()
         self.module = self._built(blueprint.build)
-        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        self._shapes = {name: _shape(p) for name, p in named}
+        trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        self._shapes = {name: _shape(p) for name, p in trained}
         self.config = deepspeed_config(actor, self.dtype, self.parameters_trained)
-        self.engine = self._initialize(self.module, self.config, self.optim.torch_optimizer([p for _, p in named]))
+        self.engine = self._initialize(self.module, self.config, self.optim.torch_optimizer([p for _, p in trained]))
         self._accumulated = False
         self.prepare_reference()
 
@@ -245,14 +245,14 @@ class DeepSpeedBackend(ParkingBackend):
                 raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {_shape(tensor)} here")
         with self.awake():
             for name, tensor in current.items():
-                value = tensors[name].to(self.device)
+                replacement = tensors[name].to(self.device)
                 if hasattr(tensor, "ds_id"):
                     with self.deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
-                        tensor.copy_(value)
+                        tensor.copy_(replacement)
                 else:
-                    tensor.copy_(value)
+                    tensor.copy_(replacement)
                 if tensor.requires_grad:
-                    self._set_master(tensor, value.float())
+                    self._set_master(tensor, replacement.float())
 
     def _set_master(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         """Sets the copy of a parameter that the optimizer updates; all ranks call it."""
@@ -260,10 +260,12 @@ class DeepSpeedBackend(ParkingBackend):
             self.deepspeed.utils.safe_set_full_fp32_param(parameter, value)
             return
         # DeepSpeed's own setter of a full parameter ignores that the last rank's part is padded.
-        share = parameter.ds_tensor.numel()
-        flat = value.new_zeros(share * self.ranks)
+        partition_size = parameter.ds_tensor.numel()
+        flat = value.new_zeros(partition_size * self.ranks)
         flat[: value.numel()] = value.reshape(-1)
-        self.deepspeed.utils.safe_set_local_fp32_param(parameter, flat[share * self.rank : share * (self.rank + 1)])
+        self.deepspeed.utils.safe_set_local_fp32_param(
+            parameter, flat[partition_size * self.rank : partition_size * (self.rank + 1)]
+        )
 
     def _edit_trained(self, edit: Callable[[Iterable[torch.Tensor]], None]) -> None:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -287,9 +289,9 @@ class DeepSpeedBackend(ParkingBackend):
                 if not hasattr(parameter, "ds_tensor"):
                     yield name, parameter.detach()
                     continue
-                part = parameter.ds_tensor
-                remaining = parameter.ds_numel - part.numel() * parameter.ds_zero_partition_rank
-                yield name, part.narrow(0, 0, min(max(remaining, 0), part.numel()))
+                partition = parameter.ds_tensor
+                remaining = parameter.ds_numel - partition.numel() * parameter.ds_zero_partition_rank
+                yield name, partition.narrow(0, 0, min(max(remaining, 0), partition.numel()))
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

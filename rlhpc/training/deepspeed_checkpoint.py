@@ -58,10 +58,10 @@ def require_harmless(paths: Iterable[Path]) -> None:
     """
     for path in paths:
         try:
-            named = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+            unsafe_names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
         except Exception as error:  # a damaged file may raise anything
             raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
-        foreign = sorted(set(named) - set(_STANDINS))
+        foreign = sorted(set(unsafe_names) - set(_STANDINS))
         if foreign:
             raise CheckpointError(
                 f"{path}: not a file that DeepSpeed wrote; loading it would call {', '.join(foreign)}"
@@ -111,10 +111,10 @@ def _stages_1_2(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> I
         for name, shape in members.items():
             pieces = []
             for state in states:
-                place = state["param_slice_mappings"][group].get(name)
-                if place is not None:
+                mapping = state["param_slice_mappings"][group].get(name)
+                if mapping is not None:
                     flat = state["single_partition_of_fp32_groups"][group]
-                    pieces.append(flat.narrow(0, place.start, place.numel))
+                    pieces.append(flat.narrow(0, mapping.start, mapping.numel))
             yield name, _assemble(name, pieces, shape)
 
 
@@ -122,9 +122,11 @@ def _stage_3(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> Iter
     for group, members in enumerate(shapes):
         start = 0
         for name, shape in members.items():
-            share = -(-torch.Size(shape).numel() // len(states))  # elements per rank; the last one's part is padded
-            pieces = [state["fp32_flat_groups"][group].narrow(0, start, share) for state in states]
-            start += share
+            partition_size = -(
+                -torch.Size(shape).numel() // len(states)
+            )  # elements per rank; the last one's part is padded
+            pieces = [state["fp32_flat_groups"][group].narrow(0, start, partition_size) for state in states]
+            start += partition_size
             yield name, _assemble(name, pieces, shape)
 
 
@@ -147,10 +149,10 @@ def _load(path: Path) -> dict[str, Any]:
     standins: list[Any] = [(standin, name) for name, standin in _STANDINS.items()]
     try:
         with torch.serialization.safe_globals(standins):
-            content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
-    return content
+    return state
 
 
 @contextlib.contextmanager

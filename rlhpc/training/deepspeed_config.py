@@ -71,18 +71,18 @@ def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | 
     user_config: dict[str, Any] = dict(plain(actor.deepspeed.config or {}))
     _check(user_config)
     bfloat16 = dtype == torch.bfloat16
-    proposed: dict[str, Any] = {"steps_per_print": 2**31}
+    defaults: dict[str, Any] = {"steps_per_print": 2**31}
     if parameters is not None:
-        proposed["zero_optimization"] = {"reduce_bucket_size": max(1, min(parameters, _BUCKET))}
+        defaults["zero_optimization"] = {"reduce_bucket_size": max(1, min(parameters, _BUCKET))}
     if bfloat16:
         # Sums over ranks and micro-batches in bfloat16 would lose the contribution of small gradients.
-        proposed |= {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
+        defaults |= {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
     zero: dict[str, Any] = {"stage": int(stage)}
     if actor.deepspeed.cpu_offload:
         zero["offload_optimizer"] = {"device": "cpu"}
         if stage == 3:
             zero["offload_param"] = {"device": "cpu"}
-    decided = {
+    required = {
         # DeepSpeed only multiplies these; the number of micro-batches in a step is set before each backward pass.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -92,16 +92,18 @@ def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | 
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }
-    return _merge(_merge(proposed, user_config), decided)
+    return _merge(_merge(defaults, user_config), required)
 
 
 def _check(user_config: dict[str, Any]) -> None:
     """Rejects keys that rlhpc sets, and sections that DeepSpeed would ignore."""
-    for path, ours in DECIDED.items():
+    for path, actor_key in DECIDED.items():
         section, _, key = path.partition(".")
-        inner = user_config.get(section)
-        if (section in user_config and not key) or (key and isinstance(inner, dict) and key in inner):
-            raise ConfigError(f"{KEY}.{path} is set by rlhpc itself; " + (f"use {ours}" if ours else "leave it out"))
+        section_config = user_config.get(section)
+        if (section in user_config and not key) or (key and isinstance(section_config, dict) and key in section_config):
+            raise ConfigError(
+                f"{KEY}.{path} is set by rlhpc itself; " + (f"use {actor_key}" if actor_key else "leave it out")
+            )
     for section in user_config:
         if section not in ALLOWED:
             raise ConfigError(
@@ -115,6 +117,6 @@ def _check(user_config: dict[str, Any]) -> None:
 def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = copy.deepcopy(under)
     for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else copy.deepcopy(value)
+        are_mappings = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if are_mappings else copy.deepcopy(value)
     return merged

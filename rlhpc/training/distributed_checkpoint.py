@@ -55,9 +55,9 @@ def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: TrainingR
         tensors = {item.index.fqn: value for item in plan.items if torch.is_tensor(value := planner.resolve_data(item))}
         boxes = [(item.index.fqn, item.tensor_data) for item in plan.items]
         offsets = {name: {"saved_offsets": box.chunk.offsets} for name, box in boxes if box is not None}
-        about = {CUSTOM_METADATA_KEY: json.dumps(offsets), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
+        metadata = {CUSTOM_METADATA_KEY: json.dumps(offsets), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
         path = folder / _SHARD.format(number=plan.storage_data["shard_index"])
-        write_file(path, tensors, lambda file, copies: stream_tensors(file, on_host(copies), about))
+        write_file(path, tensors, lambda file, copies: stream_tensors(file, on_host(copies), metadata))
     fsync_folder(folder)
 
 
@@ -75,8 +75,8 @@ def saved_boxes(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor],
         except Exception as error:  # safetensors raises its own error classes
             raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
         for name, shape in shapes.items():
-            start = tuple(int(at) for at in offsets.get(name, {}).get("saved_offsets") or [0] * len(shape))
-            yield name, partial(_read, path, name), Box(start, tuple(shape))
+            starts = tuple(int(at) for at in offsets.get(name, {}).get("saved_offsets") or [0] * len(shape))
+            yield name, partial(_read, path, name), Box(starts, tuple(shape))
 
 
 def _read(path: Path, name: str) -> torch.Tensor:

@@ -61,8 +61,8 @@ class AdamOptions:
 
     def torch_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Returns torch's own optimizer, fused: the other variants need temporary tensors as large as the trained weights."""
-        kind = torch.optim.AdamW if self.name == "adamw" else torch.optim.Adam
-        return kind(
+        optimizer_class = torch.optim.AdamW if self.name == "adamw" else torch.optim.Adam
+        return optimizer_class(
             parameters,
             lr=self.lr,
             betas=(self.beta1, self.beta2),
@@ -106,9 +106,9 @@ class FlatAdam:
             gradient = gradient.add(self.parameter, alpha=self.weight_decay)
         self.exp_avg.lerp_(gradient, 1 - self.beta1)
         self.exp_avg_sq.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
-        first, second = 1 - self.beta1**self.steps, 1 - self.beta2**self.steps
-        denominator = self.exp_avg_sq.sqrt().mul_(second**-0.5).add_(self.eps)
-        self.parameter.addcdiv_(self.exp_avg, denominator, value=-self.lr / first)
+        correction1, correction2 = 1 - self.beta1**self.steps, 1 - self.beta2**self.steps
+        denominator = self.exp_avg_sq.sqrt().mul_(correction2**-0.5).add_(self.eps)
+        self.parameter.addcdiv_(self.exp_avg, denominator, value=-self.lr / correction1)
 
     def resume_at(self, steps: int) -> None:
         """Continues after this number of steps, with averages that have been restored."""
@@ -121,15 +121,15 @@ class FlatAdam:
 
     def _fused_step(self) -> None:
         update = torch._fused_adamw_ if self.name == "adamw" else torch._fused_adam_
-        parameters, gradients, first, second = (
-            list(one.split(_PIECE)) for one in (self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq)
+        parameters, gradients, exp_avgs, exp_avg_sqs = (
+            list(flat.split(_PIECE)) for flat in (self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq)
         )
         step_count = torch.full((), float(self.steps), device=self.parameter.device)
         update(
             parameters,
             gradients,
-            first,
-            second,
+            exp_avgs,
+            exp_avg_sqs,
             [],
             [step_count] * len(parameters),
             lr=self.lr,
@@ -175,13 +175,13 @@ class FlatModule:
     ) -> None:
         self.module, self.base_lr, self.clip_grad = module, options.lr, options.clip_grad
         self._reduce, self._ranks, self._look = reduce, ranks, look
-        named = [
+        trained = [
             (name, p)
             for name, p in module.named_parameters()
             if p.requires_grad and (is_included is None or is_included(name))
         ]
-        self.names, self._parameters = [name for name, _ in named], [p for _, p in named]
-        if not named:
+        self.names, self._parameters = [name for name, _ in trained], [p for _, p in trained]
+        if not trained:
             raise ConfigError("actor.model has no trainable parameters")
         if len({(p.dtype, p.device) for p in self._parameters}) != 1:
             raise ConfigError("actor.training_backend=local needs all trainable parameters on one device, in one dtype")
@@ -203,8 +203,8 @@ class FlatModule:
     def _attach(self) -> None:
         """Makes parameters and gradients views of the flat buffers."""
         self._grad_views = self.split(self._gradients)
-        parts = zip(self._parameters, self.split(self._compute), self._grad_views, strict=True)
-        for parameter, weight, gradient in parts:
+        views = zip(self._parameters, self.split(self._compute), self._grad_views, strict=True)
+        for parameter, weight, gradient in views:
             parameter.grad = None  # torch would refuse new data while a gradient of the old data is attached
             parameter.data = weight
             if not self.mixed:
@@ -282,8 +282,8 @@ class FlatModule:
     @torch.no_grad()
     def replace(self, tensors: dict[str, torch.Tensor]) -> None:
         """Replaces the values of all trained weights; the optimizer stays as it is."""
-        for name, view in self.named().items():
-            view.copy_(tensors[name])
+        for name, weight in self.named().items():
+            weight.copy_(tensors[name])
         self._copied()
 
     def state_dict(self) -> dict[str, Any]:
@@ -305,16 +305,16 @@ class FlatModule:
         averages = (("exp_avg", self.optimizer.exp_avg), ("exp_avg_sq", self.optimizer.exp_avg_sq))
         foreign = CheckpointError("actor.model: the checkpoint's optimizer belongs to a model with other parameters")
         if "state" not in state:
-            if any(state[kind].shape != flat.shape for kind, flat in averages):
+            if any(state[moment].shape != flat.shape for moment, flat in averages):
                 raise foreign
-            for kind, flat in averages:
-                flat.copy_(state[kind])
+            for moment, flat in averages:
+                flat.copy_(state[moment])
         else:
             saved, shapes = state["state"], dict(zip(self.names, map(tuple, self._shapes), strict=True))
-            if {name: tuple(value["exp_avg"].shape) for name, value in saved.items()} != shapes:
+            if {name: tuple(moments["exp_avg"].shape) for name, moments in saved.items()} != shapes:
                 raise foreign
-            for kind, flat in averages:
-                flat.copy_(torch.cat([saved[name][kind].reshape(-1) for name in self.names]))
+            for moment, flat in averages:
+                flat.copy_(torch.cat([saved[name][moment].reshape(-1) for name in self.names]))
         self.optimizer.resume_at(int(state["steps"]))
 
     def state(self) -> tuple[torch.Tensor, ...]:

@@ -125,21 +125,25 @@ class FsdpBackend(ParkingBackend):
             CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.options.cpu_offload else OffloadPolicy()
         )
         if self.mesh.expert_fsdp is not None:
-            for part in blueprint.apart(module):
+            for submodule in blueprint.apart(module):
                 fully_shard(
-                    part,
+                    submodule,
                     mesh=self.mesh.expert_fsdp,
                     mp_policy=precision,
                     offload_policy=offload,
                     reshard_after_forward=reshard,
                 )
         units = blueprint.layers(module)
-        last, uncast = blueprint.last(module), blueprint.uncast(module)
-        for part in [*units, module]:
-            frees = reshard and (root or (part is not module and part is not last))
-            policy = replace(precision, cast_forward_inputs=part not in uncast)
+        last_layer, uncast = blueprint.last(module), blueprint.uncast(module)
+        for submodule in [*units, module]:
+            frees_weights = reshard and (root or (submodule is not module and submodule is not last_layer))
+            policy = replace(precision, cast_forward_inputs=submodule not in uncast)
             fully_shard(
-                part, mesh=self.mesh.fsdp, mp_policy=policy, offload_policy=offload, reshard_after_forward=frees
+                submodule,
+                mesh=self.mesh.fsdp,
+                mp_policy=policy,
+                offload_policy=offload,
+                reshard_after_forward=frees_weights,
             )
         if slices is not None or self.rank != 0:
             module.to_empty(device=self.home)
@@ -177,8 +181,8 @@ class FsdpBackend(ParkingBackend):
             self._set_buffer(module, name, buffer)
 
     def _set_buffer(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        holder, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(holder), attribute, value.to(self.device))
+        module_name, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(module_name), attribute, value.to(self.device))
 
     @torch.no_grad()
     def _distribute(self, module: nn.Module, source: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
@@ -212,8 +216,8 @@ class FsdpBackend(ParkingBackend):
 
     def _bind(self) -> None:
         """Builds the optimizer over the local shards on their current device. A rank may hold no row of a small tensor."""
-        held = {name: p for name, p in self._parameters() if p.to_local().numel()}
-        self._local = {name: nn.Parameter(p.to_local().detach()) for name, p in held.items()}
+        nonempty = {name: p for name, p in self._parameters() if p.to_local().numel()}
+        self._local = {name: nn.Parameter(p.to_local().detach()) for name, p in nonempty.items()}
         # A rank without a single row still steps, over a dummy tensor.
         parameters = list(self._local.values()) or [nn.Parameter(torch.zeros(1, device=self.home))]
         self.optimizer = self.optim.torch_optimizer(parameters)
@@ -235,8 +239,8 @@ class FsdpBackend(ParkingBackend):
         return outputs
 
     def _reshard(self) -> None:
-        for part in _parts(self.module):
-            part.reshard()
+        for submodule in _parts(self.module):
+            submodule.reshard()
 
     def _backward(self, loss: torch.Tensor, last: bool) -> None:
         assert isinstance(self.module, FSDPModule)
@@ -280,9 +284,11 @@ class FsdpBackend(ParkingBackend):
         """
         total = torch.zeros((), device=self.home)
         for copies in sorted(set(self._copies.values())):
-            parts = [p.grad for name, p in self._local.items() if p.grad is not None and self._copies[name] == copies]
-            if parts:
-                total = total + get_total_norm(parts).square() / copies
+            gradients = [
+                p.grad for name, p in self._local.items() if p.grad is not None and self._copies[name] == copies
+            ]
+            if gradients:
+                total = total + get_total_norm(gradients).square() / copies
         return total
 
     def bad_gradients(self) -> list[str]:
@@ -341,10 +347,10 @@ class FsdpBackend(ParkingBackend):
         state: dict[str, torch.Tensor] = {}
         for name, parameter in self._parameters():
             state[f"model.{name}"] = parameter.detach()
-            for kind, local in self._moments[name].items():
+            for moment_name, local in self._moments[name].items():
                 # `from_local` would copy a shard on the host to the mesh's device, and loaded values would be lost.
                 spec = parameter._spec
-                state[f"{kind}.{name}"] = DTensor(local, spec, requires_grad=False)
+                state[f"{moment_name}.{name}"] = DTensor(local, spec, requires_grad=False)
         return state
 
     def save(self, folder: Path) -> None:
@@ -386,24 +392,26 @@ class FsdpBackend(ParkingBackend):
     def park(self) -> int:
         """Empties the tensors of this rank (`ParkingBackend.park`); gathered weights are freed."""
         for module in (self.module, self._reference):
-            for part in () if module is None else _parts(module):
-                part.reshard()
+            for submodule in () if module is None else _parts(module):
+                submodule.reshard()
         return super().park()
 
     def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         """Returns the tensors to keep (`ParkingBackend.belongings`). Gradients exist only between the two halves of a step."""
-        held = (t.to_local() if isinstance(t, DTensor) else t for t in tensors_of(self.module, self._reference))
-        return (*held, *tensors_in(self._moments)), ()
+        local_tensors = (
+            t.to_local() if isinstance(t, DTensor) else t for t in tensors_of(self.module, self._reference)
+        )
+        return (*local_tensors, *tensors_in(self._moments)), ()
 
 
 @torch.no_grad()
 def _take(target: torch.Tensor, full: torch.Tensor) -> None:
     """Copies values into a tensor of which this rank may hold a shard."""
-    local = target.to_local() if isinstance(target, DTensor) else target
-    for box, here in boxes(target):
-        cut(local.detach(), here).copy_(cut(full, box))
+    local_tensor = target.to_local() if isinstance(target, DTensor) else target
+    for box, local_box in boxes(target):
+        cut(local_tensor.detach(), local_box).copy_(cut(full, box))
 
 
 def _parts(module: nn.Module) -> list[FSDPModule]:
-    parts: Iterator[Any] = module.modules()
-    return [part for part in parts if isinstance(part, FSDPModule)]
+    submodules: Iterator[Any] = module.modules()
+    return [submodule for submodule in submodules if isinstance(submodule, FSDPModule)]

@@ -68,12 +68,12 @@ def merged(
             f"{name} has changed, though only its adapters are trained: they would be merged twice. If code of yours calls "
             "merge_adapter(), or writes to the model's weights, let it do so to a copy"
         )
-    result = _sum(base, a, b, scale, layer.fan_in_fan_out)
-    if not _is_sum(sample, result, a, b, scale, layer.fan_in_fan_out):
+    merged_weight = _sum(base, a, b, scale, layer.fan_in_fan_out)
+    if not _is_sum(sample, merged_weight, a, b, scale, layer.fan_in_fan_out):
         raise RlhpcError(
             f"{name} as it is to be sent is not the model's weight and its adapters' product, once each: nothing is sent"
         )
-    return result
+    return merged_weight
 
 
 def _sum(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, transposed: bool) -> torch.Tensor:
@@ -85,10 +85,10 @@ def _sample_of(layer: nn.Module, part: Part, base: torch.Tensor) -> _Sample:
     """Returns the sample of a part of a layer, taken at the first call."""
     samples = _BASES.setdefault(layer, {})
     if part not in samples:
-        flat, spread, among = base.flatten(), _every(base, _SAMPLE), _every(base, _AMONG)
-        closest = flat[among].abs().float().topk(min(_SAMPLE, len(among)), largest=False).indices.cpu()
-        at = torch.cat([spread, among[closest]]).cpu()
-        samples[part] = _Sample(at, flat[at].cpu())
+        flat, spaced_indices, candidates = base.flatten(), _every(base, _SAMPLE), _every(base, _AMONG)
+        smallest = flat[candidates].abs().float().topk(min(_SAMPLE, len(candidates)), largest=False).indices.cpu()
+        sample_indices = torch.cat([spaced_indices, candidates[smallest]]).cpu()
+        samples[part] = _Sample(sample_indices, flat[sample_indices].cpu())
     return samples[part]
 
 
@@ -110,15 +110,15 @@ def _is_sum(
     The product is computed element by element, unlike in `_sum`, so that no kernel rounds it to ten bits.
     """
     row, column = sample.at // result.shape[1], sample.at % result.shape[1]
-    outs, ins = (column, row) if transposed else (row, column)
-    terms = b[outs].float() * a.T[ins].float() * scale
+    output_indices, input_indices = (column, row) if transposed else (row, column)
+    terms = b[output_indices].float() * a.T[input_indices].float() * scale
     delta, size = terms.sum(1).cpu().double(), terms.abs().sum(1).cpu().double()
-    expected, single = sample.held.double() + delta, torch.finfo(torch.float32)
-    off = expected.abs() * single.eps + size * _ROUNDED + single.tiny
-    lower, upper = (expected - off).to(result.dtype), (expected + off).to(result.dtype)
-    held = result.flatten()[sample.at].cpu()
+    expected, float32 = sample.held.double() + delta, torch.finfo(torch.float32)
+    tolerance = expected.abs() * float32.eps + size * _ROUNDED + float32.tiny
+    lower, upper = (expected - tolerance).to(result.dtype), (expected + tolerance).to(result.dtype)
+    actual = result.flatten()[sample.at].cpu()
     # Non-finite values are reported elsewhere, in more detail.
-    return bool(((lower <= held) & (held <= upper) | ~expected.isfinite()).all())
+    return bool(((lower <= actual) & (actual <= upper) | ~expected.isfinite()).all())
 
 
 #: Name of a single adapter, also within peft's tensor names; peft's files omit it.
@@ -159,10 +159,10 @@ def attach_lora(
             with another module.
     """
     # Without a task peft forwards its arguments, and returns the model's outputs.
-    without = {"exclude_modules": [head]} if head else {}
+    exclusions = {"exclude_modules": [head]} if head else {}
     task = {} if head and not has_lm_head else {"task_type": "CAUSAL_LM"}
     allowed = linear_layers(model, head)
-    config = _config(model, lora, lora.dropout, allowed, **without, **task)
+    config = _config(model, lora, lora.dropout, allowed, **exclusions, **task)
     on_meta = next(model.parameters()).is_meta
     try:
         with (
@@ -173,16 +173,16 @@ def attach_lora(
             # peft detects by itself that GPT-2's weights are transposed, and warns that it did.
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
             torch.manual_seed(seed)
-            first, *other_names = names or (ADAPTER,)
-            adapted: Any = peft().get_peft_model(model, config, adapter_name=first)
-            for name in other_names:
+            first_adapter, *other_adapters = names or (ADAPTER,)
+            adapted: Any = peft().get_peft_model(model, config, adapter_name=first_adapter)
+            for name in other_adapters:
                 adapted.add_adapter(name, copy.copy(config))
     except ValueError as error:
         raise _no_targets(lora, allowed, error) from error
-    if other_names:
+    if other_adapters:
         for name, parameter in adapted.named_parameters():
             parameter.requires_grad = ".lora_" in name
-        choose(adapted, first)
+        choose(adapted, first_adapter)
     if head:
         for parameter in model.get_submodule(head).parameters():
             parameter.requires_grad = True
@@ -222,11 +222,11 @@ def _config(model: nn.Module, lora: AdapterConfig, dropout: float, linear: list[
     mixtures peft would take the last part of each; a string without a match is passed to peft, which reports it.
     """
     targets = lora.target_modules
-    named = [str(name) for name in targets] if not isinstance(targets, str) else linear
+    target_names = [str(name) for name in targets] if not isinstance(targets, str) else linear
     if isinstance(targets, str) and not is_all_linear(targets):
-        named = [name for name, _ in model.named_modules() if is_target(name, targets)]
+        target_names = [name for name, _ in model.named_modules() if is_target(name, targets)]
     return peft().LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=dropout, target_modules=named or targets, **more
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=dropout, target_modules=target_names or targets, **more
     )
 
 
@@ -344,10 +344,10 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 def linear_base(layer: nn.Module) -> nn.Linear | None:
     """Returns a linear layer itself, or the one that an adapter wraps; None for any other layer."""
     base: Any = layer.base_layer if _is_adapted(layer) else layer
-    kind: type = type(base)
+    layer_class: type = type(base)
     if isinstance(base, FSDPModule):  # a separately gathered layer has a class derived from FSDPModule and its own
-        kind = kind.__mro__[2]
-    return base if kind is nn.Linear else None
+        layer_class = layer_class.__mro__[2]
+    return base if layer_class is nn.Linear else None
 
 
 def products(layer: nn.Module, x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -381,17 +381,17 @@ def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) ->
     """
     adapted = {id(layer.base_layer.weight): layer for _, layer in _layers(module)}
     ids: set[int] = set()
-    for inner, tensor in module.state_dict(keep_vars=True).items():
-        name = _plain(inner)
-        if id(tensor) in ids or ".lora_" in inner or name in without:
+    for state_name, tensor in module.state_dict(keep_vars=True).items():
+        name = _plain(state_name)
+        if id(tensor) in ids or ".lora_" in state_name or name in without:
             continue
         ids.add(id(tensor))
-        value = full(tensor).detach()
+        full_tensor = full(tensor).detach()
         layer = adapted.get(id(tensor))
         if layer is not None:
             factors = factors_of(layer, full)
-            value = merged(layer, name, value, factors.a, factors.b, factors.scale)
-        yield name, value
+            full_tensor = merged(layer, name, full_tensor, factors.a, factors.b, factors.scale)
+        yield name, full_tensor
 
 
 def frozen_names(module: nn.Module) -> frozenset[str]:
@@ -414,11 +414,13 @@ def adapter_weights(module: nn.Module, full: Full) -> dict[str, torch.Tensor]:
     """Returns the weights of the chosen adapters, and those of a head that peft's files name, under their names in these
     files.
     """
-    named = module.state_dict(keep_vars=True).items()
+    named_tensors = module.state_dict(keep_vars=True).items()
     adapter = chosen(_layers(module)[0][1])
     config: Any = module.peft_config[adapter]  # type: ignore[index]
     heads = tuple(f"{_PREFIX}{head}." for head in config.modules_to_save or ())
-    adapter_tensors = [(name, tensor) for name, tensor in named if is_of(name, adapter) or name.startswith(heads)]
+    adapter_tensors = [
+        (name, tensor) for name, tensor in named_tensors if is_of(name, adapter) or name.startswith(heads)
+    ]
     infix = re.compile(rf"(?<=\.lora_[AB])\.{re.escape(adapter)}(?=\.weight$)")
     return {infix.sub("", name): full(tensor).detach().cpu() for name, tensor in adapter_tensors}
 
@@ -448,19 +450,19 @@ def initial_adapters(module: nn.Module, seed: int) -> Iterator[tuple[str, torch.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        drawn = torch.random.get_rng_state()
+        rng_state = torch.random.get_rng_state()
         for name, layer in _layers(module):
-            torch.random.set_rng_state(drawn)
+            torch.random.set_rng_state(rng_state)
             rank, dtype = layer.r[ADAPTER], layer.base_layer.weight.dtype
-            first, second = (
+            lora_a, lora_b = (
                 nn.Linear(layer.in_features, rank, bias=False),
                 nn.Linear(rank, layer.out_features, bias=False),
             )
-            nn.init.kaiming_uniform_(first.weight, a=math.sqrt(5))
-            nn.init.zeros_(second.weight)
-            drawn = torch.random.get_rng_state()  # the consumer of a tensor may draw, too
-            for half, linear in (("lora_A", first), ("lora_B", second)):
-                yield f"{name}.{half}.{ADAPTER}.weight", linear.weight.detach().to(dtype).float()
+            nn.init.kaiming_uniform_(lora_a.weight, a=math.sqrt(5))
+            nn.init.zeros_(lora_b.weight)
+            rng_state = torch.random.get_rng_state()  # the consumer of a tensor may draw, too
+            for factor_name, linear in (("lora_A", lora_a), ("lora_B", lora_b)):
+                yield f"{name}.{factor_name}.{ADAPTER}.weight", linear.weight.detach().to(dtype).float()
 
 
 class Factors(NamedTuple):

@@ -64,16 +64,16 @@ class Mesh:
 
     def __post_init__(self) -> None:
         sizes = self.sizes
-        of = {name: getattr(sizes, name) for name in ("replicate", "shard", "context", "tensor")}
-        names = tuple(name for name, size in of.items() if size > 1 or name == "shard")
-        self.world = init_device_mesh(self.device, tuple(of[name] for name in names), mesh_dim_names=names)
+        dim_sizes = {name: getattr(sizes, name) for name in ("replicate", "shard", "context", "tensor")}
+        names = tuple(name for name, size in dim_sizes.items() if size > 1 or name == "shard")
+        self.world = init_device_mesh(self.device, tuple(dim_sizes[name] for name in names), mesh_dim_names=names)
         self.tensor = self.world["tensor"] if sizes.tensor > 1 else None
         self.context = self.world["context"] if sizes.context > 1 else None
-        along = "shard"
+        shard_dim = "shard"
         if sizes.context > 1:
             self.world["shard", "context"]._flatten("fsdp")
-            along = "fsdp"
-        self.fsdp = self.world["replicate", along] if sizes.replicate > 1 else self.world[along]
+            shard_dim = "fsdp"
+        self.fsdp = self.world["replicate", shard_dim] if sizes.replicate > 1 else self.world[shard_dim]
         if sizes.expert > 1:
             expert_shards = sizes.ranks // sizes.replicate // sizes.expert
             shape = {"replicate": sizes.replicate, "expert_fsdp": expert_shards, "expert": sizes.expert}
@@ -95,8 +95,8 @@ class Mesh:
     @property
     def block(self) -> list[int]:
         """Ranks with the same samples, including this one."""
-        first = self.sizes.first_of(self.data)
-        return list(range(first, first + self.sizes.block))
+        first_rank = self.sizes.first_of(self.data)
+        return list(range(first_rank, first_rank + self.sizes.block))
 
     def copies(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Returns the number of this rank's copy of its shard of a tensor, and the number of copies on all ranks. A tensor
@@ -106,22 +106,24 @@ class Mesh:
         if not isinstance(tensor, DTensor):
             return self.rank, self.sizes.ranks
         names = tensor.device_mesh.mesh_dim_names or ("shard",)
-        cut = {name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()}
-        if cut & _EXPERTS or _EXPERTS & set(names):
-            place = {"replicate": self.sizes.coordinates(self.rank)["replicate"]}
-            within = self.rank % (self.sizes.ranks // self.sizes.replicate)
-            place["expert_fsdp"], place["expert"] = divmod(within, self.sizes.expert)
+        sharded_dims = {
+            name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()
+        }
+        if sharded_dims & _EXPERTS or _EXPERTS & set(names):
+            coordinates = {"replicate": self.sizes.coordinates(self.rank)["replicate"]}
+            expert_rank = self.rank % (self.sizes.ranks // self.sizes.replicate)
+            coordinates["expert_fsdp"], coordinates["expert"] = divmod(expert_rank, self.sizes.expert)
             size = {"replicate": self.sizes.replicate, "expert": self.sizes.expert}
             size["expert_fsdp"] = self.sizes.ranks // math.prod(size.values())
         else:
-            place = self.sizes.coordinates(self.rank)
-            size = {name: getattr(self.sizes, name) for name in place}
-        cut = {part for name in cut for part in (_MADE_OF.get(name) or (name,))}
-        number, count = 0, 1
+            coordinates = self.sizes.coordinates(self.rank)
+            size = {name: getattr(self.sizes, name) for name in coordinates}
+        sharded_dims = {made_of for name in sharded_dims for made_of in (_MADE_OF.get(name) or (name,))}
+        copy_index, count = 0, 1
         for name in sorted(size):
-            if name not in cut:
-                number, count = number * size[name] + place[name], count * size[name]
-        return number, count
+            if name not in sharded_dims:
+                copy_index, count = copy_index * size[name] + coordinates[name], count * size[name]
+        return copy_index, count
 
 
 def shared_by(tensor: torch.Tensor, ranks: int) -> int:

@@ -57,7 +57,10 @@ def checkpoint_parts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -
         shapes: Full shapes by the module's own names.
     """
     package = sys.modules.get("transformers")
-    model = next((part for part in module.modules() if package and isinstance(part, package.PreTrainedModel)), None)
+    model = next(
+        (submodule for submodule in module.modules() if package and isinstance(submodule, package.PreTrainedModel)),
+        None,
+    )
     # A model inside another module keeps that module's names: only peft's wrapper is unwrapped.
     wrapper: Any = module
     inner = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else module
@@ -80,12 +83,14 @@ class _Reverse:
 
         self._rename: Any = rename_source_key
         with class_before_fsdp(model):
-            every = get_model_conversion_mapping(model, add_legacy=False)
-        conversions = [conversion for conversion in every if not isinstance(conversion, PrefixChange)]
-        backwards: list[tuple[Any, Any]] = [(one, one.reverse_transform()) for one in reversed(conversions)]
-        self._renamings = [back for _, back in backwards if isinstance(back, WeightRenaming)]
-        self._converters = [back for _, back in backwards if not isinstance(back, WeightRenaming)]
-        self._forward: dict[str, Any] = {pattern: one for one, back in backwards for pattern in back.source_patterns}
+            mappings = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [conversion for conversion in mappings if not isinstance(conversion, PrefixChange)]
+        reversals: list[tuple[Any, Any]] = [(source, source.reverse_transform()) for source in reversed(conversions)]
+        self._renamings = [reversal for _, reversal in reversals if isinstance(reversal, WeightRenaming)]
+        self._converters = [reversal for _, reversal in reversals if not isinstance(reversal, WeightRenaming)]
+        self._forward: dict[str, Any] = {
+            pattern: source for source, reversal in reversals for pattern in reversal.source_patterns
+        }
         self._model = type(model).__name__
 
     def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[ParameterView]:
@@ -105,12 +110,12 @@ class _Reverse:
                 "actor.training_backend=fsdp cannot divide such a model: choose local"
             )
         # The renamed tensor has the first pattern in its name; the other names differ only there.
-        first = self._converted(name, sources[0], pattern)
+        first_name = self._converted(name, sources[0], pattern)
         size = shape[1] // len(sources)
         for expert in range(shape[0]):
-            for number, source in enumerate(sources):
-                inner = first.replace(sources[0], source).replace("*", str(expert), 1)
-                rows = (number * size, (number + 1) * size) if joined else (0, shape[1])
+            for source_index, source in enumerate(sources):
+                inner = first_name.replace(sources[0], source).replace("*", str(expert), 1)
+                rows = (source_index * size, (source_index + 1) * size) if joined else (0, shape[1])
                 yield ParameterView(self._named(inner), (expert, rows, *full_range[2:]))
 
     @staticmethod

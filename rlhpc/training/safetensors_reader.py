@@ -46,10 +46,10 @@ class Slices:
                 paths = {file: find(file) for file in sorted(set(names.values()))}
                 files = {name: path for name, file in names.items() if (path := paths[file]) is not None}
                 return cls(files) if len(files) == len(names) else None
-            if (single := find(_SINGLE)) is None:
+            if (single_file := find(_SINGLE)) is None:
                 return None
-            with safe_open(single, "pt") as file:
-                return cls(dict.fromkeys(file.keys(), single))
+            with safe_open(single_file, "pt") as file:
+                return cls(dict.fromkeys(file.keys(), single_file))
         except (OSError, ValueError, KeyError, SafetensorError):  # transformers reports the error
             return None
 
@@ -70,8 +70,8 @@ class Slices:
         if box is None or not box.sizes:
             tensor: torch.Tensor = self._open[path].get_tensor(name)
             return tensor
-        part: torch.Tensor = self._open[path].get_slice(name)[box.slices]
-        return part
+        tensor_slice: torch.Tensor = self._open[path].get_slice(name)[box.slices]
+        return tensor_slice
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a full tensor."""

@@ -79,27 +79,31 @@ class Layout:
         self.parameters = sum(math.prod(shape) for shape, _ in tensors.values())
         self.places: dict[str, TensorLocation] = {}
         self._headers: dict[str, tuple[bytes, int]] = {}
-        for number, names in enumerate(groups, 1):
-            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else MODEL
-            entries, at = {}, 0
+        for file_number, names in enumerate(groups, 1):
+            file = f"model-{file_number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else MODEL
+            entries, data_offset = {}, 0
             for name in names:
                 shape, dtype = tensors[name]
-                entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + sizes[name]]}
-                at += sizes[name]
-            text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            header = struct.pack("<Q", len(text)) + text
-            self._headers[file] = header, len(header) + at
+                entries[name] = {
+                    "dtype": _NAMES[dtype],
+                    "shape": list(shape),
+                    "data_offsets": [data_offset, data_offset + sizes[name]],
+                }
+                data_offset += sizes[name]
+            header_json = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+            header_json += b" " * (-len(header_json) % 8)
+            header = struct.pack("<Q", len(header_json)) + header_json
+            self._headers[file] = header, len(header) + data_offset
             for name in names:
                 shape, dtype = tensors[name]
-                start: int = entries[name]["data_offsets"][0]  # type: ignore[assignment]
-                self.places[name] = TensorLocation(file, len(header) + start, shape, dtype)
+                tensor_offset: int = entries[name]["data_offsets"][0]  # type: ignore[assignment]
+                self.places[name] = TensorLocation(file, len(header) + tensor_offset, shape, dtype)
 
     def begin(self, folder: Path) -> None:
         """Creates the files, with headers and space for the tensors, and the index; one rank calls it."""
         folder.mkdir(parents=True, exist_ok=True)
-        for old in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
-            old.unlink(missing_ok=True)
+        for stale_file in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
+            stale_file.unlink(missing_ok=True)
         for file, (header, size) in self._headers.items():
             with (folder / file).open("wb") as stream:
                 stream.write(header)
@@ -142,15 +146,17 @@ def _write_box(file: int, place: TensorLocation, box: Box, values: torch.Tensor)
     """Writes the longest runs of bytes that are contiguous in the file."""
     written = 0
     for start, run in _runs(place.shape, box, values):
-        at = place.offset + start * place.dtype.itemsize
+        file_offset = place.offset + start * place.dtype.itemsize
         step = max(1, CHUNK // place.dtype.itemsize)
-        for first in range(0, run.numel(), step):
-            part = run[first : first + step].to("cpu", place.dtype).contiguous()
-            view = memoryview(part.view(torch.uint8).numpy())  # type: ignore[arg-type]
-            done = 0
-            while done < len(view):
-                done += os.pwrite(file, view[done:], at + first * place.dtype.itemsize + done)
-            written += len(view)
+        for chunk_start in range(0, run.numel(), step):
+            chunk = run[chunk_start : chunk_start + step].to("cpu", place.dtype).contiguous()
+            chunk_bytes = memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]
+            num_written = 0
+            while num_written < len(chunk_bytes):
+                num_written += os.pwrite(
+                    file, chunk_bytes[num_written:], file_offset + chunk_start * place.dtype.itemsize + num_written
+                )
+            written += len(chunk_bytes)
     return written
 
 
@@ -163,20 +169,20 @@ def _runs(shape: tuple[int, ...], box: Box, values: torch.Tensor) -> Iterator[tu
     first_complete = len(shape)
     while first_complete > 0 and box.sizes[first_complete - 1] == shape[first_complete - 1]:
         first_complete -= 1
-    outer = max(0, first_complete - 1)
+    num_outer_dims = max(0, first_complete - 1)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = sum(a * stride for a, stride in zip(box.starts, strides, strict=True))
-    if outer == 0:
-        yield from _rows(first, values, strides[0])
+    first_element = sum(a * stride for a, stride in zip(box.starts, strides, strict=True))
+    if num_outer_dims == 0:
+        yield from _rows(first_element, values, strides[0])
         return
-    for place in range(math.prod(box.sizes[:outer])):
-        index, remainder = [], place
-        for size in reversed(box.sizes[:outer]):
-            remainder, one = divmod(remainder, size)
-            index.append(one)
+    for run_index in range(math.prod(box.sizes[:num_outer_dims])):
+        index, remainder = [], run_index
+        for size in reversed(box.sizes[:num_outer_dims]):
+            remainder, dim_index = divmod(remainder, size)
+            index.append(dim_index)
         index.reverse()
-        at = first + sum(one * stride for one, stride in zip(index, strides, strict=False))
-        yield at, values[tuple(index)].reshape(-1)
+        run_start = first_element + sum(dim_index * stride for dim_index, stride in zip(index, strides, strict=False))
+        yield run_start, values[tuple(index)].reshape(-1)
 
 
 def _rows(first: int, values: torch.Tensor, stride: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -202,17 +208,17 @@ def fill(
         created: Tensors that are not in the files, by the module's own names, one at a time: full, the same on every rank.
         where: Name of the files in messages.
     """
-    done = set[str]()
+    created_names = set[str]()
     for name, tensor in created:
-        done.add(name)
+        created_names.add(name)
         target = named_tensor(module, name)
-        local: Any = target.to_local() if hasattr(target, "to_local") else target
-        for box, here in boxes(target):
-            cut(local.detach(), here).copy_(cut(tensor, box))
+        local_tensor: Any = target.to_local() if hasattr(target, "to_local") else target
+        for box, local_box in boxes(target):
+            cut(local_tensor.detach(), local_box).copy_(cut(tensor, box))
     checked = set[str]()
     with slices:
         for region in regions(module, mesh, adapters=True):
-            if region.parameter in done:
+            if region.parameter in created_names:
                 continue
             if region.name not in checked:
                 checked.add(region.name)
@@ -230,5 +236,5 @@ def missing(module: nn.Module, slices: Slices, created: Iterator[str]) -> list[s
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         return ["weight that is not quantized"]
     shapes = {name: tuple(tensor.shape) for name, tensor in held(module) if name not in created_names}
-    parts = checkpoint_parts(module, shapes)
-    return [part.name for name in shapes for part in parts[name] if part.name not in slices.files]
+    views_by_tensor = checkpoint_parts(module, shapes)
+    return [part.name for name in shapes for part in views_by_tensor[name] if part.name not in slices.files]

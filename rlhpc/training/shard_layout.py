@@ -42,12 +42,12 @@ def boxes(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
     """
     if not isinstance(tensor, DTensor):
         return [(full_box(tensor.shape), full_box(tensor.shape))]
-    every: list[list[tuple[int, int, int]]] = []
+    runs_by_dim: list[list[tuple[int, int, int]]] = []
     for dim, size in enumerate(tensor.shape):
-        along = tuple(_along(placement, dim, tensor.ndim) for placement in tensor.placements)
-        every.append(_runs(size, tensor.device_mesh, along))
+        placements_of_dim = tuple(_along(placement, dim, tensor.ndim) for placement in tensor.placements)
+        runs_by_dim.append(_runs(size, tensor.device_mesh, placements_of_dim))
     pairs = []
-    for runs in product(*every):
+    for runs in product(*runs_by_dim):
         sizes = tuple(size for _, size, _ in runs)
         pairs.append((Box(tuple(start for start, _, _ in runs), sizes), Box(tuple(at for _, _, at in runs), sizes)))
     return pairs
@@ -55,8 +55,8 @@ def boxes(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
 
 def _along(placement: Placement, dim: int, ndim: int) -> Placement:
     """Returns the effect of a placement on one dimension, as a placement of a vector."""
-    cut = getattr(placement, "dim", None)
-    if cut is None or cut % ndim != dim:
+    sharded_dim = getattr(placement, "dim", None)
+    if sharded_dim is None or sharded_dim % ndim != dim:
         return Replicate()
     factor = getattr(placement, "split_factor", None)
     vector_placement: Placement = type(placement)(0) if factor is None else type(placement)(0, split_factor=factor)  # type: ignore[call-arg]
@@ -68,12 +68,12 @@ def _runs(size: int, mesh: DeviceMesh, along: tuple[Placement, ...]) -> list[tup
     """Returns the runs of indices along a dimension that are on this rank: (start, size, start in the local tensor)."""
     if all(placement.is_replicate() for placement in along):
         return [(0, size, 0)]
-    held = distribute_tensor(torch.arange(size), mesh, along, src_data_rank=None).to_local().cpu()
-    if not len(held):
+    local_indices = distribute_tensor(torch.arange(size), mesh, along, src_data_rank=None).to_local().cpu()
+    if not len(local_indices):
         return []
-    breaks = (torch.nonzero(held.diff() != 1).flatten() + 1).tolist()
-    edges = list(zip([0, *breaks], [*breaks, len(held)], strict=True))
-    return [(int(held[a]), b - a, a) for a, b in edges]
+    breaks = (torch.nonzero(local_indices.diff() != 1).flatten() + 1).tolist()
+    edges = list(zip([0, *breaks], [*breaks, len(local_indices)], strict=True))
+    return [(int(local_indices[a]), b - a, a) for a, b in edges]
 
 
 @dataclass(frozen=True)
@@ -146,13 +146,13 @@ def regions(
         ConfigError: See `checkpoint_parts`.
     """
     tensors = {name: tensor for name, tensor in held(module) if adapters or ".lora_" not in name}
-    parts = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    constant = frozen_names(module)
-    selected = list[Region]()
+    views_by_tensor = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    frozen_tensors = frozen_names(module)
+    selected_regions = list[Region]()
     for name, tensor in tensors.items():
-        chosen = [part for part in parts[name] if is_included(part.name)]
-        selected += regions_of(name, tensor, chosen, mesh, frozen=plain(name) in constant)
-    return selected
+        included_views = [part for part in views_by_tensor[name] if is_included(part.name)]
+        selected_regions += regions_of(name, tensor, included_views, mesh, frozen=plain(name) in frozen_tensors)
+    return selected_regions
 
 
 def regions_of(
@@ -167,13 +167,23 @@ def regions_of(
         mesh: Mesh that it is sharded over; None if copies are not counted.
         frozen: Whether it never changes.
     """
-    copy, copies = (0, 1) if mesh is None else mesh.copies(tensor)
+    copy_index, num_copies = (0, 1) if mesh is None else mesh.copies(tensor)
     tensor_regions = []
-    for part in parts:
+    for view in parts:
         for box, local in boxes(tensor):
-            if (cut := within(part.index, box, local)) is not None:
+            if (overlap := within(view.index, box, local)) is not None:
                 tensor_regions.append(
-                    Region(part.name, part.shape, tensor.dtype, cut[0], name, cut[1], copy, copies, frozen)
+                    Region(
+                        view.name,
+                        view.shape,
+                        tensor.dtype,
+                        overlap[0],
+                        name,
+                        overlap[1],
+                        copy_index,
+                        num_copies,
+                        frozen,
+                    )
                 )
     return tensor_regions
 
@@ -185,19 +195,19 @@ def within(
     and as
     an index into the local tensor, in which the box lies at `local`; None if it is empty.
     """
-    start, stop, where = list[int](), list[int](), list[int | slice]()
-    for one, a, b, at in zip(index, box.starts, box.ends, local.starts, strict=True):
-        low, high = (one, one + 1) if isinstance(one, int) else one
-        first, last = max(a, low), min(b, high)
-        if first >= last:
+    starts, stops, local_index = list[int](), list[int](), list[int | slice]()
+    for selector, box_start, box_end, local_start in zip(index, box.starts, box.ends, local.starts, strict=True):
+        view_start, view_end = (selector, selector + 1) if isinstance(selector, int) else selector
+        overlap_start, overlap_end = max(box_start, view_start), min(box_end, view_end)
+        if overlap_start >= overlap_end:
             return None
-        if isinstance(one, int):
-            where.append(at + first - a)
+        if isinstance(selector, int):
+            local_index.append(local_start + overlap_start - box_start)
         else:
-            start.append(first - low)
-            stop.append(last - low)
-            where.append(slice(at + first - a, at + last - a))
-    return between(start, stop), tuple(where)
+            starts.append(overlap_start - view_start)
+            stops.append(overlap_end - view_start)
+            local_index.append(slice(local_start + overlap_start - box_start, local_start + overlap_end - box_start))
+    return between(starts, stops), tuple(local_index)
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -209,11 +219,11 @@ def names_and_shapes(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Returns shape and dtype of every tensor in a checkpoint of a module, in the module's order, without adapters' own."""
     tensors = _own_tensors(module)
-    parts = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    views_by_tensor = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     return {
         part.name: (part.shape, tensor.dtype)
         for name, tensor in tensors.items()
-        for part in parts[name]
+        for part in views_by_tensor[name]
         if is_included(part.name)
     }
 
@@ -246,19 +256,21 @@ def pieces(
         if isinstance(part, FSDPModule):
             part.reshard()  # gathered weights are not shards
     tensors = _own_tensors(module)
-    parts = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    constant, layers = frozen_names(module), layers_by_weight(module)
+    views_by_tensor = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    frozen_tensors, layers = frozen_names(module), layers_by_weight(module)
     for name, tensor in tensors.items():
-        chosen = [part for part in parts[name] if is_included(part.name)]
-        if not chosen:
+        included_views = [part for part in views_by_tensor[name] if is_included(part.name)]
+        if not included_views:
             continue
         layer = layers.get(id(tensor))
         adapted = None if layer is None else factors_of(layer, full)
-        cut = _rows_of(tensor) if rows else tensor
-        for region in regions_of(name, cut, chosen, mesh, frozen=plain(name) in constant):
+        sharded = _rows_of(tensor) if rows else tensor
+        for region in regions_of(name, sharded, included_views, mesh, frozen=plain(name) in frozen_tensors):
             yield (
                 region,
-                partial(region.view, cut) if adapted is None else partial(_merge_adapters, region, cut, adapted),
+                partial(region.view, sharded)
+                if adapted is None
+                else partial(_merge_adapters, region, sharded, adapted),
             )
 
 
@@ -266,8 +278,8 @@ def pieces(
 def _merge_adapters(region: Region, tensor: torch.Tensor, adapted: Factors) -> torch.Tensor:
     """Returns a part of a layer's weight merged with its adapters: rows of B times columns of A."""
     rows, columns = region.box.slices
-    out, into = (columns, rows) if adapted.layer.fan_in_fan_out else (rows, columns)
-    a, b = adapted.a[:, into], adapted.b[out]
+    output_indices, input_indices = (columns, rows) if adapted.layer.fan_in_fan_out else (rows, columns)
+    a, b = adapted.a[:, input_indices], adapted.b[output_indices]
     return merged(adapted.layer, region.name, region.view(tensor), a, b, adapted.scale, region.box.starts)
 
 
@@ -275,10 +287,12 @@ def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the same tensor, cut along its first dimension only."""
     if not isinstance(tensor, DTensor) or tensor.ndim < 2:
         return tensor
-    other = [getattr(one, "dim", 0) % tensor.ndim for one in tensor.placements]
-    if not any(other):
+    sharded_dims = [getattr(placement, "dim", 0) % tensor.ndim for placement in tensor.placements]
+    if not any(sharded_dims):
         return tensor
-    placements: list[Any] = [Shard(0) if dim else one for dim, one in zip(other, tensor.placements, strict=True)]
+    placements: list[Any] = [
+        Shard(0) if dim else placement for dim, placement in zip(sharded_dims, tensor.placements, strict=True)
+    ]
     moved: Any = tensor.detach()
     if moved.device.type != moved.device_mesh.device_type:  # on the host, where the mesh's ranks cannot exchange it
         moved = moved.to(moved.device_mesh.device_type)

@@ -60,14 +60,16 @@ def check_heads(model: Any, mesh: Mesh, key: str) -> None:
     config, sizes = model.config.get_text_config(), mesh.sizes
     heads = int(getattr(config, "num_attention_heads", 0) or 0)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    cut = "model.layers.*.self_attn.k_proj" in (model.tp_plan or {})
-    tensor = sizes.tensor if cut else 1
+    is_sharded = "model.layers.*.self_attn.k_proj" in (model.tp_plan or {})
+    num_head_shards = sizes.tensor if is_sharded else 1
     for name, count in (("attention heads", heads), ("heads of keys and values", kv_heads)):
-        if count % tensor:
-            raise ConfigError(f"{key}.tensor({tensor}) does not divide the {count} {name} of {type(model).__name__}")
-    if sizes.context > 1 and (not heads or heads // tensor % sizes.context):
+        if count % num_head_shards:
+            raise ConfigError(
+                f"{key}.tensor({num_head_shards}) does not divide the {count} {name} of {type(model).__name__}"
+            )
+    if sizes.context > 1 and (not heads or heads // num_head_shards % sizes.context):
         raise ConfigError(
-            f"{key}.context({sizes.context}) does not divide the {heads // tensor} attention heads that a rank of "
+            f"{key}.context({sizes.context}) does not divide the {heads // num_head_shards} attention heads that a rank of "
             f"{type(model).__name__} has: each rank of a row attends with some of them"
         )
 
@@ -77,11 +79,11 @@ def _tensor_plan(model: Any, size: int, experts: Mapping[str, str], key: str) ->
     if not getattr(config, "base_model_tp_plan", None):
         raise ConfigError(f"{key}.tensor({size}): transformers has no plan to divide {type(model).__name__}")
     plan = dict(model.tp_plan)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    names = {id(part): name for name, part in model.named_modules()}
-    if embedding is not None and head is not None:
+    embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {id(submodule): name for name, submodule in model.named_modules()}
+    if embedding is not None and lm_head is not None:
         plan.setdefault(_wild(names[id(embedding)]), "embedding_rowwise")
-        vocabulary = head.out_features
+        vocabulary = lm_head.out_features
         if vocabulary % size:
             raise ConfigError(f"{key}.tensor({size}) does not divide the vocabulary of {vocabulary} tokens")
     if experts:  # the experts' plan applies to the modules it names, and their submodules
@@ -104,9 +106,9 @@ def _experts(model: Any, size: int, key: str) -> dict[str, str]:
             f"{key}.expert({size}): transformers has no plan to share out experts of {type(model).__name__}"
         )
     config = model.config.get_text_config()
-    number = int(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 0) or 0)
-    if not number or number % size:
-        raise ConfigError(f"{key}.expert({size}) does not divide the {number} experts of {type(model).__name__}")
+    num_experts = int(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 0) or 0)
+    if not num_experts or num_experts % size:
+        raise ConfigError(f"{key}.expert({size}) does not divide the {num_experts} experts of {type(model).__name__}")
     return plan
 
 
@@ -171,31 +173,31 @@ class _Divider:
                     f"{self._key}.tensor: {name} is cut by {style}, and cannot have an adapter; leave it out of "
                     "actor.lora.target_modules"
                 )
-            half = getattr(layer, _HALF[style])[ADAPTER]
+            factor = getattr(layer, _HALF[style])[ADAPTER]
             chosen = ALL_PARALLEL_STYLES["colwise" if style.startswith("colwise") else style]
-            self._shard(chosen, half, "weight", mesh, f"{name}.{_HALF[style]}")
+            self._shard(chosen, factor, "weight", mesh, f"{name}.{_HALF[style]}")
             if style != "colwise_gather_output":  # the head, whose factors are used directly
-                chosen.install_forward(half, mesh)
+                chosen.install_forward(factor, mesh)
 
     def _shard(self, style: Any, module: nn.Module, name: str, mesh: DeviceMesh, full: str) -> None:
-        before = module._parameters[name]
-        assert before is not None
-        if id(before) in self._cut:  # tied
-            module._parameters[name] = self._cut[id(before)]
+        original = module._parameters[name]
+        assert original is not None
+        if id(original) in self._cut:  # tied
+            module._parameters[name] = self._cut[id(original)]
             return
         style.validate_param(module, name, mesh, parameter_name=full)
         style.shard_param(module, name, mesh)
-        after: Any = module._parameters[name]
-        if after is before:
+        sharded: Any = module._parameters[name]
+        if sharded is original:
             return
-        for placement in after.placements:
+        for placement in sharded.placements:
             dim = getattr(placement, "dim", None)
-            if dim is not None and before.shape[dim] % mesh.size():
+            if dim is not None and original.shape[dim] % mesh.size():
                 raise ConfigError(
-                    f"{self._key}: {mesh.size()} ranks cannot share dimension {dim} of {full} {list(before.shape)} evenly"
+                    f"{self._key}: {mesh.size()} ranks cannot share dimension {dim} of {full} {list(original.shape)} evenly"
                 )
-        self._cut[id(before)] = after
-        self._replaced = [*getattr(self, "_replaced", []), before]  # keeps its id from being reused
+        self._cut[id(original)] = sharded
+        self._replaced = [*getattr(self, "_replaced", []), original]  # keeps its id from being reused
 
 
 def summed_gradient() -> Any:
@@ -213,13 +215,15 @@ def summed_gradient() -> Any:
             inner = module.forward
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                held = dict(module._parameters)
-                summed = {n: _AllReduceBackward.apply(p, mesh.get_group()) for n, p in held.items() if p is not None}
+                parameters = dict(module._parameters)
+                summed = {
+                    n: _AllReduceBackward.apply(p, mesh.get_group()) for n, p in parameters.items() if p is not None
+                }
                 module._parameters.update(summed)
                 try:
                     return inner(*args, **kwargs)
                 finally:
-                    module._parameters.update(held)
+                    module._parameters.update(parameters)
 
             replace_forward(module, forward)
             return module
@@ -237,10 +241,10 @@ def model_in(module: nn.Module) -> Any:
 
 def made_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the buffers that no checkpoint has, such as a table of positions: they are computed when a model is built."""
-    for name, part in module.named_modules():
-        for buffer in part._non_persistent_buffers_set:
-            if part._buffers.get(buffer) is not None:
-                yield f"{name}.{buffer}" if name else buffer, part._buffers[buffer]
+    for name, submodule in module.named_modules():
+        for buffer in submodule._non_persistent_buffers_set:
+            if submodule._buffers.get(buffer) is not None:
+                yield f"{name}.{buffer}" if name else buffer, submodule._buffers[buffer]
 
 
 @torch.no_grad()
@@ -257,9 +261,9 @@ def make_buffers(module: nn.Module) -> list[str]:
     for fill in (0, 1):  # buffers without a value differ between the two passes
         for _, tensor in made_buffers(module):
             tensor.fill_(fill)
-        for part in model.modules():
-            if part._non_persistent_buffers_set and not part._parameters:
+        for submodule in model.modules():
+            if submodule._non_persistent_buffers_set and not submodule._parameters:
                 with contextlib.suppress(NotImplementedError):
-                    model._init_weights(part)
+                    model._init_weights(submodule)
         buffers_by_fill.append({name: tensor.clone() for name, tensor in made_buffers(module)})
     return [name for name, tensor in buffers_by_fill[0].items() if not torch.equal(tensor, buffers_by_fill[1][name])]

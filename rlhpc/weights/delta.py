@@ -67,27 +67,27 @@ class Shadow:
             name: The tensor's name.
             tensor: `[...]`, contiguous, on the CPU. It counts as sent from then on.
         """
-        held = self._held.get(name)
-        if held is None or tensor.element_size() not in _BITS:
+        previous = self._held.get(name)
+        if previous is None or tensor.element_size() not in _BITS:
             self._held[name] = tensor.clone()
             return tensor
-        new, old = _bits(tensor), _bits(held)
+        new_bits, old_bits = _bits(tensor), _bits(previous)
         index_chunks, count = [], 0
-        for start in range(0, new.size, _CHUNK):
-            different = np.flatnonzero(new[start : start + _CHUNK] != old[start : start + _CHUNK])
+        for start in range(0, new_bits.size, _CHUNK):
+            different = np.flatnonzero(new_bits[start : start + _CHUNK] != old_bits[start : start + _CHUNK])
             if different.size:
                 index_chunks.append(different + start)
                 count += different.size
-                if count > new.size * _MAX_CHANGED_FRACTION:
-                    held.copy_(tensor)
+                if count > new_bits.size * _MAX_CHANGED_FRACTION:
+                    previous.copy_(tensor)
                     return tensor
         if not count:
             return None
         index = np.concatenate(index_chunks)
-        old[index] = values = new[index]
-        kind = np.int32 if new.size <= np.iinfo(np.int32).max else np.int64
-        changed = torch.from_numpy(values).view(tensor.dtype)
-        return Elements(tensor.shape, torch.from_numpy(index.astype(kind)), changed)
+        old_bits[index] = changed_bits = new_bits[index]
+        index_dtype = np.int32 if new_bits.size <= np.iinfo(np.int32).max else np.int64
+        changed = torch.from_numpy(changed_bits).view(tensor.dtype)
+        return Elements(tensor.shape, torch.from_numpy(index.astype(index_dtype)), changed)
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:

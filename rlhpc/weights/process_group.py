@@ -196,20 +196,22 @@ class WeightProcessGroup:
     def _group_lost(self, ranks: Sequence[int], why: str, *, notified: bool = False) -> GroupLost:
         """Ends the group and returns the error to raise; notifies the other ranks unless they have been `notified`."""
         self.end(tell=not notified)
-        whom = self._presence.names(ranks) or "others"
-        more = ", or one of these," if len(ranks) > 1 else ""
-        return GroupLost(f"{current().name} lost {whom}{more} in an update of weights by {self.kind}: {why}")
+        lost_names = self._presence.names(ranks) or "others"
+        alternatives = ", or one of these," if len(ranks) > 1 else ""
+        return GroupLost(
+            f"{current().name} lost {lost_names}{alternatives} in an update of weights by {self.kind}: {why}"
+        )
 
     def _wait(self, missing: Callable[[], Sequence[int]]) -> None:
         """Waits until no rank is missing."""
         context, pause, start = current(), _SHORTEST_S, time.monotonic()
-        look = start + _LOOK_S
+        next_check = start + _LOOK_S
         while ranks := missing():
             context.check()
             now = time.monotonic()
-            if now > look:
+            if now > next_check:
                 self._look()
-                look = now + _LOOK_S
+                next_check = now + _LOOK_S
             if now - start > context.wait_deadline:
                 self.end(tell=True)
                 raise DeadlineExceeded(
@@ -306,11 +308,11 @@ def _outlive(torch_group: Any, work: Any, buffers: list[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def _left_alone() -> Iterator[None]:
-    before = os.environ.get(_WATCHDOG)
+    previous_setting = os.environ.get(_WATCHDOG)
     os.environ[_WATCHDOG] = "0"
     try:
         yield
     finally:
         os.environ.pop(_WATCHDOG)
-        if before is not None:
-            os.environ[_WATCHDOG] = before
+        if previous_setting is not None:
+            os.environ[_WATCHDOG] = previous_setting

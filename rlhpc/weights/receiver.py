@@ -76,40 +76,44 @@ class Subscriber:
 
     def _tensors(self, first: Announcement, known_serial: int, pieces: Iterator[Piece], read: Open) -> NamedUpdates:
         assembles = self._complete_updates or known_serial < 0
-        held, self._held = self._held, {}
+        retained, self._held = self._held, {}
         self.forget()  # until the complete version has been received
-        for part in first.log:
-            if part.serial > known_serial:
-                yield from _iter_entries(part, read(part, True), held if assembles else None)
-        now = first
-        for now, memory in pieces:
-            if now.part is not None:
-                yield from _iter_entries(now.part, memory, held if assembles else None)
+        for chunk in first.log:
+            if chunk.serial > known_serial:
+                yield from _iter_entries(chunk, read(chunk, True), retained if assembles else None)
+        latest = first
+        for latest, memory in pieces:
+            if latest.part is not None:
+                yield from _iter_entries(latest.part, memory, retained if assembles else None)
             del memory  # before waiting for the next
-        self._receipt = now.receipt
+        self._receipt = latest.receipt
         if assembles:
-            yield from held.items()
-        self._held = held if self._complete_updates else {}
-        self._stream, self._serial = first.stream, now.serial
+            yield from retained.items()
+        self._held = retained if self._complete_updates else {}
+        self._stream, self._serial = first.stream, latest.serial
 
 
 def _pieces(first: Announcement, following: Callable[[], Announcement], read: Open, skip: Skip) -> Iterator[Piece]:
     """Yields the pieces of a version, and opens each one when it is announced."""
-    now = first
+    announcement = first
     while True:
-        yield now, None if now.part is None else read(now.part, False)
-        if now.last:
+        yield announcement, None if announcement.part is None else read(announcement.part, False)
+        if announcement.last:
             return
-        before, now = now, following()
-        while now.part is not None and (now.stream, now.version, now.number) == (
-            before.stream,
-            before.version,
-            before.number,
+        previous, announcement = announcement, following()
+        while announcement.part is not None and (announcement.stream, announcement.version, announcement.number) == (
+            previous.stream,
+            previous.version,
+            previous.number,
         ):  # repeated for receivers that missed it
-            skip(now.part)
-            now = following()
-        if (now.stream, now.version, now.number) != (before.stream, before.version, before.number + 1):
-            raise RlhpcError(f"weights of version {before.version} were followed by a part of {now.version}")
+            skip(announcement.part)
+            announcement = following()
+        if (announcement.stream, announcement.version, announcement.number) != (
+            previous.stream,
+            previous.version,
+            previous.number + 1,
+        ):
+            raise RlhpcError(f"weights of version {previous.version} were followed by a part of {announcement.version}")
 
 
 def _iter_entries(part: WeightChunk, memory: Any, held: dict[str, torch.Tensor] | None) -> NamedUpdates:
@@ -154,12 +158,12 @@ def _vectors(flat: torch.Tensor, spans: list[tuple[int, int]], dtypes: list[str]
     """
     vectors_by_dtype = {}
     for name in {*dtypes}:
-        typed = flat.view(getattr(torch, name))
+        typed_view = flat.view(getattr(torch, name))
         dtype_spans = [span for span, dtype in zip(spans, dtypes, strict=True) if dtype == name]
-        starts = [start // typed.itemsize for start, _ in dtype_spans]
-        rooms = [end - start for start, end in itertools.pairwise([*starts, len(typed)])]
-        counts = [size // typed.itemsize for _, size in dtype_spans]
-        pieces = zip(counts, rooms, typed[starts[0] :].split(rooms), strict=True)
+        starts = [start // typed_view.itemsize for start, _ in dtype_spans]
+        extents = [end - start for start, end in itertools.pairwise([*starts, len(typed_view)])]
+        counts = [size // typed_view.itemsize for _, size in dtype_spans]
+        pieces = zip(counts, extents, typed_view[starts[0] :].split(extents), strict=True)
         vectors_by_dtype[name] = (piece if count == room else piece[:count] for count, room, piece in pieces)
     return map(next, (vectors_by_dtype[name] for name in dtypes))
 
@@ -209,18 +213,18 @@ class UpdateTarget:
             RlhpcError: The receiver's model is a different one.
         """
         changes: list[tuple[str, torch.Tensor | Elements]] = []
-        bad, proof = None, Proof(update, look=False)
-        for name, change in proof.tensors():  # as they arrive, while the sender is still writing
+        misfit, verification = None, Proof(update, look=False)
+        for name, change in verification.tensors():  # as they arrive, while the sender is still writing
             target = self._tensors.get(name)
             if target is None or target.shape != change.shape or target.dtype != change.dtype:
-                bad = bad or name
+                misfit = misfit or name
             changes.append((name, change))
-        if update.complete and bad is None and len(changes) != len(self._tensors):
-            bad = next(iter(self._tensors.keys() - dict(changes).keys()))
-        if bad is not None:
+        if update.complete and misfit is None and len(changes) != len(self._tensors):
+            misfit = next(iter(self._tensors.keys() - dict(changes).keys()))
+        if misfit is not None:
             raise RlhpcError(
                 f"weights of version {update.version} do not fit the receiver: it has "
-                f"{_describe(bad, self._tensors.get(bad))}, got {_describe(bad, dict(changes).get(bad))}"
+                f"{_describe(misfit, self._tensors.get(misfit))}, got {_describe(misfit, dict(changes).get(misfit))}"
             )
         for name, change in changes:
             adopted = self._adopted.get(name)
@@ -230,7 +234,7 @@ class UpdateTarget:
                 adopted.data = change
             else:
                 put(adopted, change)
-        proof.check(self._held)
+        verification.check(self._held)
 
     def _held(self, name: str) -> torch.Tensor:
         return self._adopted[name] if name in self._adopted else self._tensors[name]

@@ -158,36 +158,38 @@ class ShardSync:
 
     def send_shards(self, version: int, shards: Sequence[Shard]) -> None:
         """Sends one version (`SendsShards.send_shards`)."""
-        if new := self._tables is None:
+        if has_new_tables := self._tables is None:
             self._tables = self._agreed(shards)
         if self._me == self._src:
-            p2p.begin_broadcast(Header(version, self._tables if new else None), *self._src, self._receivers)()
+            p2p.begin_broadcast(
+                Header(version, self._tables if has_new_tables else None), *self._src, self._receivers
+            )()
         self.sent = 0
-        went = not new and self._goes_over_group(version, shards)
-        streams = [(stream, stream.kept_pieces if went else stream.pieces) for stream in self._streams]
+        sent_over_group = not has_new_tables and self._goes_over_group(version, shards)
+        streams = [(stream, stream.kept_pieces if sent_over_group else stream.pieces) for stream in self._streams]
         self.sent += sum(p.nbytes for stream, pieces in streams for p in pieces if p.label not in stream.still)
         works = [
             in_background(f"shards-{number}", functools.partial(self._send, *stream, version, shards))
             for number, stream in enumerate(streams)
             if stream[1]
         ]
-        failed = None
+        failure = None
         for work in works:
             try:
                 work.wait()
             except BaseException as error:  # the other streams end by themselves; the first failure is raised
-                failed = failed or error
-        if failed is not None:
-            raise failed
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _goes_over_group(self, version: int, shards: Sequence[Shard]) -> bool:
         """Sends pieces that are not kept over a group; returns whether all ranks have received them."""
         if self._collective is None:
             return False
-        me, values = self._worker.rank, functools.partial(self._value, shards)
-        for _ in self._collective.run(version, lambda group: give(group, self._lines, me, values, version)):
+        rank, values = self._worker.rank, functools.partial(self._value, shards)
+        for _ in self._collective.run(version, lambda group: give(group, self._lines, rank, values, version)):
             pass
-        sent_pieces = (piece for line in self._lines for load in line.loads for piece, _ in load.of(me))
+        sent_pieces = (piece for line in self._lines for load in line.loads for piece, _ in load.of(rank))
         self.sent += sum(piece.nbytes for piece in sent_pieces) if self._collective.went else 0
         return self._collective.went
 
@@ -209,30 +211,35 @@ class ShardSync:
 
     def _agreed(self, shards: Sequence[Shard]) -> Tables:
         """Agrees on the routes with the other trainer ranks; only the first rank receives the requests."""
-        worker, first = self._worker, self._src[1]
+        worker, first_rank = self._worker, self._src[1]
         reports = worker.all_gather_object(([shard.entry for shard in shards], End.of(current(), self._me)))
-        new_tables = self._collect_requests(*zip(*reports, strict=True)) if worker.rank == first else None
+        new_tables = self._collect_requests(*zip(*reports, strict=True)) if worker.rank == first_rank else None
         ranks = [(worker.group_name, list(range(worker.world_size)))]
-        tables: Tables = worker.broadcast(new_tables, ranks, (self._src[0], first))
-        part, to = max(_LEAST_PART, PART_BYTES // worker.world_size), len(tables.requested)
+        tables: Tables = worker.broadcast(new_tables, ranks, (self._src[0], first_rank))
+        chunk_bytes, num_requests = max(_LEAST_PART, PART_BYTES // worker.world_size), len(tables.requested)
         self._streams, self._holding, routes = [], {}, tables.routes()
-        for number in range(to):
-            local_pieces = [piece for piece in routes[number].pieces if piece.source == worker.rank]
+        for request_index in range(num_requests):
+            local_pieces = [piece for piece in routes[request_index].pieces if piece.source == worker.rank]
             self._holding |= {piece.label: _holding(shards, piece) for piece in local_pieces}
-            receivers = _group_ranks([receiver for receiver, of in tables.of.items() if of == number])
-            sender = WeightSender(worker, receivers, self._delta, part, SEVERAL)
+            receivers = _group_ranks(
+                [receiver for receiver, request_of in tables.of.items() if request_of == request_index]
+            )
+            sender = WeightSender(worker, receivers, self._delta, chunk_bytes, SEVERAL)
             self._streams.append(
-                _SliceStream(sender, local_pieces, [p for p in local_pieces if tables.keeps(routes[number], p)])
+                _SliceStream(sender, local_pieces, [p for p in local_pieces if tables.keeps(routes[request_index], p)])
             )
         self._collective = tables.open_collective(self._src[0], self._me)
-        self._lines = [tables.line(number, routes[number], _load()) for number in range(to if self._collective else 0)]
+        self._lines = [
+            tables.line(request_index, routes[request_index], _load())
+            for request_index in range(num_requests if self._collective else 0)
+        ]
         return tables
 
     def _collect_requests(self, held: Sequence[list[Held]], ends: Sequence[End]) -> Tables:
         """Receives the slices that receivers request, and groups receivers that request the same."""
         context = current()
         requests: dict[RankAddress, tuple[str, RequestedSlices]] = _received_requests(self._worker)
-        requested, of = list[RequestedSlices](), dict[RankAddress, int]()
+        requested, request_index = list[RequestedSlices](), dict[RankAddress, int]()
         for group, ranks in self._receivers:
             for rank in ranks:
                 record = context.member(group, rank)
@@ -241,23 +248,27 @@ class ShardSync:
                 table = requests[group, rank][1]
                 if table not in requested:
                     requested.append(table)
-                of[group, rank] = requested.index(table)
-        road, reason = choose(ends[0], [*ends[1:], *(find_end(context, receiver) for receiver in of)], self.road)
-        if road not in (NCCL, GLOO) or self._delta == "elements":  # with delta "elements" every part is kept
-            road = HOST
-        log.info("shards take the road %s: %s", road, reason)
-        return Tables([*held], requested, of, self._delta, road, uuid.uuid4().hex)
+                request_index[group, rank] = requested.index(table)
+        transport, reason = choose(
+            ends[0], [*ends[1:], *(find_end(context, receiver) for receiver in request_index)], self.road
+        )
+        if transport not in (NCCL, GLOO) or self._delta == "elements":  # with delta "elements" every part is kept
+            transport = HOST
+        log.info("shards take the road %s: %s", transport, reason)
+        return Tables([*held], requested, request_index, self._delta, transport, uuid.uuid4().hex)
 
     # -- an engine's ranks ----------------------------------------------------------------------------------------------
 
     def want(self, requested: RequestedSlices) -> None:
         """Requests slices (`SendsShards.want`)."""
-        me = current().member(self._worker.group_name, self._worker.rank)
+        member_record = current().member(self._worker.group_name, self._worker.rank)
         self._has_requested, self._requested = True, requested
         table = None if requested is None else {name: tuple(boxes) for name, boxes in requested.items()}
         group, rank = self._src
         Receiving(self._me, self.road).tell()
-        p2p.send((me["incarnation"], table), self._worker.group_name, self._worker.rank, group, rank, tag=_WANTS)
+        p2p.send(
+            (member_record["incarnation"], table), self._worker.group_name, self._worker.rank, group, rank, tag=_WANTS
+        )
 
     def receive(self) -> Update:
         """Waits for the next version (`WeightSync.receive`). Each tensor has its full shape, and only the requested slices are
@@ -269,8 +280,8 @@ class ShardSync:
         return Update(header.version, True, self._arriving(header.version, header.tables is not None), proven=True)
 
     def _route(self, tables: Tables) -> None:
-        number = tables.of[self._me]
-        self._routes = routes = tables.routes()[number]
+        request_index = tables.of[self._me]
+        self._routes = routes = tables.routes()[request_index]
         self._order = tables.in_order(routes)
         self._kept_pieces = [piece for piece in self._order if tables.keeps(routes, piece)]
         self._moving = self._order[: len(self._order) - len(self._kept_pieces)]
@@ -282,7 +293,7 @@ class ShardSync:
         if self._collective is not None:
             self._collective.end()
         self._collective = tables.open_collective(self._src[0], self._me)
-        self._lines = [tables.line(number, routes, _load())] if self._collective else []
+        self._lines = [tables.line(request_index, routes, _load())] if self._collective else []
 
     def _arriving(self, version: int, new: bool) -> NamedUpdates:
         """Yields full tensors, each as soon as all its slices have arrived."""
@@ -293,10 +304,10 @@ class ShardSync:
             for name, tensor in self._put_together(self._moving, collective.run(version, rounds)):
                 yielded.add(name)
                 yield name, tensor
-        went = collective is not None and collective.went
-        last = collective is None or self._lines[0].ranks[-1] == collective.rank
-        self.sent = sum(piece.nbytes for piece in self._moving) if went and not last else 0
-        order = self._kept_pieces if went else self._order
+        is_received = collective is not None and collective.went
+        is_last = collective is None or self._lines[0].ranks[-1] == collective.rank
+        self.sent = sum(piece.nbytes for piece in self._moving) if is_received and not is_last else 0
+        order = self._kept_pieces if is_received else self._order
         for name, tensor in self._put_together(order, self._streamed(version, order)):
             if name not in yielded:
                 yield name, tensor
@@ -304,28 +315,28 @@ class ShardSync:
     def _streamed(self, version: int, order: Sequence[Piece]) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Yields pieces from the streams of the ranks that hold them."""
         updates = {rank: self._sources[rank].receive() for rank in sorted({piece.source for piece in order})}
-        other = {update.version for update in updates.values()} - {version}
-        if other:
-            raise RlhpcError(f"parts of version {version} of the weights came with parts of {sorted(other)}")
-        proofs = {rank: Proof(update, f"{self._src[0]}-{rank}") for rank, update in updates.items()}
-        streams = {rank: proof.complete_tensors() for rank, proof in proofs.items()}
-        early = {rank: dict(itertools.islice(stream, 1)) for rank, stream in streams.items()}
+        other_versions = {update.version for update in updates.values()} - {version}
+        if other_versions:
+            raise RlhpcError(f"parts of version {version} of the weights came with parts of {sorted(other_versions)}")
+        verifications = {rank: Proof(update, f"{self._src[0]}-{rank}") for rank, update in updates.items()}
+        streams = {rank: verification.complete_tensors() for rank, verification in verifications.items()}
+        early_pieces = {rank: dict(itertools.islice(stream, 1)) for rank, stream in streams.items()}
         for piece in order:
-            yield piece, _next(streams[piece.source], early[piece.source], piece)
+            yield piece, _next(streams[piece.source], early_pieces[piece.source], piece)
         for rank, stream in streams.items():
             for label, _ in stream:
                 raise RlhpcError(f"{label} of the weights came from rank {rank}, and is not wanted")
-        for proof in proofs.values():
-            proof.check()
+        for verification in verifications.values():
+            verification.check()
 
     def _put_together(
         self, order: Sequence[Piece], pieces: Iterator[tuple[Piece, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields full tensors, each as soon as it has all its pieces."""
-        missing, shapes = collections.Counter(piece.name for piece in order), self._routes.shapes
+        num_missing, shapes = collections.Counter(piece.name for piece in order), self._routes.shapes
         tensors = dict[str, torch.Tensor]()
         for (name, box, *_), values in pieces:
-            missing[name] -= 1
+            num_missing[name] -= 1
             if box.sizes == shapes[name]:
                 yield name, values
                 continue
@@ -334,7 +345,7 @@ class ShardSync:
                 tensors[name] = torch.empty(shapes[name], dtype=values.dtype, device=values.device)
             cut(tensors[name], box).copy_(values)
             del values
-            if not missing[name]:
+            if not num_missing[name]:
                 yield name, tensors.pop(name)
 
     # -- both -----------------------------------------------------------------------------------------------------------

@@ -108,14 +108,14 @@ class CollectiveReshard:
             return bool(p2p.follow_broadcast(self._members[0], lambda: None))
         peers = range(1, len(self._members))
         context = current()
-        done = self._collect_reports(_DONE, version, peers, context.wait_deadline)
-        missing = [rank for rank in peers if rank not in done]
+        received_by_rank = self._collect_reports(_DONE, version, peers, context.wait_deadline)
+        missing = [rank for rank in peers if rank not in received_by_rank]
         if silent := [rank for rank in missing if rank not in self._presence.missing_ranks()]:
             raise DeadlineExceeded(
                 f"{context.name} waited {context.wait_deadline:.0f} s for {self._presence.names(silent)} to have version "
                 f"{version} of the weights"
             )
-        return bool(self._tell(received_all and not missing and all(done.values())))
+        return bool(self._tell(received_all and not missing and all(received_by_rank.values())))
 
     # -- messages to and from the first rank ------------------------------------------------------------------------
 
@@ -132,18 +132,18 @@ class CollectiveReshard:
     def _collect_reports(self, topic: str, version: int, ranks: Sequence[int], timeout_s: float) -> dict[int, Any]:
         """Returns the values that ranks reported, by rank; without ranks that have ended or did not report in time."""
         reports, context, start = dict[int, Any](), current(), time.monotonic()
-        look, missing = start, set[int]()
+        next_check, missing = start, set[int]()
         while {*ranks} - reports.keys() - missing and (now := time.monotonic()) - start < timeout_s:
             context.check()
-            if now >= look:
-                missing, look = {*self._presence.missing_ranks()}, now + _LOOK_S
+            if now >= next_check:
+                missing, next_check = {*self._presence.missing_ranks()}, now + _LOOK_S
             try:
-                reported_topic, reported_version, rank, value = p2p.poll(self._key)
+                reported_topic, reported_version, rank, report = p2p.poll(self._key)
             except queue.Empty:
                 time.sleep(_PAUSE_S)
                 continue
             if (reported_topic, reported_version) == (topic, version):
-                reports[rank] = value
+                reports[rank] = report
         return reports
 
 
@@ -163,11 +163,11 @@ def give(
         values: Returns a piece's values, as they are sent.
         version: Version of the weights.
     """
-    for now in range(max((len(line.loads) for line in lines), default=0)):
+    for round_index in range(max((len(line.loads) for line in lines), default=0)):
         sends = [
-            (line.ranks[0], packed(line.loads[now], me, values, version, group.memory))
+            (line.ranks[0], packed(line.loads[round_index], me, values, version, group.memory))
             for line in lines
-            if now < len(line.loads) and me in line.loads[now].spans
+            if round_index < len(line.loads) and me in line.loads[round_index].spans
         ]
         if sends:
             group.exchange(sends, [])
@@ -190,23 +190,23 @@ def take(
     Raises:
         WeightsDiffer: A received piece differs from the one that was sent.
     """
-    place = line.ranks.index(me)
-    below = line.ranks[place + 1 : place + 2]
-    before: tuple[Load, torch.Tensor] | None = None
+    position = line.ranks.index(me)
+    next_ranks = line.ranks[position + 1 : position + 2]
+    previous_load: tuple[Load, torch.Tensor] | None = None
     for load in (*line.loads, None):
-        sends = [(rank, before[1]) for rank in below] if before is not None else []
-        takes, coming = [], None
+        sends = [(rank, previous_load[1]) for rank in next_ranks] if previous_load is not None else []
+        receives, current_load = [], None
         if load is not None:
             flat = group.memory(load.size)
-            coming = load, flat
-            above = {line.ranks[place - 1]: (0, load.size)} if place else load.spans
-            takes = [(rank, flat[start:end]) for rank, (start, end) in above.items()]
-        if sends or takes:
-            group.exchange(sends, takes)
-        if before is not None:
-            yield from opened(*before, dtypes, version)
+            current_load = load, flat
+            sources = {line.ranks[position - 1]: (0, load.size)} if position else load.spans
+            receives = [(rank, flat[start:end]) for rank, (start, end) in sources.items()]
+        if sends or receives:
+            group.exchange(sends, receives)
+        if previous_load is not None:
+            yield from opened(*previous_load, dtypes, version)
         group.settle()
-        before = coming
+        previous_load = current_load
 
 
 def packed(
@@ -219,13 +219,13 @@ def packed(
     """Packs a trainer rank's pieces of a load, with a digest of each; the arguments are those of `give`."""
     start, end = load.spans[me]
     flat, named_tensors = memory(end - start), list[tuple[str, torch.Tensor]]()
-    for piece, at in load.of(me):
+    for piece, offset in load.of(me):
         tensor = values(piece)
-        flat[at - start :][: piece.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        flat[offset - start :][: piece.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         named_tensors.append((piece.label, tensor))
     digests_by_label = _digests(named_tensors, version)
-    proofs = np.array([digests_by_label[label] for label, _ in named_tensors], np.uint64).view(np.uint8)
-    flat[: len(proofs)].copy_(torch.from_numpy(proofs))
+    packed_digests = np.array([digests_by_label[label] for label, _ in named_tensors], np.uint64).view(np.uint8)
+    flat[: len(packed_digests)].copy_(torch.from_numpy(packed_digests))
     return flat
 
 
@@ -240,9 +240,9 @@ def opened(
     digests_by_label = _digests([(piece.label, tensor) for piece, tensor in tensors], version)
     for source, (start, _) in load.spans.items():
         source_pieces = load.of(source)
-        proofs = flat[start:][: DIGEST * len(source_pieces)].cpu().numpy().view(np.uint64)
-        for (piece, _), proof in zip(source_pieces, proofs, strict=True):
-            if digests_by_label[piece.label] != int(proof):
+        sent_digests = flat[start:][: DIGEST * len(source_pieces)].cpu().numpy().view(np.uint64)
+        for (piece, _), sent_digest in zip(source_pieces, sent_digests, strict=True):
+            if digests_by_label[piece.label] != int(sent_digest):
                 raise WeightsDiffer(
                     f"weights of version {version}: {piece.label} is another than that which rank {source} of the trainer "
                     "handed over: nobody acts with it"

@@ -78,9 +78,9 @@ class Carrier:
         memory = _lock_pages(segment)
         start, size = spans[-1]
         segment.memory[start : start + size] = table
-        flat = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
-        places = [memory[start : start + size] for start, size in spans[:-1]]
-        return segment.path, spans[-1], self._copies.begin(list(zip(places, flat, strict=True)))
+        flat_tensors = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+        destinations = [memory[start : start + size] for start, size in spans[:-1]]
+        return segment.path, spans[-1], self._copies.begin(list(zip(destinations, flat_tensors, strict=True)))
 
 
 def _lock_pages(segment: ShmSegment) -> torch.Tensor:
@@ -145,14 +145,14 @@ class ChunkWindow:
             DeadlineExceeded: The wait took too long; names the readers that did not read.
         """
         started, pause = time.monotonic(), _SHORTEST_S
-        while behind := self._behind():
+        while lagging_readers := self._behind():
             self._check()
-            replaced = {reader for reader in behind if not self._is_present(reader)}
+            replaced = {reader for reader in lagging_readers if not self._is_present(reader)}
             if replaced:
                 self._started -= replaced
                 continue
             if time.monotonic() - started > self._deadline:
-                names = ", ".join(self._readers[reader] for reader in sorted(behind))
+                names = ", ".join(self._readers[reader] for reader in sorted(lagging_readers))
                 raise DeadlineExceeded(f"waited {self._deadline:.0f} s for {names} to take in a part of the weights")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_S)
@@ -167,8 +167,8 @@ class ChunkWindow:
         awaited = {path: self._pool.awaited(path) for path in self._open}
         self._open = [path for path in self._open if any(awaited[path])]
         for states in awaited.values():
-            came = (reader for reader in range(len(self._readers)) if not (states and states[reader]))
-            self._started.update(came)
+            readers_started = (reader for reader in range(len(self._readers)) if not (states and states[reader]))
+            self._started.update(readers_started)
         counts = [sum(awaited[path][reader] for path in self._open) for reader in range(len(self._readers))]
         return {reader for reader in self._started if counts[reader] >= self._parts}
 
@@ -305,8 +305,8 @@ class Publisher:
 
     def forget(self) -> None:
         """Starts a new stream: whatever the receivers hold, the next version contains all tensors."""
-        for part in [*self._frozen, *self._base, *self._changes, *self._dropping]:
-            self._pool.drop(part.path)
+        for chunk in [*self._frozen, *self._base, *self._changes, *self._dropping]:
+            self._pool.drop(chunk.path)
         self._stream, self._serial = uuid.uuid4().hex, -1
         self._frozen, self._base, self._changes, self._dropping = [], [], [], []
         #: Frozen tensors that were sent, with torch's count of in-place changes; and those that changed nevertheless.
@@ -328,15 +328,15 @@ class Publisher:
         """
         pending: tuple[Announcement, Callable[[], None]] | None = None  # started, but not fully written
         try:
-            for announcement, landed in self._announcements(version, tensors, frozen, window):
+            for announcement, wait_written in self._announcements(version, tensors, frozen, window):
                 if pending is not None:
                     (announced, wait), pending = pending, None
                     wait()
                     yield announced
-                if landed is None:
+                if wait_written is None:
                     yield announcement
                 else:
-                    pending = announcement, landed
+                    pending = announcement, wait_written
             if pending is not None:
                 (announced, wait), pending = pending, None
                 wait()
@@ -344,75 +344,86 @@ class Publisher:
         finally:
             if pending is not None:  # the version was aborted: this part is not announced
                 pending[1]()
-                if (part := pending[0].part) is not None and not part.retained:
+                if (chunk := pending[0].part) is not None and not chunk.retained:
                     for reader in range(self._readers):
-                        self._pool.release(part.path, reader)
+                        self._pool.release(chunk.path, reader)
 
     def _announcements(
         self, version: int, tensors: NamedTensors, frozen: Container[str], window: ChunkWindow | None
     ) -> Iterator[tuple[Announcement, Callable[[], None] | None]]:
         """Yields each announcement with the function to wait for before sending it; None if no wait is needed."""
         self._settle()
-        log, sent = (*self._frozen, *self._base, *self._changes), set(self._frozen_counts)
-        number = 0
-        fixed, moving = _Bucket(), _Bucket()
+        log, sent_frozen = (*self._frozen, *self._base, *self._changes), set(self._frozen_counts)
+        sequence_number = 0
+        frozen_bucket, trained_bucket = _Bucket(), _Bucket()
         undigested: list[
             tuple[str, torch.Tensor]
         ] = []  # not digested yet: in batches, since there are hundreds of small ones
-        proven: dict[str, int] = {}
+        digests_by_name: dict[str, int] = {}
 
         @COST.proving()
         def prove() -> None:
-            proven.update(digests(undigested, version))
+            digests_by_name.update(digests(undigested, version))
             undigested.clear()
 
         def announce(bucket: _Bucket | None, last: bool) -> tuple[Announcement, Callable[[], None] | None]:
-            nonlocal number
-            part, landed = None, None
+            nonlocal sequence_number
+            chunk, wait_written = None, None
             prove()
             if bucket is not None:
-                is_kept = bucket is fixed or self._delta == "elements"
+                is_kept = bucket is frozen_bucket or self._delta == "elements"
                 if window is not None:
                     window.wait()
-                part, landed = self._write(bucket, keep=is_kept, readers=self._readers, fixed=bucket is fixed)
-                if window is not None and part.path:
-                    window.wrote(part.path)
-                if bucket is fixed:
-                    self._frozen.append(part)
+                chunk, wait_written = self._write(
+                    bucket, keep=is_kept, readers=self._readers, fixed=bucket is frozen_bucket
+                )
+                if window is not None and chunk.path:
+                    window.wrote(chunk.path)
+                if bucket is frozen_bucket:
+                    self._frozen.append(chunk)
                 elif self._delta == "elements":
-                    (self._changes if log else self._base).append(part)
-            receipt = Receipt(version, proven) if last else None
+                    (self._changes if log else self._base).append(chunk)
+            receipt = Receipt(version, digests_by_name) if last else None
             announcement = Announcement(
-                self._stream, version, number, self._serial, part, last, () if number else log, receipt
+                self._stream,
+                version,
+                sequence_number,
+                self._serial,
+                chunk,
+                last,
+                () if sequence_number else log,
+                receipt,
             )
-            number += 1
-            return announcement, landed
+            sequence_number += 1
+            return announcement, wait_written
 
         for name, tensor in tensors:
-            still = self._delta != "off" and name in frozen and name not in self._moved
-            if still and (count := _changes_in_place(tensor)) != self._frozen_counts.setdefault(name, count):
+            is_frozen = self._delta != "off" and name in frozen and name not in self._moved
+            if is_frozen and (count := _changes_in_place(tensor)) != self._frozen_counts.setdefault(name, count):
                 self._moved.add(name)  # a moving average, for example
-                still = False
-            elif still and name in sent:
+                is_frozen = False
+            elif is_frozen and name in sent_frozen:
                 continue
             update: torch.Tensor | Elements | None = self._gathered(tensor)
             assert isinstance(update, torch.Tensor)
             undigested.append((name, update))
-            if self._delta == "elements" and not still:
+            if self._delta == "elements" and not is_frozen:
                 prove()  # the delta may be empty, so the digests must not wait for it
                 update = self._shadow.changes(name, update)
             if update is None:
                 continue
-            bucket = fixed if still else moving
+            bucket = frozen_bucket if is_frozen else trained_bucket
             if bucket.entries and bucket.nbytes + _size(update) > self._part_bytes:
                 yield announce(bucket, last=False)
                 bucket = _Bucket()
-                fixed, moving = (bucket, moving) if still else (fixed, bucket)
+                frozen_bucket, trained_bucket = (bucket, trained_bucket) if is_frozen else (frozen_bucket, bucket)
             bucket.add(name, update)
-        if fixed.entries and moving.entries:
-            yield announce(fixed, last=False)
-            fixed = _Bucket()
-        yield announce(fixed if fixed.entries else moving if moving.entries else None, last=True)
+        if frozen_bucket.entries and trained_bucket.entries:
+            yield announce(frozen_bucket, last=False)
+            frozen_bucket = _Bucket()
+        yield announce(
+            frozen_bucket if frozen_bucket.entries else trained_bucket if trained_bucket.entries else None, last=True
+        )
         if sum(part.nbytes for part in self._changes) > sum(part.nbytes for part in self._base):
             self._compact()
 
@@ -438,9 +449,9 @@ class Publisher:
             return WeightChunk(
                 self._stream, self._serial, path, (0, 0), False, bucket.nbytes, cargo=(cargo, names)
             ), None
-        table, landed = pickle.dumps(bucket.entries), None
+        table, wait_written = pickle.dumps(bucket.entries), None
         if self._carrier is not None:
-            path, span, landed = self._carrier.begin(bucket.tensors, table, readers, keep=keep)
+            path, span, wait_written = self._carrier.begin(bucket.tensors, table, readers, keep=keep)
         else:
             path, spans = self._pool.write([*map(_memory, bucket.tensors), table], readers, keep=keep)
             span = spans[-1]
@@ -448,18 +459,18 @@ class Publisher:
             self._serial += 1
         return WeightChunk(
             self._stream, self._serial if serial is None else serial, path, span, keep, bucket.nbytes, fixed
-        ), landed
+        ), wait_written
 
     def again(self, announcement: Announcement, tensors: Sequence[torch.Tensor]) -> Announcement:
         """Announces a part again from the data that was sent. It was in no segment, and some receivers did not get it."""
-        old, bucket = announcement.part, _Bucket()
-        assert old is not None and old.cargo is not None
-        for name, tensor in zip(old.cargo[1], tensors, strict=True):
+        lost_chunk, bucket = announcement.part, _Bucket()
+        assert lost_chunk is not None and lost_chunk.cargo is not None
+        for name, tensor in zip(lost_chunk.cargo[1], tensors, strict=True):
             bucket.add(name, self._gathered(tensor))
-        part, landed = self._write(bucket, keep=False, readers=self._readers, serial=old.serial)
-        if landed is not None:
-            landed()
-        return replace(announcement, part=part)
+        chunk, wait_written = self._write(bucket, keep=False, readers=self._readers, serial=lost_chunk.serial)
+        if wait_written is not None:
+            wait_written()
+        return replace(announcement, part=chunk)
 
     # -- the log ----------------------------------------------------------------------------------------------------
 
@@ -471,10 +482,10 @@ class Publisher:
         bucket = _Bucket()
 
         def write() -> None:
-            part, landed = self._write(bucket, keep=True, readers=0, serial=self._serial)
-            if landed is not None:
-                landed()
-            base.append(part)
+            chunk, wait_written = self._write(bucket, keep=True, readers=0, serial=self._serial)
+            if wait_written is not None:
+                wait_written()
+            base.append(chunk)
 
         for name, tensor in self._shadow.tensors():
             if bucket.entries and bucket.nbytes + _size(tensor) > self._part_bytes:
@@ -492,9 +503,9 @@ class Publisher:
         if not self._dropping:
             return
         newer = [self._dropping[-1], *self._changes]
-        if not any(all(states) for states in zip(*(self._pool.awaited(part.path) for part in newer), strict=True)):
-            for part in self._dropping:
-                self._pool.drop(part.path)
+        if not any(all(states) for states in zip(*(self._pool.awaited(chunk.path) for chunk in newer), strict=True)):
+            for chunk in self._dropping:
+                self._pool.drop(chunk.path)
             self._dropping = []
 
 

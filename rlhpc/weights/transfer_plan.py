@@ -104,12 +104,12 @@ def route(
     shapes, sizes, frozen = dict[str, tuple[int, ...]](), dict[str, int](), set[str]()
     dtypes = dict[str, str]()
     for rank, entries in enumerate(held):
-        for name, shape, itemsize, box, still, dtype in entries:
+        for name, shape, itemsize, box, is_frozen, dtype in entries:
             holders.setdefault(name, []).append((rank, box))
             if shapes.setdefault(name, shape) != shape:
                 raise RlhpcError(f"ranks of the trainer have {name} of shape {shapes[name]} and of {shape}")
             sizes[name], dtypes[name] = itemsize, dtype
-            if still:
+            if is_frozen:
                 frozen.add(name)
     atoms = _atoms(shapes, requested)
     if unknown := sorted(atoms.keys() - shapes.keys()):
@@ -120,8 +120,8 @@ def route(
     for name in sorted(atoms, key=_natural):
         for atom in atoms[name]:
             rows = block // max(1, sizes[name] * atom.numel // max(1, atom.sizes[0] if atom.sizes else 1))
-            for part in _rows(atom, max(1, rows)) if _many(holders[name], atom) else [atom]:
-                pieces += _from(name, part, holders[name], sizes[name], loads)
+            for row_block in _rows(atom, max(1, rows)) if _many(holders[name], atom) else [atom]:
+                pieces += _from(name, row_block, holders[name], sizes[name], loads)
     shapes = {name: shapes[name] for name in atoms}
     return Routes(tuple(_join_blocks(pieces, sizes)), shapes, frozenset(frozen), dtypes)
 
@@ -142,8 +142,8 @@ def _atoms(
 
 def _many(holders: Sequence[tuple[int, Box]], atom: Box) -> bool:
     """Returns whether several ranks hold the same elements."""
-    parts = [part for _, box in holders if (part := atom.meet(box)) is not None]
-    return sum(part.numel for part in parts) > atom.numel
+    overlaps = [overlap for _, box in holders if (overlap := atom.meet(box)) is not None]
+    return sum(overlap.numel for overlap in overlaps) > atom.numel
 
 
 def _rows(atom: Box, rows: int) -> list[Box]:
@@ -160,12 +160,16 @@ def _from(
     """Assigns a slice to the ranks that hold it and have the fewest bytes to send."""
     remaining, pieces = [part], list[Piece]()
     for rank, box in sorted(holders, key=lambda holder: (loads.get(holder[0], 0), holder[0])):
-        meets = [(one, one.meet(box)) for one in remaining]
-        remaining = [remainder for one, met in meets for remainder in ([one] if met is None else one.without(met))]
-        for _, met in meets:
-            if met is not None:
-                pieces.append(Piece(name, met, rank, met.numel * itemsize))
-                loads[rank] = loads.get(rank, 0) + met.numel * itemsize
+        overlaps = [(missing_box, missing_box.meet(box)) for missing_box in remaining]
+        remaining = [
+            remainder
+            for missing_box, overlap in overlaps
+            for remainder in ([missing_box] if overlap is None else missing_box.without(overlap))
+        ]
+        for _, overlap in overlaps:
+            if overlap is not None:
+                pieces.append(Piece(name, overlap, rank, overlap.numel * itemsize))
+                loads[rank] = loads.get(rank, 0) + overlap.numel * itemsize
         if not remaining:
             return pieces
     raise RlhpcError(f"no rank of the trainer has {remaining[0]} of {name}, which an engine wants")
@@ -175,12 +179,12 @@ def _join_blocks(pieces: Sequence[Piece], sizes: Mapping[str, int]) -> list[Piec
     """Joins neighbouring row blocks of one rank into one piece."""
     joined = list[Piece]()
     for piece in pieces:
-        last = joined[-1] if joined else None
-        if last is not None and last.name == piece.name and last.source == piece.source and piece.box.sizes:
-            (start, *starts), (size, *row_sizes) = last.box
+        previous = joined[-1] if joined else None
+        if previous is not None and previous.name == piece.name and previous.source == piece.source and piece.box.sizes:
+            (start, *starts), (size, *row_sizes) = previous.box
             if (start + size, *starts) == piece.box.starts and tuple(row_sizes) == piece.box.sizes[1:]:
-                box = Box(last.box.starts, (size + piece.box.sizes[0], *row_sizes))
-                joined[-1] = Piece(last.name, box, last.source, box.numel * sizes[last.name])
+                joined_box = Box(previous.box.starts, (size + piece.box.sizes[0], *row_sizes))
+                joined[-1] = Piece(previous.name, joined_box, previous.source, joined_box.numel * sizes[previous.name])
                 continue
         joined.append(piece)
     return joined
@@ -248,13 +252,13 @@ def loads(pieces: Sequence[Piece], max_bytes: int) -> tuple[Load, ...]:
 
 
 def _load(pieces: Sequence[Piece]) -> Load:
-    at, spans, size = dict[int, int](), dict[int, tuple[int, int]](), 0
+    offsets, spans, size = dict[int, int](), dict[int, tuple[int, int]](), 0
     for source in sorted({piece.source for piece in pieces}):
-        start, numbers = size, [number for number, piece in enumerate(pieces) if piece.source == source]
-        size += DIGEST * len(numbers)
-        for number in numbers:
-            at[number] = size + -size % _ALIGN
-            size = at[number] + pieces[number].nbytes
+        start, piece_indices = size, [piece_index for piece_index, piece in enumerate(pieces) if piece.source == source]
+        size += DIGEST * len(piece_indices)
+        for piece_index in piece_indices:
+            offsets[piece_index] = size + -size % _ALIGN
+            size = offsets[piece_index] + pieces[piece_index].nbytes
         size += -size % _ALIGN
         spans[source] = (start, size)
-    return Load(tuple(pieces), tuple(at[number] for number in range(len(pieces))), spans, size)
+    return Load(tuple(pieces), tuple(offsets[piece_index] for piece_index in range(len(pieces))), spans, size)

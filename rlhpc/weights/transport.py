@@ -169,28 +169,28 @@ class WeightSender:
         window = _window(context, [*places], PARTS + depth)
         self.roads.open([*places], window.all_started)
         reach_all: Callable[[], None] | None = None  # waits until every receiver has the last announcement
-        loose: str | None = None  # a part that is written but not announced yet
+        unannounced: str | None = None  # a part that is written but not announced yet
         try:
             for announcement in self._with_lost(self._publisher.publish(version, tensors, frozen, window)):
-                part = announcement.part
-                loose = part.path or None if part is not None and not part.retained else None
+                chunk = announcement.part
+                unannounced = chunk.path or None if chunk is not None and not chunk.retained else None
                 if reach_all is not None:  # only now: it was in transit while the next part was written
-                    waited, reach_all = reach_all, None
-                    waited()
+                    wait_reached, reach_all = reach_all, None
+                    wait_reached()
                 message = (announcement, tuple(context.service.origin), places if announcement.number == 0 else None)
-                announced, loose = loose, None
+                announced, unannounced = unannounced, None
                 reach_all = p2p.begin_broadcast(message, *self._src, self._receivers, segment=announced)
-                if part is not None and part.cargo is not None:
+                if chunk is not None and chunk.cargo is not None:
                     self.roads.depart()
             if reach_all is not None:
-                waited, reach_all = reach_all, None
-                waited()
+                wait_reached, reach_all = reach_all, None
+                wait_reached()
         except BaseException:
             if reach_all is not None:
                 with contextlib.suppress(RlhpcError):  # the first failure is the one to report
                     reach_all()
-            for number in range(len(names) if loose else 0):
-                discard(str(loose), number)
+            for reader in range(len(names) if unannounced else 0):
+                discard(str(unannounced), reader)
             self.roads.forget(tell=True)
             self.forget()  # the changes that were found did not reach every receiver
             raise
@@ -217,12 +217,12 @@ def _places(context: Context, names: list[tuple[str, int]]) -> tuple[dict[tuple[
     hosts = [host_readers for host_readers in readers if context.member(*host_readers[0])["host"] != context.host]
     places: dict[tuple[str, int], ReaderSlot] = {}
     for index, host_readers in enumerate(readers):
-        above, below = "", 0
+        source, num_forwards = "", 0
         if index < len(hosts):
-            above = context.member(*hosts[index // 2 - 1][0])["data"]["bulk"] if index >= _BRANCHES else ""
-            below = len(range(2 * index + 2, min(2 * index + 4, len(hosts))))
-        for number, receiver in enumerate(host_readers):
-            places[receiver] = ReaderSlot(len(places), number, len(host_readers), above, below)
+            source = context.member(*hosts[index // 2 - 1][0])["data"]["bulk"] if index >= _BRANCHES else ""
+            num_forwards = len(range(2 * index + 2, min(2 * index + 4, len(hosts))))
+        for reader_index, receiver in enumerate(host_readers):
+            places[receiver] = ReaderSlot(len(places), reader_index, len(host_readers), source, num_forwards)
     return places, max(len(hosts) + 1, 2).bit_length() - 2
 
 
@@ -335,8 +335,8 @@ class WeightReceiver:
             )
             # Each receiver reports its own arrival, so that the log keeps every part that one of them still needs.
             # Kept parts are fetched at any time: a receiver that joins later gets them from the sender only.
-            passes = not (part.retained and is_late)
-            above = (self._above, part.name) if passes and place.above else None
+            is_forwarded = not (part.retained and is_late)
+            upstream = (self._above, part.name) if is_forwarded and place.above else None
             memory = service.fetch(
                 self._origin,
                 part.path,
@@ -345,14 +345,18 @@ class WeightReceiver:
                 share,
                 in_place=not part.retained,
                 later=[],
-                above=above,
+                above=upstream,
                 lock=not part.retained,
             )
-            if passes and place.below and not place.number:
-                data = memory[HEADER : HEADER + part.size]
+            if is_forwarded and place.below and not place.number:
+                chunk_bytes = memory[HEADER : HEADER + part.size]
                 # A kept part of trained tensors changes in place after its arrival, so a copy is forwarded.
-                data = np.frombuffer(data, np.uint8).copy().data if part.retained and not part.fixed else data
-                service.offers.put(part.name, data, place.below)
+                chunk_bytes = (
+                    np.frombuffer(chunk_bytes, np.uint8).copy().data
+                    if part.retained and not part.fixed
+                    else chunk_bytes
+                )
+                service.offers.put(part.name, chunk_bytes, place.below)
             service.peers.release(self._origin.bulk, part.path, place.reader)
             return memory
         try:
@@ -395,10 +399,10 @@ class BroadcastSync:
         delta: str = "frozen",
         complete_updates: bool = False,
     ) -> None:
-        sends = (worker.group_name, worker.rank) == tuple(src)
-        self._sender = WeightSender(worker, receivers, delta, self.part_bytes, self.road) if sends else None
+        is_sender = (worker.group_name, worker.rank) == tuple(src)
+        self._sender = WeightSender(worker, receivers, delta, self.part_bytes, self.road) if is_sender else None
         self._receiver = (
-            None if sends else WeightReceiver(worker, src, complete_updates=complete_updates, road=self.road)
+            None if is_sender else WeightReceiver(worker, src, complete_updates=complete_updates, road=self.road)
         )
 
     def send(self, version: int, tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
@@ -413,9 +417,9 @@ class BroadcastSync:
 
     def forget(self) -> None:
         """Makes the next version a complete one (`WeightSync.forget`)."""
-        for end in (self._sender, self._receiver):
-            if end is not None:
-                end.forget()
+        for endpoint in (self._sender, self._receiver):
+            if endpoint is not None:
+                endpoint.forget()
 
 
 class HostSync(BroadcastSync):

@@ -119,29 +119,31 @@ def choose(sender: End, receivers: Sequence[End | None], requested: str = AUTO) 
     Raises:
         ConfigError: The configured transport is not possible between these ends.
     """
-    ends = [one for one in receivers if one is not None]
+    ends = [end for end in receivers if end is not None]
     if requested == HOST or len(ends) < len(receivers) or not ends:
         return HOST, "it is asked for" if requested == HOST else "not all have said where they compute"
     if requested == GLOO:
         return GLOO, "it is asked for"
-    cards = [(one.host, one.card) for one in (sender, *ends)]
+    cards = [(end.host, end.card) for end in (sender, *ends)]
     if not all(card for _, card in cards):
-        road, reason = HOST, "not all compute on an accelerator"
+        transport, reason = HOST, "not all compute on an accelerator"
     elif len({*cards}) == 1:
-        road, reason = IPC, "all compute on one accelerator"
-    elif all(one.host == sender.host and sender.card in (one.card, *one.reads) for one in ends):
-        road, reason = IPC, "all can read the sender's accelerator"
+        transport, reason = IPC, "all compute on one accelerator"
+    elif all(end.host == sender.host and sender.card in (end.card, *end.reads) for end in ends):
+        transport, reason = IPC, "all can read the sender's accelerator"
     elif len({*cards}) < len(cards):
-        road, reason = HOST, "some share an accelerator, and others do not"
+        transport, reason = HOST, "some share an accelerator, and others do not"
     elif requested == SEVERAL:
-        road, reason = HOST, "shards go to several at once"
-    elif not all(one.nccl for one in (sender, *ends)):
-        road, reason = HOST, "not all have NCCL"
+        transport, reason = HOST, "shards go to several at once"
+    elif not all(end.nccl for end in (sender, *ends)):
+        transport, reason = HOST, "not all have NCCL"
     else:
-        road, reason = NCCL, "each computes on an accelerator of its own"
-    if requested not in (AUTO, SEVERAL, road):
-        raise ConfigError(f"rollout.weight_sync is {requested!r}, and {reason}: take auto, which takes {road} here")
-    return road, reason
+        transport, reason = NCCL, "each computes on an accelerator of its own"
+    if requested not in (AUTO, SEVERAL, transport):
+        raise ConfigError(
+            f"rollout.weight_sync is {requested!r}, and {reason}: take auto, which takes {transport} here"
+        )
+    return transport, reason
 
 
 class Sending:
@@ -179,38 +181,38 @@ class Sending:
         self._receivers, self._all_started = tuple(receivers), all_started
         if self._requested == HOST or (current_device() is None and self._requested in (AUTO, SEVERAL)):
             return
-        me, ends = End.of(context, self._me), [find_end(context, receiver) for receiver in self._receivers]
-        road, reason = choose(me, ends, self._requested)
-        if (road, reason) != (self.road, self._why):
-            log.info("weights of %s-%d take the road %s: %s", *self._me, road, reason)
-            self.road, self._why = road, reason
-        if tuple(filter(None, ends)) != self._ends or road not in (NCCL, GLOO):
+        sender_end, ends = End.of(context, self._me), [find_end(context, receiver) for receiver in self._receivers]
+        transport, reason = choose(sender_end, ends, self._requested)
+        if (transport, reason) != (self.road, self._why):
+            log.info("weights of %s-%d take the road %s: %s", *self._me, transport, reason)
+            self.road, self._why = transport, reason
+        if tuple(filter(None, ends)) != self._ends or transport not in (NCCL, GLOO):
             self.forget()
         self._ends = tuple(filter(None, ends))
 
     def carry(self, tensors: Sequence[torch.Tensor]) -> Cargo | None:
         """Takes the tensors of a part (`Carries.carry`)."""
-        cargo: Cargo | None = None
+        carried: Cargo | None = None
         if self.road == IPC:
             device = current_device()
             if device is not None and all(map(device.holds, tensors)):
-                cargo = current().service.lane.pool.write(tensors, len(self._receivers))
+                carried = current().service.lane.pool.write(tensors, len(self._receivers))
         elif self.road in (NCCL, GLOO) and self._all_started():
             self.settle()  # at most one bucket is in transit while the next is gathered
-            cargo = self._bucket(tensors) if self.road != HOST else None
-        self.carried += cargo is not None
-        return cargo
+            carried = self._bucket(tensors) if self.road != HOST else None
+        self.carried += carried is not None
+        return carried
 
     def _bucket(self, tensors: Sequence[torch.Tensor]) -> Bucket:
         if self._group is None:
             self._group = WeightProcessGroup(self.road, (self._me, *self._receivers), self._me)
-        parts, size = crossings.layout_tensors(
-            [(_name(one.dtype), tuple(one.shape), one.element_size()) for one in tensors]
+        views, size = crossings.layout_tensors(
+            [(_name(source.dtype), tuple(source.shape), source.element_size()) for source in tensors]
         )
-        bucket = Bucket(self._group.name, self.road, self._group.members, size, parts)
+        bucket = Bucket(self._group.name, self.road, self._group.members, size, views)
         flat = self._group.memory(size)
-        for into, tensor in zip(bucket.tensors(flat), tensors, strict=True):
-            into.copy_(tensor.detach())
+        for target, tensor in zip(bucket.tensors(flat), tensors, strict=True):
+            target.copy_(tensor.detach())
         self._sent, self._waits = (bucket, flat), True
         return bucket
 

@@ -45,17 +45,19 @@ def digest(tensor: torch.Tensor, version: int) -> int:
     nbytes = tensor.nbytes
     if not nbytes:
         return 0
-    every = min(_SAMPLES, nbytes // _MIN_SAMPLE_BYTES)
+    num_samples = min(_SAMPLES, nbytes // _MIN_SAMPLE_BYTES)
     if not tensor.is_cpu or not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()
-        if every > 1 and not tensor.is_cpu:  # so that only the sample leaves the accelerator
-            return _of(*(part.cpu().numpy() for part in _sample(tensor.view(-1).view(torch.uint8), version, every)))
+        if num_samples > 1 and not tensor.is_cpu:  # so that only the sample leaves the accelerator
+            return _of(
+                *(sampled.cpu().numpy() for sampled in _sample(tensor.view(-1).view(torch.uint8), version, num_samples))
+            )
         tensor = tensor.cpu()
     memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
-    if every <= 1:
+    if num_samples <= 1:
         return _digest(memory)
     # numpy copies whole pages, torch single bytes.
-    return _of(*map(np.ascontiguousarray, _sample(np.frombuffer(memoryview(memory), np.uint8), version, every)))
+    return _of(*map(np.ascontiguousarray, _sample(np.frombuffer(memoryview(memory), np.uint8), version, num_samples)))
 
 
 def digests(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, int]:
@@ -173,8 +175,8 @@ class Proof:
         receipt = self._update.receipt()
         if receipt is None:  # a user's strategy without digests
             return
-        other = self._differing_names(receipt, held)
-        lacking = (
+        changed = self._differing_names(receipt, held)
+        missing = (
             [name for name in receipt.digests if name not in self._passed_digests] if self._update.complete else []
         )
         if receipt.version != self._update.version:
@@ -183,15 +185,15 @@ class Proof:
                 f"{self._source}: nobody acts with them"
             )
         for names, relation in (
-            (other, "are others than"),
-            (lacking, "did not come from"),
+            (changed, "are others than"),
+            (missing, "did not come from"),
             (self._twice, "came twice from"),
         ):
             if names:
-                more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+                omitted = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
                 raise WeightsDiffer(
-                    f"weights of version {receipt.version}: {', '.join(names[:_MAX_NAMES])}{more} {relation} "
-                    f"{'those that ' if names is other else ''}{self._source}{' handed over' if names is other else ''}: "
+                    f"weights of version {receipt.version}: {', '.join(names[:_MAX_NAMES])}{omitted} {relation} "
+                    f"{'those that ' if names is changed else ''}{self._source}{' handed over' if names is changed else ''}: "
                     "nobody acts with them"
                 )
 

@@ -143,9 +143,9 @@ def _public(key: str, raw: Any, value: Any, *, hidden: bool) -> Any:
     if isinstance(raw, str) and "${oc.env:" in raw:
         return raw
     if isinstance(value, Mapping):
-        below = raw if isinstance(raw, Mapping) else value
+        raw_section = raw if isinstance(raw, Mapping) else value
         inside = hidden or bool(_SECRET_SECTION.match(key))
-        return {str(k): _public(str(k), below.get(k, v), v, hidden=inside) for k, v in value.items()}
+        return {str(k): _public(str(k), raw_section.get(k, v), v, hidden=inside) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         items = raw if isinstance(raw, (list, tuple)) and len(raw) == len(value) else value
         return [_public(key, items[i], v, hidden=hidden) for i, v in enumerate(value)]
@@ -158,13 +158,13 @@ def _public(key: str, raw: Any, value: Any, *, hidden: bool) -> Any:
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns nested keys joined by dots; lists are not flattened."""
-    out: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            out.update(flat(value, f"{prefix}{key}."))
+            flattened.update(flat(value, f"{prefix}{key}."))
         else:
-            out[f"{prefix}{key}"] = value
-    return out
+            flattened[f"{prefix}{key}"] = value
+    return flattened
 
 
 _BLOCK = 32768
@@ -175,19 +175,19 @@ _FULL, _FIRST, _LAST = 1, 2, 4
 
 def records(path: Path) -> Iterator[bytes]:
     """Yields the complete records of a file, up to the point where a process was killed."""
-    raw = path.read_bytes()
-    at, record = _HEADER, b""
-    while at + _HEADER <= len(raw):
-        block_remainder = _BLOCK - at % _BLOCK
+    file_bytes = path.read_bytes()
+    offset, record = _HEADER, b""
+    while offset + _HEADER <= len(file_bytes):
+        block_remainder = _BLOCK - offset % _BLOCK
         if block_remainder < _HEADER:  # padding
-            at += block_remainder
+            offset += block_remainder
             continue
-        _, length, kind = struct.unpack_from("<IHB", raw, at)
-        at += _HEADER
-        if not _FULL <= kind <= _LAST or at + length > len(raw):
+        _, length, record_type = struct.unpack_from("<IHB", file_bytes, offset)
+        offset += _HEADER
+        if not _FULL <= record_type <= _LAST or offset + length > len(file_bytes):
             return
-        fragment = raw[at : at + length]
-        at += length
-        record = fragment if kind in (_FULL, _FIRST) else record + fragment
-        if kind in (_FULL, _LAST):
+        fragment = file_bytes[offset : offset + length]
+        offset += length
+        record = fragment if record_type in (_FULL, _FIRST) else record + fragment
+        if record_type in (_FULL, _LAST):
             yield record

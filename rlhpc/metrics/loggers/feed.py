@@ -34,8 +34,8 @@ class Memory:
             path.unlink(missing_ok=True)
             return
         with contextlib.suppress(OSError, ValueError):
-            content = json.loads(path.read_text())
-            self._content = {key: value for key, value in content.items() if isinstance(value, dict)}
+            saved = json.loads(path.read_text())
+            self._content = {key: value for key, value in saved.items() if isinstance(value, dict)}
 
     def recall(self, name: str) -> dict[str, Any]:
         """Returns a copy of a logger's stored state."""
@@ -115,26 +115,26 @@ class Feed:
 
     def _feed(self) -> None:
         try:
-            last = self._logger.open(self._run, self._resume_step)
+            last_step = self._logger.open(self._run, self._resume_step)
             self._memory.keep(self._name, self._run.memory)
             for step, row in self._backlog:
-                if last is None or step > last:
+                if last_step is None or step > last_step:
                     self._logger.log(step, row)
             self._backlog = ()
-            while not self._over and (item := self._rows.get()) is not _END:
-                if item is _COMMIT:
+            while not self._over and (queued := self._rows.get()) is not _END:
+                if queued is _COMMIT:
                     self._logger.commit()
                     self._memory.keep(self._name, self._run.memory)
-                elif last is None or item[0] > last:
-                    self._logger.log(*item)
+                elif last_step is None or queued[0] > last_step:
+                    self._logger.log(*queued)
                 self._rows.task_done()
             self._logger.close()
             self._memory.keep(self._name, self._run.memory)
         except Exception as error:
             # No exception of a service or its library may reach the training.
             if not self._over:
-                first = next(iter(str(error).strip().splitlines()), "")
-                self._give_up(f"{type(error).__name__}: {first}")
+                first_line = next(iter(str(error).strip().splitlines()), "")
+                self._give_up(f"{type(error).__name__}: {first_line}")
             with contextlib.suppress(Exception):
                 self._logger.close()
             with contextlib.suppress(OSError):

@@ -58,10 +58,10 @@ class MLflowLogger:
     def log(self, step: int, row: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
-        metrics = [Metric(_to_allowed_name(name), float(value), now, step) for name, value in row.items()]
-        for begin in range(0, len(metrics), _METRICS):
-            self._client.log_batch(self._run_id, metrics=metrics[begin : begin + _METRICS], synchronous=True)
+        now_ms = int(time.time() * 1000)
+        metrics = [Metric(_to_allowed_name(name), float(value), now_ms, step) for name, value in row.items()]
+        for start in range(0, len(metrics), _METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS], synchronous=True)
 
     def commit(self) -> None:
         """Does nothing: each row was a transaction."""
@@ -83,8 +83,8 @@ class MLflowLogger:
         from mlflow.entities import Param
 
         params = [Param(_to_allowed_name(name), str(value)[:_LONGEST_VALUE]) for name, value in flat(config).items()]
-        for begin in range(0, len(params), _PARAMS):
-            self._client.log_batch(self._run_id, params=params[begin : begin + _PARAMS], synchronous=True)
+        for start in range(0, len(params), _PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + _PARAMS], synchronous=True)
 
 
 def _to_allowed_name(name: str) -> str:

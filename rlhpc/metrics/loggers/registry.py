@@ -39,15 +39,15 @@ def find_logger(name: str) -> Callable[..., RunLogger]:
     Raises:
         ConfigError: The logger is unknown, or its package is not installed.
     """
-    lower = name.lower()
-    if ":" not in name and lower not in LOGGERS.names():
+    lower_name = name.lower()
+    if ":" not in name and lower_name not in LOGGERS.names():
         raise ConfigError(_unknown(_KEY, name))
-    packages = _PACKAGES.get(lower, (lower,)) if lower in LOGGERS.built_in else ()
+    packages = _PACKAGES.get(lower_name, (lower_name,)) if lower_name in LOGGERS.built_in else ()
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ConfigError(
             f"{_KEY} has {name!r}, whose package {missing[0]} is not installed; install it with: "
-            f"pip install 'rlhpc[{lower}]'"
+            f"pip install 'rlhpc[{lower_name}]'"
         )
     logger_class = LOGGERS.find(name)
     if not all(hasattr(logger_class, method) for method in ("open", "log", "commit", "close")):

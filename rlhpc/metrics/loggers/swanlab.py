@@ -37,7 +37,7 @@ class SwanLabLogger(ServiceLogger):
         folder = run.folder / "swanlab"
         folder.mkdir(exist_ok=True)
         _remove_empty(folder)
-        last = None if resume_step is None else _last_step(folder, run.memory["id"])
+        last_step = None if resume_step is None else _last_step(folder, run.memory["id"])
         with printing_to_stderr():
             swanlab_settings = swanlab.Settings(**settings)
             mode = self._mode or os.environ.get("SWANLAB_MODE") or ("online" if swanlab_settings.api_key else "offline")
@@ -46,7 +46,7 @@ class SwanLabLogger(ServiceLogger):
                 "log_dir": str(folder), "config": dict(run.config), **options,
             }  # fmt: skip
             self._run = swanlab.init(**arguments, settings=swanlab_settings)
-        return last
+        return last_step
 
 
 def _remove_empty(folder: Path) -> None:

@@ -34,8 +34,8 @@ class TensorBoardLogger:
         self._folder, self._memory = RunPaths(run.folder).tensorboard, run.memory
         if resume_step is None or not any(self._folder.glob("events.out.tfevents.*")):
             return None
-        last = self._memory.get(_LAST)
-        logged_step = None if last is None else min(int(last), resume_step)
+        last_step = self._memory.get(_LAST)
+        logged_step = None if last_step is None else min(int(last_step), resume_step)
         self._purge_step = 0 if logged_step is None else logged_step + 1
         return logged_step
 
@@ -63,16 +63,16 @@ class TensorBoardLogger:
         self._folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
         stem = f"events.out.tfevents.{int(now):010d}.{node_name()}.{os.getpid()}"
-        number = 0
-        while (path := self._folder / f"{stem}.{number}").exists():  # two starts in one second
-            number += 1
+        file_number = 0
+        while (path := self._folder / f"{stem}.{file_number}").exists():  # two starts in one second
+            file_number += 1
         self._file = path.open("xb")
         self._records = RecordWriter(self._file)
         self._write(Event(wall_time=now, file_version="brain.Event:2"))
         if self._purge_step is not None:
             # TensorBoard then hides rows of earlier starts from the first step of this start on.
-            start = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=now, step=self._purge_step, session_log=start))
+            session_start = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=now, step=self._purge_step, session_log=session_start))
 
     def _write(self, event: Any) -> None:
         self._records.write(event.SerializeToString())

@@ -81,9 +81,9 @@ class BulkConnection:
         return message[:size]
 
     def exactly(self, size: int, check: Callable[[], None]) -> bytes:
-        data = bytearray(size)
-        self.fill(memoryview(data), check)
-        return bytes(data)
+        received = bytearray(size)
+        self.fill(memoryview(received), check)
+        return bytes(received)
 
     def fill(self, target: memoryview, check: Callable[[], None]) -> None:
         """Receives until `target` is full.
@@ -91,18 +91,18 @@ class BulkConnection:
         Raises:
             ConnectionError: The connection ended before; the message has the number of bytes received.
         """
-        at = 0
-        while at < len(target):
+        num_received = 0
+        while num_received < len(target):
             try:
-                count = self.sock.recv_into(target[at : at + CHUNK], 0, socket.MSG_WAITALL)
+                count = self.sock.recv_into(target[num_received : num_received + CHUNK], 0, socket.MSG_WAITALL)
             except BlockingIOError:  # nothing came for the socket's timeout
                 check()
                 continue
             except OSError as error:
-                raise ConnectionError(f"{error.strerror} after {at} of {len(target)} bytes") from None
+                raise ConnectionError(f"{error.strerror} after {num_received} of {len(target)} bytes") from None
             if not count:
-                raise ConnectionError(f"its end came after {at} of {len(target)} bytes")
-            at += count
+                raise ConnectionError(f"its end came after {num_received} of {len(target)} bytes")
+            num_received += count
 
 
 def tune(sock: socket.socket) -> None:
@@ -199,13 +199,13 @@ class BulkServer:
     def _serve(self, sock: socket.socket) -> None:
         try:
             try:
-                link = self._welcome(sock)
+                connection = self._welcome(sock)
             finally:
                 with self._lock:
                     self._strangers.remove(sock)
             wake_every(sock, 0)  # 0: never; an idle connection costs nothing
             while True:
-                self._answer(link, link.hear(lambda: None))
+                self._answer(connection, connection.hear(lambda: None))
         except (OSError, struct.error) as error:
             log.debug("%s: a bulk connection ended: %s", self._name, error)
         finally:
@@ -215,7 +215,7 @@ class BulkServer:
 
     def _welcome(self, sock: socket.socket) -> BulkConnection:
         tune(sock)
-        link, challenge = BulkConnection(sock, self._keys, b"s", b"c"), secrets.token_bytes(_NONCE)
+        connection, challenge = BulkConnection(sock, self._keys, b"s", b"c"), secrets.token_bytes(_NONCE)
         sock.sendall(MAGIC + challenge)
         deadline = time.monotonic() + _HANDSHAKE_S
 
@@ -223,15 +223,15 @@ class BulkServer:
             if time.monotonic() > deadline:
                 raise ConnectionError("it did not say who it is")
 
-        greeting = link.exactly(_NONCE + PROOF, check_deadline)
+        greeting = connection.exactly(_NONCE + PROOF, check_deadline)
         transcript = challenge + greeting[:_NONCE]
-        if not hmac.compare_digest(greeting[_NONCE:], link.proof(b"client", transcript)):
+        if not hmac.compare_digest(greeting[_NONCE:], connection.proof(b"client", transcript)):
             self.refused += 1
             raise ConnectionError("it does not know the generation's secret")
         name = self._name.encode()
-        sock.sendall(link.proof(b"server", transcript + name) + SIZE.pack(len(name)) + name)
-        link.agree(transcript)
-        return link
+        sock.sendall(connection.proof(b"server", transcript + name) + SIZE.pack(len(name)) + name)
+        connection.agree(transcript)
+        return connection
 
     def _answer(self, link: BulkConnection, request: bytes) -> None:
         operation, body = request[:1], request[1:]
@@ -335,45 +335,47 @@ class BulkClient:
 
     def __init__(self, endpoint: str, keys: CurveKeys, check: Callable[[], None]) -> None:
         self.in_step, self.is_receiving = True, False
-        self.peer, _, where = endpoint.rpartition("@")
-        self._where, self._check = where, check
-        address, _, port = where.rpartition(":")
+        self.peer, _, server_address = endpoint.rpartition("@")
+        self._where, self._check = server_address, check
+        address, _, port = server_address.rpartition(":")
         try:
             sock = socket.create_connection((address, int(port)), _HANDSHAKE_S)
         except OSError as error:
             check()
-            raise ChannelError(f"cannot reach {self.peer} at {where} for its data: {error.strerror or error}") from None
+            raise ChannelError(
+                f"cannot reach {self.peer} at {server_address} for its data: {error.strerror or error}"
+            ) from None
         try:
             self._link = self._greet(sock, keys)
         except (OSError, struct.error) as error:
             sock.close()
             check()
-            raise ChannelError(f"{self.peer} at {where} did not prove to be of this run: {error}") from None
+            raise ChannelError(f"{self.peer} at {server_address} did not prove to be of this run: {error}") from None
 
     def _greet(self, sock: socket.socket, keys: CurveKeys) -> BulkConnection:
         sock.settimeout(None)
         tune(sock)
-        link, deadline = BulkConnection(sock, keys, b"c", b"s"), time.monotonic() + _HANDSHAKE_S
+        connection, deadline = BulkConnection(sock, keys, b"c", b"s"), time.monotonic() + _HANDSHAKE_S
 
         def check_deadline() -> None:
             self._check()
             if time.monotonic() > deadline:
                 raise ConnectionError("it said nothing")
 
-        greeting = link.exactly(len(MAGIC) + _NONCE, check_deadline)
+        greeting = connection.exactly(len(MAGIC) + _NONCE, check_deadline)
         if not greeting.startswith(MAGIC):
             raise ConnectionError("it speaks another protocol")
         challenge = secrets.token_bytes(_NONCE)
         transcript = greeting[len(MAGIC) :] + challenge
-        sock.sendall(challenge + link.proof(b"client", transcript))
-        proof, size = link.exactly(PROOF, check_deadline), link.exactly(SIZE.size, check_deadline)
-        name = link.exactly(SIZE.unpack(size)[0], check_deadline)
-        if not hmac.compare_digest(proof, link.proof(b"server", transcript + name)):
+        sock.sendall(challenge + connection.proof(b"client", transcript))
+        proof, size = connection.exactly(PROOF, check_deadline), connection.exactly(SIZE.size, check_deadline)
+        name = connection.exactly(SIZE.unpack(size)[0], check_deadline)
+        if not hmac.compare_digest(proof, connection.proof(b"server", transcript + name)):
             raise ConnectionError("it does not know the generation's secret")
         if name.decode() != self.peer:
             raise ConnectionError(f"it is {name.decode()}")
-        link.agree(transcript)
-        return link
+        connection.agree(transcript)
+        return connection
 
     def fetch(self, path: str, start: int, target: memoryview, *, offered: bool = False) -> bool:
         """Fills `target` with the bytes of a segment from `start` on.

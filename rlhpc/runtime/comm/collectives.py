@@ -51,11 +51,13 @@ class Collectives:
             context = current()
             limit = min(context.wait_deadline, 1800)
             # Some ranks of a group may have joined one by one, with separate names.
-            first = self._first or 0
-            name = self._spec.incarnation if self._first is None else context.member(self.group, first)["incarnation"]
+            first_rank = self._first or 0
+            name = (
+                self._spec.incarnation if self._first is None else context.member(self.group, first_rank)["incarnation"]
+            )
             dist.init_process_group(
                 collective_backends(torch_device(self._spec.accelerators)),
-                store=ServiceStore(context, self.group, name, limit, first),
+                store=ServiceStore(context, self.group, name, limit, first_rank),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=datetime.timedelta(seconds=limit),
@@ -131,9 +133,9 @@ class ServiceStore(dist.Store):
         service, endpoint = self._context.service, self._holder()
         if endpoint is None:
             return service.held.act(op, self._full(key), *frames)
-        whom = f"{self._group}-{self._rank} to answer for the process group"
+        purpose = f"{self._group}-{self._rank} to answer for the process group"
         limit = self._timeout_s if timeout is None else timeout
-        return service.peers.request(endpoint, b"STORE", [op, self._full(key), *frames], limit, whom)
+        return service.peers.request(endpoint, b"STORE", [op, self._full(key), *frames], limit, purpose)
 
     def _holder(self) -> str | None:
         """Returns the endpoint of the process that holds the store; None if this process does."""

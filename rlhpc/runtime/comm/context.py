@@ -62,9 +62,9 @@ class Farewell:
 
     def say(self) -> None:
         """Runs the action before leaving; called on the main thread."""
-        act, self._first = self._first, None
-        if act is not None:
-            act()
+        action, self._first = self._first, None
+        if action is not None:
+            action()
 
 
 #: How often a process looks whether another one that it waits for has ended.

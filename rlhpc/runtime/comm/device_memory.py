@@ -177,12 +177,12 @@ class Crossing(NamedTuple):
 
 def layout_tensors(tensors: list[tuple[str, tuple[int, ...], int]]) -> tuple[list[TensorView], int]:
     """Returns the position of each tensor (dtype, shape, bytes of an element) in a buffer, and their total size."""
-    parts, offset = [], 0
+    views, offset = [], 0
     for dtype, shape, itemsize in tensors:
         nbytes = math.prod(shape) * itemsize
-        parts.append(TensorView(offset, dtype, shape, nbytes))
+        views.append(TensorView(offset, dtype, shape, nbytes))
         offset += nbytes + -nbytes % ALIGN
-    return parts, offset
+    return views, offset
 
 
 def _make_lease(path: str) -> mmap.mmap:
@@ -257,10 +257,10 @@ class _CudaEvent:
 
 def _address(number: int) -> str:
     """Returns the address of the device with an index in this process."""
-    about: Any = torch.cuda.get_device_properties(number)
-    where = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}"
+    properties: Any = torch.cuda.get_device_properties(number)
+    pci_address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}"
     # Parts of one card differ in the second. Leases tell processes by their ids, which differ between namespaces.
-    return f"{where} {about.uuid} {os.readlink('/proc/self/ns/pid')}"
+    return f"{pci_address} {properties.uuid} {os.readlink('/proc/self/ns/pid')}"
 
 
 class _CudaDevice:
@@ -286,9 +286,9 @@ class _CudaDevice:
 
     def export(self, memory: torch.Tensor) -> bytes:
         """Implements `_Device.export`."""
-        shared: Any = memory.untyped_storage()._share_cuda_()
-        _, handle, size, offset, counter, number, *_ = shared
-        torch.UntypedStorage._release_ipc_counter_cuda(counter, number)
+        ipc_fields: Any = memory.untyped_storage()._share_cuda_()
+        _, handle, size, offset, counter, counter_offset, *_ = ipc_fields
+        torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_offset)
         return pickle.dumps((handle, size, offset))
 
     def open(self, handle: bytes) -> torch.Tensor:
@@ -408,18 +408,18 @@ class DeviceMappings:
     def settle(self) -> None:
         """Releases the buffers that have been copied by now."""
         with self._lock:
-            still = []
+            pending = []
             for opened, reader in self.reading:
                 if opened.read.done():
                     _end_reading(opened.lease, reader)
                 else:
-                    still.append((opened, reader))
-            self.reading = still
+                    pending.append((opened, reader))
+            self.reading = pending
 
     def park(self) -> None:
         """Closes all buffers, once the pending copies are complete."""
-        until = time.monotonic() + _PATIENCE_S
-        while self.reading and time.monotonic() < until:
+        deadline = time.monotonic() + _PATIENCE_S
+        while self.reading and time.monotonic() < deadline:
             self.settle()
             time.sleep(_LOOK_S if self.reading else 0)
         with self._lock:
@@ -427,9 +427,9 @@ class DeviceMappings:
 
     def _sweep(self) -> None:
         """Closes buffers that their senders have given up."""
-        busy = {id(opened) for opened, _ in self.reading}
+        in_use = {id(opened) for opened, _ in self.reading}
         self._opened = {
-            path: opened for path, opened in self._opened.items() if id(opened) in busy or os.path.exists(path)
+            path: opened for path, opened in self._opened.items() if id(opened) in in_use or os.path.exists(path)
         }
 
 
@@ -495,21 +495,23 @@ class DevicePool:
         device = current_device()
         if device is None or readers > _MAX_READERS:
             return None
-        parts, size = layout_tensors([(_name(one.dtype), tuple(one.shape), one.element_size()) for one in tensors])
+        views, size = layout_tensors(
+            [(_name(source.dtype), tuple(source.shape), source.element_size()) for source in tensors]
+        )
         with self._lock:
             buffer = self._take(device, max(size, 1))
             if buffer is None:
                 return None
-            for part, tensor in zip(parts, tensors, strict=True):
-                if part.nbytes:
-                    into = buffer.memory[part.offset : part.offset + part.nbytes]
-                    device.copy(into.view(tensor.dtype).reshape(part.shape), tensor.detach())
+            for view, tensor in zip(views, tensors, strict=True):
+                if view.nbytes:
+                    target = buffer.memory[view.offset : view.offset + view.nbytes]
+                    device.copy(target.view(tensor.dtype).reshape(view.shape), tensor.detach())
             buffer.event.record()
             buffer.readers, buffer.size, buffer.holders = readers, size, holders
             _lend_to(buffer.lease, readers)
             self.crossed += 1
         handle = buffer.event.handle
-        return Crossing(self._endpoint, buffer.path, device.address, buffer.exported, handle, size, parts)
+        return Crossing(self._endpoint, buffer.path, device.address, buffer.exported, handle, size, views)
 
     def awaited(self, path: str) -> list[bool]:
         """Returns for each reader of a buffer whether it has yet to come; empty for an unknown buffer."""
@@ -538,11 +540,11 @@ class DevicePool:
             if buffer is None or buffer.lease[reader : reader + 1] == FREE:
                 raise ChannelError("a message was forgotten before its reader came")
             buffer.event.wait()
-            copied = buffer.device.to_host(buffer.memory[: buffer.size])
+            host_copy = buffer.device.to_host(buffer.memory[: buffer.size])
             _end_reading(buffer.lease, reader)
         if why:
             self._give_up(f"another process cannot open it ({why})")
-        return copied
+        return host_copy
 
     def forget_process(self, process: str) -> None:
         """Ends the buffers that were lent to a process that has ended (`host.process_key`) and to no other."""
@@ -571,13 +573,13 @@ class DevicePool:
     # -- finding one ----------------------------------------------------------------------------------------------
 
     def _take(self, device: _Device, size: int) -> _SentBuffer | None:
-        free = [buffer for buffer in self._buffers.values() if buffer.free()]
-        fitting = [buffer for buffer in free if size <= buffer.capacity <= 2 * size]
+        free_buffers = [buffer for buffer in self._buffers.values() if buffer.free()]
+        fitting = [buffer for buffer in free_buffers if size <= buffer.capacity <= 2 * size]
         if fitting:
             return min(fitting, key=lambda buffer: buffer.capacity)
         capacity = capacity_of(size)
-        while free and (len(self._buffers) >= _MAX_BUFFERS or self.bytes + capacity > device.budget):
-            self._drop(free.pop(0))
+        while free_buffers and (len(self._buffers) >= _MAX_BUFFERS or self.bytes + capacity > device.budget):
+            self._drop(free_buffers.pop(0))
         if len(self._buffers) >= _MAX_BUFFERS or self.bytes + capacity > device.budget:
             return None
         return self._make(device, capacity)

@@ -116,15 +116,15 @@ def _record_listeners() -> Iterator[list[int]]:
     event loop of Python watches a pair of sockets instead, and ZeroMQ's is older.
     """
     listening: list[int] = []
-    before = _descriptors()
+    earlier = _descriptors()
     yield listening
-    after = _descriptors()
-    new = {fd: description for fd, description in after.items() if before.get(fd) != description}
-    for fd, description in new.items():
+    current = _descriptors()
+    added = {fd: description for fd, description in current.items() if earlier.get(fd) != description}
+    for fd, description in added.items():
         if description == "anon_inode:[eventpoll]":
             watched = _watched(fd)
-            sockets = [other for other in watched if other in new and _listens(other)]
-            pipes = [other for other in watched if other in new and new[other].startswith("pipe:")]
+            sockets = [other for other in watched if other in added and _listens(other)]
+            pipes = [other for other in watched if other in added and added[other].startswith("pipe:")]
             if len(sockets) == len(pipes) == 1 and len(watched) == 2:
                 listening += sockets
 
@@ -156,9 +156,9 @@ def _close(descriptor: int) -> None:
     This also removes the socket from gloo's epoll, so that gloo's thread gets no event. (`shutdown` would wake the thread,
     which would then end the process.)
     """
-    quiet = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-    os.dup2(quiet, descriptor, inheritable=False)
-    os.close(quiet)
+    idle_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    os.dup2(idle_fd, descriptor, inheritable=False)
+    os.close(idle_fd)
 
 
 def _prove(group: Any, rank: int, size: int, token: bytes, context: Context) -> None:
@@ -178,22 +178,24 @@ def _prove(group: Any, rank: int, size: int, token: bytes, context: Context) -> 
     deadline = time.monotonic() + PROOF_S
     received: dict[int, torch.Tensor] = {}
     works: list[tuple[int, Any, torch.Tensor | None]] = []
-    at = peers[0]
+    peer = peers[0]
     try:
-        for at in peers:
-            sent = torch.frombuffer(bytearray(proof(rank, at)), dtype=torch.uint8)
-            received[at] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
-            works.append((at, group.send([sent], at, _TAG), sent))  # the tensor must live until it has been sent
-            works.append((at, group.recv([received[at]], at, _TAG), None))
-        for at, work, _ in works:  # noqa: B007 - the error names the one that it came to
+        for peer in peers:
+            sent = torch.frombuffer(bytearray(proof(rank, peer)), dtype=torch.uint8)
+            received[peer] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
+            works.append((peer, group.send([sent], peer, _TAG), sent))  # the tensor must live until it has been sent
+            works.append((peer, group.recv([received[peer]], peer, _TAG), None))
+        for peer, work, _ in works:  # noqa: B007 - the error names the one that it came to
             work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        wrong = [at for at in peers if not hmac.compare_digest(bytes(received[at].tolist()), proof(at, rank))]
+        unproven = [
+            peer for peer in peers if not hmac.compare_digest(bytes(received[peer].tolist()), proof(peer, rank))
+        ]
         reason = "what it sent is not a proof"
     except RuntimeError as error:
-        wrong, reason = [at], str(error).partition("\n")[0]
-    if wrong:
+        unproven, reason = [peer], str(error).partition("\n")[0]
+    if unproven:
         raise StrangerConnected(
-            f"{context.name}: rank {wrong[0]} of a process group of {size} did not prove to be of this run ({reason}): a "
+            f"{context.name}: rank {unproven[0]} of a process group of {size} did not prove to be of this run ({reason}): a "
             f"stranger may have connected to the ports of {context.name} on {node_name()} while the group was "
             "formed. It got nothing and nothing of it was used; start again"
         )

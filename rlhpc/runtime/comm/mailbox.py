@@ -78,10 +78,10 @@ class Mailbox:
         finally:
             os.close(fd)
         memory, address = memoryview(mapped), ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        out, inbound = (0, size) if first else (size, 0)
-        self._out, self._in = memory[out : out + size], memory[inbound : inbound + size]
+        out_start, in_start = (0, size) if first else (size, 0)
+        self._out, self._in = memory[out_start : out_start + size], memory[in_start : in_start + size]
         self._out_counters, self._in_counters = (half[:_TEXT].cast("Q") for half in (self._out, self._in))
-        self._out_address, self._in_address = address + out, address + inbound
+        self._out_address, self._in_address = address + out_start, address + in_start
         self._sent = self._got = 0
         self._in_form = 0
         self._out_array = self._in_array = np.empty(0)
@@ -135,11 +135,11 @@ class Mailbox:
 
     def _announce(self, array: np.ndarray) -> None:
         form = f"({array.dtype.str!r}, {array.shape})"
-        text = form.encode()
-        if array.nbytes > self._capacity or array.dtype.hasobject or len(text) > _HEADER - _TEXT:
+        encoded_form = form.encode()
+        if array.nbytes > self._capacity or array.dtype.hasobject or len(encoded_form) > _HEADER - _TEXT:
             raise ChannelError(f"mailbox to {self._peer}: {form} does not fit into {self._capacity} bytes")
-        self._out[_TEXT : _TEXT + len(text)] = text
-        self._out_counters[_FORM_SIZE] = len(text)
+        self._out[_TEXT : _TEXT + len(encoded_form)] = encoded_form
+        self._out_counters[_FORM_SIZE] = len(encoded_form)
         self._out_counters[_FORM] += 1
         self._out_array = self._view(self._out, array.dtype, array.shape)
 
@@ -151,8 +151,8 @@ class Mailbox:
     def _wait(self, counters: memoryview, address: int, index: int, value: int, purpose: str) -> None:
         """Waits by polling, yielding to other processes, then sleeps; adapts the time of polling to this peer."""
         started = now = time.perf_counter()
-        end = started + self._poll
-        while now < end:
+        poll_until = started + self._poll
+        while now < poll_until:
             for _ in range(20):
                 if counters[index] == value:
                     self._poll = _POLL_S
@@ -181,8 +181,8 @@ class Mailbox:
                 raise DeadlineExceeded(f"waited {self._deadline:.0f} s {purpose} {self._peer}")
             self._check()
         counters[_AWAITS_WRITTEN + index] = 0
-        waited = time.perf_counter() - started
-        self._poll = _POLL_S if waited < 2 * _POLL_S else max(0.8 * self._poll, 0.00002)
+        waited_s = time.perf_counter() - started
+        self._poll = _POLL_S if waited_s < 2 * _POLL_S else max(0.8 * self._poll, 0.00002)
 
 
 def _wake(counters: memoryview, address: int, index: int) -> None:

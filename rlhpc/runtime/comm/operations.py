@@ -35,28 +35,28 @@ class HeldValues:
             ValueError: There is no such operation.
         """
         with self._grew:
-            held = self._values
+            stored_values = self._values
             if op == b"set":
-                held[key] = values[0]
+                stored_values[key] = values[0]
                 self._tell(key)
                 return [b""]
             if op == b"get":
-                return [held[key]]
+                return [stored_values[key]]
             if op == b"has":
-                return [b"1" if key in held else b"0"]
+                return [b"1" if key in stored_values else b"0"]
             if op == b"add":
-                held[key] = str(int(held.get(key, b"0")) + int(values[0])).encode()
+                stored_values[key] = str(int(stored_values.get(key, b"0")) + int(values[0])).encode()
                 self._tell(key)
-                return [held[key]]
+                return [stored_values[key]]
             if op == b"swap":  # torch's compare_set: an absent key counts as an empty value
-                if held.get(key, b"") == values[0]:
-                    held[key] = values[1]
+                if stored_values.get(key, b"") == values[0]:
+                    stored_values[key] = values[1]
                     self._tell(key)
-                return [held.get(key, values[0])]
+                return [stored_values.get(key, values[0])]
             if op == b"del":
-                return [b"1" if held.pop(key, None) is not None else b"0"]
+                return [b"1" if stored_values.pop(key, None) is not None else b"0"]
             if op == b"count":
-                return [str(sum(stored_key.startswith(key) for stored_key in held)).encode()]
+                return [str(sum(stored_key.startswith(key) for stored_key in stored_values)).encode()]
         raise ValueError(f"no store operation {op!r}")
 
     def _tell(self, key: bytes) -> None:
@@ -157,12 +157,12 @@ class DeviceChannel:
 
     def _through_the_host(self, crossing: Crossing, origin: Origin, reader: int, why: str) -> list[Any]:
         body = pickle.dumps((crossing.path, reader, why))
-        whom = "the sender of a message to copy it from its accelerator"
-        reply = self._peers.request(choose(crossing.endpoint), b"TO_HOST", [body], _DEADLINE_S, whom)
+        purpose = "the sender of a message to copy it from its accelerator"
+        reply = self._peers.request(choose(crossing.endpoint), b"TO_HOST", [body], _DEADLINE_S, purpose)
         path, start = pickle.loads(reply[0])
-        view = self._read(origin, path, crossing.size)[start:]
+        host_copy = self._read(origin, path, crossing.size)[start:]
         return [
-            rebuild_tensor(view[part.offset : part.offset + part.nbytes], part.dtype, part.shape, "", False, False)
+            rebuild_tensor(host_copy[part.offset : part.offset + part.nbytes], part.dtype, part.shape, "", False, False)
             for part in crossing.parts
         ]
 
@@ -222,8 +222,8 @@ def _stat(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     name, key = pickle.loads(frames[0])
     with service.lock:
         state = service.channel(name)
-        result = (state.count(key), state.full(key))
-    answer.frames(pickle.dumps(result))
+        queue_state = (state.count(key), state.full(key))
+    answer.frames(pickle.dumps(queue_state))
 
 
 def _open(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
@@ -237,8 +237,8 @@ def _cancel(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
 
     with service.lock:
         for state in service.channels.values():
-            for item in state.cancel(matches):
-                discard(item.segment) if item.segment else None
+            for returned_item in state.cancel(matches):
+                discard(returned_item.segment) if returned_item.segment else None
             state.consumer_died(answer.connection_name)  # an answer that crossed this: its items go back to the front
 
 
@@ -254,8 +254,8 @@ def _to_host(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     """Answers a reader that cannot read a buffer on this process's accelerator with a copy on the host. This is rare; no other
     operation here copies.
     """
-    copied = service.lane.pool.to_host(*pickle.loads(frames[0]))
-    path, spans = service.pool.write([memoryview(copied.numpy())])
+    host_copy = service.lane.pool.to_host(*pickle.loads(frames[0]))
+    path, spans = service.pool.write([memoryview(host_copy.numpy())])
     answer.frames(pickle.dumps((path, spans[0][0])))
 
 

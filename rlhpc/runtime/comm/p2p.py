@@ -48,23 +48,23 @@ def _begin(
         A function of seconds: it waits at most that long for the message to arrive, and returns whether the rank was waiting
             for it.
     """
-    whom = f"{dst_group}-{dst_rank} to take a message from {context.name}"
-    record = context.member(dst_group, dst_rank)["data"]
+    purpose = f"{dst_group}-{dst_rank} to take a message from {context.name}"
+    receiver = context.member(dst_group, dst_rank)["data"]
     context.service.lane.settle()
-    if record["ipc"] == context.service.endpoint["ipc"]:
+    if receiver["ipc"] == context.service.endpoint["ipc"]:
         frames = owned(packed.frames(reader, share))
         context.service.wait_local(
             lambda answer: context.service.channel(INBOX).put(
                 key, frames, packed.nbytes, 0, packed.segment or "", answer
             ),
             context.wait_deadline,
-            whom,
+            purpose,
         )
         return lambda timeout: False
     head = pickle.dumps((INBOX, key, packed.nbytes, 0, packed.segment or "", True))
     peers = context.service.peers
     frames = [head, *packed.frames(reader, share)]
-    pending = peers.begin(choose(record), b"PUT", frames, whom, context.wait_deadline)
+    pending = peers.begin(choose(receiver), b"PUT", frames, purpose, context.wait_deadline)
 
     def arrived(timeout: float) -> bool:
         has_left = functools.partial(context.has_left, dst_group, dst_rank)
@@ -87,10 +87,10 @@ def send(
 ) -> AsyncWork | None:
     """Sends an object to one rank; `Worker.send` describes the arguments."""
     context = current()
-    far = context.member(dst_group, dst_rank)["host"] != context.host
+    is_remote = context.member(dst_group, dst_rank)["host"] != context.host
     taker = _taker(context, dst_group, dst_rank)
     holders = [process_key(context.member(dst_group, dst_rank)["data"])]
-    packed = context.service.pack(obj, lend=far and not async_op, takers=[taker], holders=holders)
+    packed = context.service.pack(obj, lend=is_remote and not async_op, takers=[taker], holders=holders)
     if async_op:
         packed.owned()
 
@@ -246,24 +246,24 @@ def begin_broadcast(
     readers = readers_of(context, targets)
     if not readers:
         return lambda: None
-    far = all(context.member(*sharers[0])["host"] != context.host for sharers in readers)
+    is_remote = all(context.member(*sharers[0])["host"] != context.host for sharers in readers)
     takers = [_taker(context, *target) for target in targets]
     # Ranks of another host that share a copy free it together: the end of one of them frees nothing.
-    holders = [process_key(context.member(*them[0])["data"]) if len(them) == 1 else "" for them in readers]
-    packed = context.service.pack(obj, len(readers), lend=far, takers=takers, holders=holders)
+    holders = [process_key(context.member(*on_host[0])["data"]) if len(on_host) == 1 else "" for on_host in readers]
+    packed = context.service.pack(obj, len(readers), lend=is_remote, takers=takers, holders=holders)
     key = _key("b", group, rank)
-    under_way: list[Callable[[float], bool | None]] = []
+    pending_sends: list[Callable[[float], bool | None]] = []
     num_started = 0
 
     def finish() -> None:
-        reached: set[int] = set()
+        reached_targets: set[int] = set()
         try:
-            packed.settle(_all_arrived(under_way, context.wait_deadline, reached), context.check)
+            packed.settle(_all_arrived(pending_sends, context.wait_deadline, reached_targets), context.check)
         finally:
             packed.discard(num_started)
-            for number in range(len(targets) if segment else 0):
-                if number not in reached:
-                    discard(str(segment), number)
+            for target_index in range(len(targets) if segment else 0):
+                if target_index not in reached_targets:
+                    discard(str(segment), target_index)
 
     try:
         # Send to all before waiting for one: waking them one after the other would take as long again.
@@ -272,7 +272,9 @@ def begin_broadcast(
             keys = tuple(process_key(context.member(*target)["data"]) for target in sharers) if name else ()
             for index, target in enumerate(sharers):
                 share = Share(name, index, len(sharers), keys) if name else None
-                under_way.append(_unless_left(context, target, _begin_to(context, packed, key, target, reader, share)))
+                pending_sends.append(
+                    _unless_left(context, target, _begin_to(context, packed, key, target, reader, share))
+                )
                 num_started = reader + 1
     except BaseException:
         with contextlib.suppress(RlhpcError):  # the first failure is the one to be seen
@@ -314,32 +316,32 @@ def _unless_left(
 
 def _all_arrived(under_way: list[Callable[[float], bool | None]], deadline: float, reached: set[int]) -> bool:
     """Waits for messages and notes which arrived; returns whether all receivers were waiting. Raises the first failure."""
-    waiting, failure = True, None
-    for number, arrived in enumerate(under_way):
+    all_waiting, failure = True, None
+    for target_index, arrived in enumerate(under_way):
         try:
             was_waiting = arrived(deadline if failure is None else _LAST_CHANCE_S)
             if was_waiting is not None:
-                waiting = was_waiting and waiting
-                reached.add(number)
+                all_waiting = was_waiting and all_waiting
+                reached.add(target_index)
         except BaseException as error:
             failure = failure or error
     if failure is not None:
         raise failure
-    return waiting
+    return all_waiting
 
 
 def readers_of(context: Context, targets: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
     """Returns the readers of a segment of this process: each receiver on this host is one reader, those on another host are
     one reader together.
     """
-    alone, by_host = [], dict[str, list[tuple[str, int]]]()
+    local_readers, by_host = [], dict[str, list[tuple[str, int]]]()
     for target in targets:
         host = context.member(*target)["host"]
         if host == context.host:
-            alone.append([target])
+            local_readers.append([target])
         else:
             by_host.setdefault(host, []).append(target)
-    return [*by_host.values(), *alone]
+    return [*by_host.values(), *local_readers]
 
 
 def clear_inbox(service: Service) -> None:

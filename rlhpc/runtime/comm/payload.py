@@ -43,13 +43,13 @@ def rebuild_tensor(buffer: Buffer, dtype: str, shape: tuple[int, ...], device: s
     """Rebuilds a tensor from its dtype, shape and bytes; on the CPU it shares memory with `buffer`."""
     import torch
 
-    kind = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     if len(memoryview(buffer)) == 0:
-        tensor = torch.empty(shape, dtype=kind)
+        tensor = torch.empty(shape, dtype=torch_dtype)
     else:
         if memoryview(buffer).readonly:
             buffer = bytearray(buffer)
-        tensor = torch.frombuffer(buffer, dtype=kind).reshape(shape)
+        tensor = torch.frombuffer(buffer, dtype=torch_dtype).reshape(shape)
     tensor = tensor.to(landing_device(device))
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad=grad)
@@ -70,9 +70,9 @@ def _reduce_tensor(tensor: Any) -> Any:
     flat = data.cpu().contiguous().reshape(-1)
     flat = flat.resolve_conj().resolve_neg()
     # One element counts as contiguous whatever its stride; a view of its bytes needs a stride of one.
-    raw = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()
+    flat_bytes = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()
     parameter = isinstance(tensor, torch.nn.Parameter)
-    args = (pickle.PickleBuffer(raw), _dtype_name(tensor.dtype), tuple(tensor.shape), str(tensor.device))
+    args = (pickle.PickleBuffer(flat_bytes), _dtype_name(tensor.dtype), tuple(tensor.shape), str(tensor.device))
     return rebuild_tensor, (*args, parameter, tensor.requires_grad)
 
 
@@ -169,12 +169,12 @@ def dumps(obj: Any, apart: Apart | None = None) -> tuple[bytes, list[memoryview]
     """
     _know_torch()
     try:
-        data, buffers = _dump(_Pickler if apart is None else _ApartPickler, obj, apart)
+        stream, buffers = _dump(_Pickler if apart is None else _ApartPickler, obj, apart)
     except (_NeedsValue, pickle.PicklingError, AttributeError, TypeError):
         if apart is not None:
             apart.clear()
-        data, buffers = _dump(_ByValuePickler if apart is None else _ByValueApartPickler, obj, apart)
-    return data, [b.raw() for b in buffers]
+        stream, buffers = _dump(_ByValuePickler if apart is None else _ByValueApartPickler, obj, apart)
+    return stream, [b.raw() for b in buffers]
 
 
 def pickled(obj: Any) -> bytes:
@@ -183,8 +183,8 @@ def pickled(obj: Any) -> bytes:
     try:
         _ByReferencePickler(stream).dump(obj)
     except (_NeedsValue, pickle.PicklingError, AttributeError, TypeError):
-        value: bytes = cloudpickle.dumps(obj)
-        return value
+        by_value: bytes = cloudpickle.dumps(obj)
+        return by_value
     return stream.getvalue()
 
 
@@ -257,24 +257,24 @@ def once_for_all(
     Raises:
         DeadlineExceeded: Another receiver on this host was still fetching after that time.
     """
-    meeting = folder / f"share-{share.name}"
+    meeting_file = folder / f"share-{share.name}"
     started = time.monotonic()
-    while share.number and not meeting.exists() and time.monotonic() - started < _PRECEDENCE_S:
+    while share.number and not meeting_file.exists() and time.monotonic() - started < _PRECEDENCE_S:
         time.sleep(_PAUSE_S)
-    fd = os.open(meeting, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(meeting_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         while not _lock(fd):
             check()
             if time.monotonic() - started > timeout:
                 raise DeadlineExceeded(f"waited {timeout:.0f} s for another rank of this host to fetch {share.name}")
             time.sleep(_PAUSE_S)
-        come, _, path = os.pread(fd, 4096, 0).decode().partition(" ")
+        num_before, _, path = os.pread(fd, 4096, 0).decode().partition(" ")
         path = path or fetch()
-        number = int(come or 0) + 1
-        if number == share.of:
-            meeting.unlink(missing_ok=True)
+        num_arrived = int(num_before or 0) + 1
+        if num_arrived == share.of:
+            meeting_file.unlink(missing_ok=True)
         else:
-            os.pwrite(fd, f"{number} {path}".encode(), 0)
+            os.pwrite(fd, f"{num_arrived} {path}".encode(), 0)
         return path
     finally:
         os.close(fd)
@@ -386,11 +386,11 @@ class Packed:
         device = current_device()
         if device is None:
             return None
-        apart = Apart(device.holds)
-        self._data, buffers = dumps(obj, apart)
-        if sum(tensor.nbytes for tensor in apart.tensors) < INLINE_LIMIT:
-            return None if apart.tensors else buffers
-        self._crossing = lane.write(apart.tensors, readers, holders)
+        device_tensors = Apart(device.holds)
+        self._data, buffers = dumps(obj, device_tensors)
+        if sum(tensor.nbytes for tensor in device_tensors.tensors) < INLINE_LIMIT:
+            return None if device_tensors.tensors else buffers
+        self._crossing = lane.write(device_tensors.tensors, readers, holders)
         return None if self._crossing is None else buffers
 
     def frames(self, reader: int = 0, share: Share | None = None) -> list[Any]:
@@ -402,10 +402,10 @@ class Packed:
         """
         if self.segment is None:
             return [self._data, b"", *self._inline]
-        place = None if share is None else tuple(share)
-        crossing = None if self._crossing is None else tuple(self._crossing)
-        about = (tuple(self._origin), self._path, self._spans, reader, self.readers, place, crossing)
-        return [self._data, pickle.dumps(about), *self._inline]
+        share_fields = None if share is None else tuple(share)
+        crossing_fields = None if self._crossing is None else tuple(self._crossing)
+        descriptor = (tuple(self._origin), self._path, self._spans, reader, self.readers, share_fields, crossing_fields)
+        return [self._data, pickle.dumps(descriptor), *self._inline]
 
     def owned(self) -> None:
         """Copies data that still refers to the caller's memory, so that the object may change while it is in transit."""
@@ -462,19 +462,19 @@ def unpack(
     Returns:
         The object. A segment that holds its data stays in use by this reader until the last view is gone.
     """
-    data, descriptor, *inline = frames
+    stream, descriptor, *inline = frames
     if not len(descriptor):
-        return loads(data, [bytearray(b) for b in inline])
-    origin, path, spans, reader, readers, place, crossing = pickle.loads(descriptor)
+        return loads(stream, [bytearray(b) for b in inline])
+    origin, path, spans, reader, readers, share_fields, crossing = pickle.loads(descriptor)
     tensors = land(Crossing(*crossing), Origin(*origin), reader) if crossing else ()
     if not path:
-        return loads(data, [bytearray(b) for b in inline], tensors)
+        return loads(stream, [bytearray(b) for b in inline], tensors)
     if origin[0] != host or path.startswith(PREFIX):
-        share = Share(*place) if place else None
-        view = fetch(Origin(*origin), path, spans[-1][0] + spans[-1][1] - HEADER, reader, share)
+        share = Share(*share_fields) if share_fields else None
+        segment_data = fetch(Origin(*origin), path, spans[-1][0] + spans[-1][1] - HEADER, reader, share)
     else:
-        view = mappings.lease(path, reader, in_place=borrow or readers == 1)
-    return loads(data, [view[start : start + size] for start, size in spans], tensors)
+        segment_data = mappings.lease(path, reader, in_place=borrow or readers == 1)
+    return loads(stream, [segment_data[start : start + size] for start, size in spans], tensors)
 
 
 def forgo(frames: Sequence[Buffer]) -> None:

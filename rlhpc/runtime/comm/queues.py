@@ -138,8 +138,8 @@ class ChannelState:
         once.
         """
         queue = self.queues.get(key)
-        waiting = queue is not None and bool(queue.getters) and queue.getters[0][1] is None
-        return PutEstimate(*self._takers.get(key, Taker()), waiting)
+        is_consumer_waiting = queue is not None and bool(queue.getters) and queue.getters[0][1] is None
+        return PutEstimate(*self._takers.get(key, Taker()), is_consumer_waiting)
 
     def put(self, key: str, frames: list[Any], nbytes: int, weight: float, segment: str, answer: Answer | None) -> bool:
         """Queues an item, or the producer that waits with it. Without an `answer`, a full queue refuses and returns False."""
@@ -265,10 +265,10 @@ class ChannelState:
     def close(self, reason: str) -> None:
         """Answers all waiters that the channel has been closed."""
         for queue in self.queues.values():
-            waiting = [g[2] for g in queue.getters] + [p[1] for p in queue.putters]
+            pending_answers = [g[2] for g in queue.getters] + [p[1] for p in queue.putters]
             queue.getters.clear()
             queue.putters.clear()
-            for answer in waiting:
+            for answer in pending_answers:
                 answer(reason)
 
 
@@ -299,14 +299,14 @@ class RemoteAnswer:
         if not self.number:
             return True  # posted: no process waits for an answer
         if isinstance(items, str):
-            kind = b"refused" if isinstance(items, Refusal) else b"error"
-            self.reply(self.peer, [self.number, kind, items.encode()])
+            status = b"refused" if isinstance(items, Refusal) else b"error"
+            self.reply(self.peer, [self.number, status, items.encode()])
             return True
         if self.outlook is not None:
             self.frames(pickle.dumps(tuple(self.outlook)))
             return True
-        head = pickle.dumps([(item.number, len(item.frames)) for item in items])
-        self.frames(head, *(frame for item in items for frame in item.frames))
+        frame_counts = pickle.dumps([(item.number, len(item.frames)) for item in items])
+        self.frames(frame_counts, *(frame for item in items for frame in item.frames))
         return True
 
 

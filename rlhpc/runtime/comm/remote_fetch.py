@@ -47,8 +47,8 @@ class Landing:
         """
         capacity = capacity_of(size)
         with self._lock:
-            waiting = self._idle.get(capacity)
-            memory, pages = waiting.pop() if waiting else (None, None)
+            idle_memory = self._idle.get(capacity)
+            memory, pages = idle_memory.pop() if idle_memory else (None, None)
             self._idle_bytes -= capacity if memory is not None else 0
         if memory is None:
             memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -132,14 +132,14 @@ class Fetching:
             return view
 
         def receive_for_all() -> str:
-            here = self._pool.reserve(size, share.of, holders=share.holders)
+            segment = self._pool.reserve(size, share.of, holders=share.holders)
             try:
-                receive(memoryview(here.memory))
+                receive(memoryview(segment.memory))
             except BaseException:
-                for number in range(share.of):
-                    discard(here.path, number)
+                for reader_index in range(share.of):
+                    discard(segment.path, reader_index)
                 raise
-            return here.path
+            return segment.path
 
         shared_path = once_for_all(self._scratch.shm, share, receive_for_all, self._check)
         view = self._mappings.lease(shared_path, share.number, in_place=in_place)

@@ -173,8 +173,8 @@ class Traffic:
             connection.sock.close()
         self._listener.sock.close()
         self._epoll.close()
-        for door in self._doors.values():
-            door.listener.close()
+        for port in self._doors.values():
+            port.listener.close()
         if self._router:
             self._router.close()
         if self._bulk:
@@ -247,8 +247,8 @@ class Service:
         router = self._bulk = None
         if tcp_address:
             router = make_socket(self.context, zmq.ROUTER, keys, server=True)
-            door = TcpPort(router, tcp_address)
-            self.endpoint["tcp"] = door.endpoint
+            tcp_port = TcpPort(router, tcp_address)
+            self.endpoint["tcp"] = tcp_port.endpoint
             self._bulk = BulkServer(name, keys, tcp_address, (scratch.shm, scratch.spill), self.loans, self.offers)
             self.endpoint["bulk"] = self._bulk.endpoint
         self.lane = DeviceChannel(scratch, self.endpoint, self.peers, self._read)
@@ -266,7 +266,7 @@ class Service:
         self._unparked = threading.Event()
         self._next_tick = time.monotonic()
         if router:
-            self.mind(door)
+            self.mind(tcp_port)
         self._thread = threading.Thread(target=self._run, name=f"rlhpc-service-{name}", daemon=True)
         self._thread.start()
 
@@ -309,10 +309,10 @@ class Service:
     def open_channel(self, name: str, maxsize: int, max_bytes: int) -> None:
         """Makes this process the home of `name`; one of the same name is closed first."""
         with self.lock:
-            old = self.channels.get(name)
-            if old:
-                old.close(f"channel {name!r} was created anew")
-                for item in [item for queued in old.queues.values() for item in queued.items]:
+            previous = self.channels.get(name)
+            if previous:
+                previous.close(f"channel {name!r} was created anew")
+                for item in [item for queued in previous.queues.values() for item in queued.items]:
                     discard(item.segment) if item.segment else None
             self.channels[name] = ChannelState(maxsize, max_bytes)
 
@@ -349,7 +349,7 @@ class Service:
         """
         with self.lock:
             self._guests += 1
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             while answer.items is None and not self._stopping:
                 remaining_s = deadline - time.monotonic()
@@ -375,7 +375,7 @@ class Service:
         finally:
             with self.lock:
                 self._guests -= 1
-            if time.monotonic() - began > _LONG_LEAD_S:
+            if time.monotonic() - started > _LONG_LEAD_S:
                 self._unparked.set()
 
     def _follow(self, answer: LocalAnswer, timeout: float) -> None:
@@ -448,8 +448,8 @@ class Service:
             holders: The readers' processes, see `segments.Segment`.
         """
         loans = self.loans if lend and self._bulk else None
-        lane = self.lane.to(takers) if takers else None
-        return Packed(obj, self.pool, self.origin, readers, loans, lane, inline, holders)
+        device_pool = self.lane.to(takers) if takers else None
+        return Packed(obj, self.pool, self.origin, readers, loans, device_pool, inline, holders)
 
     def unpack(
         self, frames: Sequence[Any], *, borrow: bool = False, later: list[Callable[[], None]] | None = None
@@ -499,14 +499,14 @@ class Service:
                 self._on_broken(error)
 
     def _serve(self) -> None:
-        park = _PARK_S
+        pause_s = _PARK_S
         while not self._stopping:
             if self._guests:
                 # While one guest runs the loop without a break the naps get longer; it sets the event when it leaves.
-                park = _PARK_S if self._unparked.wait(park) else min(2 * park, 0.1)
+                pause_s = _PARK_S if self._unparked.wait(pause_s) else min(2 * pause_s, 0.1)
                 self._unparked.clear()
                 continue
-            park = _PARK_S
+            pause_s = _PARK_S
             with self._loop:
                 self._leader = threading.get_ident()
                 while not self._guests and not self._stopping:
@@ -518,28 +518,28 @@ class Service:
 
     def _iterate(self, timeout: float) -> bool:
         """Runs one iteration of the event loop, on the thread that runs it; returns False if nothing happened."""
-        happened = self._traffic.turn(timeout)
+        was_active = self._traffic.turn(timeout)
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_s
             self._traffic.look_at_doors()
             self.lane.settle()
             if self._on_tick:
                 self._on_tick(self)
-        return happened
+        return was_active
 
     def _handle(self, peer: UnixConnection | bytes, message: list[bytes]) -> None:
-        number, op, *frames = message
-        answer = RemoteAnswer(self.reply, peer, number)
-        if number and (refusal := self._refusals.pop(answer.connection_name, None)):
-            self.reply(peer, [number, b"error", refusal])
+        request_id, op, *frames = message
+        answer = RemoteAnswer(self.reply, peer, request_id)
+        if request_id and (refusal := self._refusals.pop(answer.connection_name, None)):
+            self.reply(peer, [request_id, b"error", refusal])
             return
         try:
             OPERATIONS[op](self, answer, frames)
         except (ChannelError, KeyError, ValueError) as error:
-            text = f"{type(error).__name__}: {error}".encode()
-            if number:
-                self.reply(peer, [number, b"too early" if isinstance(error, TooEarly) else b"error", text])
+            error_text = f"{type(error).__name__}: {error}".encode()
+            if request_id:
+                self.reply(peer, [request_id, b"too early" if isinstance(error, TooEarly) else b"error", error_text])
             elif (
                 op == b"PUT"
             ):  # the first cause, for the sender's next request, which `Peers.confirm` makes at the latest
-                self._refusals.setdefault(answer.connection_name, b"an item put before was refused: " + text)
+                self._refusals.setdefault(answer.connection_name, b"an item put before was refused: " + error_text)

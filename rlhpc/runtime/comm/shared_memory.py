@@ -173,9 +173,9 @@ def map_private(path: str) -> mmap.mmap:
 
 def discard(path: str, reader: int = 0) -> None:
     """Frees the segments of a message whose reader will not come; does nothing for a segment of another host."""
-    for one in path.split(AND):
+    for segment_path in path.split(AND):
         try:
-            fd = os.open(one, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(segment_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             continue
         try:
@@ -237,33 +237,39 @@ def copy_into(memory: mmap.mmap, pieces: Iterable[tuple[int, Any]]) -> None:
         memory: Bytes.
         pieces: Offset and buffer (flat, contiguous) of each.
     """
-    target, parts = np.frombuffer(memory, np.uint8), list[tuple[int, np.ndarray]]()
+    target, large_buffers = np.frombuffer(memory, np.uint8), list[tuple[int, np.ndarray]]()
     for start, buffer in pieces:
         if (size := len(buffer)) > _SMALL:
-            parts.append((start, np.frombuffer(buffer, np.uint8)))
+            large_buffers.append((start, np.frombuffer(buffer, np.uint8)))
         else:
             memory[start : start + size] = buffer
     threads = (
-        min(len(os.sched_getaffinity(0)), _MAX_THREADS) if sum(len(source) for _, source in parts) >= _WORTH_IT else 1
+        min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+        if sum(len(source) for _, source in large_buffers) >= _WORTH_IT
+        else 1
     )
     if threads == 1:
-        for start, source in parts:
+        for start, source in large_buffers:
             target[start : start + len(source)] = source
         return
-    cut = [(start + at, source[at : at + _PIECE]) for start, source in parts for at in range(0, len(source), _PIECE)]
-    turns, done = itertools.count(), threading.Semaphore(0)
+    chunks = [
+        (start + at, source[at : at + _PIECE])
+        for start, source in large_buffers
+        for at in range(0, len(source), _PIECE)
+    ]
+    next_chunk, finished = itertools.count(), threading.Semaphore(0)
 
     def work() -> None:
         # Pieces are handed out under the interpreter's lock; the copies themselves release it.
-        while (turn := next(turns)) < len(cut):
-            start, source = cut[turn]
+        while (chunk_index := next(next_chunk)) < len(chunks):
+            start, source = chunks[chunk_index]
             target[start : start + len(source)] = source
 
     def help_out() -> None:
         try:
             work()
         finally:
-            done.release()
+            finished.release()
 
     while len(_helpers) < threads - 1:
         _helpers.append(threading.Thread(target=_help, name="rlhpc-copy", daemon=True))
@@ -274,7 +280,7 @@ def copy_into(memory: mmap.mmap, pieces: Iterable[tuple[int, Any]]) -> None:
         work()
     finally:
         for _ in range(threads - 1):
-            done.acquire()
+            finished.acquire()
 
 
 def _help() -> None:
@@ -517,11 +523,11 @@ class SegmentPool:
             self._retire(segment)
             return
         awaited = segment.awaited()
-        expired = segment.readers > 1 and now - segment.written > self._patience
+        is_expired = segment.readers > 1 and now - segment.written > self._patience
         if (
             (len(self._busy) >= _MAX_BUSY and not awaited)
             or (not segment.pooled and not awaited)
-            or (awaited and expired)
+            or (awaited and is_expired)
         ):
             self._forget(segment)
         else:
@@ -593,10 +599,10 @@ class SegmentPool:
 
 def default_idle(scratch: Scratch) -> int:
     try:
-        about = os.statvfs(scratch.shm)
+        fs_stats = os.statvfs(scratch.shm)
     except OSError:
         return 256 << 20
-    return min(2 << 30, about.f_blocks * about.f_frsize // 16)
+    return min(2 << 30, fs_stats.f_blocks * fs_stats.f_frsize // 16)
 
 
 def _write_all(fd: int, chunks: list[Any]) -> None:

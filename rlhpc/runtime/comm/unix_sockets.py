@@ -43,10 +43,10 @@ def token_of(keys: CurveKeys) -> bytes:
 def encode(frames: list[Any]) -> list[Any]:
     """Encodes a message as buffers for `sendmsg`; small messages become one buffer."""
     sizes = [len(f) if isinstance(f, (bytes, bytearray)) else memoryview(f).nbytes for f in frames]
-    head = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+    header = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
     if sum(sizes) < 16384:
-        return [b"".join([head, *frames])]
-    return [head, *(f for f, size in zip(frames, sizes, strict=True) if size)]
+        return [b"".join([header, *frames])]
+    return [header, *(f for f, size in zip(frames, sizes, strict=True) if size)]
 
 
 class Decoder:
@@ -64,19 +64,19 @@ class Decoder:
             (count,) = _COUNT.unpack_from(self._buffer)
             if count > _MAX_FRAMES:
                 raise ConnectionError(f"a message of {count} frames is not one of ours")
-            body = _COUNT.size + 8 * count
-            if len(self._buffer) < body:
-                self._need = body
+            header_bytes = _COUNT.size + 8 * count
+            if len(self._buffer) < header_bytes:
+                self._need = header_bytes
                 break
             sizes = struct.unpack_from(f"<{count}Q", self._buffer, _COUNT.size)
-            total = body + sum(sizes)
+            total = header_bytes + sum(sizes)
             if len(self._buffer) < total:
                 self._need = total
                 break
-            frames, at = [], body
+            frames, frame_offset = [], header_bytes
             for size in sizes:
-                frames.append(bytes(self._buffer[at : at + size]))
-                at += size
+                frames.append(bytes(self._buffer[frame_offset : frame_offset + size]))
+                frame_offset += size
             del self._buffer[:total]
             self._need = _COUNT.size
             messages.append(frames)
@@ -209,10 +209,10 @@ class Client:
         if not self._messages:
             if not self._arrival.poll(timeout * 1000):
                 return None
-            data = self._sock.recv(_CHUNK)
-            if not data:
+            received = self._sock.recv(_CHUNK)
+            if not received:
                 raise ConnectionError("the other process is gone")
-            self._messages.extend(self._decoder.feed(data))
+            self._messages.extend(self._decoder.feed(received))
         return self._messages.popleft() if self._messages else None
 
     def close(self) -> None:
@@ -255,13 +255,13 @@ class UnixConnection:
     def receive(self) -> list[list[bytes]]:
         """Returns complete messages that have arrived; sets `closed` at the end, or if the peer does not know the secret."""
         try:
-            data = self.sock.recv(_CHUNK)
-            messages = self._decoder.feed(data)
+            received = self.sock.recv(_CHUNK)
+            messages = self._decoder.feed(received)
         except BlockingIOError:
             return []
         except OSError:
-            data, messages = b"", []
-        if not data:
+            received, messages = b"", []
+        if not received:
             self.closed = True
         if not self.welcome and messages:
             hello = messages.pop(0)

@@ -75,10 +75,10 @@ class Loan:
         """Returns the `count` bytes from `start` on of the equivalent segment, as views of the buffers."""
         pieces = []
         for (offset, length), view in zip(self.spans, views, strict=True):
-            for at, piece in ((offset, view), (offset + length, _PADDING[: -length % 64])):
-                first, last = max(start - at, 0), min(start + count - at, len(piece))
-                if first < last:
-                    pieces.append(piece[first:last])
+            for view_offset, source_view in ((offset, view), (offset + length, _PADDING[: -length % 64])):
+                first_byte, last_byte = max(start - view_offset, 0), min(start + count - view_offset, len(source_view))
+                if first_byte < last_byte:
+                    pieces.append(source_view[first_byte:last_byte])
         return pieces
 
     def settle(self, handed: bool, pool: SegmentPool, check: Callable[[], None]) -> None:
@@ -194,12 +194,12 @@ class Offers:
 
     def finish_read(self, name: str) -> None:
         """Registers that one of the readers of an offer has read all of it."""
-        last = None
+        last_reference = None
         with self._changed:
-            memory, times = self._held.get(name, (None, 0))
-            if memory is not None and times > 1:
-                self._held[name] = memory, times - 1
+            memory, num_reads = self._held.get(name, (None, 0))
+            if memory is not None and num_reads > 1:
+                self._held[name] = memory, num_reads - 1
             elif memory is not None:
-                last = self._held.pop(name)
+                last_reference = self._held.pop(name)
                 self._withdrawn.append(name)
-        del last, memory
+        del last_reference, memory

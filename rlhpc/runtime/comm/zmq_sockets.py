@@ -68,8 +68,8 @@ def divided(frames: Sequence[Any]) -> Sequence[Any]:
         return frames
     pieces: list[Any] = [_DIVIDED, struct.pack(_LENGTHS % len(lengths), *lengths)]
     for frame, length in zip(frames, lengths, strict=True):
-        view = memoryview(frame).cast("B")
-        pieces += [view[at : at + PIECE] for at in range(0, length, PIECE)]
+        frame_bytes = memoryview(frame).cast("B")
+        pieces += [frame_bytes[at : at + PIECE] for at in range(0, length, PIECE)]
     return pieces
 
 
@@ -105,8 +105,8 @@ class TcpPort:
 
     def shut(self, should_shut: bool) -> None:
         if should_shut and not self.is_shut:
-            drop_all = ctypes.create_string_buffer(_DROP, len(_DROP))
-            self.listener.setsockopt(SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop_all)))
+            drop_filter = ctypes.create_string_buffer(_DROP, len(_DROP))
+            self.listener.setsockopt(SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop_filter)))
         elif self.is_shut and not should_shut:
             self.listener.setsockopt(SOL_SOCKET, _SO_DETACH_FILTER, 0)
         self.is_shut = should_shut
@@ -114,9 +114,9 @@ class TcpPort:
 
 def shut_where_crowded(doors: Collection[TcpPort]) -> None:
     """Keeps ports shut while the process has too few descriptors left for its own files, and opens them again."""
-    full = bool(doors) and crowded()
-    for door in list(doors):
-        door.shut(full)
+    is_crowded = bool(doors) and crowded()
+    for port in list(doors):
+        port.shut(is_crowded)
 
 
 def readable(socket: zmq.Socket[Any]) -> bool:
@@ -148,9 +148,11 @@ class ZapDoor:
     def answer(self) -> None:
         """Handles one request; call when the socket is readable."""
         version, request_id, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
-        ok = mechanism == b"CURVE" and credentials[:1] == [self._allowed]
-        self.refused += not ok
-        self.socket.send_multipart([version, request_id, b"200" if ok else b"400", b"", b"rlhpc" if ok else b"", b""])
+        is_allowed = mechanism == b"CURVE" and credentials[:1] == [self._allowed]
+        self.refused += not is_allowed
+        self.socket.send_multipart(
+            [version, request_id, b"200" if is_allowed else b"400", b"", b"rlhpc" if is_allowed else b"", b""]
+        )
 
 
 @contextlib.contextmanager
@@ -323,9 +325,9 @@ class Peers:
             DeadlineExceeded: The other side has not read it within `timeout` seconds.
             ChannelError: The other side is gone.
         """
-        number = next(_names).to_bytes(8, "big")
-        self._send(endpoint, [number, op, *frames], timeout, whom)
-        return Pending(endpoint, number, whom)
+        request_id = next(_names).to_bytes(8, "big")
+        self._send(endpoint, [request_id, op, *frames], timeout, whom)
+        return Pending(endpoint, request_id, whom)
 
     def reply_to(self, pending: Pending, timeout: float, has_ended: Callable[[], bool] = lambda: False) -> list[bytes]:
         """Waits for the reply to a request; raises as `request` does.
@@ -335,7 +337,7 @@ class Peers:
             timeout: Seconds.
             has_ended: Whether the other side is known to have ended: the end of one on another host closes no connection.
         """
-        endpoint, number, whom = pending
+        endpoint, request_id, purpose = pending
         client = self._client(endpoint)
         try:
             deadline = time.monotonic() + timeout
@@ -344,15 +346,15 @@ class Peers:
                 if reply is None:
                     self._check()
                     if has_ended():
-                        raise self._unreachable(endpoint, whom)
+                        raise self._unreachable(endpoint, purpose)
                     if time.monotonic() > deadline:
-                        self._cancel(endpoint, number)
-                        raise DeadlineExceeded(f"waited {timeout:.1f} s for {whom}")
-                elif reply[0] == number:
+                        self._cancel(endpoint, request_id)
+                        raise DeadlineExceeded(f"waited {timeout:.1f} s for {purpose}")
+                elif reply[0] == request_id:
                     break
                 # else: the late answer to a request that was given up; its items went back with the CANCEL
         except (ConnectionError, BrokenPipeError):
-            raise self._unreachable(endpoint, whom) from None
+            raise self._unreachable(endpoint, purpose) from None
         self._unconfirmed.pop(endpoint, None)
         if reply[1] == b"ok":
             return reply[2:]
@@ -384,12 +386,12 @@ class Peers:
         """
         clients: dict[str, BulkClient] = self._local.__dict__.setdefault("bulk", {})
         while True:
-            fresh = endpoint not in clients
-            client = clients[endpoint] = BulkClient(endpoint, self._keys, self._check) if fresh else clients[endpoint]
+            is_new = endpoint not in clients
+            client = clients[endpoint] = BulkClient(endpoint, self._keys, self._check) if is_new else clients[endpoint]
             try:
                 return client.fetch(path, start, target, offered=offered)
             except OSError as error:
-                if not fresh and not client.is_receiving:
+                if not is_new and not client.is_receiving:
                     continue  # it was idle, and a firewall between the hosts may have forgotten it
                 self._grieve()
                 raise ChannelError(
@@ -425,6 +427,6 @@ class Peers:
 
     def close(self) -> None:
         """Closes the calling thread's connections."""
-        for kind in ("clients", "bulk"):
-            for client in self._local.__dict__.pop(kind, {}).values():
+        for attribute in ("clients", "bulk"):
+            for client in self._local.__dict__.pop(attribute, {}).values():
                 client.close()

@@ -115,12 +115,12 @@ class ForkServer:
 
     def _spawn(self, spec: WorkerSpec, body: bytes) -> int:
         """Starts a fresh interpreter, for groups with a different Python or engines that cannot be forked."""
-        with open(spec.log_err, "ab", buffering=0) as err, open(spec.log_out, "ab", buffering=0) as out:
+        with open(spec.log_err, "ab", buffering=0) as stderr_log, open(spec.log_out, "ab", buffering=0) as stdout_log:
             child = subprocess.Popen(
                 run_module(self.entry.partition(":")[0], str(os.getpid()), python=spec.interpreter),
                 stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=err,
+                stdout=stdout_log,
+                stderr=stderr_log,
                 start_new_session=True,
                 env={**os.environ, **spec.env, "PYTHONPATH": os.pathsep.join(p for p in spec.sys_path if p)},
             )
@@ -149,9 +149,9 @@ class ForkServer:
 
     def end(self, remove: bool) -> None:
         """Stops all children: TERM, a moment of grace, KILL. Removes the scratch folders."""
-        for number, grace in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 5.0)):
+        for signal_number, grace in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 5.0)):
             for pid in list(self.children):
-                _kill_group(pid, number)
+                _kill_group(pid, signal_number)
             deadline = time.monotonic() + grace
             while self.children and time.monotonic() < deadline:
                 self.reap()
@@ -183,8 +183,8 @@ def _imported(control: socket.socket) -> None:
 def main() -> None:
     """Runs the server: `python -m rlhpc.runtime.launchers.fork_server FD TOKEN DRIVER_PID ENTRY MODULE…`."""
     fd, token, driver, entry, *modules = sys.argv[1:]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a signal to the job's process group must not end the ranks
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)  # a signal to the job's process group must not end the ranks
     adopt_orphans()
     Scratch(token).hold()
     Scratch(token).hold_caches()
@@ -194,12 +194,12 @@ def main() -> None:
     if os.getppid() != int(driver):
         server.end(remove=True)
         return
-    failed: dict[str, Any] = {}
+    import_errors: dict[str, Any] = {}
     for module in modules:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            failed[module] = str(error)  # the rank that needs it reports this in its log
+            import_errors[module] = str(error)  # the rank that needs it reports this in its log
     _imported(control)
     gc.collect()
     gc.freeze()  # forked ranks share these pages permanently: the garbage collector must not touch them

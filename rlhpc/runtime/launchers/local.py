@@ -149,9 +149,9 @@ class ForkedStarter:
         """Fails because the server has ended, which no rank has caused."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.server.process.wait(1.0)  # it may be dying: afterwards its output is complete
-        path, words = self._log_dir / "forkserver.err", self.early_output(member)
+        path, output = self._log_dir / "forkserver.err", self.early_output(member)
         with contextlib.suppress(OSError):
-            path.write_text(words)
+            path.write_text(output)
         node = member.spec.node
         self._reports.fail(WorkerFailed(
             f"the fork server of node {node} died, {moment} (log {path}){tail(str(self.server.words_file))}", node=node,

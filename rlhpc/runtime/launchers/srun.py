@@ -45,12 +45,12 @@ def task_status(words: str) -> int | None:
     """Returns the wait status of a task from srun's message: `Killed`, `Exited with exit code 3`, `Segmentation fault (core
     dumped)`; None for any other message.
     """
-    text = words.strip()
-    if match := re.match(r"Exited with exit code (\d+)", text):
+    message = words.strip()
+    if match := re.match(r"Exited with exit code (\d+)", message):
         return int(match[1]) << 8
-    if text.lower().startswith("out of memory"):
+    if message.lower().startswith("out of memory"):
         return int(signal.SIGKILL)
-    return _SIGNALS.get(text.removesuffix("(core dumped)").strip())
+    return _SIGNALS.get(message.removesuffix("(core dumped)").strip())
 
 
 class SteppedStarter:
@@ -80,7 +80,7 @@ class SteppedStarter:
     def start(self, members: Sequence[Member], cluster: Cluster) -> None:
         components = [node.het_group or 0 for node in cluster.nodes]
         self._components = len(set(components))
-        of = {member.spec.rank: member for member in members}
+        member_by_rank = {member.spec.rank: member for member in members}
         spec = members[0].spec
         steps = []
         try:
@@ -90,7 +90,7 @@ class SteppedStarter:
             ):  # fmt: skip
                 name = f"{spec.group}-{planned.component}" if self._components > 1 else spec.group
                 step = JobStep(
-                    planned, [of[rank] for rank in planned.ranks], self._log_dir / f"{name}.step.err",
+                    planned, [member_by_rank[rank] for rank in planned.ranks], self._log_dir / f"{name}.step.err",
                     self._exited, self._on_step_end,
                 )  # fmt: skip
                 steps.append(step)
@@ -116,19 +116,19 @@ class SteppedStarter:
         unexpected = self._reports.all_ended(step.members)
         if not unexpected:
             return
-        spec, words = unexpected[0].spec, step.last_words or "(it said nothing)"
+        spec, srun_output = unexpected[0].spec, step.last_words or "(it said nothing)"
         ranks_text = f"{spec.group} (ranks {', '.join(str(m.spec.rank) for m in unexpected)})"
-        how = f"with exit code {code}" if code else "before its ranks had"
-        message = f"srun ended {how}:\n{words}\n  log: {step.log_err}"
+        exit_text = f"with exit code {code}" if code else "before its ranks had"
+        message = f"srun ended {exit_text}:\n{srun_output}\n  log: {step.log_err}"
         if unexpected[0].record:
             self._reports.fail(WorkerFailed(
                 f"the job step of {ranks_text} on node {spec.node} ended; {message}{tail(spec.log_err)}",
                 group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
             ))  # fmt: skip
         else:
-            words = f"the job step of {ranks_text} did not start on node {spec.node}: {message}"
+            srun_output = f"the job step of {ranks_text} did not start on node {spec.node}: {message}"
             for member in unexpected:  # a group may do without ranks that cannot be started again
-                self._reports.fail(StepFailed(words, group=spec.group, rank=member.spec.rank, node=spec.node))
+                self._reports.fail(StepFailed(srun_output, group=spec.group, rank=member.spec.rank, node=spec.node))
 
     def _steps_only_of(self, members: Sequence[Member]) -> set[JobStep]:
         """Returns the running steps without any other rank that has not been given up: these can end as a whole."""
@@ -273,8 +273,8 @@ class JobStep:
         if match is None or status is None:
             return
         with contextlib.suppress(ConfigError):
-            for part in match[2].replace(" ", "").split(","):
-                for task in expand_range(part, line):
+            for range_text in match[2].replace(" ", "").split(","):
+                for task in expand_range(range_text, line):
                     if int(task) < len(self.members):
                         self._on_exit(self.members[int(task)], status)
 

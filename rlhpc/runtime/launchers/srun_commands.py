@@ -95,7 +95,7 @@ def step_on_nodes(component: int, components: int, nodes: Collection[str], comma
     there.
     """
     # Without --mem=0 a step has to wait until other steps release memory.
-    start = [
+    srun_options = [
         "srun",
         "--overlap",
         f"--nodes={len(nodes)}",
@@ -105,7 +105,7 @@ def step_on_nodes(component: int, components: int, nodes: Collection[str], comma
         "--gres=none",
     ]
     component_option = [f"--het-group={component}"] if components > 1 else []
-    return [*start, *component_option, f"--nodelist={','.join(sorted(nodes))}", *command]
+    return [*srun_options, *component_option, f"--nodelist={','.join(sorted(nodes))}", *command]
 
 
 def clearing_step(component: int, components: int, nodes: Collection[str], folders: Sequence[str]) -> list[str]:
@@ -162,8 +162,13 @@ def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _srun(name: str, component: int, components: int) -> list[str]:
-    start = ["srun", f"--job-name={name}", "--overlap", "--mpi=none"]  # no MPI program, whatever the site's default is
-    return [*start, f"--het-group={component}"] if components > 1 else start
+    srun_options = [
+        "srun",
+        f"--job-name={name}",
+        "--overlap",
+        "--mpi=none",
+    ]  # no MPI program, whatever the site's default is
+    return [*srun_options, f"--het-group={component}"] if components > 1 else srun_options
 
 
 def _options(ranks: Sequence[RankPlacement], cluster: Cluster) -> list[str]:

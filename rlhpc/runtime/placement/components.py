@@ -68,50 +68,55 @@ class HybridComponentPlacement:
         self.cluster = cluster
         parallel = {name: _read_path(cfg, name, "parallel") for name in self.ENGINES}
         self._parallel = {name: section for name, section in parallel.items() if section is not None}
-        raw = read_key(read_key(cfg, "cluster"), "component_placement")
-        if not raw:
+        placements = read_key(read_key(cfg, "cluster"), "component_placement")
+        if not placements:
             raise PlacementError(
                 "cluster.component_placement is empty: give every component a place, such as 'actor: 0'"
             )
-        if not hasattr(raw, "keys"):
-            raise PlacementError(f"cluster.component_placement is {raw!r}; write component: ranks, such as 'actor: 0'")
+        if not hasattr(placements, "keys"):
+            raise PlacementError(
+                f"cluster.component_placement is {placements!r}; write component: ranks, such as 'actor: 0'"
+            )
         self._strategies: dict[str, ComponentPlacementStrategy] = {}
-        for names, value in dict(raw).items():
+        for names, component_placement in dict(placements).items():
             for name in str(names).split(","):
-                self._add(name.strip(), value)
+                self._add(name.strip(), component_placement)
 
     def _add(self, name: str, value: Any) -> None:
-        at = f"cluster.component_placement.{name}"
+        key = f"cluster.component_placement.{name}"
         if not name:
             raise PlacementError("cluster.component_placement: an empty component name")
         if name in self._strategies:
-            raise PlacementError(f"{at}: the component is placed twice")
-        label, text = "cluster", value
+            raise PlacementError(f"{key}: the component is placed twice")
+        label, layout = "cluster", value
         if hasattr(value, "keys"):
             unknown = sorted(set(map(str, value.keys())) - {"node_group", "placement"})
             if unknown or "placement" not in value:
-                fault = f"unknown key {unknown[0]!r}" if unknown else "placement is missing"
-                raise PlacementError(f"{at}: {fault}; keys are node_group and placement")
-            label, text = str(value["node_group"] if value.get("node_group") is not None else label), value["placement"]
-        if isinstance(text, bool) or not isinstance(text, (str, int)):
-            raise PlacementError(f"{at}: {text!r}: write ranks as text, such as '0-3' or '0-1:0-3'")
-        nodes = group_nodes(self.cluster, label, f"{at}: node_group {label!r}")
+                problem = f"unknown key {unknown[0]!r}" if unknown else "placement is missing"
+                raise PlacementError(f"{key}: {problem}; keys are node_group and placement")
+            label, layout = (
+                str(value["node_group"] if value.get("node_group") is not None else label),
+                value["placement"],
+            )
+        if isinstance(layout, bool) or not isinstance(layout, (str, int)):
+            raise PlacementError(f"{key}: {layout!r}: write ranks as text, such as '0-3' or '0-1:0-3'")
+        nodes = group_nodes(self.cluster, label, f"{key}: node_group {label!r}")
         accelerators = self.cluster.accelerators_of(label)
         by_node = label == "node" or not accelerators
         total, resource = (len(nodes), "node") if by_node else (len(accelerators), "accelerator")
-        processes = parse_placement(name, str(text), total, resource, label)
+        processes = parse_placement(name, str(layout), total, resource, label)
         replica = 1
         if name in self._parallel:
-            processes, replica = self._ranks_of_engines(name, f"{at}: {str(text)!r}", resource, processes)
-        if by_node and (wide := next((ranks for ranks in processes if len(ranks) > 1), None)):
+            processes, replica = self._ranks_of_engines(name, f"{key}: {str(layout)!r}", resource, processes)
+        if by_node and (shared := next((ranks for ranks in processes if len(ranks) > 1), None)):
             raise PlacementError(
-                f"{at}: {str(text)!r}: one process on nodes {wide}; rule: without accelerators each process has one node"
+                f"{key}: {str(layout)!r}: one process on nodes {shared}; rule: without accelerators each process has one node"
             )
         strategy = ComponentPlacementStrategy(name, tuple(map(tuple, processes)), label, by_node, replica)
         try:
             strategy.place(self.cluster)  # every rule is checked here, before anything starts
         except PlacementError as error:
-            raise PlacementError(f"{at}: {str(text)!r}: {str(error).removeprefix(f'{at}: ')}") from None
+            raise PlacementError(f"{key}: {str(layout)!r}: {str(error).removeprefix(f'{key}: ')}") from None
         self._strategies[name] = strategy
 
     def _ranks_of_engines(
@@ -135,8 +140,8 @@ class HybridComponentPlacement:
         ranks = [[resource] for process in processes for resource in process]
         if size < 1 or len(ranks) % size:
             raise PlacementError(f"{at}: {len(ranks)} ranks are no whole number of engines of {size} ({key})")
-        for first in range(0, len(ranks), size):
-            placed_on = [rank[0] for rank in ranks[first : first + size]]
+        for first_rank in range(0, len(ranks), size):
+            placed_on = [rank[0] for rank in ranks[first_rank : first_rank + size]]
             if unit == "accelerator" and len({*placed_on}) < size:
                 raise PlacementError(
                     f"{at}: the {size} ranks of an engine ({key}) are on accelerators {placed_on}; "
@@ -191,8 +196,8 @@ class ModelParallelComponentPlacement(HybridComponentPlacement):
             self.get_strategy(needed)
         used = {name: self._resources(name) for name in self.COMPONENTS if name in self._strategies}
         for name, resources in used.items():
-            numbers = sorted(resources)
-            if numbers != list(range(numbers[0], numbers[-1] + 1)):
+            indices = sorted(resources)
+            if indices != list(range(indices[0], indices[-1] + 1)):
                 raise PlacementError(
                     f"cluster.component_placement.{name}: {_words(resources)}; rule: the accelerators of a "
                     f"model-parallel component follow one another without gaps"
@@ -231,13 +236,13 @@ class ModelParallelComponentPlacement(HybridComponentPlacement):
 
     def _check_disaggregated(self, used: Mapping[str, frozenset[int]]) -> None:
         names = list(used)
-        for i, first in enumerate(names):
-            for second in names[i + 1 :]:
-                shared = used[first] & used[second]
+        for i, component in enumerate(names):
+            for other_component in names[i + 1 :]:
+                shared = used[component] & used[other_component]
                 if shared:
                     raise PlacementError(
-                        f"cluster.component_placement: {first} on {_words(used[first])} and {second} on "
-                        f"{_words(used[second])} share {_words(shared)}; rule: actor and rollout use either the same "
+                        f"cluster.component_placement: {component} on {_words(used[component])} and {other_component} on "
+                        f"{_words(used[other_component])} share {_words(shared)}; rule: actor and rollout use either the same "
                         f"accelerators (collocated), or each component its own (disaggregated)"
                     )
 
@@ -255,7 +260,7 @@ def _read_path(source: Any, *path: str) -> Any:
 
 
 def _words(ranks: frozenset[int]) -> str:
-    numbers = sorted(ranks)
-    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{numbers[0]}-{numbers[-1]}"
-    return ",".join(map(str, numbers))
+    indices = sorted(ranks)
+    if len(indices) > 2 and indices == list(range(indices[0], indices[-1] + 1)):
+        return f"{indices[0]}-{indices[-1]}"
+    return ",".join(map(str, indices))

@@ -31,14 +31,14 @@ def _numbers(text: str, total: int | None, fail: Fail) -> list[int]:
     match = re.fullmatch(r"([0-9]+)(?:\s*-\s*([0-9]+))?", text)
     if not match or len(text) > 24:
         raise fail(text, "not a rank (3), a range (0-3) or 'all'")
-    first, last = int(match[1]), int(match[2] or match[1])
-    if last < first:
+    first_number, last_number = int(match[1]), int(match[2] or match[1])
+    if last_number < first_number:
         raise fail(text, "a range runs upwards")
-    if total is not None and last >= total:
-        raise fail(text, f"resource {last} does not exist")
-    if last - first >= 10**6:
+    if total is not None and last_number >= total:
+        raise fail(text, f"resource {last_number} does not exist")
+    if last_number - first_number >= 10**6:
         raise fail(text, "more than a million processes")
-    return list(range(first, last + 1))
+    return list(range(first_number, last_number + 1))
 
 
 def _segments(text: str, resources: int, fail: Fail) -> list[_Segment]:
@@ -49,39 +49,40 @@ def _segments(text: str, resources: int, fail: Fail) -> list[_Segment]:
     those parts, or it does not.
     """
     segments: list[_Segment] = []
-    head: list[tuple[str, list[int]]] = []
-    done = 0
+    open_parts: list[tuple[str, list[int]]] = []
+    num_placed = 0
 
     def each(part: str, ranks: list[int]) -> None:
-        nonlocal done
-        segments.append(_Segment(part, tuple(ranks), tuple(range(done, done + len(ranks)))))
-        done += len(ranks)
+        nonlocal num_placed
+        segments.append(_Segment(part, tuple(ranks), tuple(range(num_placed, num_placed + len(ranks)))))
+        num_placed += len(ranks)
 
-    for part in (p.strip() for p in text.split(",")):
-        resource_text, colon, right = part.partition(":")
-        if not resource_text.strip() or (colon and not right.strip()):
-            raise fail(part, "ranks are missing; write resource ranks, or resource ranks:process ranks")
-        if ":" in right:
-            raise fail(part, "more than one ':'; separate segments with commas")
+    for part_text in (p.strip() for p in text.split(",")):
+        resource_text, colon, process_text = part_text.partition(":")
+        if not resource_text.strip() or (colon and not process_text.strip()):
+            raise fail(part_text, "ranks are missing; write resource ranks, or resource ranks:process ranks")
+        if ":" in process_text:
+            raise fail(part_text, "more than one ':'; separate segments with commas")
         ranks = _numbers(resource_text, resources, fail)
         if not colon:
-            head.append((part, ranks))
+            open_parts.append((part_text, ranks))
             continue
-        names = _numbers(right, None, fail)
-        if head and names[0] != done:
-            for bare in head:
-                each(*bare)
-            head = []
-        segment_text = ",".join([*(p for p, _ in head), part])
-        if names[0] != done:
+        names = _numbers(process_text, None, fail)
+        if open_parts and names[0] != num_placed:
+            for open_part in open_parts:
+                each(*open_part)
+            open_parts = []
+        segment_text = ",".join([*(p for p, _ in open_parts), part_text])
+        if names[0] != num_placed:
             raise fail(
-                segment_text, f"process ranks start at {names[0]} instead of {done}: they count up from 0 without gaps"
+                segment_text,
+                f"process ranks start at {names[0]} instead of {num_placed}: they count up from 0 without gaps",
             )
-        joined = [r for _, rs in head for r in rs] + ranks
+        joined = [r for _, rs in open_parts for r in rs] + ranks
         segments.append(_Segment(segment_text, tuple(joined), tuple(names)))
-        done, head = done + len(names), []
-    for bare in head:
-        each(*bare)
+        num_placed, open_parts = num_placed + len(names), []
+    for open_part in open_parts:
+        each(*open_part)
     return segments
 
 
@@ -105,29 +106,33 @@ def parse_placement(
     """
 
     def fail(part: str, rule: str) -> PlacementError:
-        where = "" if part.strip() == text.strip() else f" in {text!r}"
+        context = "" if part.strip() == text.strip() else f" in {text!r}"
         return PlacementError(
-            f"cluster.component_placement.{component}: {part!r}{where}: {rule} ({extent(label, unit, resources)})"
+            f"cluster.component_placement.{component}: {part!r}{context}: {rule} ({extent(label, unit, resources)})"
         )
 
     processes: list[list[int]] = []
-    last = -1
+    previous_rank = -1
     for segment in _segments(text, resources, fail):
         for rank in segment.resources:
-            if rank <= last:
+            if rank <= previous_rank:
                 raise fail(
-                    segment.text, f"{unit} {rank} follows {last}; resource ranks are unique and ascending, and each "
+                    segment.text, f"{unit} {rank} follows {previous_rank}; resource ranks are unique and ascending, and each "
                     f"comma after a ':' begins the next segment"
                 )  # fmt: skip
-            last = rank
-        n, p = len(segment.resources), len(segment.processes)
-        if n == 0:
+            previous_rank = rank
+        num_resources, num_processes = len(segment.resources), len(segment.processes)
+        if num_resources == 0:
             raise fail(segment.text, f"there is no {unit}")
-        if n % p and p % n:
-            raise fail(segment.text, f"{n} {unit}s and {p} processes: one count must divide the other")
-        if n >= p:
-            each = n // p
-            processes += [list(segment.resources[i * each : (i + 1) * each]) for i in range(p)]
+        if num_resources % num_processes and num_processes % num_resources:
+            raise fail(
+                segment.text, f"{num_resources} {unit}s and {num_processes} processes: one count must divide the other"
+            )
+        if num_resources >= num_processes:
+            per_process = num_resources // num_processes
+            processes += [
+                list(segment.resources[i * per_process : (i + 1) * per_process]) for i in range(num_processes)
+            ]
         else:
-            processes += [[rank] for rank in segment.resources for _ in range(p // n)]
+            processes += [[rank] for rank in segment.resources for _ in range(num_processes // num_resources)]
     return processes

@@ -44,9 +44,9 @@ def _finish(where: Sequence[tuple[int, tuple[int, ...]]], node_group: str) -> li
     num_on_node: dict[int, int] = {}
     placements = []
     for rank, (node, accelerators) in enumerate(where):
-        local = num_on_node.get(node, 0)
-        num_on_node[node] = local + 1
-        placements.append(Placement(rank, node, local, totals[node], accelerators, node_group))
+        local_rank = num_on_node.get(node, 0)
+        num_on_node[node] = local_rank + 1
+        placements.append(Placement(rank, node, local_rank, totals[node], accelerators, node_group))
     return placements
 
 
@@ -60,9 +60,9 @@ def group_nodes(cluster: Cluster, label: str, label_text: str) -> tuple[int, ...
 
 def extent(label: str, resource: str, total: int) -> str:
     """Describes the available resources, for messages."""
-    place = "the cluster" if label in ("cluster", "node") else f"node group {label!r}"
-    numbers = {0: "", 1: " (0)"}.get(total, f" (0 to {total - 1})")
-    return f"{place} has {total} {resource}{'' if total == 1 else 's'}{numbers}"
+    scope = "the cluster" if label in ("cluster", "node") else f"node group {label!r}"
+    indices = {0: "", 1: " (0)"}.get(total, f" (0 to {total - 1})")
+    return f"{scope} has {total} {resource}{'' if total == 1 else 's'}{indices}"
 
 
 def _one_node(
@@ -172,8 +172,8 @@ class NodePlacementStrategy:
 
 def on_accelerators(processes: Sequence[Sequence[int]], cluster: Cluster, label: str, origin: str) -> list[Placement]:
     available = cluster.accelerators_of(label)
-    where = [_one_node(available, label, ranks, f"{origin}: process {p}") for p, ranks in enumerate(processes)]
-    return _finish(where, label)
+    locations = [_one_node(available, label, ranks, f"{origin}: process {p}") for p, ranks in enumerate(processes)]
+    return _finish(locations, label)
 
 
 def on_nodes(ranks: Sequence[int], nodes: Sequence[int], label: str, origin: str) -> list[Placement]:
