@@ -215,8 +215,6 @@ class DriverJob:
 
     def checkpoint(self) -> Any:
         """Has the driver save and waits for it; returns the job to run next. submitit calls it on the job's end signal."""
-        from submitit.helpers import DelayedSubmission
-
         self._signal_driver(signal.SIGUSR2)
         self._kill_driver(self.save_grace_s)
         if self.files.result() is not None:
@@ -224,6 +222,12 @@ class DriverJob:
         if self._terminated:
             self._record_exit(128 + signal.SIGTERM, "")
             raise SystemExit(128 + signal.SIGTERM)
+        return self._requeue_on_preemption()
+
+    def _requeue_on_preemption(self) -> Any:
+        """Returns the job to run after a requeue, be it for a preemption or the walltime; ends a job without progress."""
+        from submitit.helpers import DelayedSubmission
+
         attempts = Attempts(self.files, self.token)
         attempts.end("requeued: the job had to end")
         idle = attempts.idle(self._newest())

@@ -133,7 +133,7 @@ class Runner(Generic[Cfg]):
             self.folder.open(self.cfg)
         self.build()
         if self.folder.resume.path is not None:
-            self._restore(self.folder.resume.path)
+            self._restore_run_state(self.folder.resume.path)
         elif (start := select(self.cfg, "runner.init_from")) is not None:  # of task types with this key
             self._start_from(start)
         self._ready = True
@@ -149,7 +149,8 @@ class Runner(Generic[Cfg]):
         update_provenance(self.folder.paths, init_from={"folder": str(folder), "sha256": checksum})
         note(f"starts from the weights of {folder}")
 
-    def _restore(self, checkpoint: Path) -> None:
+    def _restore_run_state(self, checkpoint: Path) -> None:
+        """Restores what resume restores: the state of all groups' ranks, then the runner's own (`runner.json`)."""
         handles = {role: group.load(str(checkpoint)) for role, group in self.groups.items()}
         self.restored({role: handle.wait(self.timeout) for role, handle in handles.items()})
         try:
@@ -311,7 +312,7 @@ class Runner(Generic[Cfg]):
                 raise error
             else:
                 note(f"{reason}; {ranks} start again from {newest.name}, all other ranks stay")
-                self._restore(newest)
+                self._restore_run_state(newest)
         self.count_lost(sum(map(len, lost_ranks.values())), before)
         self.recoveries += 1
         return self.step

@@ -242,7 +242,7 @@ class RolloutBatch(Generic[Array]):
         dropped = {**self.dropped, reason: self.dropped.get(reason, 0) + counted}
         return replace(self, drops=drops | marks, valid=valid, dropped=dropped)
 
-    def drop_unusable(
+    def drop_lost_and_failed(
         self: RolloutBatch[np.ndarray], *, by_slot: bool, failures_by_slot: bool
     ) -> RolloutBatch[np.ndarray]:
         """Drops the transitions that are missing, that are not finite, or whose simulator failed.

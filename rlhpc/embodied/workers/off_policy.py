@@ -249,7 +249,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         Raises:
             NonFinite: A transition is not finite, and `runner.on_nonfinite` is stop.
         """
-        batch = self.intake.receive(step, source).drop_unusable(by_slot=False, failures_by_slot=False)
+        batch = self.intake.receive(step, source).drop_lost_and_failed(by_slot=False, failures_by_slot=False)
         columns = batch.transition_columns()
         count = torch.tensor([float(sum(batch.dropped.values()))])
         if (self.all_reduce(count) if self.world_size > 1 else count).item():  # then all ranks exchange transitions

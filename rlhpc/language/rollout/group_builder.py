@@ -183,9 +183,13 @@ class GroupBuilder:
         drops_truncated = self._cfg.algorithm.overlong_filter
         trains = [not why and not (drops_truncated and is_cut(episode)) for episode in episodes]
         differ = varied(task_rewards([s for s, used in zip(scores, trains, strict=True) if used], self._cfg.reward))
-        if self._cfg.algorithm.filter_groups and not lacking and not differ and may_refill:
+        if may_refill and not lacking and self._filtered_by_dynamic_sampling(differ):
             return None
         return ScoredGroup(dict(zip(indices, episodes, strict=True)), scores, rewards, trains, differ, why)
+
+    def _filtered_by_dynamic_sampling(self, rewards_differ: bool) -> bool:
+        """Returns whether another prompt replaces a group from which nothing can be learned (`algorithm.filter_groups`)."""
+        return self._cfg.algorithm.filter_groups and not rewards_differ
 
     def group(self, slot: PendingGroup, judged: ScoredGroup) -> tuple[SampleGroup, dict[str, float]]:
         """Returns the group for the actor, and its sums for the step's metrics."""

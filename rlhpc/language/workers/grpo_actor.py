@@ -263,7 +263,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 [self._unpack_group(*self._arrivals.pop_complete(step, p)) for p in part.tolist()]
             )
             if not self.cfg.actor.offload_in_rollout:
-                scored += self._score(batch)
+                scored += self._recompute_logprobs(batch)
             self._parts.append(batch)
         self._received = step
         return {"score_s": scored, "wait_s": waited}
@@ -293,8 +293,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             )
         return batch
 
-    def _score(self, batch: TokenBatch) -> float:
-        """Adds the columns that are computed here; all ranks call it equally often.
+    def _recompute_logprobs(self, batch: TokenBatch) -> float:
+        """Adds the columns that are computed here, such as the log-probs of the weights before the update; all ranks call it
+        equally often.
 
         Returns:
             Seconds that it took.
@@ -363,7 +364,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         start = time.perf_counter()
         batch = TokenBatch.joined(self._parts)
         self._parts = []
-        scored = self._score(batch) if self.cfg.actor.offload_in_rollout else 0.0
+        scored = self._recompute_logprobs(batch) if self.cfg.actor.offload_in_rollout else 0.0
         reduce = self._summed if self.world_size > 1 else None
         batch.columns[ADVANTAGES] = self.algorithm.advantages(batch, reduce)
         if self._returns is not None:
