@@ -61,7 +61,7 @@ def test_groups_without_samples_have_all_columns_and_train_nothing(model: str) -
     none = some.select(torch.zeros(0, dtype=torch.long))
     assert not len(none) and not none.tokens
     for part in (none, some):
-        trainer._score(part)
+        trainer._recompute_logprobs(part)
     shapes = {name: tuple(values.shape) for name, values in TokenBatch.joined([none, some]).columns.items()}
     assert shapes == {
         "rollout_logprobs": (4,), "versions": (4,), "old_logprobs": (4,), "ref_logprobs": (4,),
