@@ -328,6 +328,8 @@ PATIENCE_S = 1.0
 _HERE = Path(__file__).resolve()
 #: A rank with one of these among its innermost frames waits for other ranks.
 _WAITS = (f"{_HERE.parent}/comm/", str(_HERE), "/torch/distributed/")
+#: Functions of this module that run a rank's own work, and do not wait.
+_SERVING = (CallServer.run.__name__, CallServer._execute.__name__)
 _INNERMOST = 12
 
 Frame = tuple[str, int, str]
@@ -341,6 +343,11 @@ def main_stack() -> list[Frame]:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return frames[::-1]
+
+
+def _waits(file: str, function: str) -> bool:
+    """Returns whether a call of this function waits for other ranks."""
+    return any(path in file for path in _WAITS) and not (file == str(_HERE) and function in _SERVING)
 
 
 def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds: float) -> list[str]:
@@ -367,7 +374,7 @@ def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds:
         except (RlhpcError, OSError):
             position = "it does not even say where it is"
         else:
-            if not stack or any(wait in file for file, _, _ in stack for wait in _WAITS):
+            if not stack or any(_waits(file, function) for file, _, function in stack):
                 continue
             file, line, function = stack[-1]
             position = f"it is in {function} ({file}:{line})"
