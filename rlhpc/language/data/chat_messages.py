@@ -42,11 +42,11 @@ def read_messages(value: Any, *, sparse: bool = False, pictures: bool = False) -
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
         raise ConfigError("it is not a list of messages")
     messages = []
-    for number, message in enumerate(value):
+    for message_number, message in enumerate(value):
         try:
             messages.append(_read_message(message, sparse, pictures))
         except ConfigError as error:
-            raise ConfigError(f"message {number}{_role(message)} {error}") from None
+            raise ConfigError(f"message {message_number}{_role(message)} {error}") from None
     if not any(message["content"].strip() or _extras(message) for message in messages):
         raise ConfigError("no message says anything")
     return messages
@@ -66,14 +66,18 @@ def read_tools(value: Any, *, sparse: bool = False) -> tuple[dict[str, Any], ...
     if value is None:
         return ()
     value = _without_nulls(value) if sparse else value
-    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(one, Mapping) for one in value):
+    if (
+        not isinstance(value, Sequence)
+        or isinstance(value, str)
+        or not all(isinstance(tool_schema, Mapping) for tool_schema in value)
+    ):
         raise ConfigError(
             'tools are a list of definitions {"type": "function", "function": {"name": …, "parameters": …}}'
         )
-    for number, tool in enumerate(value):
+    for tool_number, tool in enumerate(value):
         function = tool.get("function", tool)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise ConfigError(f"tool {number} has no name")
+            raise ConfigError(f"tool {tool_number} has no name")
     return tuple(dict(tool) for tool in value)
 
 
@@ -91,7 +95,9 @@ def is_plain(message: Message) -> bool:
 
 def written(turn: Message) -> str:
     """Returns a turn as a readable text: its content, or JSON if it has other keys."""
-    content = {key: value for key, value in turn.items() if key != "role" and value not in ("", [], None)}
+    content = {
+        key: field_value for key, field_value in turn.items() if key != "role" and field_value not in ("", [], None)
+    }
     return str(turn["content"]) if is_plain(turn) else json.dumps(content, ensure_ascii=False)
 
 
@@ -101,10 +107,10 @@ def require_plain(messages: Sequence[Message], tools: Sequence[Any]) -> None:
     Raises:
         ConfigError: A message has more than a content, or there are tools.
     """
-    for number, message in enumerate(messages):
+    for message_number, message in enumerate(messages):
         if keys := _extras(message):
             raise ConfigError(
-                f"message {number} ({message['role']}) has {', '.join(keys)}, which bare text cannot hold"
+                f"message {message_number} ({message['role']}) has {', '.join(keys)}, which bare text cannot hold"
             )
     if tools:
         raise ConfigError("there are tools, which bare text cannot hold")
@@ -128,27 +134,33 @@ def find_unwritten(
     Raises:
         ConfigError: The template rejects the conversation itself.
     """
-    text = render(messages, tools)
-    parts = [part for number, message in enumerate(messages) for part in _parts(number, message)]
+    rendered_text = render(messages, tools)
+    message_parts = [
+        message_part
+        for message_number, message in enumerate(messages)
+        for message_part in _parts(message_number, message)
+    ]
     marked: list[Message] = [_copy(message) for message in messages]
-    for mark, (number, path) in enumerate(parts):
-        _mark(marked[number], path, _sign(mark))
+    for mark, (message_number, path) in enumerate(message_parts):
+        _mark(marked[message_number], path, _sign(mark))
     try:
-        rendered = render(marked, tools)
+        marked_text = render(marked, tools)
     except ConfigError:  # it needs other values there: each part is tried alone
-        rendered = ""
-    missing, old = [], []
-    for mark, (number, path) in enumerate(parts):
-        if _sign(mark) in rendered or _differs(messages, tools, number, path, render, text):
+        marked_text = ""
+    missing, old_reasoning = [], []
+    for mark, (message_number, path) in enumerate(message_parts):
+        if _sign(mark) in marked_text or _differs(messages, tools, message_number, path, render, rendered_text):
             continue
-        earlier = number < len(messages) - 1 and path[0] in _REASONING
-        if earlier and _differs(messages[: number + 1], tools, number, path, render):
-            old.append(str(path[0]))
+        is_earlier_reasoning = message_number < len(messages) - 1 and path[0] in _REASONING
+        if is_earlier_reasoning and _differs(messages[: message_number + 1], tools, message_number, path, render):
+            old_reasoning.append(str(path[0]))
         else:
-            missing.append(f"{'.'.join(map(str, path))} of message {number} ({messages[number]['role']})")
-    if tools and _rendered(messages, (), render) == text:
+            missing.append(
+                f"{'.'.join(map(str, path))} of message {message_number} ({messages[message_number]['role']})"
+            )
+    if tools and _rendered(messages, (), render) == rendered_text:
         missing.append("the tools")
-    return missing, sorted(set(old))
+    return missing, sorted(set(old_reasoning))
 
 
 Path = tuple[str | int, ...]
@@ -161,13 +173,13 @@ def _read_message(message: Any, sparse: bool, pictures: bool) -> Message:
     if not isinstance(role, str) or not role:
         raise ConfigError("has no role")
     result: Message = {"role": role, "content": ""}
-    for key, value in message.items():
-        if key in ("role", "content") or value is None or value in ("", [], {}, ()):
+    for key, field_value in message.items():
+        if key in ("role", "content") or field_value is None or field_value in ("", [], {}, ()):
             continue
         if key == "tool_calls":
-            result[key] = _read_calls(value, sparse)
+            result[key] = _read_calls(field_value, sparse)
         else:
-            result[str(key)] = _without_nulls(value) if sparse else value
+            result[str(key)] = _without_nulls(field_value) if sparse else field_value
     content = message.get("content")
     if content is None:
         if role != "tool" and not (role == "assistant" and _extras(result)):
@@ -182,27 +194,27 @@ def _read_message(message: Any, sparse: bool, pictures: bool) -> Message:
 def _read_parts(content: Any, pictures: bool) -> str:
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise ConfigError(f"has a content that is a {type(content).__name__}; allowed: a text, or a list of parts")
-    texts = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
+    part_texts = []
+    for content_part in content:
+        if isinstance(content_part, str):
+            part_texts.append(content_part)
             continue
-        if not isinstance(part, Mapping):
-            raise ConfigError(f"has a part that is a {type(part).__name__}; allowed: {{type: text, text: …}}")
-        full = {key: value for key, value in part.items() if value is not None}
-        kind = full.get("type")
-        if kind in _TEXT_PARTS and isinstance(full.get("text"), str) and set(full) <= {"type", "text"}:
-            texts.append(full["text"])
-        elif kind == "image" and set(full) == {"type"} and pictures:
-            texts.append(MARK)
-        elif kind == "image" and set(full) == {"type"}:
+        if not isinstance(content_part, Mapping):
+            raise ConfigError(f"has a part that is a {type(content_part).__name__}; allowed: {{type: text, text: …}}")
+        fields = {key: field_value for key, field_value in content_part.items() if field_value is not None}
+        part_type = fields.get("type")
+        if part_type in _TEXT_PARTS and isinstance(fields.get("text"), str) and set(fields) <= {"type", "text"}:
+            part_texts.append(fields["text"])
+        elif part_type == "image" and set(fields) == {"type"} and pictures:
+            part_texts.append(MARK)
+        elif part_type == "image" and set(fields) == {"type"}:
             raise ConfigError("has a part of type image, and no column of pictures is named (images_key)")
         else:
             raise ConfigError(
-                f"has a part of type {kind} with {', '.join(sorted(map(str, full)))}; allowed: {{type: text, text: …}}, and "
-                "{type: image} for a picture in the column images_key"
+                f"has a part of type {part_type} with {', '.join(sorted(map(str, fields)))}; allowed: "
+                "{type: text, text: …}, and {type: image} for a picture in the column images_key"
             )
-    return "".join(texts)
+    return "".join(part_texts)
 
 
 def _read_calls(value: Any, sparse: bool) -> list[dict[str, Any]]:
@@ -215,24 +227,24 @@ def _read_calls(value: Any, sparse: bool) -> list[dict[str, Any]]:
         raise ConfigError("has tool_calls that are not a list of objects")
     calls = []
     for call in value:
-        full = {str(key): item for key, item in call.items() if item is not None}
-        function = full.get("function")
+        call_fields = {str(key): field_value for key, field_value in call.items() if field_value is not None}
+        function = call_fields.get("function")
         if function is None:  # {name, arguments} without the frame, as in some data
-            function = {key: full.pop(key) for key in ("name", "arguments") if key in full}
+            function = {key: call_fields.pop(key) for key in ("name", "arguments") if key in call_fields}
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise ConfigError("has a tool call without a function that has a name")
-        more = sorted({*map(str, function)} - {"name", "arguments"}) + sorted(
-            {*full} - {"id", "type", "function", "index"}
+        unknown_keys = sorted({*map(str, function)} - {"name", "arguments"}) + sorted(
+            {*call_fields} - {"id", "type", "function", "index"}
         )
-        more = [key for key in more if function.get(key, full.get(key)) is not None]
-        if more:
+        unknown_keys = [key for key in unknown_keys if function.get(key, call_fields.get(key)) is not None]
+        if unknown_keys:
             raise ConfigError(
-                f"has a tool call with {', '.join(more)}; allowed: id, type, function {{name, arguments}}"
+                f"has a tool call with {', '.join(unknown_keys)}; allowed: id, type, function {{name, arguments}}"
             )
-        if full.get("type", "function") != "function":
-            raise ConfigError(f"has a tool call of type {full['type']}; allowed: function")
+        if call_fields.get("type", "function") != "function":
+            raise ConfigError(f"has a tool call of type {call_fields['type']}; allowed: function")
         arguments = _read_arguments(function.get("arguments"), sparse)
-        label = {"id": full["id"]} if "id" in full else {}
+        label = {"id": call_fields["id"]} if "id" in call_fields else {}
         calls.append({**label, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return calls
 
@@ -245,7 +257,7 @@ def _read_arguments(value: Any, sparse: bool) -> dict[str, Any]:
             raise ConfigError(f"has a tool call whose arguments are no JSON: {value[:60]!r}") from None
     if value is None:
         return {}
-    if isinstance(value, list) and all(isinstance(item, tuple) and len(item) == 2 for item in value):
+    if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
         value = dict(value)  # Arrow's maps
     if not isinstance(value, Mapping):
         raise ConfigError(f"has a tool call whose arguments are a {type(value).__name__}, not an object")
@@ -254,8 +266,10 @@ def _read_arguments(value: Any, sparse: bool) -> dict[str, Any]:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {
+            str(key): _without_nulls(nested_value) for key, nested_value in value.items() if nested_value is not None
+        }
+    return [_without_nulls(nested_value) for nested_value in value] if isinstance(value, list) else value
 
 
 def _extras(message: Message) -> list[str]:
@@ -300,18 +314,18 @@ def _copy(message: Message) -> Message:
 
 
 def _holder(message: Message, path: Path) -> Any:
-    value: Any = message
+    nested: Any = message
     for step in path[:-1]:
-        value = value[step]
-    return value
+        nested = nested[step]
+    return nested
 
 
 def _mark(message: Message, path: Path, sign: str) -> None:
-    holder, key = _holder(message, path), path[-1]
+    parent, key = _holder(message, path), path[-1]
     if key == "arguments":
-        holder[key][_ARGUMENT] = sign
+        parent[key][_ARGUMENT] = sign
     else:
-        holder[key] = f"{holder[key]}{sign}" if isinstance(holder[key], str) else sign
+        parent[key] = f"{parent[key]}{sign}" if isinstance(parent[key], str) else sign
 
 
 def _differs(
@@ -323,18 +337,18 @@ def _differs(
     text: str | None = None,
 ) -> bool:
     """Returns whether a template renders another text without a part of a message."""
-    changed = [_copy(message) for message in messages]
-    holder, key = _holder(changed[number], path), path[-1]
+    changed_messages = [_copy(message) for message in messages]
+    parent, key = _holder(changed_messages[number], path), path[-1]
     if key == "arguments":
-        if not holder[key]:
+        if not parent[key]:
             return True  # a call without arguments has nothing to omit
-        holder[key] = {}
+        parent[key] = {}
     elif key == "content" or path[0] == "tool_calls":
-        holder[key] = ""
+        parent[key] = ""
     else:
-        del holder[key]
-    before = _rendered(messages, tools, render) if text is None else text
-    return _rendered(changed, tools, render) != before
+        del parent[key]
+    original_text = _rendered(messages, tools, render) if text is None else text
+    return _rendered(changed_messages, tools, render) != original_text
 
 
 def _rendered(messages: Any, tools: Any, render: Callable[[Any, Any], str]) -> str | None:

@@ -53,10 +53,10 @@ class DrawnProblems:
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> Prompt:
-        number = self._numbers[index]
-        task, answer, question, boxes = self._scene(number)
+        problem_number = self._numbers[index]
+        task, answer, question, boxes = self._scene(problem_number)
         return Prompt(
-            id=number,
+            id=problem_number,
             messages=({"role": "user", "content": question},),
             answer=answer,
             response=answer,
@@ -66,10 +66,10 @@ class DrawnProblems:
 
     def _scene(self, number: int) -> tuple[str, str, str, list[Box]]:
         """Returns a problem's task, answer, question, and the boxes of its image."""
-        level, inside = locate(number, self._sizes)
-        task, picture = self._tasks[level], inside // len(self._answers[level])
-        answer = self._answers[level][inside % len(self._answers[level])]
-        rng = random.Random(f"{task} {self._max_answer} {inside} {picture}")
+        level, number_in_level = locate(number, self._sizes)
+        task, picture_number = self._tasks[level], number_in_level // len(self._answers[level])
+        answer = self._answers[level][number_in_level % len(self._answers[level])]
+        rng = random.Random(f"{task} {self._max_answer} {number_in_level} {picture_number}")
         return task, answer, *_DRAWN[task](rng, answer, self._max_answer, self._points)
 
     def _content(self, number: int) -> str:
@@ -78,38 +78,45 @@ class DrawnProblems:
 
 
 def _count(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
-    across = max(2, int(max_answer**0.5 + 0.999))
-    step = points // across
-    size, colour = rng.randint(step // 2, step - 2), rng.choice(sorted(_COLOURS))
+    cells_per_row = max(2, int(max_answer**0.5 + 0.999))
+    step = points // cells_per_row
+    size, color = rng.randint(step // 2, step - 2), rng.choice(sorted(_COLOURS))
     boxes = []
-    for cell in rng.sample(range(across * across), int(answer)):
-        x, y = cell % across * step + (step - size) // 2, cell // across * step + (step - size) // 2
+    for cell_number in rng.sample(range(cells_per_row * cells_per_row), int(answer)):
+        x, y = (
+            cell_number % cells_per_row * step + (step - size) // 2,
+            cell_number // cells_per_row * step + (step - size) // 2,
+        )
         boxes.append((x, y, x + size - 1, y + size - 1))
-    return "how many=", [(box, _COLOURS[colour], None) for box in boxes]
+    return "how many=", [(box, _COLOURS[color], None) for box in boxes]
 
 
 def _area(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
     area = int(answer)
-    wide = rng.choice([n for n in range(1, area + 1) if area % n == 0])
-    high, unit = area // wide, points // (max_answer + 1)
-    x, y = (rng.randint(0, points - 1 - n * unit) for n in (wide, high))
-    colour = _COLOURS[rng.choice(sorted(_COLOURS))]
-    squares: list[Box] = [
-        ((x + i * unit, y + j * unit, x + (i + 1) * unit, y + (j + 1) * unit), colour, (0, 0, 0))
-        for i in range(wide)
-        for j in range(high)
+    num_columns = rng.choice([n for n in range(1, area + 1) if area % n == 0])
+    num_rows, square_size = area // num_columns, points // (max_answer + 1)
+    x, y = (rng.randint(0, points - 1 - n * square_size) for n in (num_columns, num_rows))
+    color = _COLOURS[rng.choice(sorted(_COLOURS))]
+    square_boxes: list[Box] = [
+        (
+            (x + i * square_size, y + j * square_size, x + (i + 1) * square_size, y + (j + 1) * square_size),
+            color,
+            (0, 0, 0),
+        )
+        for i in range(num_columns)
+        for j in range(num_rows)
     ]
-    return "area=", squares
+    return "area=", square_boxes
 
 
 def _side(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
     del max_answer
-    half = points // 2
-    size = rng.randint(half // 3, half - 2)
-    x = rng.randint(0, half - size) + (half if answer == "r" else 0)
+    half_size = points // 2
+    size = rng.randint(half_size // 3, half_size - 2)
+    x = rng.randint(0, half_size - size) + (half_size if answer == "r" else 0)
     y = rng.randint(0, points - size)
-    colour = _COLOURS[rng.choice(sorted(_COLOURS))]
-    return "which side=", [((x, y, x + size - 1, y + size - 1), colour, None)]
+    color = _COLOURS[rng.choice(sorted(_COLOURS))]
+    return "which side=", [((x, y, x + size - 1, y + size - 1), color, None)]
 
 
 _DRAWN: dict[str, Callable[[random.Random, str, int, int], tuple[str, list[Box]]]] = {
@@ -124,9 +131,9 @@ def _picture(points: int, boxes: list[Box]) -> bytes:
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (points, points), (255, 255, 255))
-    draw = ImageDraw.Draw(image)
-    for box, colour, border in boxes:
-        draw.rectangle(box, fill=colour, outline=border)
+    canvas = ImageDraw.Draw(image)
+    for box, color, border_color in boxes:
+        canvas.rectangle(box, fill=color, outline=border_color)
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()

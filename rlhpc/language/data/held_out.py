@@ -28,8 +28,8 @@ def holdout_section(train: Source, holdout: HoldoutConfig) -> tuple[Source, str]
     if holdout.path is None and holdout.split is None:
         return section, "data.train"
     for name in ("path", "split"):
-        if (value := getattr(holdout, name)) is not None:
-            section = changed(section, name, value)
+        if (holdout_value := getattr(holdout, name)) is not None:
+            section = changed(section, name, holdout_value)
     return changed(section, "eval_fraction", 0.0), "data.holdout"
 
 
@@ -52,7 +52,7 @@ def check_holdout(interval: int, train: SourceConfig, holdout: HoldoutConfig, fa
             "runner.val_check_interval",
             "the loss needs held-out rows: set data.train.eval_fraction, such as 0.05, or data.holdout.path",
         )
-    if sources and all(getattr(train, name) == value for name, value in sources.items()):
+    if sources and all(getattr(train, name) == train_value for name, train_value in sources.items()):
         name = next(iter(sources))
         raise fail(
             f"data.holdout.{name}",

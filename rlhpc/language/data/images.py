@@ -71,13 +71,13 @@ class PromptImages:
         """Returns a model's further arguments, for one sequence of at most `length` tokens (`Pictures.inputs`)."""
         import torch
 
-        kinds = np.zeros((1, length), np.int64)
-        for at, size in zip(self.at.tolist(), self.tokens.tolist(), strict=True):
-            kinds[0, at : at + size] = 1
+        token_types = np.zeros((1, length), np.int64)
+        for start, size in zip(self.at.tolist(), self.tokens.tolist(), strict=True):
+            token_types[0, start : start + size] = 1
         arrays = {
             "pixel_values": np.concatenate(self.patches),
             "image_grid_thw": self.grids,
-            "mm_token_type_ids": kinds,
+            "mm_token_type_ids": token_types,
         }
         return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
 
@@ -103,17 +103,17 @@ def positions(length: int, at: np.ndarray, grids: np.ndarray, merge: int) -> np.
     Returns:
         `[3, length]` int64.
     """
-    result = np.empty((3, length), np.int64)
-    token = place = 0
-    for first, grid in zip(at.tolist(), grids, strict=True):
-        result[:, token:first] = np.arange(place, place + first - token)
-        place += first - token
-        sides = grid // (1, merge, merge)
-        token = first + int(sides.prod())
-        result[:, first:token] = np.indices(sides).reshape(3, -1) + place
-        place += int(max(sides[1:]))
-    result[:, token:] = np.arange(place, place + length - token)
-    return result
+    position_ids = np.empty((3, length), np.int64)
+    token = position = 0
+    for image_start, grid in zip(at.tolist(), grids, strict=True):
+        position_ids[:, token:image_start] = np.arange(position, position + image_start - token)
+        position += image_start - token
+        merged_grid = grid // (1, merge, merge)
+        token = image_start + int(merged_grid.prod())
+        position_ids[:, image_start:token] = np.indices(merged_grid).reshape(3, -1) + position
+        position += int(max(merged_grid[1:]))
+    position_ids[:, token:] = np.arange(position, position + length - token)
+    return position_ids
 
 
 class Looker:
@@ -145,8 +145,10 @@ class Looker:
 
     def prompt_images(self, images: Sequence[bytes], at: Sequence[int]) -> PromptImages:
         """Returns the processed images, whose first tokens are at these positions."""
-        patches, grids, digests = zip(*map(self._one, images), strict=True)
-        return PromptImages(tuple(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(digests))
+        patches, grids, image_digests = zip(*map(self._one, images), strict=True)
+        return PromptImages(
+            tuple(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(image_digests)
+        )
 
     def look(
         self, images: Sequence[bytes], ids: Sequence[int], behind: int = 0, spoken: Collection[int] = ()
@@ -162,25 +164,25 @@ class Looker:
         Raises:
             ConfigError: The numbers of placeholders and images differ; or an image cannot be opened.
         """
-        expanded, at = self._widened(images, ids, spoken)
-        return expanded, self.prompt_images(images, [behind + place for place in at])
+        expanded_ids, image_starts = self._widened(images, ids, spoken)
+        return expanded_ids, self.prompt_images(images, [behind + image_start for image_start in image_starts])
 
     def _widened(
         self, images: Sequence[bytes], ids: Sequence[int], spoken: Collection[int] = ()
     ) -> tuple[list[int], list[int]]:
-        places = [n for n, one in enumerate(ids) if one == self.token and n not in spoken]
-        if len(places) != len(images):
+        token_positions = [n for n, token_id in enumerate(ids) if token_id == self.token and n not in spoken]
+        if len(token_positions) != len(images):
             raise ConfigError(
-                f"there are {len(images)} pictures, and the text has {len(places)} places for them after the chat "
+                f"there are {len(images)} pictures, and the text has {len(token_positions)} places for them after the chat "
                 f"template of {self._name}: write {MARK} once for each, or not at all, and not the template's own sign for one"
             )
-        widened, at, before = list[int](), list[int](), 0
-        for place, image in zip(places, images, strict=True):
-            widened += ids[before:place]
-            at.append(len(widened))
-            widened += [self.token] * self._tokens(image)
-            before = place + 1
-        return [*widened, *ids[before:]], at
+        expanded_ids, image_starts, copied_until = list[int](), list[int](), 0
+        for token_position, image in zip(token_positions, images, strict=True):
+            expanded_ids += ids[copied_until:token_position]
+            image_starts.append(len(expanded_ids))
+            expanded_ids += [self.token] * self._tokens(image)
+            copied_until = token_position + 1
+        return [*expanded_ids, *ids[copied_until:]], image_starts
 
     def _tokens(self, image: bytes) -> int:
         """Returns the number of tokens of an image, from its size alone."""
@@ -190,8 +192,8 @@ class Looker:
     @property
     def max_tokens(self) -> int:
         """Maximum number of tokens of an image: larger ones are scaled down."""
-        side = self._cutter.patch_size * self._merge
-        return max(1, int(self._cutter.size["longest_edge"]) // side**2)
+        merged_patch_size = self._cutter.patch_size * self._merge
+        return max(1, int(self._cutter.size["longest_edge"]) // merged_patch_size**2)
 
     def blank(self, tokens: int) -> PromptImages:
         """Returns a grey image of so many tokens, at position 0."""
@@ -202,9 +204,9 @@ class Looker:
 
     def _cut(self, image: bytes) -> tuple[np.ndarray, np.ndarray, bytes]:
         """Returns patches, grid and digest of an image."""
-        features = self._cutter(images=[opened(image)], return_tensors="np")
-        patches = np.ascontiguousarray(features["pixel_values"], np.float32)
-        grid = np.asarray(features["image_grid_thw"][0], np.int64)
+        processed = self._cutter(images=[opened(image)], return_tensors="np")
+        patches = np.ascontiguousarray(processed["pixel_values"], np.float32)
+        grid = np.asarray(processed["image_grid_thw"][0], np.int64)
         digest = hashlib.blake2b(grid.tobytes(), digest_size=16)
         digest.update(patches.data)
         return patches, grid, digest.digest()
@@ -265,13 +267,13 @@ def make_looker(path: str, trust_remote_code: bool = False, *, key: str = "actor
     from transformers import AutoImageProcessor
 
     try:
-        cutter = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        image_processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
             f"the model in {path} ({key}) looks at pictures, and has no image processor that can be loaded "
             f"({first_line(error)}): put the preprocessor_config.json that came with it beside config.json"
         ) from None
-    return Looker(cutter, int(config.image_token_id), path)
+    return Looker(image_processor, int(config.image_token_id), path)
 
 
 def require_family(config: Any, path: str, key: str) -> None:
@@ -285,20 +287,22 @@ def require_family(config: Any, path: str, key: str) -> None:
 
 def parts_of(message: dict[str, str]) -> dict[str, Any]:
     """Returns a message in the multimodal form of chat templates: texts, and placeholders of images."""
-    texts = message["content"].split(MARK)
-    parts = list[dict[str, str]]()
-    for number, text in enumerate(texts):
-        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
-    return {**message, "content": parts}
+    text_segments = message["content"].split(MARK)
+    content_parts = list[dict[str, str]]()
+    for segment_number, text_segment in enumerate(text_segments):
+        content_parts += [{"type": "image"}] * (segment_number > 0) + [{"type": "text", "text": text_segment}] * bool(
+            text_segment
+        )
+    return {**message, "content": content_parts}
 
 
 def placed(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     """Returns a conversation with placeholders for images: at each `MARK`, or, without any, before the last question."""
-    result = [dict(message) for message in messages]
-    if not any(MARK in message["content"] for message in result):
-        question = next((m for m in reversed(result) if m["role"] == "user"), result[-1])
+    placed_messages = [dict(message) for message in messages]
+    if not any(MARK in message["content"] for message in placed_messages):
+        question = next((m for m in reversed(placed_messages) if m["role"] == "user"), placed_messages[-1])
         question["content"] = MARK * count + question["content"]
-    return [parts_of(message) for message in result]
+    return [parts_of(message) for message in placed_messages]
 
 
 def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
@@ -312,7 +316,7 @@ def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
     Raises:
         ConfigError: Names the key.
     """
-    path, actor, lora = str(cfg.actor.model.model_path), cfg.actor, cfg.actor.lora
+    path, actor, lora_config = str(cfg.actor.model.model_path), cfg.actor, cfg.actor.lora
     if shows and cfg.agent.kind not in _IMAGE_AGENT_KINDS:
         raise ConfigError(
             f"agent.kind is {cfg.agent.kind}, which asks the model with texts of its own, and prompts of data.train show "
@@ -328,9 +332,9 @@ def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
             f"actor.training_backend is {actor.training_backend!r}, and the model in {path} looks at pictures: ranks that see "
             f"none in a micro-batch would not take part in gathering what looks at them; allowed: {', '.join(_TRAINED)}"
         )
-    if cut := next((name for name in ("context", "tensor", "expert") if getattr(actor.parallel, name) > 1), ""):
+    if axis := next((name for name in ("context", "tensor", "expert") if getattr(actor.parallel, name) > 1), ""):
         raise ConfigError(
-            f"actor.parallel.{cut} is {getattr(actor.parallel, cut)}, and the model in {path} looks at pictures, which is "
+            f"actor.parallel.{axis} is {getattr(actor.parallel, axis)}, and the model in {path} looks at pictures, which is "
             "divided by shard and replicate alone; allowed: 1"
         )
     if shows and select(cfg, "teacher.rollout_backend"):
@@ -338,14 +342,14 @@ def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
             "teacher.rollout_backend is 'vllm', and prompts of data.train show pictures, which a teacher in vLLM is not "
             "shown; allowed: null"
         )
-    if lora.rank and select(cfg, "rollout.merge_adapters") is False:
+    if lora_config.rank and select(cfg, "rollout.merge_adapters") is False:
         raise ConfigError(
             f"rollout.merge_adapters is false, and the model in {path} looks at pictures: vLLM would leave out adapters "
             "of what looks at them; allowed: true"
         )
-    if actor.model.freeze_vision and lora.rank:
+    if actor.model.freeze_vision and lora_config.rank:
         raise ConfigError(
-            f"actor.model.freeze_vision is true and actor.lora.rank is {lora.rank}: adapters leave all else as it is; "
+            f"actor.model.freeze_vision is true and actor.lora.rank is {lora_config.rank}: adapters leave all else as it is; "
             "say with actor.lora.target_modules which layers get some"
         )
 
@@ -364,7 +368,7 @@ def read_images(value: Any, folder: Path) -> tuple[bytes, ...]:
     Raises:
         ConfigError: The value has another form, or a file cannot be read.
     """
-    return tuple(_bytes(one, folder) for one in _several(value))
+    return tuple(_bytes(image, folder) for image in _several(value))
 
 
 def check_images(value: Any, folder: Path) -> None:
@@ -373,19 +377,20 @@ def check_images(value: Any, folder: Path) -> None:
     Raises:
         ConfigError: See `read_images`.
     """
-    for one in _several(value):
-        if not isinstance(one, str) or one.startswith(_URL):
-            size_of(_bytes(one, folder))
-        elif not _path(one, folder).is_file():
-            raise ConfigError(f"there is no file {_path(one, folder)}")
+    for image in _several(value):
+        if not isinstance(image, str) or image.startswith(_URL):
+            size_of(_bytes(image, folder))
+        elif not _path(image, folder).is_file():
+            raise ConfigError(f"there is no file {_path(image, folder)}")
 
 
 def names_of(value: Any) -> str:
     """Returns identifiers of a row's images that need no file access: paths unchanged, digests of others."""
-    named = [
-        one if isinstance(one, str) and not one.startswith(_URL) else _bytes(one, Path()) for one in _several(value)
+    image_names = [
+        image if isinstance(image, str) and not image.startswith(_URL) else _bytes(image, Path())
+        for image in _several(value)
     ]
-    return repr([one if isinstance(one, str) else digest_of(one) for one in named])
+    return repr([image if isinstance(image, str) else digest_of(image) for image in image_names])
 
 
 def digest_of(image: bytes) -> str:
@@ -401,8 +406,8 @@ def _several(value: Any) -> Sequence[Any]:
 
 def _bytes(one: Any, folder: Path) -> bytes:
     if isinstance(one, Mapping):
-        inside = one.get("bytes")
-        one = inside if inside is not None else one.get("path")
+        image_bytes = one.get("bytes")
+        one = image_bytes if image_bytes is not None else one.get("path")
     if isinstance(one, bytes):
         return one
     if hasattr(one, "save"):  # `datasets` opens images itself
@@ -423,8 +428,8 @@ def from_url(url: str) -> bytes:
     Raises:
         ConfigError: The URL has another form.
     """
-    head, _, body = url.partition(",")
-    if not head.startswith(_URL) or not head.endswith(";base64"):
+    header, _, body = url.partition(",")
+    if not header.startswith(_URL) or not header.endswith(";base64"):
         raise ConfigError(f"a picture is the URL {url[:40]!r}; allowed: data:image/png;base64,… and its like")
     try:
         return base64.b64decode(body, validate=True)

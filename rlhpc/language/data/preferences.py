@@ -57,14 +57,14 @@ class Preferences:
         self._margin = getattr(cfg, "margin_key", None)
         self._label = getattr(cfg, "label_key", None)
         self._response_key = getattr(cfg, "response_key", "response")
-        shared = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(SourceConfig)}
+        source_fields = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(SourceConfig)}
         problems = DataSourceConfig(
-            **{**shared, "kwargs": dict(cfg.kwargs)}, answer_key=None, response_key=self._response_key
+            **{**source_fields, "kwargs": dict(cfg.kwargs)}, answer_key=None, response_key=self._response_key
         )
         self._problems: WordedDataset = make_dataset(problems, part, key=self._key)
-        inner: Any = self._problems.problems
-        if form == "labels" and hasattr(inner, "expect_responses"):
-            inner.expect_responses()
+        source_problems: Any = self._problems.problems
+        if form == "labels" and hasattr(source_problems, "expect_responses"):
+            source_problems.expect_responses()
         self._rows = [self._row(index) for index in range(len(self._problems))]
 
     def __len__(self) -> int:
@@ -92,8 +92,8 @@ class Preferences:
                 rows.append(row)
         if not rows:
             raise ConfigError(f"{self._key}: all {len(self._rows)} rows are too long (data.overlong_prompts=drop)")
-        dropped, self._rows = len(self._rows) - len(rows), rows
-        return dropped
+        num_dropped, self._rows = len(self._rows) - len(rows), rows
+        return num_dropped
 
     def _row(self, index: int) -> PreferenceRow:
         prompt, cfg = self._problems[index], self._cfg
@@ -108,65 +108,82 @@ class Preferences:
                 f"{self._place(index, prompt)}: column {cfg.prompt_key!r} ends with the assistant's turn; it must end where "
                 f"the responses of {cfg.chosen_key!r} and {cfg.rejected_key!r} begin"
             )
-        texts, turns = zip(
+        response_texts, turns = zip(
             *(self._response(index, prompt, name) for name in ("chosen_key", "rejected_key")), strict=True
         )
         margin = self._number(index, prompt, "margin_key", self._margin) if self._margin else 0.0
-        return PreferenceRow(_bare(prompt), texts, margin, turns)
+        return PreferenceRow(_bare(prompt), response_texts, margin, turns)
 
     def _response(self, index: int, prompt: Prompt, name: str) -> tuple[str, Message | None]:
         """Returns a response: a text, or the last turn of a conversation that continues the prompt's."""
-        column, inner = getattr(self._cfg, name), self._problems.problems
-        value = prompt.meta.get(column)
-        allowed = "a text that is not empty, or messages of which the last is the assistant's"
-        if isinstance(value, str) and value:
-            return value, None
-        if not isinstance(value, list):
-            raise self._fault(index, prompt, name, column, allowed)
+        column, source_problems = getattr(self._cfg, name), self._problems.problems
+        response_value = prompt.meta.get(column)
+        allowed_forms = "a text that is not empty, or messages of which the last is the assistant's"
+        if isinstance(response_value, str) and response_value:
+            return response_value, None
+        if not isinstance(response_value, list):
+            raise self._fault(index, prompt, name, column, allowed_forms)
         try:
-            before, last = last_turn(read_messages(value, sparse=getattr(inner, "sparse", False)))
+            prior_messages, last_message = last_turn(
+                read_messages(response_value, sparse=getattr(source_problems, "sparse", False))
+            )
         except ConfigError as error:
-            raise self._fault(index, prompt, name, column, f"{allowed} ({error})") from None
-        if last is None or not (last["content"] or not is_plain(last)):
-            raise self._fault(index, prompt, name, column, allowed)
-        messages = inner[index].messages  # as in the file, without template and system prompt
-        turns = [[turn for turn in each if turn["role"] != "system"] for each in (before, messages)]
-        systems = [[turn["content"] for turn in each if turn["role"] == "system"] for each in (before, messages)]
-        other = systems[0] and systems[0] != systems[1] and not self._cfg.system_prompt
-        if (turns[0] and turns[0] != turns[1]) or other:
+            raise self._fault(index, prompt, name, column, f"{allowed_forms} ({error})") from None
+        if last_message is None or not (last_message["content"] or not is_plain(last_message)):
+            raise self._fault(index, prompt, name, column, allowed_forms)
+        messages = source_problems[index].messages  # as in the file, without template and system prompt
+        turns = [
+            [turn for turn in turn_messages if turn["role"] != "system"] for turn_messages in (prior_messages, messages)
+        ]
+        system_prompts = [
+            [turn["content"] for turn in turn_messages if turn["role"] == "system"]
+            for turn_messages in (prior_messages, messages)
+        ]
+        has_other_system_prompt = (
+            system_prompts[0] and system_prompts[0] != system_prompts[1] and not self._cfg.system_prompt
+        )
+        if (turns[0] and turns[0] != turns[1]) or has_other_system_prompt:
             raise ConfigError(
                 f"{self._place(index, prompt)}: column {column!r} goes on from another conversation than "
                 f"the prompt's ({self._cfg.prompt_key!r})"
             )
-        return written(last), None if is_plain(last) else last
+        return written(last_message), None if is_plain(last_message) else last_message
 
     def _number(self, index: int, prompt: Prompt, name: str, column: str) -> float:
-        value = prompt.meta.get(column)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        column_value = prompt.meta.get(column)
+        if (
+            isinstance(column_value, bool)
+            or not isinstance(column_value, (int, float))
+            or not math.isfinite(column_value)
+        ):
             raise self._fault(index, prompt, name, column, "a finite number")
-        return float(value)
+        return float(column_value)
 
     def _fault(self, index: int, prompt: Prompt, name: str, column: str, allowed: str) -> ConfigError:
-        place, columns = self._place(index, prompt), self._columns(index, prompt)
+        row_place, columns = self._place(index, prompt), self._columns(index, prompt)
         if column not in columns:
-            other = {self._cfg.chosen_key, self._label} & set(columns)
-            both = bool(self._label and other)
-            way_out = "; algorithm.loss_type=regression reads labels, bradley_terry pairs" if both else ""
+            other_columns = {self._cfg.chosen_key, self._label} & set(columns)
+            has_both_forms = bool(self._label and other_columns)
+            way_out = "; algorithm.loss_type=regression reads labels, bradley_terry pairs" if has_both_forms else ""
             names = ", ".join(columns) or "none"
             return ConfigError(
-                f"{self._key}.{name} is {column!r}, but {place} has no such column; it has: {names}{way_out}"
+                f"{self._key}.{name} is {column!r}, but {row_place} has no such column; it has: {names}{way_out}"
             )
-        value = prompt.response if name == "response_key" else prompt.meta.get(column)
-        excerpt = json.dumps(value, ensure_ascii=False)[:60]
-        return ConfigError(f"{place}: column {column!r} is {excerpt}; allowed: {allowed}")
+        column_value = prompt.response if name == "response_key" else prompt.meta.get(column)
+        excerpt = json.dumps(column_value, ensure_ascii=False)[:60]
+        return ConfigError(f"{row_place}: column {column!r} is {excerpt}; allowed: {allowed}")
 
     def _place(self, index: int, prompt: Prompt) -> str:
-        inner: Any = self._problems.problems
-        return str(inner.place(index)) if hasattr(inner, "place") else f"{self._key}: prompt {prompt.id}"
+        source_problems: Any = self._problems.problems
+        return (
+            str(source_problems.place(index))
+            if hasattr(source_problems, "place")
+            else f"{self._key}: prompt {prompt.id}"
+        )
 
     def _columns(self, index: int, prompt: Prompt) -> list[str]:
-        inner: Any = self._problems.problems
-        return list(inner.columns(index)) if hasattr(inner, "columns") else list(prompt.meta)
+        source_problems: Any = self._problems.problems
+        return list(source_problems.columns(index)) if hasattr(source_problems, "columns") else list(prompt.meta)
 
 
 def _bare(prompt: Prompt) -> Prompt:
@@ -189,8 +206,10 @@ def encode_demonstrations(
     """
     samples = []
     turns = row.turns or (None,) * len(row.responses)
-    for text, turn in zip(row.responses, turns, strict=True):
-        encoded = encoder.encode_demonstration(dataclasses.replace(row.prompt, response=text, turn=turn), max_tokens)
+    for response_text, turn in zip(row.responses, turns, strict=True):
+        encoded = encoder.encode_demonstration(
+            dataclasses.replace(row.prompt, response=response_text, turn=turn), max_tokens
+        )
         if encoded is None:
             return None
         samples.append(encoded[:2])
@@ -212,9 +231,9 @@ def encode(row: PreferenceRow, encoder: PromptTokenizer, max_tokens: int) -> lis
     samples = encode_demonstrations(row, encoder, max_tokens)
     if samples is None:
         return None
-    read, pad = [], encoder.tokenizer.pad_token_id
+    sequences, pad_id = [], encoder.tokenizer.pad_token_id
     for ids, _ in samples:
-        while len(ids) > 1 and ids[-1] == pad:
+        while len(ids) > 1 and ids[-1] == pad_id:
             ids = ids[:-1]
-        read.append(ids)
-    return read
+        sequences.append(ids)
+    return sequences

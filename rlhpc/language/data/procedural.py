@@ -48,7 +48,7 @@ def arguments(cfg: DataSourceConfig) -> dict[str, Any]:
 
     kwargs = OmegaConf.to_container(cfg.kwargs, resolve=True) if OmegaConf.is_config(cfg.kwargs) else dict(cfg.kwargs)
     assert isinstance(kwargs, dict)
-    return {str(name): value for name, value in kwargs.items()}
+    return {str(name): argument for name, argument in kwargs.items()}
 
 
 def choose(
@@ -70,7 +70,7 @@ def choose(
     total = sum(sizes)
     count = cfg.size or DEFAULT_SIZE[part]
     if total <= _LISTED:
-        numbers = [number for number in range(total) if keep(number)]
+        numbers = [candidate for candidate in range(total) if keep(candidate)]
         rng.shuffle(numbers)
         if cfg.size and cfg.size > len(numbers):
             raise ConfigError(
@@ -83,14 +83,14 @@ def choose(
     if count > max_count:
         raise ConfigError(f"{key}.size is {count}; at most {max_count} problems can be drawn of {total}")
     # A dict keeps the order of drawing.
-    drawn: dict[int, None] = {}
-    while len(drawn) < count:
+    chosen_numbers: dict[int, None] = {}
+    while len(chosen_numbers) < count:
         # Levels are equally frequent: drawn from all problems, nearly every one would be of the hardest level.
         level = rng.randrange(len(sizes))
-        number = sum(sizes[:level]) + rng.randrange(sizes[level])
-        if number not in drawn and keep(number):
-            drawn[number] = None
-    return list(drawn)
+        candidate = sum(sizes[:level]) + rng.randrange(sizes[level])
+        if candidate not in chosen_numbers and keep(candidate):
+            chosen_numbers[candidate] = None
+    return list(chosen_numbers)
 
 
 def choose_contents(
@@ -113,26 +113,26 @@ def choose_contents(
     numbers = range(total) if total <= _LISTED else rng.sample(range(total), _LISTED)
     order = list(numbers)
     rng.shuffle(order)
-    chosen: dict[bytes, int] = {}
+    number_by_digest: dict[bytes, int] = {}
     for number in order:
-        text = content(number)
-        if belongs(text, part, fraction):
-            chosen.setdefault(hashlib.blake2b(text.encode(), digest_size=16).digest(), number)
-        if len(chosen) == count:
+        description = content(number)
+        if belongs(description, part, fraction):
+            number_by_digest.setdefault(hashlib.blake2b(description.encode(), digest_size=16).digest(), number)
+        if len(number_by_digest) == count:
             break
-    if cfg.size and len(chosen) < cfg.size:
+    if cfg.size and len(number_by_digest) < cfg.size:
         raise ConfigError(
-            f"{key}.size is {cfg.size}, but only {len(chosen)} different problems are in the {part} part; leave size out to "
-            f"take up to {DEFAULT_SIZE[part]}, or make kwargs allow more problems"
+            f"{key}.size is {cfg.size}, but only {len(number_by_digest)} different problems are in the "
+            f"{part} part; leave size out to take up to {DEFAULT_SIZE[part]}, or make kwargs allow more problems"
         )
-    return list(chosen.values())
+    return list(number_by_digest.values())
 
 
 def locate(number: int, sizes: Sequence[int]) -> tuple[int, int]:
     """Returns the level of a problem, and its number in the level."""
-    for level, size in enumerate(sizes):
+    for level_index, size in enumerate(sizes):
         if number < size:
-            return level, number
+            return level_index, number
         number -= size
     raise IndexError(number)
 
@@ -169,30 +169,30 @@ class ArithmeticProblems:
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> Prompt:
-        number = self._numbers[index]
-        first, sign, second, digits = self._problem(number)
-        result = str(_OPERATORS[sign](first, second))
+        problem_number = self._numbers[index]
+        left_operand, sign, right_operand, digits = self._problem(problem_number)
+        answer = str(_OPERATORS[sign](left_operand, right_operand))
         return Prompt(
-            id=number,
-            messages=({"role": "user", "content": f"{first}{sign}{second}="},),
-            answer=result,
-            response=result,
+            id=problem_number,
+            messages=({"role": "user", "content": f"{left_operand}{sign}{right_operand}="},),
+            answer=answer,
+            response=answer,
             level=(f"{sign} " if len(self._operators) > 1 else "") + f"{digits} digit{'s' * (digits > 1)}",
         )
 
     def _problem(self, number: int) -> tuple[int, str, int, int]:
-        level, inside = locate(number, self._sizes)
+        level, number_in_level = locate(number, self._sizes)
         digits = self._digits[level]
         operands = _operands(digits)
-        pair, sign = divmod(inside, len(self._operators))
-        first, second = divmod(pair, len(operands))
-        return operands[first], self._operators[sign], operands[second], digits
+        pair_number, sign = divmod(number_in_level, len(self._operators))
+        left_index, right_index = divmod(pair_number, len(operands))
+        return operands[left_index], self._operators[sign], operands[right_index], digits
 
     def _canonical(self, number: int) -> str:
-        first, sign, second, _ = self._problem(number)
+        left_operand, sign, right_operand, _ = self._problem(number)
         if sign != "-":
-            first, second = min(first, second), max(first, second)
-        return f"{first}{sign}{second}"
+            left_operand, right_operand = min(left_operand, right_operand), max(left_operand, right_operand)
+        return f"{left_operand}{sign}{right_operand}"
 
 
 def _operands(digits: int) -> range:
@@ -204,12 +204,12 @@ def _arguments(kwargs: dict[str, Any], key: str) -> tuple[list[int], str]:
     if kwargs:
         raise ConfigError(f"{key}.kwargs has {', '.join(kwargs)}; source arithmetic takes digits and operators")
     digits = list(dict.fromkeys(digit_counts)) if isinstance(digit_counts, list) else [digit_counts]
-    if not digits or not all(isinstance(d, int) and 1 <= d <= 9 for d in digits):
+    if not digits or not all(isinstance(num_digits, int) and 1 <= num_digits <= 9 for num_digits in digits):
         raise ConfigError(f"{key}.kwargs.digits is {digit_counts!r}; allowed: a number from 1 to 9, or a list of them")
-    signs = "".join(dict.fromkeys(operators)) if isinstance(operators, (str, list)) else ""
-    if not signs or any(sign not in _OPERATORS for sign in signs):
+    operator_signs = "".join(dict.fromkeys(operators)) if isinstance(operators, (str, list)) else ""
+    if not operator_signs or any(sign not in _OPERATORS for sign in operator_signs):
         raise ConfigError(f"{key}.kwargs.operators is {operators!r}; allowed: characters out of {''.join(_OPERATORS)}")
-    return sorted(digits), signs
+    return sorted(digits), operator_signs
 
 
 _STEPS: list[tuple[str, str]] = [
@@ -262,12 +262,14 @@ class CodeProblems:
         fraction = procedural_fraction(cfg)
 
         def keep(number: int) -> bool:
-            steps, result = self._parts(number)
-            results = _results(steps, result)
+            steps, result_form = self._parts(number)
+            expected_results = _results(steps, result_form)
             return (
-                belongs(repr(results), part, fraction)
-                and any(other != results[0] for other in results)
-                and all(_results(steps[:i] + steps[i + 1 :], result) != results for i in range(len(steps)))
+                belongs(repr(expected_results), part, fraction)
+                and any(other_result != expected_results[0] for other_result in expected_results)
+                and all(
+                    _results(steps[:i] + steps[i + 1 :], result_form) != expected_results for i in range(len(steps))
+                )
             )
 
         self._numbers = choose(cfg, self._sizes, keep, part=part, key=key)
@@ -276,31 +278,34 @@ class CodeProblems:
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> Prompt:
-        number = self._numbers[index]
-        steps, result = self._parts(number)
+        problem_number = self._numbers[index]
+        steps, result_form = self._parts(problem_number)
         task = (
             "Write a Python function solve(numbers), where numbers is a list of integers. It should do this: "
-            f"{', then '.join(_STEPS[step][0] for step in steps)}; and return {_RESULTS[result][0]}. "
+            f"{', then '.join(_STEPS[step][0] for step in steps)}; and return {_RESULTS[result_form][0]}. "
             "Answer with the code in a ```python block."
         )
         body = "".join(f"    numbers = {_STEPS[step][1]}\n" for step in steps)
         tests = [
-            f"assert solve({numbers}) == {expected}"
-            for numbers, expected in zip(_LISTS, _results(steps, result), strict=True)
+            f"assert solve({numbers}) == {expected_result}"
+            for numbers, expected_result in zip(_LISTS, _results(steps, result_form), strict=True)
         ]
         return Prompt(
-            id=number,
+            id=problem_number,
             messages=({"role": "user", "content": task},),
             meta={"tests": tests, "entry_point": "solve"},
-            response=f"```python\ndef solve(numbers):\n{body}    return {_RESULTS[result][1]}\n```",
+            response=f"```python\ndef solve(numbers):\n{body}    return {_RESULTS[result_form][1]}\n```",
             level=f"{len(steps)} step" + "s" * (len(steps) > 1),
         )
 
     def _parts(self, number: int) -> tuple[list[int], int]:
         """Returns the steps of a task, and its result: indices into the lists above."""
-        level, inside = locate(number, self._sizes)
-        inside, result = divmod(inside, len(_RESULTS))
-        return [inside // len(_STEPS) ** place % len(_STEPS) for place in range(self._levels[level])], result
+        level, number_in_level = locate(number, self._sizes)
+        number_in_level, result_form = divmod(number_in_level, len(_RESULTS))
+        return [
+            number_in_level // len(_STEPS) ** step_position % len(_STEPS)
+            for step_position in range(self._levels[level])
+        ], result_form
 
 
 def _results(steps: list[int], result: int) -> list[Any]:

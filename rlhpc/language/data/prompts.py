@@ -51,7 +51,9 @@ class Prompt:
     @property
     def question(self) -> str:
         """The last user message."""
-        return next((m["content"] for m in reversed(self.messages) if m["role"] in ("user", "raw")), "")
+        return next(
+            (message["content"] for message in reversed(self.messages) if message["role"] in ("user", "raw")), ""
+        )
 
 
 class PromptDataset(Protocol):
@@ -132,19 +134,19 @@ class PromptSampler:
 
     def of_step(self, step: int, part: int = 0, parts: int = 1) -> list[int]:
         """Returns the positions of the batch of a step, from 1; if several ranks share it, those of one part."""
-        return [self.at((step - 1) * self.batch + draw) for draw in range(part, self.batch, parts)]
+        return [self.at((step - 1) * self.batch + draw_in_step) for draw_in_step in range(part, self.batch, parts)]
 
     def at(self, draw: int) -> int:
         """Returns the position of a draw, from 0."""
-        epoch, place = divmod(draw, self.n)
+        epoch, position = divmod(draw, self.n)
         if not self.shuffle:
-            return place
+            return position
         if self._order is None or self._order[0] != epoch:
             order = list(range(self.n))
             # Seeded by text and shuffled by the standard library: the same on every machine and version.
             random.Random(f"order {self.seed} {epoch}").shuffle(order)
             self._order = (epoch, order)
-        return self._order[1][place]
+        return self._order[1][position]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that determines the next draw."""
@@ -156,12 +158,12 @@ class PromptSampler:
         Raises:
             CheckpointError: The state is of other data or another order.
         """
-        current = self.state_dict()
+        current_state = self.state_dict()
         for name, label in (("n", "problems"), ("seed", "the seed"), ("shuffle", "shuffling")):
-            if state[name] != current[name]:
+            if state[name] != current_state[name]:
                 raise CheckpointError(
                     f"the checkpoint's data position is for another order of problems: {label} was {state[name]}, now "
-                    f"{current[name]}; resume with the data it was made with, or start a fresh run"
+                    f"{current_state[name]}; resume with the data it was made with, or start a fresh run"
                 )
         self.drawn = int(state["drawn"])
 

@@ -87,34 +87,34 @@ class ReasoningGymProblems:
     def __getitem__(self, index: int) -> Prompt:
         if not 0 <= index < self._size:
             raise IndexError(index)
-        turn, which = divmod(index, len(self._streams))
-        stream = self._streams[which]
-        entry = stream[self._position(which, turn)] if self._fraction else stream[turn]
+        turn, task_index = divmod(index, len(self._streams))
+        stream = self._streams[task_index]
+        problem_entry = stream[self._position(task_index, turn)] if self._fraction else stream[turn]
         return Prompt(
             id=index,
-            messages=({"role": "user", "content": str(entry["question"])},),
-            answer="" if entry["answer"] is None else str(entry["answer"]),
-            meta={"task": stream.task, "task_kwargs": stream.kwargs, "entry": entry},
-            response="" if entry["answer"] is None else str(entry["answer"]),
+            messages=({"role": "user", "content": str(problem_entry["question"])},),
+            answer="" if problem_entry["answer"] is None else str(problem_entry["answer"]),
+            meta={"task": stream.task, "task_kwargs": stream.kwargs, "entry": problem_entry},
+            response="" if problem_entry["answer"] is None else str(problem_entry["answer"]),
             level=stream.task if self._several else stream.level,
         )
 
     def _position(self, which: int, turn: int) -> int:
         """Returns the position, in a stream, of question number `turn` among those of the part."""
-        accepted, stream = self._accepted[which], self._streams[which]
-        position = accepted[-1] + 1 if accepted else 0
-        tried = 0
-        while len(accepted) <= turn:
+        accepted_positions, stream = self._accepted[which], self._streams[which]
+        position = accepted_positions[-1] + 1 if accepted_positions else 0
+        num_tried = 0
+        while len(accepted_positions) <= turn:
             if belongs(str(stream[position]["question"]), self._part, self._fraction):
-                accepted.append(position)
-                tried = 0
-            position, tried = position + 1, tried + 1
-            if tried > 100 / self._fraction:
+                accepted_positions.append(position)
+                num_tried = 0
+            position, num_tried = position + 1, num_tried + 1
+            if num_tried > 100 / self._fraction:
                 raise ConfigError(
                     f"task {stream.task} asks too few different questions for eval_fraction {self._fraction}: the last "
-                    f"{tried} all belong to the other part"
+                    f"{num_tried} all belong to the other part"
                 )
-        return accepted[turn]
+        return accepted_positions[turn]
 
 
 class _TaskStream:
@@ -137,10 +137,10 @@ class _TaskStream:
         if self.task in _UNORDERED and os.environ.get("PYTHONHASHSEED") != "0":
             return _Maker.of_this_process().entry(self.task, self.kwargs, self._seed, position)
         if self.task in _PLANNED_WHOLE:
-            chunk, inside = divmod(position, _CHUNK)
+            chunk, offset = divmod(position, _CHUNK)
             if chunk not in self._chunks:
                 self._chunks[chunk] = _create(self.task, self.kwargs, self._seed + chunk, _CHUNK)
-            return _entry(self._chunks[chunk], inside)
+            return _entry(self._chunks[chunk], offset)
         if position >= self._planned:
             # Some tasks plan this many problems when they are built; a longer plan begins with the shorter one.
             self._planned = 2 * position
@@ -155,12 +155,12 @@ def score(answer: str | None, meta: dict[str, Any]) -> float:
         answer: The model's answer, without surrounding text.
         meta: Of the problem; may have been through JSON.
     """
-    task, entry = meta["task"], meta["entry"]
+    task, problem_entry = meta["task"], meta["entry"]
     if task in _GRIDS:
-        entry = {**entry, "metadata": _as_tuples(entry["metadata"])}
+        problem_entry = {**problem_entry, "metadata": _as_tuples(problem_entry["metadata"])}
     scorer = _scorer(task, json.dumps(meta["task_kwargs"], sort_keys=True))
     try:
-        return float(scorer.score_answer(answer, entry))
+        return float(scorer.score_answer(answer, problem_entry))
     except Exception:
         # Scorers parse the model's text, and some raise on unexpected input.
         return 0.0
@@ -178,18 +178,22 @@ def _gym() -> Any:
 def _check(task: Any, kwargs: dict[str, Any], key: str) -> None:
     factory = _gym()
     if task not in factory.DATASETS or task == "composite":
-        near = difflib.get_close_matches(str(task or ""), factory.DATASETS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(factory.DATASETS))}"
+        close_names = difflib.get_close_matches(str(task or ""), factory.DATASETS, 1)
+        suggestion = (
+            f"; did you mean {close_names[0]!r}?"
+            if close_names
+            else f"; there are {', '.join(sorted(factory.DATASETS))}"
+        )
         problem = "is not set" if task is None else f"is {task!r}, which reasoning-gym does not have"
-        raise ConfigError(f"{key}.kwargs.task {problem}{hint}")
-    allowed = {field.name for field in dataclasses.fields(factory.DATASETS[task][1])} - {"seed", "size"}
+        raise ConfigError(f"{key}.kwargs.task {problem}{suggestion}")
+    allowed_names = {field.name for field in dataclasses.fields(factory.DATASETS[task][1])} - {"seed", "size"}
     if factory.has_curriculum(task):
-        allowed.add("difficulty")
+        allowed_names.add("difficulty")
     for name in kwargs:
-        if name not in allowed:
-            elsewhere = f" ({key}.{name} says it)" if name in ("seed", "size") else ""
+        if name not in allowed_names:
+            other_key = f" ({key}.{name} says it)" if name in ("seed", "size") else ""
             raise ConfigError(
-                f"{key}.kwargs.{name} is no argument of task {task}{elsewhere}; allowed: {', '.join(sorted(allowed))}"
+                f"{key}.kwargs.{name} is no argument of task {task}{other_key}; allowed: {', '.join(sorted(allowed_names))}"
             )
     if "difficulty" in kwargs:
         levels = [len(attribute.levels) for attribute in factory.create_curriculum(task).attributes.values()]
@@ -201,12 +205,12 @@ def _check(task: Any, kwargs: dict[str, Any], key: str) -> None:
 
 def _create(task: str, kwargs: dict[str, Any], seed: int, size: int) -> Any:
     factory = _gym()
-    named = {name: value for name, value in kwargs.items() if name != "difficulty"}
+    task_options = {name: option_value for name, option_value in kwargs.items() if name != "difficulty"}
     if "difficulty" not in kwargs:
-        return factory.create_dataset(task, **named, seed=seed, size=size)
+        return factory.create_dataset(task, **task_options, seed=seed, size=size)
     curriculum = factory.create_curriculum(task)
     curriculum.set_global_level(kwargs["difficulty"])
-    config = dataclasses.replace(curriculum.generate_configuration({}), **named, seed=seed, size=size)
+    config = dataclasses.replace(curriculum.generate_configuration({}), **task_options, seed=seed, size=size)
     if hasattr(config, "validate"):
         config.validate()
     return factory.DATASETS[task][0](config=config)
@@ -219,15 +223,15 @@ def _entry(dataset: Any, position: int) -> Entry:
     """
     import numpy as np
 
-    states = random.getstate(), np.random.get_state()
+    random_states = random.getstate(), np.random.get_state()
     random.seed(dataset.seed + position)
     np.random.seed((dataset.seed + position) % 2**32)
     try:
-        entry: Entry = _jsonable(dataset[position])
+        problem_entry: Entry = _jsonable(dataset[position])
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-    return entry
+        random.setstate(random_states[0])
+        np.random.set_state(random_states[1])
+    return problem_entry
 
 
 class _Maker:
@@ -268,11 +272,11 @@ class _Maker:
                 requests.flush()
                 if not readable([answers.fileno()], _PATIENCE_S):
                     raise DeadlineExceeded(f"problem {position} of {task} was not made in {_PATIENCE_S} s")
-                entry: Entry = pickle.load(answers)
+                problem_entry: Entry = pickle.load(answers)
             except (OSError, EOFError) as error:
                 _Maker._current = None
                 raise RlhpcError(f"the process that makes problems of {task} ended; its messages are above") from error
-        return entry
+        return problem_entry
 
     def _end(self) -> None:
         if self._owner == os.getpid():
@@ -282,21 +286,21 @@ class _Maker:
 
 def _serve() -> None:
     """Runs the process of a `_Maker`: reads requests from stdin and writes pickled problems to stdout."""
-    out, sys.stdout = sys.stdout.buffer, sys.stderr  # some tasks print
-    streams: dict[str, _TaskStream] = {}
+    output_stream, sys.stdout = sys.stdout.buffer, sys.stderr  # some tasks print
+    task_streams: dict[str, _TaskStream] = {}
     for line in sys.stdin:
         task, kwargs, seed, position = json.loads(line)
         name = json.dumps([task, kwargs, seed])
-        if name not in streams:
-            streams[name] = _TaskStream(task, kwargs, seed, "data")
-        out.write(pickle.dumps(streams[name][position]))
-        out.flush()
+        if name not in task_streams:
+            task_streams[name] = _TaskStream(task, kwargs, seed, "data")
+        output_stream.write(pickle.dumps(task_streams[name][position]))
+        output_stream.flush()
 
 
 def _jsonable(value: Any) -> Any:
     """Returns a value with texts in place of types that JSON does not support (fractions)."""
     if isinstance(value, dict):
-        return {name: _jsonable(inner) for name, inner in value.items()}
+        return {name: _jsonable(nested_value) for name, nested_value in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(_jsonable, value))
     return value if value is None or isinstance(value, (str, int, float)) else str(value)
@@ -304,7 +308,7 @@ def _jsonable(value: Any) -> Any:
 
 def _as_tuples(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _as_tuples(inner) for name, inner in value.items()}
+        return {name: _as_tuples(nested_value) for name, nested_value in value.items()}
     return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 

@@ -69,10 +69,10 @@ def make_dataset(
         raise ConfigError(f"{key}: source {cfg.source!r} cannot be made: {error}") from error
     if len(problems) == 0:
         raise ConfigError(f"{key}: the dataset is empty ({_description(cfg, part)})")
-    worded = WordedDataset(problems, wording)
+    worded_dataset = WordedDataset(problems, wording)
     if demonstrations:
-        _require_responses(worded, cfg, key)
-    return worded
+        _require_responses(worded_dataset, cfg, key)
+    return worded_dataset
 
 
 def _require_answers(dataset: WordedDataset, why: str, key: str) -> None:
@@ -91,9 +91,9 @@ def _require_responses(dataset: WordedDataset, cfg: DataSourceConfig, key: str) 
 
 
 def _description(cfg: DataSourceConfig, part: str) -> str:
-    parts = [f"source {cfg.source}"]
-    named = {"path": cfg.path, "split": cfg.split, "size": cfg.size}
-    parts += [f"{name} {value}" for name, value in named.items() if value is not None]
+    phrases = [f"source {cfg.source}"]
+    options = {"path": cfg.path, "split": cfg.split, "size": cfg.size}
+    phrases += [f"{name} {option_value}" for name, option_value in options.items() if option_value is not None]
     if cfg.eval_fraction:
-        parts.append(f"the {part} side of eval_fraction {cfg.eval_fraction}")
-    return ", ".join(parts)
+        phrases.append(f"the {part} side of eval_fraction {cfg.eval_fraction}")
+    return ", ".join(phrases)

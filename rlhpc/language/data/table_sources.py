@@ -61,7 +61,7 @@ class JsonLines:
         self.path = path
         try:
             with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-                numbered = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
+                numbered_lines = [(line_number, line) for line_number, line in enumerate(file, 1) if line.strip()]
         except (
             OSError,
             EOFError,
@@ -69,8 +69,8 @@ class JsonLines:
         ) as error:  # not gzip, truncated or damaged, or an unreadable file
             raise ConfigError(f"{path} cannot be read: {first_line(error)}") from None
         # Bytes rather than parsed rows: a third of the memory.
-        self._lines = [line for _, line in numbered]
-        self._numbers = array("q", (number for number, _ in numbered))
+        self._lines = [line for _, line in numbered_lines]
+        self._numbers = array("q", (line_number for line_number, _ in numbered_lines))
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -121,11 +121,11 @@ class _ParquetFile:
         return row
 
     def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
-        chosen = self._table.select([name for name in columns if name in self._table.column_names])
-        if not chosen.column_names:
+        selected = self._table.select([name for name in columns if name in self._table.column_names])
+        if not selected.column_names:
             yield from ({} for _ in range(len(self)))
             return
-        for batch in chosen.to_batches(max_chunksize=4096):
+        for batch in selected.to_batches(max_chunksize=4096):
             yield from batch.to_pylist()
 
     def columns(self, index: int) -> list[str]:
@@ -160,30 +160,30 @@ class Hdf5File:
                     if not isinstance(column, h5py.Dataset) or not column.shape:
                         continue
                     checked(column)
-                    values = column.asstr()[...] if h5py.check_string_dtype(column.dtype) else column[...]
-                    self._columns[name] = np.asarray(values).tolist()
+                    column_values = column.asstr()[...] if h5py.check_string_dtype(column.dtype) else column[...]
+                    self._columns[name] = np.asarray(column_values).tolist()
                     if column.attrs.get("encoding") == "json":
-                        self._columns[name] = [read_json(value) for value in self._columns[name]]
+                        self._columns[name] = [read_json(json_text) for json_text in self._columns[name]]
         except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, MemoryError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"{path} cannot be read as HDF5: {first_line(error)}") from None
-        lengths = {name: len(values) for name, values in self._columns.items()}
-        if len(set(lengths.values())) > 1:
-            lengths_text = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        column_lengths = {name: len(column_values) for name, column_values in self._columns.items()}
+        if len(set(column_lengths.values())) > 1:
+            lengths_text = ", ".join(f"{name} {length}" for name, length in column_lengths.items())
             raise ConfigError(f"{path}: the columns have different lengths: {lengths_text}")
-        self._length = next(iter(lengths.values()), 0)
+        self._length = next(iter(column_lengths.values()), 0)
 
     def __len__(self) -> int:
         return self._length
 
     def row(self, index: int) -> _Row:
-        return {name: values[index] for name, values in self._columns.items()}
+        return {name: column_values[index] for name, column_values in self._columns.items()}
 
     def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
-        chosen = [name for name in columns if name in self._columns]
+        selected_columns = [name for name in columns if name in self._columns]
         for index in range(len(self)):
-            yield {name: self._columns[name][index] for name in chosen}
+            yield {name: self._columns[name][index] for name in selected_columns}
 
     def columns(self, index: int) -> list[str]:
         return list(self._columns)
@@ -207,23 +207,23 @@ class _DatasetFolder:
         datasets = required("datasets", "source hf needs datasets")
         self.path = path
         try:
-            loaded = datasets.load_from_disk(str(path))
+            loaded_dataset = datasets.load_from_disk(str(path))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{key}.path is {str(path)!r}, which is no folder written by save_to_disk of datasets: "
                 f"{first_line(error)}; Parquet and JSONL files have sources of their own (parquet, jsonl)"
             ) from None
-        if isinstance(loaded, datasets.DatasetDict):
-            parts = ", ".join(loaded)
-            if split is None and len(loaded) > 1:
-                raise ConfigError(f"{key}.split is not set; {path} has the parts {parts}")
-            name = next(iter(loaded)) if split is None else split
-            if name not in loaded:
-                raise ConfigError(f"{key}.split is {name!r}; {path} has the parts {parts}")
-            loaded = loaded[name]
+        if isinstance(loaded_dataset, datasets.DatasetDict):
+            split_names = ", ".join(loaded_dataset)
+            if split is None and len(loaded_dataset) > 1:
+                raise ConfigError(f"{key}.split is not set; {path} has the parts {split_names}")
+            name = next(iter(loaded_dataset)) if split is None else split
+            if name not in loaded_dataset:
+                raise ConfigError(f"{key}.split is {name!r}; {path} has the parts {split_names}")
+            loaded_dataset = loaded_dataset[name]
         elif split is not None:
             raise ConfigError(f"{key}.split is {split!r}, but {path} is one part without a name; leave split out")
-        self._rows = loaded
+        self._rows = loaded_dataset
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -233,11 +233,11 @@ class _DatasetFolder:
         return row
 
     def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
-        chosen = [name for name in columns if name in self._rows.column_names]
-        if not chosen:
+        selected_columns = [name for name in columns if name in self._rows.column_names]
+        if not selected_columns:
             yield from ({} for _ in range(len(self)))
             return
-        yield from self._rows.select_columns(chosen)
+        yield from self._rows.select_columns(selected_columns)
 
     def columns(self, index: int) -> list[str]:
         return list(self._rows.column_names)
@@ -258,24 +258,24 @@ class _Joined:
         return self._ends[-1] if self._ends else 0
 
     def _find(self, index: int) -> tuple[_Table, int]:
-        which = bisect_right(self._ends, index)
-        return self._tables[which], index - (self._ends[which - 1] if which else 0)
+        table_index = bisect_right(self._ends, index)
+        return self._tables[table_index], index - (self._ends[table_index - 1] if table_index else 0)
 
     def row(self, index: int) -> _Row:
-        table, inside = self._find(index)
-        return table.row(inside)
+        table, row_index = self._find(index)
+        return table.row(row_index)
 
     def rows(self, columns: Sequence[str]) -> Iterator[_Row]:
         for table in self._tables:
             yield from table.rows(columns)
 
     def columns(self, index: int) -> list[str]:
-        table, inside = self._find(index)
-        return table.columns(inside)
+        table, row_index = self._find(index)
+        return table.columns(row_index)
 
     def place(self, index: int) -> str:
-        table, inside = self._find(index)
-        return table.place(inside)
+        table, row_index = self._find(index)
+        return table.place(row_index)
 
 
 Result = TypeVar("Result")
@@ -309,8 +309,8 @@ class _ColumnProblems:
         self._level = cfg.level_key
         self._tools = cfg.tools_key
         self._demonstrates = False
-        self._images, base = cfg.images_key, expand_home(cfg.path or "")
-        self._folder = base if base.is_dir() else base.parent
+        self._images, base_folder = cfg.images_key, expand_home(cfg.path or "")
+        self._folder = base_folder if base_folder.is_dir() else base_folder.parent
         rows = self._select(filters, part, cfg.eval_fraction)
         if cfg.size is not None and cfg.size < len(rows):
             rows = sorted(random.Random(cfg.seed).sample(rows, cfg.size))
@@ -320,21 +320,25 @@ class _ColumnProblems:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
-        number = self._rows[index]
-        row = self._table.row(number)
-        messages, response, turn = self._demonstration(row, number)
-        named = {self._prompt, self._answer, self._response, self._level, self._images, self._tools}
+        row_number = self._rows[index]
+        row = self._table.row(row_number)
+        messages, response, turn = self._demonstration(row, row_number)
+        field_columns = {self._prompt, self._answer, self._response, self._level, self._images, self._tools}
         return Prompt(
-            id=number,
+            id=row_number,
             messages=tuple(messages),
             answer=_text(row[self._answer]) if self._answer else "",
-            meta={name: plain(value) for name, value in row.items() if name not in named and _is_plain(value)},
+            meta={
+                name: plain(cell_value)
+                for name, cell_value in row.items()
+                if name not in field_columns and _is_plain(cell_value)
+            },
             response=response,
             level=_text(row[self._level]) if self._level else "",
-            images=self._read_image_column(row, number, read_images) if self._images else (),
-            tools=self._shown_tools(row, number),
+            images=self._read_image_column(row, row_number, read_images) if self._images else (),
+            tools=self._shown_tools(row, row_number),
             turn=turn,
-            place=self._table.place(number),
+            place=self._table.place(row_number),
         )
 
     @property
@@ -361,13 +365,13 @@ class _ColumnProblems:
             ConfigError: A problem has none; names file and row.
         """
         self.expect_responses()
-        chosen = set(self._rows)
-        for number, row in enumerate(self._table.rows([self._prompt, self._response])):
-            if number in chosen and not self._demonstration(row, number)[1]:
+        chosen_rows = set(self._rows)
+        for row_number, row in enumerate(self._table.rows([self._prompt, self._response])):
+            if row_number in chosen_rows and not self._demonstration(row, row_number)[1]:
                 if self._response not in row:
-                    self._missing("response_key", self._response, number)
+                    self._missing("response_key", self._response, row_number)
                 raise ConfigError(
-                    f"{self._table.place(number)}: the demonstration, column {self._response!r}, is empty"
+                    f"{self._table.place(row_number)}: the demonstration, column {self._response!r}, is empty"
                 )
 
     def require_answers(self, why: str) -> None:
@@ -383,11 +387,11 @@ class _ColumnProblems:
             raise ConfigError(
                 f"{self._key}.answer_key is null, and {why} compares with a reference answer; name its column"
             )
-        chosen = set(self._rows)
-        for number, row in enumerate(self._table.rows([self._answer])):
-            if number in chosen and not _text(row[self._answer]).strip():
+        chosen_rows = set(self._rows)
+        for row_number, row in enumerate(self._table.rows([self._answer])):
+            if row_number in chosen_rows and not _text(row[self._answer]).strip():
                 raise ConfigError(
-                    f"{self._table.place(number)}: column {self._answer!r} is {_excerpt(row[self._answer])}, and {why} "
+                    f"{self._table.place(row_number)}: column {self._answer!r} is {_excerpt(row[self._answer])}, and {why} "
                     "compares with a reference answer; take the row out, or another reward"
                 )
 
@@ -399,25 +403,25 @@ class _ColumnProblems:
             "images_key": self._images,
             "tools_key": self._tools,
         }
-        column, _, expected = (filters or "").partition("=")
+        column, _, expected_value = (filters or "").partition("=")
         if filters:
             wanted_keys["split"] = column
-        needed = {name: value for name, value in wanted_keys.items() if value}
+        needed_columns = {name: column_name for name, column_name in wanted_keys.items() if column_name}
         rows = []
-        for number, row in enumerate(self._table.rows(list(needed.values()))):
-            for name, needs in needed.items():
+        for row_number, row in enumerate(self._table.rows(list(needed_columns.values()))):
+            for name, needs in needed_columns.items():
                 if needs not in row:
-                    self._missing(name, needs, number)
-            if filters and _text(row[column]) != expected:
+                    self._missing(name, needs, row_number)
+            if filters and _text(row[column]) != expected_value:
                 continue
-            messages, _ = self._conversation(row[self._prompt], number)
+            messages, _ = self._conversation(row[self._prompt], row_number)
             content = json.dumps(messages, sort_keys=True, default=_python)
-            self._shown_tools(row, number)
+            self._shown_tools(row, row_number)
             if self._images:
-                self._read_image_column(row, number, check_images)
+                self._read_image_column(row, row_number, check_images)
                 content += names_of(row[self._images])  # many images share one question
             if belongs(content, part, fraction):
-                rows.append(number)
+                rows.append(row_number)
         if filters and not rows and len(self._table):
             raise ConfigError(
                 f"{self._key}.split is {filters!r}; of {len(self._table)} rows none fits and is in this part"
@@ -432,9 +436,9 @@ class _ColumnProblems:
         if isinstance(value, (list, tuple)):
             try:
                 messages = read_messages(value, sparse=self._table.sparse, pictures=self._images is not None)
-                before, turn = last_turn(messages)
-                if before:
-                    return before, turn
+                prior_messages, turn = last_turn(messages)
+                if prior_messages:
+                    return prior_messages, turn
                 reason = ": it has the assistant's turn alone"
             except ConfigError as error:
                 reason = f": {error}"
@@ -446,31 +450,37 @@ class _ColumnProblems:
     def _demonstration(self, row: _Row, number: int) -> tuple[list[Message], str, Message | None]:
         """Returns the messages before the response, and the demonstration: as text, and as a message if it has more."""
         messages, turn = self._conversation(row[self._prompt], number)
-        value = row.get(self._response)
-        if value is None or value in ("", [], ()):
+        response_value = row.get(self._response)
+        if response_value is None or response_value in ("", [], ()):
             return messages, written(turn) if turn else "", turn if turn and not is_plain(turn) else None
-        if not self._demonstrates or isinstance(value, (bool, int, float)):
-            return messages, _text(value), None
-        place = f"{self._table.place(number)}: column {self._response!r}"
-        if isinstance(value, str):
-            before, last = list[Message](), {"role": "assistant", "content": value}
+        if not self._demonstrates or isinstance(response_value, (bool, int, float)):
+            return messages, _text(response_value), None
+        column_place = f"{self._table.place(number)}: column {self._response!r}"
+        if isinstance(response_value, str):
+            prior_messages, response_message = list[Message](), {"role": "assistant", "content": response_value}
         else:
             try:
-                before, final = last_turn(read_messages(value, sparse=self._table.sparse))
+                prior_messages, final_message = last_turn(read_messages(response_value, sparse=self._table.sparse))
             except ConfigError as error:
                 raise ConfigError(
-                    f"{place} is {_excerpt(value)}: {error}; a demonstration is a text, or a list of messages "
+                    f"{column_place} is {_excerpt(response_value)}: {error}; a demonstration is a text, or a list of messages "
                     "of which the last is the assistant's"
                 ) from None
-            if final is None:
-                raise ConfigError(f"{place} is {_excerpt(value)}: the last message is not the assistant's")
-            last = final
-        if turn is not None and turn != last:
+            if final_message is None:
+                raise ConfigError(
+                    f"{column_place} is {_excerpt(response_value)}: the last message is not the assistant's"
+                )
+            response_message = final_message
+        if turn is not None and turn != response_message:
             raise ConfigError(
-                f"{place} is a demonstration, and column {self._prompt!r} ends with another, the assistant's turn: set "
+                f"{column_place} is a demonstration, and column {self._prompt!r} ends with another, the assistant's turn: set "
                 f"{self._key}.response_key to a column that is not there, or take the turn away"
             )
-        return [*messages, *before], written(last), None if is_plain(last) else last
+        return (
+            [*messages, *prior_messages],
+            written(response_message),
+            None if is_plain(response_message) else response_message,
+        )
 
     def _shown_tools(self, row: _Row, number: int) -> tuple[dict[str, Any], ...]:
         if not self._tools:
@@ -512,8 +522,8 @@ def parquet(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
 
 def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Reads source `hdf5`; `kwargs: {group: train}` selects the columns of a group."""
-    files = find_files(cfg.path, (".h5", ".hdf5"), key)
-    table = _Joined([Hdf5File(file, **cfg.kwargs) for file in files])
+    hdf5_files = find_files(cfg.path, (".h5", ".hdf5"), key)
+    table = _Joined([Hdf5File(file, **cfg.kwargs) for file in hdf5_files])
     return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 

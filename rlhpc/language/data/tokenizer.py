@@ -34,8 +34,8 @@ REPLY = "REPLYHERE7F3A"
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:
     """Returns the tokens of a tokenizer that are no text, such as `<bos>`."""
-    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset(tokenizer.all_special_ids) | added
+    added_ids = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(tokenizer.all_special_ids) | added_ids
 
 
 def template_file(tokenizer: Any) -> str:
@@ -68,10 +68,11 @@ def render_chat(
     except Exception as error:  # jinja's, and whatever a template's author has it raise
         from jinja2 import TemplateError
 
-        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        error_type = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise ConfigError(
-            f"the chat template refuses a conversation of {roles}: {kind}{first_line(error)} ({template_file(tokenizer)})"
+            f"the chat template refuses a conversation of {roles}: {error_type}{first_line(error)} "
+            f"({template_file(tokenizer)})"
         ) from None
     return text
 
@@ -86,12 +87,14 @@ def turn_end(tokenizer: Any | None) -> int | None:
     assert tokenizer is not None
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": REPLY}]
     try:
-        text = render_chat(tokenizer, turns)
+        rendered = render_chat(tokenizer, turns)
     except ConfigError:
         return None
-    special = special_tokens(tokenizer)
-    behind: list[int] = tokenizer.encode(text.rpartition(REPLY)[2], add_special_tokens=False) if REPLY in text else []
-    return next((token for token in behind if token in special), None)
+    special_ids = special_tokens(tokenizer)
+    ids_after_reply: list[int] = (
+        tokenizer.encode(rendered.rpartition(REPLY)[2], add_special_tokens=False) if REPLY in rendered else []
+    )
+    return next((token for token in ids_after_reply if token in special_ids), None)
 
 
 OVERLONG = ("error", "drop")
@@ -107,7 +110,7 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: st
     """
     if not path:
         raise ConfigError(f"{key} is not set; a language model needs a Hugging Face folder or hub name")
-    package = transformers()
+    transformers_module = transformers()
     folder = expand_home(path)
     if folder.is_dir():
         if not has_tokenizer(folder):
@@ -116,7 +119,7 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: st
     elif not is_hub_name(path):
         raise ConfigError(f"{key} is {path!r}; there is no such folder{_nearest(folder)}")
     try:
-        tokenizer = package.AutoTokenizer.from_pretrained(
+        tokenizer = transformers_module.AutoTokenizer.from_pretrained(
             str(folder) if folder.is_dir() else path, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -251,24 +254,24 @@ class PromptTokenizer:
         if self._is_bare(prompt.messages):
             require_plain(messages, prompt.tools)
             return []
-        plain = not prompt.tools and all(message.keys() == {"role", "content"} for message in messages)
-        shape = tuple(f"{message['role']} {bool(message['content'].strip())}" for message in messages)
-        if plain and shape in self._checked_shapes:
+        is_plain = not prompt.tools and all(message.keys() == {"role", "content"} for message in messages)
+        message_shape = tuple(f"{message['role']} {bool(message['content'].strip())}" for message in messages)
+        if is_plain and message_shape in self._checked_shapes:
             return []
 
         def render(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
             with_pictures = self._messages(Prompt(prompt.id, tuple(messages), images=prompt.images))
             return self.text(with_pictures, tools, add_generation_prompt=prompt.turn is None)
 
-        missing, old = find_unwritten(messages, prompt.tools, render)
+        missing, old_reasoning = find_unwritten(messages, prompt.tools, render)
         if missing:
             raise ConfigError(
                 f"the chat template ({template_file(self.tokenizer)}) leaves out {', '.join(missing)}: take it out of the "
                 "data, or use a model whose template writes it"
             )
-        if plain:
-            self._checked_shapes.add(shape)
-        return old
+        if is_plain:
+            self._checked_shapes.add(message_shape)
+        return old_reasoning
 
     def encode(self, prompt: Prompt) -> tuple[list[int], list[int]] | None:
         """Returns the token ids before the response, and the position of each image; None for a dropped prompt.
@@ -280,11 +283,11 @@ class PromptTokenizer:
             ids = self.encode_messages(self._messages(prompt), prompt.tools)
         except ConfigError as error:
             raise ConfigError(f"{prompt.where}: {error}") from None
-        ids, at = self._widened(prompt, ids)
+        ids, image_starts = self._widened(prompt, ids)
         if not ids:
             raise ConfigError(f"{prompt.where} has no tokens: {_excerpt(prompt)}")
-        fits = self._fits(prompt, len(ids), self.max_prompt_tokens, self.limit, "tokens")
-        return (ids, at) if fits else None
+        is_fitting = self._fits(prompt, len(ids), self.max_prompt_tokens, self.limit, "tokens")
+        return (ids, image_starts) if is_fitting else None
 
     def encode_demonstration(
         self, prompt: Prompt, max_tokens: int | None = None
@@ -313,28 +316,28 @@ class PromptTokenizer:
         encoded = self.encode(prompt)
         if encoded is None:
             return None
-        ids, at = encoded
-        bare = self._is_bare(prompt.messages)
+        ids, image_starts = encoded
+        is_bare = self._is_bare(prompt.messages)
         prompt_text = self.text(self._messages(prompt), prompt.tools)
-        text = self._turn_text(prompt, prompt_text) if prompt.turn else prompt.response
+        response_text = self._turn_text(prompt, prompt_text) if prompt.turn else prompt.response
         # Encoded jointly if the prompt's ids are unchanged by that: some tokenizers put a space before any text.
         try:
-            joined = self._ids(prompt_text + text, bare=bare)
+            joined_ids = self._ids(prompt_text + response_text, bare=is_bare)
         except ConfigError as error:
             raise ConfigError(f"{prompt.where}: {error}") from None
-        joined, _ = self._widened(prompt, joined)
-        if joined[: len(ids)] == ids and len(joined) > len(ids):
-            response = joined[len(ids) :]
+        joined_ids, _ = self._widened(prompt, joined_ids)
+        if joined_ids[: len(ids)] == ids and len(joined_ids) > len(ids):
+            response = joined_ids[len(ids) :]
         else:
-            response = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        end_token = self.tokenizer.eos_token_id if bare or self._turn_end is None else self._turn_end
+            response = self.tokenizer(response_text, add_special_tokens=False, verbose=False)["input_ids"]
+        end_token = self.tokenizer.eos_token_id if is_bare or self._turn_end is None else self._turn_end
         end = [] if response[-1:] == [end_token] or (prompt.turn and response[-1] in self._special) else [end_token]
         all_ids = [*ids, *response, *end]
         if max_tokens is not None and not self._fits(
             prompt, len(all_ids), max_tokens, "actor.max_tokens_per_micro_batch", "tokens with its response"
         ):
             return None
-        return all_ids, [False] * len(ids) + [True] * (len(all_ids) - len(ids)), at
+        return all_ids, [False] * len(ids) + [True] * (len(all_ids) - len(ids)), image_starts
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -346,19 +349,19 @@ class PromptTokenizer:
             self.check(prompt)  # it raises
         assert prompt.turn is not None
         try:
-            full = self.text([*self._messages(prompt), prompt.turn], prompt.tools, add_generation_prompt=False)
+            full_text = self.text([*self._messages(prompt), prompt.turn], prompt.tools, add_generation_prompt=False)
         except ConfigError as error:
             raise ConfigError(f"{prompt.where}: {error}") from None
-        if not full.startswith(prompt_text):
+        if not full_text.startswith(prompt_text):
             raise ConfigError(
                 f"{prompt.where}: the chat template ({template_file(self.tokenizer)}) writes the conversation otherwise where "
                 "the assistant's last turn follows, so that no response can be told from it: take another template, or give "
                 "that turn as a text"
             )
-        text = full[len(prompt_text) :]
-        names = [self.tokenizer.convert_ids_to_tokens(number) for number in self._special]
-        end = max((text.rfind(name) + len(name) for name in names if name in text), default=0)
-        return text[:end] if end and not text[end:].strip() else text
+        turn_text = full_text[len(prompt_text) :]
+        names = [self.tokenizer.convert_ids_to_tokens(token_id) for token_id in self._special]
+        end = max((turn_text.rfind(name) + len(name) for name in names if name in turn_text), default=0)
+        return turn_text[:end] if end and not turn_text[end:].strip() else turn_text
 
     def fitting(
         self, dataset: PromptDataset, *, demonstrations: bool = False, max_tokens: int | None = None
@@ -375,31 +378,33 @@ class PromptTokenizer:
                 rejects it; or none remains.
         """
         file = state_folder("prompts") / f"{self._digest(dataset, demonstrations, max_tokens)}.json"
-        results = _read_known(file)
-        if results is None:
-            results = self._look(dataset, demonstrations, max_tokens)
+        check_results = _read_known(file)
+        if check_results is None:
+            check_results = self._look(dataset, demonstrations, max_tokens)
             with contextlib.suppress(OSError, StorageError):
-                replace_durably(file, json.dumps(results).encode(), sync=False)
-        if len(results["dropped"]) == len(dataset):
-            also = (
+                replace_durably(file, json.dumps(check_results).encode(), sync=False)
+        if len(check_results["dropped"]) == len(dataset):
+            token_limit_text = (
                 f", or with their responses than actor.max_tokens_per_micro_batch={max_tokens}"
                 if max_tokens is not None
                 else ""
             )
-            raise ConfigError(f"all {len(dataset)} prompts are longer than {self.limit}={self.max_prompt_tokens}{also}")
-        return FittingPrompts(dataset, results["dropped"], results["left_out"])
+            raise ConfigError(
+                f"all {len(dataset)} prompts are longer than {self.limit}={self.max_prompt_tokens}{token_limit_text}"
+            )
+        return FittingPrompts(dataset, check_results["dropped"], check_results["left_out"])
 
     def _look(self, dataset: PromptDataset, demonstrations: bool, max_tokens: int | None) -> dict[str, list[Any]]:
-        dropped, left_out = list[int](), set[str]()
+        dropped_indices, omitted_parts = list[int](), set[str]()
         for index in range(len(dataset)):
             prompt = dataset[index]
             if not demonstrations:
                 prompt = dataclasses.replace(prompt, turn=None)
-            left_out.update(self.check(prompt))
+            omitted_parts.update(self.check(prompt))
             encoded = self.encode_demonstration(prompt, max_tokens) if demonstrations else self.encode(prompt)
             if encoded is None:
-                dropped.append(index)
-        return {"dropped": dropped, "left_out": sorted(left_out)}
+                dropped_indices.append(index)
+        return {"dropped": dropped_indices, "left_out": sorted(omitted_parts)}
 
     def _digest(self, dataset: PromptDataset, demonstrations: bool, max_tokens: int | None) -> str:
         """Returns a digest of everything on which the lengths of problems depend."""
@@ -472,16 +477,18 @@ class FittingPrompts:
 
     def notes(self, key: str) -> list[str]:
         """Returns messages for the user at the start of the run."""
-        notes = []
+        note_texts = []
         if self.dropped:
             count = self.dropped + len(self)
-            notes.append(
+            note_texts.append(
                 f"{key}: {self.dropped} of {count} problems are dropped, because they are too long "
                 "(data.overlong_prompts=drop)"
             )
         if self.left_out:
-            notes.append(f"{key}: the chat template leaves {', '.join(self.left_out)} out of turns before the last")
-        return notes
+            note_texts.append(
+                f"{key}: the chat template leaves {', '.join(self.left_out)} out of turns before the last"
+            )
+        return note_texts
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -492,21 +499,23 @@ class FittingPrompts:
 
 def _read_known(file: Path) -> dict[str, list[Any]] | None:
     try:
-        results = read_json(file.read_bytes())
+        known_results = read_json(file.read_bytes())
     except (OSError, ValueError):
         return None
-    return results if isinstance(results, dict) and results.keys() == {"dropped", "left_out"} else None
+    return (
+        known_results if isinstance(known_results, dict) and known_results.keys() == {"dropped", "left_out"} else None
+    )
 
 
 def _excerpt(prompt: Prompt) -> str:
-    text = prompt.messages[-1]["content"]
-    return repr(text if len(text) <= 60 else text[:60] + "…")
+    last_content = prompt.messages[-1]["content"]
+    return repr(last_content if len(last_content) <= 60 else last_content[:60] + "…")
 
 
 def _nearest(folder: Path) -> str:
-    neighbours = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
-    near = difflib.get_close_matches(folder.name, neighbours, 1)
-    return f"; did you mean {str(folder.with_name(near[0]))!r}?" if near else ""
+    folder_names = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+    close_names = difflib.get_close_matches(folder.name, folder_names, 1)
+    return f"; did you mean {str(folder.with_name(close_names[0]))!r}?" if close_names else ""
 
 
 def context_tokens(cfg: LanguageConfig, tokenizer: Any) -> int | None:
@@ -545,34 +554,34 @@ def end_tokens(model_path: str, config: Any, tokenizer: Any | None) -> frozenset
     These are the end tokens of the generation configuration, the model, the tokenizer and its chat template: chat models
     fine-tuned from a base model often declare their end of turn in only one of them.
     """
-    declared: list[Any] = [
+    declared_ends: list[Any] = [
         getattr(config.get_text_config(), "eos_token_id", None),
         getattr(tokenizer, "eos_token_id", None),
         turn_end(tokenizer),
     ]
     with contextlib.suppress(OSError, ValueError):  # a model may have none
-        declared.append(transformers().GenerationConfig.from_pretrained(model_path).eos_token_id)
+        declared_ends.append(transformers().GenerationConfig.from_pretrained(model_path).eos_token_id)
     ids: set[int] = set()
-    for value in declared:
-        if value is not None:
-            ids.update(value if isinstance(value, (list, tuple)) else (value,))
+    for declared_end in declared_ends:
+        if declared_end is not None:
+            ids.update(declared_end if isinstance(declared_end, (list, tuple)) else (declared_end,))
     return frozenset(int(i) for i in ids)
 
 
 def without_end(token_ids: Sequence[int], tokenizer: Any) -> list[int]:
     """Returns a response without the end token that the model sampled, whichever of its end tokens that is."""
-    ends = _response_ends(tokenizer)
-    return list(token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids)
+    end_ids = _response_ends(tokenizer)
+    return list(token_ids[:-1] if token_ids and token_ids[-1] in end_ids else token_ids)
 
 
 @functools.lru_cache(maxsize=16)
 def _response_ends(tokenizer: Any) -> frozenset[int]:
     """Returns the end tokens of a tokenizer's model, and the padding token, which ends the responses of some models."""
     path = str(getattr(tokenizer, "name_or_path", "") or "")
-    ends = {getattr(tokenizer, name, None) for name in ("eos_token_id", "pad_token_id")} | {turn_end(tokenizer)}
+    end_ids = {getattr(tokenizer, name, None) for name in ("eos_token_id", "pad_token_id")} | {turn_end(tokenizer)}
     with contextlib.suppress(ConfigError):  # the tokenizer's folder has no model
-        ends |= end_tokens(path, load_model_config(path, False), tokenizer) if path else frozenset()
-    return frozenset(token for token in ends if token is not None)
+        end_ids |= end_tokens(path, load_model_config(path, False), tokenizer) if path else frozenset()
+    return frozenset(token for token in end_ids if token is not None)
 
 
 def cut_at_stop(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[str, str | None]:
@@ -581,26 +590,26 @@ def cut_at_stop(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -
     A stop text neither begins nor ends inside a special token: `b` does not match in `<bos>`, while `<bos>` does.
     """
     text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False)
-    edges: set[int] | None = None
-    first, match = len(text), None
-    for candidate in stop:
-        at = text.find(candidate)
-        while 0 <= at < first:
-            edges = _inside_special(tokenizer, token_ids) if edges is None else edges
-            if edges.isdisjoint((at, at + len(candidate))):
-                first, match = at, candidate
-            at = text.find(candidate, at + 1)
-    return text[:first], match
+    inside_positions: set[int] | None = None
+    stop_start, match = len(text), None
+    for stop_text in stop:
+        match_start = text.find(stop_text)
+        while 0 <= match_start < stop_start:
+            inside_positions = _inside_special(tokenizer, token_ids) if inside_positions is None else inside_positions
+            if inside_positions.isdisjoint((match_start, match_start + len(stop_text))):
+                stop_start, match = match_start, stop_text
+            match_start = text.find(stop_text, match_start + 1)
+    return text[:stop_start], match
 
 
 def _inside_special(tokenizer: Any, token_ids: Sequence[int]) -> set[int]:
     """Returns the indices of a response's text that are inside a special token."""
-    special, places = _special(tokenizer), set[int]()
-    for number, token in enumerate(token_ids):
-        if token in special:
-            end = len(tokenizer.decode(list(token_ids[: number + 1]), skip_special_tokens=False))
-            places.update(range(end - len(tokenizer.decode([token], skip_special_tokens=False)) + 1, end))
-    return places
+    special_ids, inside_positions = _special(tokenizer), set[int]()
+    for position, token in enumerate(token_ids):
+        if token in special_ids:
+            end = len(tokenizer.decode(list(token_ids[: position + 1]), skip_special_tokens=False))
+            inside_positions.update(range(end - len(tokenizer.decode([token], skip_special_tokens=False)) + 1, end))
+    return inside_positions
 
 
 _special = functools.lru_cache(maxsize=16)(special_tokens)
@@ -629,13 +638,15 @@ class StopTexts:
         """
         if not stop:
             return
-        for text in stop:
+        for stop_text in stop:
             try:
-                if text.encode():
+                if stop_text.encode():
                     continue
             except UnicodeEncodeError:
                 pass
-            raise ConfigError(f"a stop text is {text!r}; allowed: texts of at least one character that UTF-8 can hold")
+            raise ConfigError(
+                f"a stop text is {stop_text!r}; allowed: texts of at least one character that UTF-8 can hold"
+            )
         if self._tokenizer is None:
             raise ConfigError(
                 f"stop texts need a tokenizer, and {self._model_path} has none: save it there, or use stop_token_ids"
@@ -644,6 +655,6 @@ class StopTexts:
     def is_complete(self, token_ids: Sequence[int], stop: tuple[str, ...]) -> bool:
         """Returns whether the last token completed one of the texts."""
         # A token is at least a byte: the text cannot begin further back.
-        window = max(len(text.encode()) for text in stop) + 3
+        num_tail_tokens = max(len(stop_text.encode()) for stop_text in stop) + 3
         assert self._tokenizer is not None
-        return cut_at_stop(self._tokenizer, token_ids[-window:], stop)[1] is not None
+        return cut_at_stop(self._tokenizer, token_ids[-num_tail_tokens:], stop)[1] is not None

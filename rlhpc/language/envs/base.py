@@ -181,10 +181,10 @@ class ToolEnvironment(Environment):
         """Runs tool calls, or handles the answer."""
         calls = reply.get("tool_calls")
         if not calls:
-            written = _CALL.match(str(reply.get("content") or ""))
-            if written is None or written[1] not in self._methods:
+            call_match = _CALL.match(str(reply.get("content") or ""))
+            if call_match is None or call_match[1] not in self._methods:
                 return self.answer(str(reply.get("content") or ""))
-            return Step(self._result(written[1], written[2].strip()))
+            return Step(self._result(call_match[1], call_match[2].strip()))
         return Step(
             [
                 {"role": "tool", "tool_call_id": call["id"], "content": self._result(**call["function"])}
@@ -197,24 +197,26 @@ class ToolEnvironment(Environment):
         if method is None:
             return f"error: there is no tool {name}; there are: {', '.join(self._methods)}"
         try:
-            values = parse_json(arguments)
+            argument_values = parse_json(arguments)
         except ValueError:
-            values = arguments
+            argument_values = arguments
         try:
-            result = str(method(**values) if isinstance(values, dict) else method(*filter(None, [arguments])))
+            output_text = str(
+                method(**argument_values) if isinstance(argument_values, dict) else method(*filter(None, [arguments]))
+            )
         except Exception as error:  # the model's mistake: it is told
-            result = f"error: {error}"
-        return result if len(result) <= _LONGEST else result[:_LONGEST] + "…"
+            output_text = f"error: {error}"
+        return output_text if len(output_text) <= _LONGEST else output_text[:_LONGEST] + "…"
 
 
 def described(name: str, method: Callable[..., Any]) -> dict[str, Any]:
     """Describes a function in OpenAI's format, from its docstring and the types of its arguments."""
-    hints, parameters = typing.get_type_hints(method), inspect.signature(method).parameters
-    properties = {key: {"type": _KINDS.get(hints.get(key, str), "string")} for key in parameters}
+    type_hints, parameters = typing.get_type_hints(method), inspect.signature(method).parameters
+    properties = {key: {"type": _KINDS.get(type_hints.get(key, str), "string")} for key in parameters}
     required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
     schema = {"type": "object", "properties": properties, "required": required}
-    about = {"name": name, "description": inspect.getdoc(method) or "", "parameters": schema}
-    return {"type": "function", "function": about}
+    tool_schema = {"name": name, "description": inspect.getdoc(method) or "", "parameters": schema}
+    return {"type": "function", "function": tool_schema}
 
 
 #: Time limit of `Environment.close`, in seconds.
@@ -243,22 +245,24 @@ class _Earned:
         """Records the environment's response to the last turn."""
         if self.rewards:
             self.rewards[-1] += step.reward
-        for name, value in step.metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        for name, metric_value in step.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + metric_value
         for role, reward in step.rewards.items():
-            last = next((at for at in reversed(range(len(self.roles))) if self.roles[at] == role), None)
-            if last is not None:  # who has not spoken cannot have earned it
-                self.rewards[last] += reward
+            last_turn = next(
+                (turn_index for turn_index in reversed(range(len(self.roles))) if self.roles[turn_index] == role), None
+            )
+            if last_turn is not None:  # who has not spoken cannot have earned it
+                self.rewards[last_turn] += reward
 
     def outcome(self) -> dict[str, Any]:
         """Returns the outcome in the format of external agents."""
         outcome: dict[str, Any] = {"turn_rewards": self.rewards, "metrics": self.metrics}
         if not any(self.roles):
             return {**outcome, "reward": float(sum(self.rewards))}
-        each = dict.fromkeys(self.roles, 0.0)
+        role_rewards = dict.fromkeys(self.roles, 0.0)
         for role, reward in zip(self.roles, self.rewards, strict=True):
-            each[role] += reward
-        return {**outcome, "rewards": each}
+            role_rewards[role] += reward
+        return {**outcome, "rewards": role_rewards}
 
 
 class Conversations:
@@ -287,7 +291,7 @@ async def play(environment: Environment, task: Task, ask: _Ask, call: _Call) -> 
     Returns:
         Outcome in the format of external agents; `cut` if the episode reached a limit.
     """
-    conversations, earned, cut = Conversations(task), _Earned(), False
+    conversations, episode_rewards, is_cut = Conversations(task), _Earned(), False
     try:
         observation: EnvResponse = await call(environment.reset, task)
         step = step_of(observation)
@@ -295,15 +299,15 @@ async def play(environment: Environment, task: Task, ask: _Ask, call: _Call) -> 
             messages = conversations.of(step)
             reply = await ask(step.role, messages, environment.tools)
             if reply is None:
-                cut, step = True, step_of(await call(environment.cut))
-                earned.add(step)
+                is_cut, step = True, step_of(await call(environment.cut))
+                episode_rewards.add(step)
                 break
             messages.append(reply)
-            earned.roles.append(step.role)
-            earned.rewards.append(0.0)
+            episode_rewards.roles.append(step.role)
+            episode_rewards.rewards.append(0.0)
             step = step_of(await call(environment.step, reply))
-            earned.add(step)
+            episode_rewards.add(step)
     finally:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(call(environment.close), _CLOSE_S)
-    return {**earned.outcome(), "cut": cut}
+    return {**episode_rewards.outcome(), "cut": is_cut}

@@ -43,8 +43,8 @@ class KuhnPoker(Environment):
     @classmethod
     def problem(cls, number: int) -> Prompt:
         """Returns a deal; all episodes of a group have the same one."""
-        deal = random.Random(f"kuhn {number}").sample(CARDS, 2)
-        meta = {"deal": "".join(deal), "part": str(number)}
+        dealt_cards = random.Random(f"kuhn {number}").sample(CARDS, 2)
+        meta = {"deal": "".join(dealt_cards), "part": str(number)}
         return Prompt(number, ({"role": "user", "content": "Kuhn poker"},), "", meta)
 
     def reset(self, task: Task) -> EnvResponse:
@@ -54,32 +54,32 @@ class KuhnPoker(Environment):
 
     def step(self, reply: Message) -> EnvResponse:
         """Applies a move."""
-        move, seat = str(reply["content"]).strip().lower()[:1], TURNS[self._moves]
+        move, player = str(reply["content"]).strip().lower()[:1], TURNS[self._moves]
         if move not in ("p", "b"):
-            won = FORFEIT if seat else -FORFEIT
-            return Step(done=True, rewards=dict(zip(ROLES, (won, -won), strict=True)), metrics={"no_move": 1.0})
+            reward = FORFEIT if player else -FORFEIT
+            return Step(done=True, rewards=dict(zip(ROLES, (reward, -reward), strict=True)), metrics={"no_move": 1.0})
         self._moves += move
         if self._moves in TURNS:
             return self._ask()
-        won = payoff(self._deal, self._moves)
-        return Step(done=True, rewards=dict(zip(ROLES, (won, -won), strict=True)), metrics={"no_move": 0.0})
+        reward = payoff(self._deal, self._moves)
+        return Step(done=True, rewards=dict(zip(ROLES, (reward, -reward), strict=True)), metrics={"no_move": 0.0})
 
     def _ask(self) -> Step:
-        seat = TURNS[self._moves]
-        again = len(self._moves) > 1  # the player has its card in the context
+        player = TURNS[self._moves]
+        has_seen_card = len(self._moves) > 1  # the player has its card in the context
         if self._short:
-            observation = self._moves[-1] if again else f"{seat + 1}{self._deal[seat]}{self._moves}"
+            observation = self._moves[-1] if has_seen_card else f"{player + 1}{self._deal[player]}{self._moves}"
         else:
-            other = {"p": "The other passes. ", "b": "The other bets. "}.get(self._moves[-1:], "")
-            card = "" if again else f"You are {ROLES[seat]}. Your card is {self._deal[seat]}. "
-            observation = f"{card}{other}Say p to pass, or b to bet or call."
-        return Step(observation, role=ROLES[seat])
+            opponent_move = {"p": "The other passes. ", "b": "The other bets. "}.get(self._moves[-1:], "")
+            card_text = "" if has_seen_card else f"You are {ROLES[player]}. Your card is {self._deal[player]}. "
+            observation = f"{card_text}{opponent_move}Say p to pass, or b to bet or call."
+        return Step(observation, role=ROLES[player])
 
 
 def payoff(deal: str, moves: str) -> float:
     """Returns the first player's payoff at the end."""
-    higher = 1.0 if CARDS.index(deal[0]) > CARDS.index(deal[1]) else -1.0
-    return {"pp": higher, "bp": 1.0, "pbp": -1.0, "bb": 2 * higher, "pbb": 2 * higher}[moves]
+    card_sign = 1.0 if CARDS.index(deal[0]) > CARDS.index(deal[1]) else -1.0
+    return {"pp": card_sign, "bp": 1.0, "pbp": -1.0, "bb": 2 * card_sign, "pbb": 2 * card_sign}[moves]
 
 
 def value(first: Policy, second: Policy) -> float:
@@ -88,10 +88,10 @@ def value(first: Policy, second: Policy) -> float:
     def after(deal: str, moves: str) -> float:
         if moves not in TURNS:
             return payoff(deal, moves)
-        seat = TURNS[moves]
-        passes, bets = (first, second)[seat][deal[seat], moves]
-        none = (1 - passes - bets) * (FORFEIT if seat else -FORFEIT)
-        return passes * after(deal, moves + "p") + bets * after(deal, moves + "b") + none
+        player = TURNS[moves]
+        pass_probability, bet_probability = (first, second)[player][deal[player], moves]
+        invalid_value = (1 - pass_probability - bet_probability) * (FORFEIT if player else -FORFEIT)
+        return pass_probability * after(deal, moves + "p") + bet_probability * after(deal, moves + "b") + invalid_value
 
     deals = list(itertools.permutations(CARDS, 2))
     return sum(after("".join(deal), "") for deal in deals) / len(deals)
@@ -99,10 +99,10 @@ def value(first: Policy, second: Policy) -> float:
 
 def best_response(policy: Policy, seat: int) -> float:
     """Returns the maximum mean payoff of a player in a seat against a policy in the other seat."""
-    places = [(card, moves) for moves, turn in TURNS.items() if turn == seat for card in CARDS]
+    information_sets = [(card, moves) for moves, turn in TURNS.items() if turn == seat for card in CARDS]
     payoffs = []
-    for choice in itertools.product(((1.0, 0.0), (0.0, 1.0)), repeat=len(places)):
-        response = dict(zip(places, choice, strict=True))
+    for pure_strategy in itertools.product(((1.0, 0.0), (0.0, 1.0)), repeat=len(information_sets)):
+        response = dict(zip(information_sets, pure_strategy, strict=True))
         payoffs.append(-value(policy, response) if seat else value(response, policy))
     return max(payoffs)
 
@@ -123,7 +123,9 @@ def equilibrium(bluff: float = 0.0) -> dict[tuple[str, str], tuple[float, float]
         ("J", ""): bluff, ("Q", ""): 0.0, ("K", ""): 3 * bluff, ("J", "pb"): 0.0, ("Q", "pb"): bluff + 1 / 3, ("K", "pb"): 1.0,
         ("J", "p"): 1 / 3, ("Q", "p"): 0.0, ("K", "p"): 1.0, ("J", "b"): 0.0, ("Q", "b"): 1 / 3, ("K", "b"): 1.0,
     }  # fmt: skip
-    return {place: (1 - bet, bet) for place, bet in bets.items()}
+    return {
+        information_set: (1 - bet_probability, bet_probability) for information_set, bet_probability in bets.items()
+    }
 
 
 def uniform() -> dict[tuple[str, str], tuple[float, float]]:
@@ -135,13 +137,15 @@ def average(policies: Sequence[Policy]) -> dict[tuple[str, str], tuple[float, fl
     """Returns the policy equivalent to drawing one of several policies before each game: at each decision a policy has
     the weight of the probability that its own moves lead there.
     """
-    mixed = {}
+    mixed_policy = {}
     for card, moves in itertools.product(CARDS, TURNS):
         weights = [_reach(policy, card, moves) for policy in policies]
         total = sum(weights)
-        sums = [sum(w * p[card, moves][move] for w, p in zip(weights, policies, strict=True)) for move in (0, 1)]
-        mixed[card, moves] = (sums[0] / total, sums[1] / total) if total else policies[-1][card, moves]
-    return mixed
+        move_sums = [
+            sum(weight * p[card, moves][move] for weight, p in zip(weights, policies, strict=True)) for move in (0, 1)
+        ]
+        mixed_policy[card, moves] = (move_sums[0] / total, move_sums[1] / total) if total else policies[-1][card, moves]
+    return mixed_policy
 
 
 def _reach(policy: Policy, card: str, moves: str) -> float:
@@ -164,9 +168,9 @@ class Guess(Environment):
             question: Text of the question.
         """
         target = random.Random(f"guess {number}").randint(1, high)
-        text = question or f"I think of a number from 1 to {high}. Guess it, in {turns} turns: say a number."
+        question_text = question or f"I think of a number from 1 to {high}. Guess it, in {turns} turns: say a number."
         meta = {"target": target, "high": high, "turns": turns, "symbols": symbols, "part": str(number)}
-        return Prompt(number, ({"role": "user", "content": text},), str(target), meta)
+        return Prompt(number, ({"role": "user", "content": question_text},), str(target), meta)
 
     @staticmethod
     def optimum(high: int, turns: int) -> float:
@@ -189,11 +193,11 @@ class Guess(Environment):
             return 0.0
         if not guess:
             return "?" if symbols else f"Say a number from 1 to {self._meta['high']}."
-        higher = guess < self._meta["target"]
+        is_higher = guess < self._meta["target"]
         self._low, self._high = (
-            (max(self._low, guess + 1), self._high) if higher else (self._low, min(self._high, guess - 1))
+            (max(self._low, guess + 1), self._high) if is_higher else (self._low, min(self._high, guess - 1))
         )
-        return ("+" if higher else "-") if symbols else ("higher" if higher else "lower")
+        return ("+" if is_higher else "-") if symbols else ("higher" if is_higher else "lower")
 
     def _read(self, text: str) -> int:
         symbols = self._meta["symbols"]
@@ -204,8 +208,8 @@ class Guess(Environment):
 
     def demonstrate(self, rng: random.Random) -> str:
         """Halves what is left."""
-        middle = (self._low + self._high) // 2
-        return self._meta["symbols"][middle - 1] if self._meta["symbols"] else str(middle)
+        midpoint = (self._low + self._high) // 2
+        return self._meta["symbols"][midpoint - 1] if self._meta["symbols"] else str(midpoint)
 
 
 class Mastermind(Environment):
@@ -227,12 +231,12 @@ class Mastermind(Environment):
             question: Text of the question.
         """
         code = "".join(random.Random(f"mastermind {number}").choices(symbols, k=length))
-        text = question or (
+        question_text = question or (
             f"Find a code of {length} letters out of {symbols}, in {turns} turns: say {length} letters. I say how many are in "
             "place, then how many more are elsewhere in the code."
         )
         meta = {"code": code, "symbols": symbols, "turns": turns, "part": str(number)}
-        return Prompt(number, ({"role": "user", "content": text},), code, meta)
+        return Prompt(number, ({"role": "user", "content": question_text},), code, meta)
 
     def reset(self, task: Task) -> EnvResponse:
         """Starts the game; the observation is the task's question."""
@@ -254,9 +258,9 @@ class Mastermind(Environment):
 
 def judged(guess: str, code: str) -> tuple[int, int]:
     """Returns the numbers of symbols in place and of symbols elsewhere in the code."""
-    place = sum(a == b for a, b in zip(guess, code, strict=True))
-    common: Any = (Counter(guess) & Counter(code)).total()
-    return place, common - place
+    num_in_place = sum(guess_symbol == code_symbol for guess_symbol, code_symbol in zip(guess, code, strict=True))
+    num_common: Any = (Counter(guess) & Counter(code)).total()
+    return num_in_place, num_common - num_in_place
 
 
 class Proposer(Environment):
@@ -288,19 +292,21 @@ class Proposer(Environment):
 
     def step(self, reply: Message) -> EnvResponse:
         """Handles a problem, or an attempt at it."""
-        text = str(reply["content"]).strip()
+        proposal = str(reply["content"]).strip()
         if self._answer is None:
-            self._text = text.removesuffix("=")[: self._longest]
+            self._text = proposal.removesuffix("=")[: self._longest]
             try:
                 self._answer = calculator(self._text)
             except ValueError:
                 return Step(reward=-1.0, done=True, metrics={"no_problem": 1.0})
             return self._ask(0.0)
-        self._right.append(text == self._answer)
+        self._right.append(proposal == self._answer)
         if len(self._right) < self._attempts:
             return self._ask(float(self._right[-1]))
-        share = sum(self._right) / self._attempts
-        return Step(reward=float(self._right[-1]), done=True, rewards={"proposer": 4 * share * (1 - share)})
+        solved_fraction = sum(self._right) / self._attempts
+        return Step(
+            reward=float(self._right[-1]), done=True, rewards={"proposer": 4 * solved_fraction * (1 - solved_fraction)}
+        )
 
     def _ask(self, reward: float) -> Step:
         return Step(f"{self._text}=", reward=reward, role="solver", afresh=True)

@@ -108,8 +108,8 @@ class MicroSwe(ToolEnvironment):
 
     def reset(self, task: Task) -> EnvResponse:
         """Sets up the package; the observation is the task's question."""
-        path, right, wrong = self._fault = FAULTS[task.meta["fault"]]
-        self._files = {**_FILES, path: _FILES[path].replace(right, wrong)}
+        path, correct_source, faulty_source = self._fault = FAULTS[task.meta["fault"]]
+        self._files = {**_FILES, path: _FILES[path].replace(correct_source, faulty_source)}
         self._steps = 0
         return None
 
@@ -126,18 +126,20 @@ class MicroSwe(ToolEnvironment):
     @tool
     def replace(self, path: str, old: str, new: str) -> str:
         """Replaces a text in a file, which must be there once."""
-        text, count = self._files[self._existing(path)], self._files[path].count(old) if old else 0
+        file_text, count = self._files[self._existing(path)], self._files[path].count(old) if old else 0
         if count != 1:
             raise ValueError(f"{path} has that text {count} times")
-        self._files[path] = text.replace(old, new)
+        self._files[path] = file_text.replace(old, new)
         return "replaced"
 
     @tool
     def pytest(self) -> str:
         """Runs the tests of the package."""
-        results = self._run([{"kind": "do", "source": test} for test in _VISIBLE])
-        failed = [test for at, test in enumerate(_VISIBLE) if not results.get(at, {}).get("passed")]
-        return "all tests pass" if not failed else "\n".join(f"FAILED {test}" for test in failed)
+        test_results = self._run([{"kind": "do", "source": test} for test in _VISIBLE])
+        failed_tests = [
+            test for test_index, test in enumerate(_VISIBLE) if not test_results.get(test_index, {}).get("passed")
+        ]
+        return "all tests pass" if not failed_tests else "\n".join(f"FAILED {test}" for test in failed_tests)
 
     def _existing(self, path: str) -> str:
         if path not in self._files:
@@ -146,20 +148,23 @@ class MicroSwe(ToolEnvironment):
 
     def answer(self, text: str) -> EnvResponse:
         """Ends the episode with reward 1 if all hidden tests pass."""
-        results = self._run([{"kind": "value", "source": f"repr(({test}))"} for test in _HIDDEN])
-        values = [results.get(at, {}).get("value") for at in range(len(_HIDDEN))]
-        failed = sum(value != expected for value, expected in zip(values, _HIDDEN.values(), strict=True))
-        return Step(reward=float(not failed), done=True, metrics={"hidden_failed": float(failed)})
+        test_results = self._run([{"kind": "value", "source": f"repr(({test}))"} for test in _HIDDEN])
+        test_values = [test_results.get(test_index, {}).get("value") for test_index in range(len(_HIDDEN))]
+        num_failed = sum(
+            test_value != expected_value
+            for test_value, expected_value in zip(test_values, _HIDDEN.values(), strict=True)
+        )
+        return Step(reward=float(not num_failed), done=True, metrics={"hidden_failed": float(num_failed)})
 
     def _run(self, checks: list[dict[str, str]]) -> dict[int, dict[str, Any]]:
         return _sandbox().check(_LOADER.format(files=self._files), checks, setup=_IMPORTS).checks
 
     def demonstrate(self, rng: random.Random) -> str:
         """Looks at the tests and the file, and mends it."""
-        path, right, wrong = self._fault
+        path, correct_source, faulty_source = self._fault
         self._steps += 1
         if self._steps == 3:
-            arguments = {"path": path, "old": wrong, "new": right}
+            arguments = {"path": path, "old": faulty_source, "new": correct_source}
             return f"replace: {json.dumps(arguments)}"
         return ("pytest: {}", f"cat: {path}", "", "pytest: {}", "done")[self._steps - 1]
 

@@ -36,7 +36,7 @@ class EnvironmentProblems:
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
         kwargs = arguments(cfg)
-        name, shows = kwargs.pop("name", None), bool(kwargs.pop("demonstrations", False))
+        name, has_demonstrations = kwargs.pop("name", None), bool(kwargs.pop("demonstrations", False))
         if not isinstance(name, str):
             raise ConfigError(f"{key}.kwargs.name is {name!r}; name an environment, such as search")
         self._environment, self._kwargs = find_environment(name, {}, f"{key}.kwargs.name"), kwargs
@@ -53,7 +53,7 @@ class EnvironmentProblems:
             raise ConfigError(f"{key}.kwargs: {name} makes no problem of {kwargs}: {error}") from error
         self._numbers = choose(cfg, [count], keep, part=part, key=key)
         self._rows: list[Prompt] | None = None
-        if shows:
+        if has_demonstrations:
             self._rows = [
                 row for number in self._numbers for row in demonstrations(self._environment(), self._problem(number))
             ]

@@ -39,6 +39,6 @@ def find_environment(name: str, kwargs: Mapping[str, Any], key: str = "agent.tar
     try:
         inspect.signature(environment).bind(**kwargs)
     except TypeError as error:
-        takes = ", ".join(inspect.signature(environment).parameters) or "none"
-        raise ConfigError(f"agent.kwargs of {name!r}: {error}; it takes: {takes}") from None
+        argument_names = ", ".join(inspect.signature(environment).parameters) or "none"
+        raise ConfigError(f"agent.kwargs of {name!r}: {error}; it takes: {argument_names}") from None
     return environment

@@ -34,12 +34,12 @@ class Bm25:
 
     def __init__(self, texts: Sequence[str], k1: float = 1.2, b: float = 0.75) -> None:
         counts = [Counter(_words(text)) for text in texts]
-        mean = sum(counter.total() for counter in counts) / max(len(texts), 1)
+        mean_length = sum(word_counts.total() for word_counts in counts) / max(len(texts), 1)
         self._postings: dict[str, list[tuple[int, float]]] = {}
-        for at, words in enumerate(counts):
-            room = k1 * (1 - b + b * words.total() / mean)
-            for word, count in words.items():
-                self._postings.setdefault(word, []).append((at, count * (k1 + 1) / (count + room)))
+        for text_index, word_counts in enumerate(counts):
+            length_norm = k1 * (1 - b + b * word_counts.total() / mean_length)
+            for word, count in word_counts.items():
+                self._postings.setdefault(word, []).append((text_index, count * (k1 + 1) / (count + length_norm)))
         self._texts = len(texts)
 
     def best(self, query: str, count: int) -> list[int]:
@@ -49,9 +49,9 @@ class Bm25:
         scores = Counter[int]()
         for word in _words(query):
             postings = self._postings.get(word, [])
-            rare = math.log(1 + (self._texts - len(postings) + 0.5) / (len(postings) + 0.5))
+            inverse_frequency = math.log(1 + (self._texts - len(postings) + 0.5) / (len(postings) + 0.5))
             for at, score in postings:
-                scores[at] += rare * score  # type: ignore[assignment]
+                scores[at] += inverse_frequency * score  # type: ignore[assignment]
         return sorted(scores, key=lambda at: (-scores[at], at))[:count]
 
 
@@ -70,7 +70,7 @@ class PageIndex:
         if not 1 <= pages <= _MOST_PAGES:
             raise ConfigError(f"kwargs.pages of the environment search is {pages}; allowed: 1 to {_MOST_PAGES}")
         rng = random.Random(f"search {seed}")
-        names = [a + b + c for a in _FIRST for b in _MIDDLE for c in _FIRST]
+        names = [first + middle + last for first in _FIRST for middle in _MIDDLE for last in _FIRST]
         rng.shuffle(names)
         self.names, self.values = names[:pages], names[pages : pages + _PLACES]
         self.facts = {
@@ -82,11 +82,11 @@ class PageIndex:
 
     def page(self, name: str) -> str:
         """Returns the text of a page: `kob: home tal, make rin, kin ruf.`"""
-        return f"{name}: " + ", ".join(f"{fact} {value}" for fact, value in self.facts[name].items()) + "."
+        return f"{name}: " + ", ".join(f"{fact} {fact_value}" for fact, fact_value in self.facts[name].items()) + "."
 
     def search(self, query: str, count: int) -> list[str]:
         """Returns the best pages for a query."""
-        return [self.page(self.names[at]) for at in self._index.best(query, count)]
+        return [self.page(self.names[page_index]) for page_index in self._index.best(query, count)]
 
 
 @functools.lru_cache(maxsize=8)
@@ -125,16 +125,16 @@ class Search(ToolEnvironment):
             hops: Numbers of pages to look up, one kind of question each.
             careless: Fraction of the demonstrations that answer without a search.
         """
-        quotient, hop = divmod(number, len(hops))
+        quotient, hop_index = divmod(number, len(hops))
         person, fact = divmod(quotient, len(_FACTS))
-        here = world_of(pages, world)
-        name = here.names[person]
-        question = f"{_FACTS[fact]} of {'kin of ' * (hops[hop] - 1)}{name}?"
-        for _ in range(hops[hop] - 1):
-            name = here.facts[name]["kin"]
+        page_index = world_of(pages, world)
+        name = page_index.names[person]
+        question = f"{_FACTS[fact]} of {'kin of ' * (hops[hop_index] - 1)}{name}?"
+        for _ in range(hops[hop_index] - 1):
+            name = page_index.facts[name]["kin"]
         meta = {"pages": pages, "world": world, "careless": careless}
         messages = ({"role": "user", "content": question},)
-        return Prompt(number, messages, here.facts[name][_FACTS[fact]], meta, level=f"{hops[hop]} hops")
+        return Prompt(number, messages, page_index.facts[name][_FACTS[fact]], meta, level=f"{hops[hop_index]} hops")
 
     def reset(self, task: Task) -> EnvResponse:
         """Starts the episode; the observation is the task's question."""
@@ -146,14 +146,14 @@ class Search(ToolEnvironment):
     def search(self, query: str) -> str:
         """Returns the pages that fit a query best."""
         self._searches += 1
-        pages = [] if self._closed else self._world.search(query, self._results)
-        self._last_result = "\n".join(pages) or "nothing."
+        found_pages = [] if self._closed else self._world.search(query, self._results)
+        self._last_result = "\n".join(found_pages) or "nothing."
         return self._last_result
 
     def answer(self, text: str) -> EnvResponse:
         """Ends the episode with reward 1 for the exact word."""
-        right = text.strip().strip(".").lower() == self._task.answer
-        return Step(reward=float(right), done=True, metrics={"searches": float(self._searches)})
+        is_right = text.strip().strip(".").lower() == self._task.answer
+        return Step(reward=float(is_right), done=True, metrics={"searches": float(self._searches)})
 
     def demonstrate(self, rng: random.Random) -> str:
         """Searches for the person in question, then for their kin, then reads the answer."""

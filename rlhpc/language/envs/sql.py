@@ -62,10 +62,10 @@ class Sql(ToolEnvironment):
     def problem(cls, number: int) -> Prompt:
         """Returns tables and a question."""
         rng = random.Random(f"sql {number}")
-        template, query = rng.choice(_QUESTIONS)
-        chosen = {"name": rng.choice(_NAMES), "city": rng.choice(_CITIES), "country": rng.choice(_COUNTRIES)}
-        question = f"Tables: {_TABLES}. {template.format(**chosen)}"
-        meta = {"seed": number, "query": query.format(**chosen), "part": str(number)}
+        template, query_template = rng.choice(_QUESTIONS)
+        query_fields = {"name": rng.choice(_NAMES), "city": rng.choice(_CITIES), "country": rng.choice(_COUNTRIES)}
+        question = f"Tables: {_TABLES}. {template.format(**query_fields)}"
+        meta = {"seed": number, "query": query_template.format(**query_fields), "part": str(number)}
         with contextlib.closing(tables(number)) as connection:
             answer = str(connection.execute(str(meta["query"])).fetchone()[0])
         return Prompt(number, ({"role": "user", "content": question},), answer, meta, level=template)
@@ -105,14 +105,14 @@ def tables(seed: int) -> sqlite3.Connection:
     connection.execute("CREATE TABLE city(name TEXT, country TEXT)")
     connection.execute("CREATE TABLE person(name TEXT, age INTEGER, city TEXT)")
     connection.executemany("INSERT INTO city VALUES (?, ?)", [(city, rng.choice(_COUNTRIES)) for city in _CITIES])
-    people = [(name, rng.randint(18, 90), rng.choice(_CITIES)) for name in _NAMES]
-    connection.executemany("INSERT INTO person VALUES (?, ?, ?)", people)
+    person_rows = [(name, rng.randint(18, 90), rng.choice(_CITIES)) for name in _NAMES]
+    connection.executemany("INSERT INTO person VALUES (?, ?, ?)", person_rows)
     connection.commit()
-    allowed = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
+    allowed_actions = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
 
     def authorize(action: int, _: str | None, name: str | None, *__: Any) -> int:
-        slow = action == sqlite3.SQLITE_FUNCTION and str(name).lower() in _SLOW_FUNCTIONS
-        return sqlite3.SQLITE_OK if action in allowed and not slow else sqlite3.SQLITE_DENY
+        is_slow = action == sqlite3.SQLITE_FUNCTION and str(name).lower() in _SLOW_FUNCTIONS
+        return sqlite3.SQLITE_OK if action in allowed_actions and not is_slow else sqlite3.SQLITE_DENY
 
     connection.set_authorizer(authorize)
     for limit in (sqlite3.SQLITE_LIMIT_LENGTH, sqlite3.SQLITE_LIMIT_SQL_LENGTH):

@@ -46,21 +46,25 @@ def calculator(expression: str) -> str:
     Raises:
         ValueError: The text is not such an expression, or its value is too large.
     """
-    text = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/").replace("−", "-")
-    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.removesuffix("=").strip()) if "(" not in text else text
-    if len(text) > _LONGEST:
+    python_expression = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/").replace("−", "-")
+    python_expression = (
+        re.sub(r"(?<=\d),(?=\d{3}\b)", "", python_expression.removesuffix("=").strip())
+        if "(" not in python_expression
+        else python_expression
+    )
+    if len(python_expression) > _LONGEST:
         raise ValueError(f"the expression is longer than {_LONGEST} characters")
     try:
-        value = _value(ast.parse(text, mode="eval").body)
+        number = _value(ast.parse(python_expression, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("this is no arithmetic expression") from None
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
     except OverflowError:
         raise ValueError("the value is too large") from None
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return str(int(value))
-    return f"{value:.12g}" if isinstance(value, float) else str(value)
+    if isinstance(number, float) and number.is_integer() and abs(number) < 1e15:
+        return str(int(number))
+    return f"{number:.12g}" if isinstance(number, float) else str(number)
 
 
 def _value(node: ast.expr) -> Any:
@@ -68,11 +72,13 @@ def _value(node: ast.expr) -> Any:
         case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
             return _bounded(node.value)
         case ast.BinOp() if type(node.op) in _BINARY:
-            lhs, rhs = _value(node.left), _value(node.right)
-            is_integer_power = isinstance(node.op, ast.Pow) and isinstance(lhs, int) and isinstance(rhs, int)
-            if is_integer_power and lhs.bit_length() * rhs > _MOST_BITS:
+            left_operand, right_operand = _value(node.left), _value(node.right)
+            is_integer_power = (
+                isinstance(node.op, ast.Pow) and isinstance(left_operand, int) and isinstance(right_operand, int)
+            )
+            if is_integer_power and left_operand.bit_length() * right_operand > _MOST_BITS:
                 raise ValueError("the value is too large")
-            return _bounded(_BINARY[type(node.op)](lhs, rhs))
+            return _bounded(_BINARY[type(node.op)](left_operand, right_operand))
         case ast.UnaryOp() if type(node.op) in _UNARY:
             return _UNARY[type(node.op)](_value(node.operand))
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _FUNCTIONS:
@@ -105,13 +111,17 @@ class PythonTool:
         self._sandbox = Sandbox(**(sandbox or {}))
 
     def __call__(self, source: str) -> str:
-        fenced = _FENCE.match(source)
-        result = self._sandbox.run(_with_last_value(textwrap.dedent(fenced[1] if fenced else source).strip()))
-        if result.status == "ok":
-            return result.stdout.strip()
-        printed = result.stdout.strip() + "\n" if result.stdout.strip() else ""
+        fence_match = _FENCE.match(source)
+        sandbox_result = self._sandbox.run(
+            _with_last_value(textwrap.dedent(fence_match[1] if fence_match else source).strip())
+        )
+        if sandbox_result.status == "ok":
+            return sandbox_result.stdout.strip()
+        printed = sandbox_result.stdout.strip() + "\n" if sandbox_result.stdout.strip() else ""
         reason = {"timeout": "the program took too long", "output": "the program wrote too much"}
-        return printed + "error: " + (reason.get(result.status) or result.error or "the program was ended")
+        return (
+            printed + "error: " + (reason.get(sandbox_result.status) or sandbox_result.error or "the program was ended")
+        )
 
 
 def _with_last_value(source: str) -> str:
@@ -119,10 +129,10 @@ def _with_last_value(source: str) -> str:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return source  # running the program reports the error
-    last = body[-1] if body else None
-    if not isinstance(last, ast.Expr):
+    last_statement = body[-1] if body else None
+    if not isinstance(last_statement, ast.Expr):
         return source
-    print_value = ast.parse("_value = 0\nif _value is not None:\n    print(_value)").body
-    assert isinstance(print_value[0], ast.Assign)
-    print_value[0].value = last.value
-    return ast.unparse(ast.fix_missing_locations(ast.Module([*body[:-1], *print_value], [])))
+    print_statements = ast.parse("_value = 0\nif _value is not None:\n    print(_value)").body
+    assert isinstance(print_statements[0], ast.Assign)
+    print_statements[0].value = last_statement.value
+    return ast.unparse(ast.fix_missing_locations(ast.Module([*body[:-1], *print_statements], [])))
