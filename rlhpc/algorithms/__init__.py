@@ -1,6 +1,5 @@
-"""Advantage estimators, losses and KL estimators: functions of tensors, with registries. They need torch alone.
-
-Names are loaded when they are first used: whoever asks which there are needs no torch.
+"""Advantage estimators, losses and KL estimators: functions of tensors, with registries. They need only torch. Names
+are imported at their first use, so that listing them needs no torch.
 """
 
 from __future__ import annotations

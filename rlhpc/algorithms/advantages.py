@@ -135,21 +135,21 @@ def gae(
     terminated = torch.zeros_like(mask) if terminations is None else terminations.bool()
     done = terminated if truncations is None else terminated | truncations.bool()
     if next_values is None:
-        following = torch.zeros_like(values)
-        carried = torch.zeros_like(values[:, 0])
+        following_values = torch.zeros_like(values)
+        next_value = torch.zeros_like(values[:, 0])
         for t in range(rewards.shape[1] - 1, -1, -1):
-            following[:, t] = carried
-            carried = torch.where(mask[:, t], values[:, t], carried)
-        next_values = following
+            following_values[:, t] = next_value
+            next_value = torch.where(mask[:, t], values[:, t], next_value)
+        next_values = following_values
     delta = (rewards + gamma * next_values * (~terminated) - values).masked_fill(~mask, 0)
     decay = torch.where(mask, gamma * gae_lambda * (~done).to(rewards.dtype), torch.ones_like(rewards))
     # Columns as separate contiguous rows: a Python loop over T with two cheap operations each.
     deltas, decays = delta.t().contiguous().unbind(0), decay.t().contiguous().unbind(0)
-    last = torch.zeros_like(deltas[0])
-    columns: list[Tensor] = [last] * len(deltas)
+    next_advantage = torch.zeros_like(deltas[0])
+    columns: list[Tensor] = [next_advantage] * len(deltas)
     for t in range(len(deltas) - 1, -1, -1):
-        last = torch.addcmul(deltas[t], decays[t], last)
-        columns[t] = last
+        next_advantage = torch.addcmul(deltas[t], decays[t], next_advantage)
+        columns[t] = next_advantage
     advantages = torch.stack(columns, dim=1)
     return advantages, advantages + values
 
@@ -198,13 +198,13 @@ def grpo(
     division would amplify the difference. `norm_by_std=False` is Dr. GRPO (Liu et al. 2025)."""
     scores = _outcomes(rewards, mask)
     index, sizes = _groups(group_ids, scores)
-    centred = scores - _group_mean(scores, index, sizes)[index]
+    centered_scores = scores - _group_mean(scores, index, sizes)[index]
     if norm_by_std:
-        squares = torch.zeros_like(sizes).index_add_(0, index, centred**2)
-        std = (squares / (sizes - 1).clamp(min=1)).sqrt()
-        centred = centred / (std[index] + eps)
-    differ = varied(scores, index, len(sizes), _outcomes(rewards.abs(), mask))
-    advantages = centred.masked_fill(~differ, 0)[:, None] * mask
+        squared_deviations = torch.zeros_like(sizes).index_add_(0, index, centered_scores**2)
+        std = (squared_deviations / (sizes - 1).clamp(min=1)).sqrt()
+        centered_scores = centered_scores / (std[index] + eps)
+    has_spread = varied(scores, index, len(sizes), _outcomes(rewards.abs(), mask))
+    advantages = centered_scores.masked_fill(~has_spread, 0)[:, None] * mask
     return advantages, advantages.clone()
 
 
@@ -221,8 +221,8 @@ def rloo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor | None, **_: Any) -
     size = sizes[index]
     total = _group_mean(scores, index, sizes)[index] * size
     baseline = (total - scores) / (size - 1).clamp(min=1)
-    differ = varied(scores, index, len(sizes), _outcomes(rewards.abs(), mask))
-    advantages = (scores - baseline).masked_fill(~differ, 0)[:, None] * mask
+    has_spread = varied(scores, index, len(sizes), _outcomes(rewards.abs(), mask))
+    advantages = (scores - baseline).masked_fill(~has_spread, 0)[:, None] * mask
     return advantages, advantages.clone()
 
 
@@ -230,18 +230,18 @@ def _last_valid(mask: Tensor) -> Tensor:
     """Returns `[B, T]` one-hot of each row's last valid position, for any start of the response; all False for an empty
     row."""
     positions = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, positions, positions.new_full((), -1)).amax(1, keepdim=True)
-    return (positions == last) & mask
+    last_positions = torch.where(mask, positions, positions.new_full((), -1)).amax(1, keepdim=True)
+    return (positions == last_positions) & mask
 
 
 def _discount(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """Computes the reverse cumulative sum with γ over valid positions; skips masked-out ones."""
-    out = torch.zeros_like(rewards)
-    running = torch.zeros_like(rewards[:, 0])
+    returns = torch.zeros_like(rewards)
+    discounted_sum = torch.zeros_like(rewards[:, 0])
     for t in range(rewards.shape[1] - 1, -1, -1):
-        running = torch.where(mask[:, t], rewards[:, t] + gamma * running, running)
-        out[:, t] = running
-    return out * mask
+        discounted_sum = torch.where(mask[:, t], rewards[:, t] + gamma * discounted_sum, discounted_sum)
+        returns[:, t] = discounted_sum
+    return returns * mask
 
 
 def reinforce_plus_plus(
@@ -288,8 +288,8 @@ def overlong_penalty(*, lengths: Tensor, max_length: int, buffer: int, **_: Any)
     """
     if buffer < 1:
         raise ConfigError(f"overlong: buffer is {buffer}; it must be at least 1")
-    over = lengths.to(torch.get_default_dtype()) - (max_length - buffer)
-    return -(over / buffer).clamp(0, 1)
+    excess = lengths.to(torch.get_default_dtype()) - (max_length - buffer)
+    return -(excess / buffer).clamp(0, 1)
 
 
 def varied_groups(scores: Tensor, group_ids: Tensor) -> Tensor:

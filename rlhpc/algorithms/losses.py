@@ -47,17 +47,17 @@ def token_weights(
     Raises:
         ConfigError: Unknown aggregation.
     """
-    trained = mask.to(dtype)
+    trained_mask = mask.to(dtype)
     if loss_agg == "token-sum":
-        return trained
+        return trained_mask
     if loss_agg == "token-mean":
-        return trained / _at_least_one(tokens)
+        return trained_mask / _at_least_one(tokens)
     if loss_agg not in AGGREGATIONS:
         raise ConfigError(f"algorithm.loss_agg is {loss_agg!r}; allowed: {', '.join(AGGREGATIONS)}")
-    each = trained / _at_least_one(seqs)
+    sequence_weights = trained_mask / _at_least_one(seqs)
     if loss_agg == "seq-mean-token-mean":
-        return each / seq_tokens.clamp(min=1)
-    return each / length if loss_agg == "seq-mean-token-sum-norm" else each
+        return sequence_weights / seq_tokens.clamp(min=1)
+    return sequence_weights / length if loss_agg == "seq-mean-token-sum-norm" else sequence_weights
 
 
 def _at_least_one(count: float | Tensor) -> float | Tensor:
@@ -86,7 +86,7 @@ def aggregate(
             parts of sequences, or batches have different widths.
 
     Returns:
-        Scalar; the shares of a split batch add up to the loss of the whole.
+        Scalar; the losses of the parts of a split batch add up to the loss of the complete batch.
     """
     if weights is None:
         counts = mask.sum(1, keepdim=True)
@@ -175,17 +175,17 @@ def _clip(
 ) -> tuple[Tensor, Metrics]:
     log_ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
-    plain, bounded = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
-    loss = torch.max(plain, bounded)
-    clipped = bounded > plain
+    unclipped_loss, clipped_loss = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    loss = torch.max(unclipped_loss, clipped_loss)
+    is_clipped = clipped_loss > unclipped_loss
     if c is not None:
         if c <= 1:
             raise ConfigError(f"algorithm.clip_ratio_c is {c}; dual clip needs a value above 1, such as 3")
         limit = -advantages * c
         negative = advantages < 0
-        clipped = clipped | (negative & (limit < loss))
+        is_clipped = is_clipped | (negative & (limit < loss))
         loss = torch.where(negative, torch.min(loss, limit), loss)
-    return loss, _facts(log_ratio, ratio, clipped, mask)
+    return loss, _facts(log_ratio, ratio, is_clipped, mask)
 
 
 def ppo(
@@ -285,12 +285,12 @@ def value_loss(
     if value_clip is not None:
         if old_values is None:
             raise ConfigError("value_clip needs old_values")
-        bounded = old_values + (values - old_values).clamp(-value_clip, value_clip)
-        clipped = (bounded - returns) ** 2
+        clipped_values = old_values + (values - old_values).clamp(-value_clip, value_clip)
+        clipped_error = (clipped_values - returns) ** 2
         # Within the range, old + (v - old) is v but for rounding.
-        outside = (values - old_values).abs() > value_clip
-        metrics["value_clip_fraction"] = _mean((outside & (clipped > error)).to(error.dtype), mask)
-        error = torch.max(error, clipped)
+        is_outside = (values - old_values).abs() > value_clip
+        metrics["value_clip_fraction"] = _mean((is_outside & (clipped_error > error)).to(error.dtype), mask)
+        error = torch.max(error, clipped_error)
     counts: dict[str, Any] = {"global_tokens": global_tokens, "global_seqs": global_seqs, "weights": weights}
     return aggregate(0.5 * error, mask, loss_agg, **counts), metrics
 
@@ -317,15 +317,15 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     Raises:
         ConfigError: Unknown kind.
     """
-    ratio = logprobs - ref_logprobs
+    log_ratio = logprobs - ref_logprobs
     name = _ALIASES.get(kind.lower(), kind.lower())
     if name == "k1":
-        return ratio
+        return log_ratio
     if name == "abs":
-        return ratio.abs()
+        return log_ratio.abs()
     if name == "k2":
-        return ratio.square() / 2
+        return log_ratio.square() / 2
     if name == "k3":
-        other = (-ratio).clamp(-20, 20)
-        return other.exp() - other - 1
+        reverse_log_ratio = (-log_ratio).clamp(-20, 20)
+        return reverse_log_ratio.exp() - reverse_log_ratio - 1
     raise ConfigError(f"kl_penalty is {kind!r}; allowed: k1 (kl), k2 (mse), k3 (low_var_kl), abs")

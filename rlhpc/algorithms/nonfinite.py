@@ -25,7 +25,7 @@ _WAY_OUT = (
 
 
 def nonfinite(finding: str, advice: str = _WAY_OUT) -> NonFinite:
-    """Builds the error for a non-finite number, with its place and the way out."""
+    """Builds the error for a non-finite number, with its location and a remedy."""
     return NonFinite(f"{finding}. {advice}")
 
 
@@ -51,11 +51,11 @@ def tensors_of(state: Any, name: str = "") -> Iterable[tuple[str, torch.Tensor]]
     if isinstance(state, torch.Tensor):
         yield name, state
     elif isinstance(state, Mapping):
-        for key, value in state.items():
-            yield from tensors_of(value, f"{name}.{key}" if name else str(key))
+        for key, child in state.items():
+            yield from tensors_of(child, f"{name}.{key}" if name else str(key))
     elif isinstance(state, (list, tuple)):
-        for index, value in enumerate(state):
-            yield from tensors_of(value, f"{name}[{index}]")
+        for index, child in enumerate(state):
+            yield from tensors_of(child, f"{name}[{index}]")
 
 
 def require_finite(named: Iterable[tuple[str, torch.Tensor]], where: str) -> None:
@@ -114,7 +114,7 @@ class Skips:
             )
 
     def counted(self) -> dict[str, float]:
-        """Returns `nonfinite_skipped` since the last call, if there were any."""
+        """Returns the metric `nonfinite_skipped`: steps skipped since the last call; empty if none were."""
         count = self._count
         self._count = 0
         return {"nonfinite_skipped": float(count)} if count else {}

@@ -55,8 +55,8 @@ def find_reward_loss(name: str, kwargs: Mapping[str, Any] | None = None) -> tupl
         parameters = list(inspect.signature(function).parameters)
     except ValueError:  # some C functions have no signature
         parameters = ["…"]
-    forms = [form for form, needed in FORMS.items() if parameters[: len(needed)] == list(needed)]
-    if not forms:
+    matching_forms = [form for form, required in FORMS.items() if parameters[: len(required)] == list(required)]
+    if not matching_forms:
         signatures = " or ".join(f"({', '.join(names)})" for names in FORMS.values())
         raise ConfigError(
             f"{REWARD_LOSSES.key} is {name!r}, a function of ({', '.join(parameters)}); a reward model's loss is one of "
@@ -64,13 +64,15 @@ def find_reward_loss(name: str, kwargs: Mapping[str, Any] | None = None) -> tupl
         )
     options = dict(kwargs or {})
     try:
-        inspect.signature(function).bind(*FORMS[forms[0]], **options)
+        inspect.signature(function).bind(*FORMS[matching_forms[0]], **options)
     except TypeError as error:
-        takes = ", ".join(parameters[len(FORMS[forms[0]]) :]) or "none"
-        raise ConfigError(f"algorithm.loss_kwargs: {name!r}: {error}; it takes: {takes}") from None
-    if wrong := [key for key, value in options.items() if function is bradley_terry and not _weight(value)]:
-        raise ConfigError(f"algorithm.loss_kwargs.{wrong[0]} is {options[wrong[0]]!r}; allowed: a number from 0")
-    return partial(function, **options), forms[0]
+        option_names = ", ".join(parameters[len(FORMS[matching_forms[0]]) :]) or "none"
+        raise ConfigError(f"algorithm.loss_kwargs: {name!r}: {error}; it takes: {option_names}") from None
+    if invalid_keys := [key for key, value in options.items() if function is bradley_terry and not _weight(value)]:
+        raise ConfigError(
+            f"algorithm.loss_kwargs.{invalid_keys[0]} is {options[invalid_keys[0]]!r}; allowed: a number from 0"
+        )
+    return partial(function, **options), matching_forms[0]
 
 
 def _weight(value: Any) -> bool:

@@ -84,20 +84,20 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
         )
     for suite in cfg.workflow.eval_suites:
         check_name("workflow.eval_suites", suite, ("default", *cfg.workflow.suites), fail)
-    for name, side in (("train", cfg.env.train), ("eval", cfg.env.eval)):
-        if side.kwargs.get("render_mode") == "human":
+    for name, env_cfg in (("train", cfg.env.train), ("eval", cfg.env.eval)):
+        if env_cfg.kwargs.get("render_mode") == "human":
             raise fail(
                 f"env.{name}.kwargs.render_mode",
                 "it opens a window for each slot and waits for it at every step; leave it out: films are made by "
                 "env.eval.video_episodes",
             )
-        _wrappers(f"env.{name}.wrappers", side.wrappers)
-        if side.env_type.lower() == "gymnasium":
-            _gymnasium_id(f"env.{name}.env_id", side.env_id, fail)
+        _wrappers(f"env.{name}.wrappers", env_cfg.wrappers)
+        if env_cfg.env_type.lower() == "gymnasium":
+            _gymnasium_id(f"env.{name}.env_id", env_cfg.env_id, fail)
         else:
             from rlhpc.embodied.envs.registry import ENVS
 
-            ENVS.find(side.env_type, f"env.{name}.env_type")
+            ENVS.find(env_cfg.env_type, f"env.{name}.env_type")
 
 
 def _wrappers(key: str, wrappers: Sequence[object]) -> None:
@@ -119,8 +119,12 @@ def _gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
     import gymnasium
 
     if env_id not in gymnasium.registry:
-        near = difflib.get_close_matches(env_id, list(gymnasium.registry), 3, 0.5)
-        hint = f"did you mean {', '.join(near)}?" if near else "see gymnasium.registry for all ids, or write module:Id"
+        similar_ids = difflib.get_close_matches(env_id, list(gymnasium.registry), 3, 0.5)
+        hint = (
+            f"did you mean {', '.join(similar_ids)}?"
+            if similar_ids
+            else "see gymnasium.registry for all ids, or write module:Id"
+        )
         raise fail(key, f"gymnasium does not know it; {hint}")
 
 
@@ -131,18 +135,18 @@ def _check_normalisation(cfg: EmbodiedConfig, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     for key in ("env.train.wrappers", "env.eval.wrappers"):
-        for number, wrapper in enumerate(select(cfg, key) or ()):
+        for wrapper_index, wrapper in enumerate(select(cfg, key) or ()):
             if entry(wrapper, key)[0] in ("normalize", "gymnasium.wrappers:NormalizeObservation"):
                 raise fail(
-                    f"{key}[{number}]",
+                    f"{key}[{wrapper_index}]",
                     "its running statistics are each slot's own, neither saved nor used by evaluations: take it out and, in "
                     "runs of task_type embodied, set actor.model.normalize_observations=true; elsewhere rescale by fixed "
                     "bounds",
                 )
-    fed = (
+    is_normalized = (
         select(cfg, "algorithm.adv_type") is not None and str(select(cfg, "actor.training_backend")).lower() == "local"
     )
-    if select(cfg, "actor.model.normalize_observations") and not fed:
+    if select(cfg, "actor.model.normalize_observations") and not is_normalized:
         raise fail(
             "actor.model.normalize_observations",
             "running statistics are kept by runs of task_type embodied with actor.training_backend local; elsewhere: false",
@@ -169,20 +173,22 @@ def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
     """
     if cfg.rollout.weight_sync.lower() == "shards":
         raise fail("rollout.weight_sync", "policies are sent whole: take auto (shards is for language models)")
-    kind = cfg.env.train.env_type.lower()
-    if kind in _ROBOTS and kind == cfg.env.eval.env_type.lower() and cfg.runner.val_check_interval > 0:
+    env_type = cfg.env.train.env_type.lower()
+    if env_type in _ROBOTS and env_type == cfg.env.eval.env_type.lower() and cfg.runner.val_check_interval > 0:
         raise fail(
             "runner.val_check_interval",
-            f"env.eval is a {kind}, as env.train is, which an env rank holds while a rollout rank evaluates, and a robot is "
-            "in one place at a time; allowed: -1, and rlhpc eval --run once the run has ended; or a simulator as env.eval "
-            "(env_type, env_id, kwargs)",
+            f"env.eval is a {env_type}, as env.train is, which an env rank holds while a rollout rank evaluates, and a "
+            "robot is in one place at a time; allowed: -1, and rlhpc eval --run once the run has ended; or a simulator "
+            "as env.eval (env_type, env_id, kwargs)",
         )
     envs, stages = cfg.env.train.num_envs, cfg.rollout.pipeline_stage_num
     if envs % stages:
         raise fail("env.train.num_envs", f"it must divide by rollout.pipeline_stage_num ({stages})")
-    for side, section in (("train", cfg.env.train), ("eval", cfg.env.eval)):
+    for env_name, section in (("train", cfg.env.train), ("eval", cfg.env.eval)):
         if section.num_envs % section.group_size:
-            raise fail(f"env.{side}.num_envs", f"it must divide by env.{side}.group_size ({section.group_size})")
+            raise fail(
+                f"env.{env_name}.num_envs", f"it must divide by env.{env_name}.group_size ({section.group_size})"
+            )
 
 
 def check_processes(cfg: PlayingConfig, processes: Mapping[str, int]) -> None:
@@ -193,15 +199,17 @@ def check_processes(cfg: PlayingConfig, processes: Mapping[str, int]) -> None:
     """
     train, stages = cfg.env.train, cfg.rollout.pipeline_stage_num
     slots = train.num_envs // stages
-    counted = f"env.train.num_envs({train.num_envs}) / rollout.pipeline_stage_num({stages}) = {slots} slots of a stage"
+    slots_text = (
+        f"env.train.num_envs({train.num_envs}) / rollout.pipeline_stage_num({stages}) = {slots} slots of a stage"
+    )
     for name, size in processes.items():
-        share = f"cluster.component_placement.{name} gives {size} processes"
+        processes_text = f"cluster.component_placement.{name} gives {size} processes"
         if name == "actor" and slots % size:
-            raise ConfigError(f"{share}; they must divide the {counted}")
+            raise ConfigError(f"{processes_text}; they must divide the {slots_text}")
         if name != "actor" and size > slots // train.group_size:
             raise ConfigError(
-                f"{share}; there may be {slots // train.group_size}: one for each env.train.group_size({train.group_size}) "
-                f"of the {counted}"
+                f"{processes_text}; there may be {slots // train.group_size}: one for each "
+                f"env.train.group_size({train.group_size}) of the {slots_text}"
             )
 
 
@@ -257,9 +265,9 @@ def _pipeline(cfg: PpoConfig, fail: Fail) -> None:
         raise fail("algorithm.rollout_parts", f"{key} trains on one part while the next is played: take 2 or more")
     if algorithm.max_staleness:
         raise fail(key, "with algorithm.max_staleness whole steps are played meanwhile: choose one of them")
-    for role, section in (("actor", cfg.actor), ("rollout", cfg.rollout)):
+    for section_name, section in (("actor", cfg.actor), ("rollout", cfg.rollout)):
         if section.enable_offload:
-            raise fail(f"{role}.enable_offload", f"with {key} both are at work at once: set it false")
+            raise fail(f"{section_name}.enable_offload", f"with {key} both are at work at once: set it false")
     if cfg.runner.on_nonfinite.lower() == "skip":
         raise fail("runner.on_nonfinite", f"what is left out must be known first, which {key} does not wait for: stop")
     if algorithm.loss_type.lower() == "decoupled_ppo":
@@ -267,22 +275,24 @@ def _pipeline(cfg: PpoConfig, fail: Fail) -> None:
             "algorithm.loss_type", f"it asks the weights from before all updates, which {key} does not keep: ppo"
         )
     size, batch = cfg.env.train.num_envs * algorithm.rollout_steps // parts, minibatch_size(cfg)
-    counted = f"with {key}, a part has {size} transitions"
+    part_text = f"with {key}, a part has {size} transitions"
     normalize = algorithm.normalize_advantages.lower()
     if normalize == "batch":
-        raise fail("algorithm.normalize_advantages", f"{counted}, and those of others are not known: minibatch or none")
+        raise fail(
+            "algorithm.normalize_advantages", f"{part_text}, and those of others are not known: minibatch or none"
+        )
     if size % batch and batch % size:
-        raise fail("actor.global_batch_size", f"{counted}: it must divide that, or be a multiple")
+        raise fail("actor.global_batch_size", f"{part_text}: it must divide that, or be a multiple")
     if batch > size and normalize not in ("none", "false"):
         raise fail(
             "algorithm.normalize_advantages",
-            f"{counted}, and a minibatch of {batch} is begun before its last advantages are known: none, or a smaller "
+            f"{part_text}, and a minibatch of {batch} is begun before its last advantages are known: none, or a smaller "
             "actor.global_batch_size",
         )
     levels = {algorithm.logprob_type.lower(), algorithm.reward_type.lower()}
     if batch > size and (levels != {"chunk_level"} or not cfg.env.train.auto_reset):
         raise fail(
-            "actor.global_batch_size", f"{counted}, and how much of others trains is not known: take {size} or less"
+            "actor.global_batch_size", f"{part_text}, and how much of others trains is not known: take {size} or less"
         )
 
 
@@ -324,16 +334,18 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     algorithm, model, train = cfg.algorithm, cfg.actor.model, cfg.env.train
-    for role, section in (("actor", cfg.actor), ("rollout", cfg.rollout)):
+    for section_name, section in (("actor", cfg.actor), ("rollout", cfg.rollout)):
         if section.enable_offload and algorithm.max_staleness:
-            raise fail(f"{role}.enable_offload", "with algorithm.max_staleness both are at work at once: set it false")
+            raise fail(
+                f"{section_name}.enable_offload", "with algorithm.max_staleness both are at work at once: set it false"
+            )
     if cfg.rollout.enable_offload and cfg.rollout.weight_sync.lower() == "broadcast":
         raise fail(
             "rollout.enable_offload", "weights are taken in on the host, which rollout.weight_sync broadcast does not"
         )
     if (name := model.model_type.lower()) in _CRITICS:
-        before = "" if name in _NOT_CLONED else ", and for bc before that"
-        raise fail("actor.model.model_type", f"{name} has critics of actions: it is for off_policy{before}")
+        bc_hint = "" if name in _NOT_CLONED else ", and for bc before that"
+        raise fail("actor.model.model_type", f"{name} has critics of actions: it is for off_policy{bc_hint}")
     if name == "success":
         raise fail(
             "actor.model.model_type", "a model of success does not act: bc trains it, env.train.reward_model uses it"
@@ -363,8 +375,8 @@ def _chunks(cfg: PpoConfig, fail: Fail) -> None:
     by_action = algorithm.reward_type.lower() == "action_level"
     if by_action and algorithm.logprob_type.lower() == "chunk_level":
         raise fail("algorithm.logprob_type", "algorithm.reward_type action_level needs action_level or token_level")
-    valued = algorithm.adv_type.lower() == "gae" or algorithm.value_coef > 0
-    if by_action and valued and not model.value_per_action:
+    needs_values = algorithm.adv_type.lower() == "gae" or algorithm.value_coef > 0
+    if by_action and needs_values and not model.value_per_action:
         raise fail(
             "actor.model.value_per_action", "algorithm.reward_type action_level needs a value for each action: true"
         )
@@ -379,12 +391,13 @@ def _check_options(model: PolicyConfig, fail: Fail) -> None:
         raise fail("actor.model.kwargs", f"the {name} takes none; they are for a model of your own")
     if name != "mlp":
         return
-    if unknown := sorted(set(options) - set(_MLP_GAINS)):
+    if unknown_options := sorted(set(options) - set(_MLP_GAINS)):
         raise fail(
-            "actor.model.kwargs", f"the mlp does not take {', '.join(unknown)}; allowed: {', '.join(_MLP_GAINS)}"
+            "actor.model.kwargs",
+            f"the mlp does not take {', '.join(unknown_options)}; allowed: {', '.join(_MLP_GAINS)}",
         )
-    for option, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    for option, option_value in options.items():
+        if isinstance(option_value, bool) or not isinstance(option_value, (int, float)) or option_value <= 0:
             raise fail(f"actor.model.kwargs.{option}", "it must be a number greater than 0")
 
 
@@ -422,7 +435,7 @@ def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
             "algorithm.offline_steps",
             "they learn from data alone: name it in algorithm.demo_buffer.load_path, or take 0",
         )
-    if path and not recorded and not any(mark in path for mark in "*?[") and not expand_home(path).exists():
+    if path and not recorded and not any(wildcard in path for wildcard in "*?[") and not expand_home(path).exists():
         raise fail("algorithm.demo_buffer.load_path", "there is no such file or folder")
 
 

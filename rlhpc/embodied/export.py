@@ -57,42 +57,45 @@ def policy_card(
     env = config["env_id"] or "the run's environment"
     name, version, step = config["run"] or checkpoint, config["rlhpc_version"], config["global_step"]
     tags = ["reinforcement-learning", "rlhpc", *([str(config["env_id"])] if config["env_id"] else [])]
-    text = head(
+    card = head(
         library="rlhpc", task="reinforcement-learning", licence=licence, name=str(name), tags=tags, results=results
     )
-    text += (
+    card += (
         f"# {name}: a policy for {env}\n\nTrained with rlhpc {version}; global step {step}, from `{checkpoint}`.\n\n"
     )
     if results:
-        text += "| suite | episodes | mean return | 95 % interval | success once |\n|---|---|---|---|---|\n"
-        for result in results:
-            success = f"{result['success_once']:.1%}" if "success_once" in result else ""
-            text += (
-                f"| {result.get('suite', 'default')} | {result.get('episodes', '')} | {result['return_mean']:.2f} | "
+        card += "| suite | episodes | mean return | 95 % interval | success once |\n|---|---|---|---|---|\n"
+        for evaluation in results:
+            success = f"{evaluation['success_once']:.1%}" if "success_once" in evaluation else ""
+            card += (
+                f"| {evaluation.get('suite', 'default')} | {evaluation.get('episodes', '')} | "
+                f"{evaluation['return_mean']:.2f} | "
             )
-            text += f"{interval_text(result.get('return_ci95'), '.2f', ' to ') or '–'} | {success} |\n"
-        text += "\n"
+            card += f"{interval_text(evaluation.get('return_ci95'), '.2f', ' to ') or '–'} | {success} |\n"
+        card += "\n"
     if released:
-        kind = config["policy"]["model"]["model_type"]
-        text += f"The folder is as models of the family {kind} are released, for their own code.\n\n## With rlhpc\n\n"
-        return text + f"```yaml\nactor: {{model: {{model_type: {kind}, model_path: <this folder>}}}}\n```\n"
-    text += "| file | content |\n|---|---|\n| `model.safetensors` | the weights |\n"
-    text += "| `config.json` | the policy's specification and the environment it was trained in |\n"
+        model_type = config["policy"]["model"]["model_type"]
+        card += (
+            f"The folder is as models of the family {model_type} are released, for their own code.\n\n## With rlhpc\n\n"
+        )
+        return card + f"```yaml\nactor: {{model: {{model_type: {model_type}, model_path: <this folder>}}}}\n```\n"
+    card += "| file | content |\n|---|---|\n| `model.safetensors` | the weights |\n"
+    card += "| `config.json` | the policy's specification and the environment it was trained in |\n"
     if standalone:
-        text += "| `policy.pt2` | the same policy as a torch program: `[B, …]` in, actions `[B, chunk, dim]` out |\n"
-        text += "| `policy.py` | acts with it, without rlhpc: `python policy.py` plays an episode |\n"
-    text += f"\n## The network\n\n{_forward(config['policy'])}\n\n## With rlhpc\n\n"
-    text += '```python\nfrom rlhpc import load_exported\n\npolicy = load_exported(".")\n'
-    text += 'actions, extras = policy.predict_action_batch(obs, mode="eval")   # obs: tensor [B, …]\n```\n'
-    return text
+        card += "| `policy.pt2` | the same policy as a torch program: `[B, …]` in, actions `[B, chunk, dim]` out |\n"
+        card += "| `policy.py` | acts with it, without rlhpc: `python policy.py` plays an episode |\n"
+    card += f"\n## The network\n\n{_forward(config['policy'])}\n\n## With rlhpc\n\n"
+    card += '```python\nfrom rlhpc import load_exported\n\npolicy = load_exported(".")\n'
+    card += 'actions, extras = policy.predict_action_batch(obs, mode="eval")   # obs: tensor [B, …]\n```\n'
+    return card
 
 
 def _forward(spec: Mapping[str, Any]) -> str:
     """Returns a description of the network that suffices to rebuild it."""
     model, action = spec.get("model") or {}, spec.get("action_space") or {}
-    kind = model.get("model_type", spec.get("model_type", "a model of its own"))
-    if kind != "mlp":
-        return f"`model_type` is `{kind}`; `config.json` has its options."
+    model_type = model.get("model_type", spec.get("model_type", "a model of its own"))
+    if model_type != "mlp":
+        return f"`model_type` is `{model_type}`; `config.json` has its options."
     layers = " → ".join(
         f"Linear({width}) → {model.get('activation', 'tanh')}" for width in model.get("hidden_sizes", ())
     )
@@ -100,10 +103,10 @@ def _forward(spec: Mapping[str, Any]) -> str:
         "Discrete": "logits; the action is the largest",
         "Box": "the mean of a Gaussian, clipped to the action space",
     }
-    gives = last.get(str(action.get("type")), "logits for each part of the action")
+    output_text = last.get(str(action.get("type")), "logits for each part of the action")
     return (
         "Observations are flattened (several in the order of their names). `actor.*` of `model.safetensors`: "
-        f"{layers} → Linear: {gives}. `critic.*`: the same layers, and the value."
+        f"{layers} → Linear: {output_text}. `critic.*`: the same layers, and the value."
     )
 
 
@@ -129,8 +132,8 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
     try:
         model = (checkpoint / MODEL).read_bytes()
         acting = _acting(checkpoint, config)
-        results = results_beside(checkpoint, step)
-        card = policy_card(config, checkpoint.name, results, licence=licence, standalone=bool(acting))
+        evaluations = results_beside(checkpoint, step)
+        card = policy_card(config, checkpoint.name, evaluations, licence=licence, standalone=bool(acting))
         _write_folder(
             target,
             {
@@ -164,11 +167,13 @@ def release_checkpoint(
     checkpoint, target, step = _from_and_to(checkpoint, output)
     policy: Any = load_exported(checkpoint, trust_code=trust_code)
     if not hasattr(policy, "release"):
-        kind = policy.spec()["model"]["model_type"]
-        raise ConfigError(f"--released is for openvla and lerobot; {checkpoint} is of model_type {kind}: leave it out")
+        model_type = policy.spec()["model"]["model_type"]
+        raise ConfigError(
+            f"--released is for openvla and lerobot; {checkpoint} is of model_type {model_type}: leave it out"
+        )
     try:
-        results = results_beside(checkpoint, step)
-        card = policy_card(_config(checkpoint, step), checkpoint.name, results, licence=licence, released=True)
+        evaluations = results_beside(checkpoint, step)
+        card = policy_card(_config(checkpoint, step), checkpoint.name, evaluations, licence=licence, released=True)
         with filled_folder(target) as staging:
             policy.release(staging, step)
             write_durably(staging / "README.md", card.encode())
@@ -216,32 +221,32 @@ def _config(checkpoint: Path, step: int) -> dict[str, Any]:
     from rlhpc import __version__
 
     spec = read_object(checkpoint / "model.json")
-    run: dict[str, Any] = {}
+    run_config: dict[str, Any] = {}
     if (checkpoint / CONFIG).is_file():
         try:
-            run = read_yaml((checkpoint / CONFIG).read_bytes()) or {}
+            run_config = read_yaml((checkpoint / CONFIG).read_bytes()) or {}
         except (ValueError, yaml.YAMLError) as error:
             raise CheckpointError(f"{checkpoint / CONFIG}: cannot be read as YAML: {error}") from error
-    env = _at(run, "env", "eval") or _at(run, "env", "train") or {}
+    env = _at(run_config, "env", "eval") or _at(run_config, "env", "train") or {}
     return {
         "format": EXPORT_FORMAT,
         "architectures": ["rlhpc.models.Policy"],
         "model_type": spec.get("model_type", "rlhpc"),
         "policy": spec,
-        "env_id": env.get("env_id") or _at(run, "env", "train", "env_id"),
+        "env_id": env.get("env_id") or _at(run_config, "env", "train", "env_id"),
         "env": env,
-        "run": _at(run, "runner", "name"),
+        "run": _at(run_config, "runner", "name"),
         "global_step": step,
         "rlhpc_version": __version__,
     }
 
 
 def _finite(value: Any) -> Any:
-    """Replaces infinities by words; JSON lacks them, and checkpoints of earlier versions contain them."""
+    """Replaces infinities by strings, because JSON has no infinity and checkpoints of earlier versions contain some."""
     if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
+        return {key: _finite(child) for key, child in value.items()}
     if isinstance(value, list):
-        return [_finite(part) for part in value]
+        return [_finite(child) for child in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -253,8 +258,8 @@ def _at(tree: Any, *keys: str) -> Any:
 
 def _write_folder(target: Path, files: dict[str, bytes]) -> None:
     with filled_folder(target) as staging:
-        for name, data in files.items():
-            write_durably(staging / name, data)
+        for name, content in files.items():
+            write_durably(staging / name, content)
 
 
 def _acting(checkpoint: Path, config: dict[str, Any]) -> dict[str, bytes]:

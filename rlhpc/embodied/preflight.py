@@ -110,8 +110,8 @@ def policy_checks(
         yield Check("runner.init_from", lambda: find_weights(start), path_resource(cfg, start))
     yield Check("actor.model and env.train", policy, resource)
     if start is not None:
-        at = strongest(resource, path_resource(cfg, start))
-        yield Check("runner.init_from and actor.model", lambda: check_start(cfg, policy()), at)
+        check_resource = strongest(resource, path_resource(cfg, start))
+        yield Check("runner.init_from and actor.model", lambda: check_start(cfg, policy()), check_resource)
     yield Check("env.eval.real_time_chunking", check_real_time, resource)
 
 
@@ -161,7 +161,7 @@ def off_policy_checks(cfg: SacConfig, ranks: Mapping[str, int], python: str | No
     path, train = cfg.algorithm.demo_buffer.load_path, cfg.env.train
     if not path:
         return
-    at = path_resource(cfg, path, _recorder(cfg))
+    check_resource = path_resource(cfg, path, _recorder(cfg))
 
     @cache
     def demos() -> Any:
@@ -169,11 +169,11 @@ def off_policy_checks(cfg: SacConfig, ranks: Mapping[str, int], python: str | No
             path, reward_scale=train.reward_scale, ignore_terminations=train.ignore_terminations, skip=skips(cfg)
         )
 
-    yield Check("algorithm.demo_buffer.load_path", demos, at)
+    yield Check("algorithm.demo_buffer.load_path", demos, check_resource)
     yield Check(
         "algorithm.demo_buffer.load_path and env.train",
         lambda: fit(demos(), *spaces(), cfg.actor.model.num_action_chunks),
-        strongest(at, resource),
+        strongest(check_resource, resource),
     )
 
 
@@ -197,11 +197,15 @@ def bc_checks(cfg: BcConfig, python: str | None) -> Iterator[Check]:
     yield from policy_checks(cfg, spaces, resource, lambda pair: check_policy(cfg.actor, pair, [python]))
     yield Check("algorithm.bc_loss", lambda: check_actions(cfg, spaces()[1]), resource)
     if path := cfg.algorithm.value_model:
-        at = path_resource(cfg, path)
-        yield Check(KEY, lambda: find_weights(path, KEY), at)
-        yield Check(f"{KEY} and env.train", lambda: value_model(cfg, spaces()[0]), strongest(at, resource))
+        check_resource = path_resource(cfg, path)
+        yield Check(KEY, lambda: find_weights(path, KEY), check_resource)
+        yield Check(f"{KEY} and env.train", lambda: value_model(cfg, spaces()[0]), strongest(check_resource, resource))
     paths: Sequence[str] = [cfg.demos.path] if isinstance(cfg.demos.path, str) else list(cfg.demos.path or ())
-    at = strongest(*(path_resource(cfg, one, _recorder(cfg)) for one in paths))
-    first = cache(lambda: next(iter(read_demos(cfg, [] if skips(cfg) else None))))
-    yield Check("demos.path", first, at)
-    yield Check("demos.path and env.train", lambda: check_fit(first(), *spaces()), strongest(at, resource))
+    check_resource = strongest(*(path_resource(cfg, demo_path, _recorder(cfg)) for demo_path in paths))
+    first_trajectory = cache(lambda: next(iter(read_demos(cfg, [] if skips(cfg) else None))))
+    yield Check("demos.path", first_trajectory, check_resource)
+    yield Check(
+        "demos.path and env.train",
+        lambda: check_fit(first_trajectory(), *spaces()),
+        strongest(check_resource, resource),
+    )

@@ -58,22 +58,22 @@ def call_where_importable(
     python = os.environ.get(PYTHON)
     if not python:
         raise needs_lerobot(f"the policy of {of}")
-    call = pickle.dumps((function.__module__, function.__qualname__, args, kwargs))
+    pickled_call = pickle.dumps((function.__module__, function.__qualname__, args, kwargs))
     root = str(Path(__file__).resolve().parents[2])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "answer")
+        answer_file = Path(folder, "answer")
         try:
             completed = subprocess.run(
-                [python, "-m", __name__, str(answer)], input=call, env=env, stdout=subprocess.DEVNULL
+                [python, "-m", __name__, str(answer_file)], input=pickled_call, env=env, stdout=subprocess.DEVNULL
             )
         except OSError as error:
             raise needs_lerobot(f"{PYTHON} is {python!r}, which cannot be started ({error.strerror}); {of}") from error
-        if not answer.is_file():
+        if not answer_file.is_file():
             raise RlhpcError(f"{python} ended with {completed.returncode} and no answer; what it said is above")
-        answer_value, raised = pickle.loads(answer.read_bytes())
-    if raised is not None:
-        raise raised
+        answer_value, raised_error = pickle.loads(answer_file.read_bytes())
+    if raised_error is not None:
+        raise raised_error
     result: Result = answer_value
     return result
 
@@ -93,12 +93,12 @@ def _is_lerobot(folder: Path) -> bool:
 def main() -> None:
     """Runs a pickled call and writes its answer."""
     module, name, args, kwargs = pickle.loads(sys.stdin.buffer.read())
-    result, raised = None, None
+    answer, exception = None, None
     try:
-        result = getattr(importlib.import_module(module), name)(*args, **kwargs)
+        answer = getattr(importlib.import_module(module), name)(*args, **kwargs)
     except RlhpcError as error:
-        raised = error
-    Path(sys.argv[1]).write_bytes(pickle.dumps((result, raised)))
+        exception = error
+    Path(sys.argv[1]).write_bytes(pickle.dumps((answer, exception)))
 
 
 if __name__ == "__main__":

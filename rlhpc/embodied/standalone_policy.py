@@ -1,4 +1,4 @@
-"""The part of an export that acts without rlhpc: policy.pt2, policy.py and the sources of wrappers."""
+"""Standalone policy of an export, which acts without rlhpc: policy.pt2, policy.py and the sources of wrappers."""
 
 from __future__ import annotations
 
@@ -263,8 +263,8 @@ if __name__ == "__main__":
 def wrapper_files(env: Any) -> dict[str, bytes]:
     """Returns the sources of rlhpc's wrappers that a section `env.eval` names, by file name in an export's folder."""
     files: dict[str, bytes] = {}
-    for entry in (env or {}).get("wrappers") or []:
-        name = next(iter(entry), "") if isinstance(entry, dict) else entry
+    for wrapper_entry in (env or {}).get("wrappers") or []:
+        name = next(iter(wrapper_entry), "") if isinstance(wrapper_entry, dict) else wrapper_entry
         if str(name).lower() in _OWN_WRAPPERS:
             file, module, _ = _OWN_WRAPPERS[str(name).lower()]
             spec = find_spec(module)
@@ -315,5 +315,5 @@ def program_of(policy: Policy) -> bytes | None:
 def _rows(space: Any, count: int) -> Any:
     """Returns `count` zero observations of a space, as tensors."""
     if hasattr(space, "spaces"):
-        return {key: _rows(part, count) for key, part in space.spaces.items()}
+        return {key: _rows(subspace, count) for key, subspace in space.spaces.items()}
     return torch.from_numpy(np.zeros((count, *space.shape), space.dtype))

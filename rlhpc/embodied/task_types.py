@@ -81,8 +81,11 @@ Playing = TypeVar("Playing", PpoConfig, SacConfig)
 def _python_of(cfg: RunConfig, component: str) -> str | None:
     """Returns the Python of a group's nodes, if `cluster.node_groups` sets one."""
     placements = cfg.cluster.component_placement.items()
-    placed = next((at for names, at in placements if component in re.split(r"\s*,\s*", names)), None)
-    label = placed.get("node_group") if isinstance(placed, Mapping) else None
+    placement = next(
+        (component_placement for names, component_placement in placements if component in re.split(r"\s*,\s*", names)),
+        None,
+    )
+    label = placement.get("node_group") if isinstance(placement, Mapping) else None
     return next((group.python_interpreter for group in cfg.cluster.node_groups if group.label == label), None)
 
 
@@ -192,9 +195,9 @@ class EmbodiedChecks(ConfigChecks[Cfg]):
         """Returns the differences of a checkpoint: another environment, or a network of other shapes."""
         model = saved_values(checkpoint / "model.json").get("model") or {}
         saved_shapes = {f"actor.model.{name}": model[name] for name in _SHAPES if name in model}
-        saved = {**saved_values(checkpoint / CONFIG, _ENVIRONMENT), **saved_shapes}
+        saved_config = {**saved_values(checkpoint / CONFIG, _ENVIRONMENT), **saved_shapes}
         schema = Schema(self._config, cfg.runner.task_type)
-        return differing(cfg, saved, [key for key in saved if key in schema])
+        return differing(cfg, saved_config, [key for key in saved_config if key in schema])
 
     def evaluation_metrics(self, cfg: Cfg) -> Sequence[str]:
         """Returns the metrics of the evaluations at `runner.val_check_interval` (`ConfigChecks.evaluation_metrics`)."""
@@ -207,10 +210,10 @@ class PlayingChecks(EmbodiedChecks[Playing]):
     def goal(self, cfg: Playing) -> Any:
         """Returns the conditions of an early end, including the return at which the run stops."""
         run: Any = cfg  # a constrained type variable is no argument of a generic base
-        early: Any = super().goal(run)
-        if early is None:
+        stop_keys: Any = super().goal(run)
+        if stop_keys is None:
             return cfg.runner.stop_return
-        return [cfg.runner.stop_return, *early]
+        return [cfg.runner.stop_return, *stop_keys]
 
 
 class PpoChecks(PlayingChecks[PpoConfig]):
@@ -289,11 +292,11 @@ class EmbodiedOffline(Offline[Cfg]):
         from rlhpc.embodied.evaluation.evaluate import evaluate_checkpoint
         from rlhpc.embodied.python_env import call_where_importable
 
-        result = call_where_importable(
+        evaluation = call_where_importable(
             checkpoint, evaluate_checkpoint, checkpoint, cfg=cfg, suite=suite, episodes=episodes, output=output,
             trust_code=trust_code,
         )  # fmt: skip
-        return describe_result(result)
+        return describe_result(evaluation)
 
     def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
         """Plays episodes in a window, or makes a film of them."""
@@ -305,8 +308,8 @@ class EmbodiedOffline(Offline[Cfg]):
         from rlhpc.embodied.evaluation.window import play_checkpoint
         from rlhpc.embodied.python_env import call_where_importable
 
-        result = call_where_importable(checkpoint, play_checkpoint, checkpoint, cfg, options)
-        return describe_result(result) + (f" → {result['video']}" if "video" in result else "")
+        playback = call_where_importable(checkpoint, play_checkpoint, checkpoint, cfg, options)
+        return describe_result(playback) + (f" → {playback['video']}" if "video" in playback else "")
 
     def export(self, checkpoint: Path, output: Path | None, options: Exporting) -> Path:
         """Writes the policy's folder."""

@@ -67,9 +67,11 @@ class TargetNetwork:
         self.module = copy.deepcopy(source).requires_grad_(False)
         self._source = flat_source
         parameters = list(self.module.parameters())
-        self._weights = torch.cat([p.detach().reshape(-1) for p in parameters])
-        for parameter, part in zip(parameters, self._weights.split([p.numel() for p in parameters]), strict=True):
-            parameter.data = part.view(parameter.shape)
+        self._weights = torch.cat([weight.detach().reshape(-1) for weight in parameters])
+        for parameter, weight_slice in zip(
+            parameters, self._weights.split([weight.numel() for weight in parameters]), strict=True
+        ):
+            parameter.data = weight_slice.view(parameter.shape)
 
     def follow(self, tau: float) -> None:
         """Moves the copy towards the network by a fraction `tau`; 1 copies it completely."""
@@ -206,8 +208,8 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
             return False
 
         def message() -> str:
-            bad = backend.bad_gradients()
-            return f"update {self.updates}: the gradient of the {network} is not finite ({listed(bad) or 'its norm'})"
+            names = backend.bad_gradients()
+            return f"update {self.updates}: the gradient of the {network} is not finite ({listed(names) or 'its norm'})"
 
         self.skips.left_out(message)
         return True
@@ -231,8 +233,8 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
             self.actor_metrics
         )
         means = {name: total / n for name, total, n in zip(names, sums.tolist(), counts, strict=True)}
-        if bad := [name for name, mean in means.items() if not math.isfinite(mean)]:
-            raise nonfinite(f"after update {self.updates}: {', '.join(bad)} not finite")
+        if nonfinite_names := [name for name, mean in means.items() if not math.isfinite(mean)]:
+            raise nonfinite(f"after update {self.updates}: {', '.join(nonfinite_names)} not finite")
         self._sums.zero_()
         self._counts = [0, 0]
         return {

@@ -64,7 +64,8 @@ class TransitionStream:
         return self._batch
 
     def wait_until(self, part: int) -> None:
-        """Receives all parts up to and including `part` that have not been received yet; blocks until they are there."""
+        """Receives all parts up to and including `part` that have not been received yet; blocks until they have
+        arrived."""
         start = time.perf_counter()
         while self._next <= part:
             received = self._take(self._next)
@@ -77,7 +78,7 @@ class TransitionStream:
         self.waited += time.perf_counter() - start
 
     def _allocate(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns room for the rows of all parts, like those of one part."""
+        """Allocates the rows of all parts, with the shapes and dtypes of one part."""
         slots, size, *shape = rows.shape
         return rows.new_empty((slots * size * self.parts, *shape))
 
@@ -90,7 +91,7 @@ class TransitionStream:
         Each item is built when it is requested, once its rows have arrived.
         """
         part_of_row = indices % self.steps // (self.steps // self.parts)
-        chunks = [
+        row_chunks = [
             (part, rows) for part in part_of_row.unique().tolist() for rows in indices[part_of_row == part].split(size)
         ]
 
@@ -98,7 +99,7 @@ class TransitionStream:
             self.wait_until(part)
             return make(rows)
 
-        return LazySequence([partial(build, part, rows) for part, rows in chunks])
+        return LazySequence([partial(build, part, rows) for part, rows in row_chunks])
 
 
 class LazySequence(Sequence[Item], Generic[Item]):
@@ -111,7 +112,7 @@ class LazySequence(Sequence[Item], Generic[Item]):
         return len(self._builders)
 
     def __iter__(self) -> Iterator[Item]:
-        return (make() for make in self._builders)
+        return (build() for build in self._builders)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         return self._builders[index]()
@@ -233,24 +234,24 @@ class PolicyUpdate:
             batch = replace(batch, proximal_logprobs=self._proximal(batch))
         sums = torch.zeros(len(METRICS), dtype=torch.float64, device=device)
         norms = torch.zeros((), dtype=torch.float64, device=device)
-        loss_facts: dict[str, torch.Tensor] = {}
-        updates = empty = 0
-        for number, part in enumerate(self._minibatches(batch, held, total, step, arriving)):
-            if part.empty:  # Adam would move by its momentum alone
-                empty += 1
+        loss_metrics: dict[str, torch.Tensor] = {}
+        updates = num_empty = 0
+        for minibatch_index, minibatch in enumerate(self._minibatches(batch, held, total, step, arriving)):
+            if minibatch.empty:  # Adam would move by its momentum alone
+                num_empty += 1
                 continue
-            stats, more = self._accumulate(batch, part)
+            stats, minibatch_metrics = self._accumulate(batch, minibatch)
             if self._too_far(stats):
                 break
             norm = self.backend.optimizer_step(lr)
             if self.backend.refuses(norm):
-                problem = self._not_finite(stats)
-                self.skips.left_out(lambda: f"step {step}, minibatch {number}: {problem}")  # noqa: B023 (called at once)
+                nonfinite_text = self._not_finite(stats)
+                self.skips.left_out(lambda: f"step {step}, minibatch {minibatch_index}: {nonfinite_text}")  # noqa: B023 (called at once)
                 continue
             self.skips.took()
             norms += norm
             sums += stats
-            loss_facts = _added(loss_facts, more)
+            loss_metrics = _added(loss_metrics, minibatch_metrics)
             updates += 1
         if arriving is not None:  # also where the updates have ended early
             arriving.wait_until(arriving.parts - 1)
@@ -262,9 +263,9 @@ class PolicyUpdate:
             "grad_norm": float(norms) / max(updates, 1),
             "epochs": updates / -(-total // self.batch_size),
             "lr": lr,
-            **self._own_metrics(loss_facts, max(updates, 1)),
+            **self._own_metrics(loss_metrics, max(updates, 1)),
             **self.skips.counted(),
-            **({"empty_minibatches": float(empty)} if empty else {}),
+            **({"empty_minibatches": float(num_empty)} if num_empty else {}),
         }
 
     @torch.no_grad()
@@ -275,13 +276,13 @@ class PolicyUpdate:
         logprobs = []
         options = {"compute_logprobs": True, "compute_entropy": False, "compute_values": False}
         for rows in torch.arange(len(batch), device=batch.mask.device).split(self.micro_batch or len(batch)):
-            out = self.backend.evaluate(_forward, (batch.select(rows).policy_inputs(), options))
-            logprobs.append(out["logprobs"])
+            outputs = self.backend.evaluate(_forward, (batch.select(rows).policy_inputs(), options))
+            logprobs.append(outputs["logprobs"])
         return torch.cat(logprobs)
 
     def _own_metrics(self, sums: dict[str, torch.Tensor], updates: int) -> dict[str, float]:
-        """Returns metrics of a loss that is not built in. A rank without a row of any minibatch gets the names from the
-        others.
+        """Returns metrics of a loss that is not built in. A rank without rows in any minibatch gets the names from the
+        other ranks.
         """
         if POLICY_LOSSES.find(self.loss_type) in _BUILT_IN:
             return {}
@@ -299,8 +300,8 @@ class PolicyUpdate:
         losses = [
             f"{name} of actor-{rank}"
             for rank, row in enumerate(self._sum(flags).tolist())
-            for name, bad in zip(METRICS, row, strict=True)
-            if bad
+            for name, is_nonfinite in zip(METRICS, row, strict=True)
+            if is_nonfinite
         ]
         gradients = self.backend.bad_gradients()
         gradient_text = (
@@ -329,7 +330,7 @@ class PolicyUpdate:
             begin = 1
         orders = [permutation(total, self.seed, step, epoch) for epoch in range(begin, self.epochs)]
         epochs = [self._parts(batch, local_minibatches(order, self.batch_size, held)) for order in orders]
-        yield from (part for parts in epochs for part in parts)
+        yield from (minibatch for minibatches in epochs for minibatch in minibatches)
 
     def _as_they_come(
         self, batch: TrainBatch, held: range, total: int, step: int, arriving: TransitionStream
@@ -342,11 +343,11 @@ class PolicyUpdate:
         slots, parts = total // arriving.steps, arriving.parts
         order = permutation_by_part(slots, arriving.steps, parts, self.seed, step, 0)
         indices = local_minibatches(order, self.batch_size, held)
-        each = total // parts // self.batch_size
-        if each:
+        minibatches_per_part = total // parts // self.batch_size
+        if minibatches_per_part:
             for part in range(parts):
                 arriving.wait_until(part)
-                yield from self._parts(batch, indices[part * each : (part + 1) * each])
+                yield from self._parts(batch, indices[part * minibatches_per_part : (part + 1) * minibatches_per_part])
             return
         arriving.wait_until(0)
         device, tokens = batch.logprobs.device, batch.tokens_per_row
@@ -358,42 +359,44 @@ class PolicyUpdate:
     def _parts(self, batch: TrainBatch, indices: list[torch.Tensor]) -> list[MinibatchShard]:
         """Returns the minibatches, with counts and moments of their advantages over all ranks."""
         device = batch.logprobs.device
-        indices = [part.to(device) for part in indices]
+        indices = [rows_of_shard.to(device) for rows_of_shard in indices]
         mask = batch.mask.double()
         advantages = batch.advantages.double() * mask
         sums = [mask, advantages, advantages * batch.advantages]
         rows = torch.stack([column.flatten(1).sum(1) if column.dim() > 1 else column for column in sums], dim=1)
         tokens = batch.token_weights()
-        each = mask if tokens.shape[1] == 1 and batch.token_mask is None else tokens.double().sum(1)
+        token_counts = mask if tokens.shape[1] == 1 and batch.token_mask is None else tokens.double().sum(1)
         if self.normalize == "batch":
             moments = rows.sum(0).expand(len(indices), 3).clone()
         else:
-            moments = torch.stack([rows[part].sum(0) for part in indices])
-        kinds = [mask] if each is mask else [mask, each]
-        counts = [torch.stack([column[part].sum() for part in indices]) for column in kinds]
+            moments = torch.stack([rows[rows_of_shard].sum(0) for rows_of_shard in indices])
+        counted_columns = [mask] if token_counts is mask else [mask, token_counts]
+        counts = [torch.stack([column[rows_of_shard].sum() for rows_of_shard in indices]) for column in counted_columns]
         stacked = self._sum(torch.cat([moments, torch.stack(counts, dim=1)], dim=1))
-        n, first, second, *counts = stacked.unbind(1)
-        mean = first / n.clamp(min=1)
-        variance = ((second - n * mean * mean) / (n - 1).clamp(min=1)).clamp(min=0)
+        n, value_sums, squared_sums, *counts = stacked.unbind(1)
+        mean = value_sums / n.clamp(min=1)
+        variance = ((squared_sums - n * mean * mean) / (n - 1).clamp(min=1)).clamp(min=0)
         if self.normalize in ("none", "false"):
             mean, variance = torch.zeros_like(mean), torch.ones_like(variance)
         mean, std = mean.float(), variance.sqrt().float()
-        empty = (counts[0] == 0).tolist()
+        empty_flags = (counts[0] == 0).tolist()
         counts = [count.float().clamp(min=1) for count in counts]
         columns = zip(indices, counts[0], counts[-1], mean, std, strict=True)
-        parts = [MinibatchShard(*values, empty=none) for values, none in zip(columns, empty, strict=True)]
+        shards = [
+            MinibatchShard(*values, empty=is_empty) for values, is_empty in zip(columns, empty_flags, strict=True)
+        ]
         if not self.backend.lockstep:
-            return parts
-        local_passes = [-(-part.indices.numel() // self._size(part)) for part in parts]
+            return shards
+        local_passes = [-(-shard.indices.numel() // self._size(shard)) for shard in shards]
         num_passes = passes(local_passes, self._rank, self._ranks, self._reduce)
-        return [replace(part, passes=num) for part, num in zip(parts, num_passes, strict=True)]
+        return [replace(shard, passes=shard_passes) for shard, shard_passes in zip(shards, num_passes, strict=True)]
 
     def _size(self, part: MinibatchShard) -> int:
         return self.micro_batch or max(part.indices.numel(), 1)
 
     def _accumulate(self, batch: TrainBatch, part: MinibatchShard) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Accumulates the gradients of one minibatch; returns this rank's share of its metrics and of the loss's other
-        facts.
+        """Accumulates the gradients of one minibatch; returns this rank's share of its metrics and of the loss's
+        further metrics.
         """
         stats = torch.zeros(len(METRICS), dtype=torch.float64, device=batch.logprobs.device)
         loss_facts: dict[str, torch.Tensor] = {}
@@ -402,62 +405,65 @@ class PolicyUpdate:
             return Micro(batch.select(indices), part)
 
         if part.coming is not None:
-            micros = part.coming.iter_micro_batches(part.indices, self._size(part), micro)
+            micro_batches = part.coming.iter_micro_batches(part.indices, self._size(part), micro)
         else:
-            micros = [micro(rows) for rows in part.indices.split(self._size(part)) if rows.numel()]
-        if part.passes > len(micros):
-            micros = [*micros, *[Micro(batch.idle_row(), part)] * (part.passes - len(micros))]
-        for facts in self.backend.forward_backward(micros, self._loss):
-            stats += facts.pop("stats")
-            loss_facts = _added(loss_facts, facts)
+            micro_batches = [micro(rows) for rows in part.indices.split(self._size(part)) if rows.numel()]
+        if part.passes > len(micro_batches):
+            micro_batches = [*micro_batches, *[Micro(batch.idle_row(), part)] * (part.passes - len(micro_batches))]
+        for metrics in self.backend.forward_backward(micro_batches, self._loss):
+            stats += metrics.pop("stats")
+            loss_facts = _added(loss_facts, metrics)
         return stats, loss_facts
 
     def _loss(self, called: nn.Module, micro_batch: Micro) -> tuple[torch.Tensor, Metrics]:
         """Returns a micro-batch's share of the minibatch's loss and metrics; "stats" are those of `METRICS`."""
-        rows, part = micro_batch
+        rows, shard = micro_batch
         size = len(rows)
         tokens = rows.token_weights()
         advantages = rows.advantages.reshape(size, -1)
         if self.normalize not in ("none", "false"):
-            advantages = (advantages - part.mean) / (part.std + 1e-8)
+            advantages = (advantages - shard.mean) / (shard.std + 1e-8)
         has_value_loss = self.value_coef > 0
         options = {"compute_logprobs": True, "compute_entropy": True, "compute_values": has_value_loss}
-        out = _forward(called, (rows.policy_inputs(), options))
-        extra: dict[str, Any] = {}
+        outputs = _forward(called, (rows.policy_inputs(), options))
+        extra_inputs: dict[str, Any] = {}
         if rows.proximal_logprobs is not None:
-            extra["proximal_logprobs"] = rows.proximal_logprobs.reshape(size, -1)
+            extra_inputs["proximal_logprobs"] = rows.proximal_logprobs.reshape(size, -1)
         # A decision is a sequence here, of one token or of several: [M, ...] → [M, tokens].
-        policy, facts = policy_loss(
+        policy_term, loss_metrics = policy_loss(
             self.loss_type,
-            logprobs=out["logprobs"].reshape(size, -1),
+            logprobs=outputs["logprobs"].reshape(size, -1),
             old_logprobs=rows.logprobs.reshape(size, -1),
             advantages=spread(advantages, tokens.shape[1]),
             loss_mask=tokens,
-            global_tokens=part.tokens,
+            global_tokens=shard.tokens,
             **self._loss_options,
-            **extra,
+            **extra_inputs,
         )
         if has_value_loss:
-            value, _ = value_loss(
-                values=out["values"].reshape(size, -1),
+            value_term, _ = value_loss(
+                values=outputs["values"].reshape(size, -1),
                 returns=rows.returns.reshape(size, -1),
                 loss_mask=rows.mask.reshape(size, -1),
                 old_values=rows.values.reshape(size, -1),
                 value_clip=self.value_clip,
-                global_tokens=part.count,
+                global_tokens=shard.count,
             )
         else:
-            value = torch.zeros_like(policy)
-        entropy = (out["entropy"].reshape(size, -1) * tokens).sum() / part.tokens
-        loss = policy + self.value_coef * value - self.entropy_coef * entropy
+            value_term = torch.zeros_like(policy_term)
+        entropy = (outputs["entropy"].reshape(size, -1) * tokens).sum() / shard.tokens
+        loss = policy_term + self.value_coef * value_term - self.entropy_coef * entropy
         with torch.no_grad():
-            share = tokens.sum() / part.tokens  # the facts are means over this micro-batch
+            token_fraction = tokens.sum() / shard.tokens  # the metrics are means over this micro-batch
             zero = torch.zeros_like(loss)
-            means = [share * facts.get("approx_kl", zero), share * facts.get("clip_fraction", zero)]
-            stats = torch.stack([policy, value, entropy, *means]).double()
+            means = [
+                token_fraction * loss_metrics.get("approx_kl", zero),
+                token_fraction * loss_metrics.get("clip_fraction", zero),
+            ]
+            stats = torch.stack([policy_term, value_term, entropy, *means]).double()
             loss_facts = {
-                name: share * torch.as_tensor(fact, dtype=torch.float64, device=stats.device)
-                for name, fact in facts.items()
+                name: token_fraction * torch.as_tensor(metric, dtype=torch.float64, device=stats.device)
+                for name, metric in loss_metrics.items()
                 if name not in _BUILT_IN_FACTS
             }
         return loss, {"stats": stats, **loss_facts}
@@ -470,4 +476,4 @@ def _forward(called: nn.Module, request: tuple[dict[str, Any], dict[str, bool]])
 
 
 def _added(sums: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {**sums, **{name: sums[name] + value if name in sums else value for name, value in more.items()}}
+    return {**sums, **{name: sums[name] + metric if name in sums else metric for name, metric in more.items()}}

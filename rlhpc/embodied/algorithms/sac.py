@@ -44,19 +44,19 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
         """Steps the critics towards reward plus the smaller target value, minus the entropy term of the action's log-prob."""
         with torch.no_grad():
             next_actions, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])
-            value = self.soft(self.targets["critics"].module(next_obs, next_actions.flatten(1)), logprobs)
-        return self.fit_critics(self.policy.critics(obs, batch.actions.flatten(1)), value, batch)
+            soft_value = self.soft(self.targets["critics"].module(next_obs, next_actions.flatten(1)), logprobs)
+        return self.fit_critics(self.policy.critics(obs, batch.actions.flatten(1)), soft_value, batch)
 
     def soft(self, values: Tensor, logprobs: Tensor) -> Tensor:
         """Returns the smaller of the critics' values `[2, b]`, minus α · log-prob if the targets include the entropy."""
-        value = values.amin(0)
-        return value - self.alpha * logprobs if self.backup_entropy else value
+        min_value = values.amin(0)
+        return min_value - self.alpha * logprobs if self.backup_entropy else min_value
 
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Steps the actor towards higher value and entropy, then steps the temperature."""
         actions, logprobs = self.policy.head.act(self.policy.actor(obs), batch.noise[1])
-        value = self.policy.critics(obs, actions.flatten(1)).amin(0)
-        loss = (self.alpha * logprobs - value).sum() / batch.total
+        min_value = self.policy.critics(obs, actions.flatten(1)).amin(0)
+        loss = (self.alpha * logprobs - min_value).sum() / batch.total
         norm = self.fit_actor(loss)
         with torch.no_grad():
             entropy = -logprobs.detach().sum() / batch.total
@@ -84,10 +84,10 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned (`OffPolicyUpdate.restore`)."""
         super().restore(state)
-        first, second, steps = state["alpha_adam"]
+        exp_avg, exp_avg_sq, steps = state["alpha_adam"]
         self.log_alpha.copy_(state["log_alpha"])
-        self._alpha_adam.exp_avg.copy_(first)
-        self._alpha_adam.exp_avg_sq.copy_(second)
+        self._alpha_adam.exp_avg.copy_(exp_avg)
+        self._alpha_adam.exp_avg_sq.copy_(exp_avg_sq)
         self._alpha_adam.resume_at(int(steps))
         self.alpha = self.log_alpha.exp()
 
@@ -121,9 +121,9 @@ class CrossQUpdate(SacUpdate):
             next_actions, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])
         actions = torch.cat((batch.actions.flatten(1), next_actions.flatten(1)))
         critics = self.policy.critics.train()
-        values = critics(torch.cat((obs, next_obs)), actions)
+        joint_values = critics(torch.cat((obs, next_obs)), actions)
         critics.eval()
-        predictions, next_values = values[:, : len(obs)], values[:, len(obs) :].detach()
+        predictions, next_values = joint_values[:, : len(obs)], joint_values[:, len(obs) :].detach()
         return self.fit_critics(predictions, self.soft(next_values, logprobs), batch)
 
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:

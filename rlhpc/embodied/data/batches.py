@@ -69,8 +69,8 @@ class RolloutCounts:
     @classmethod
     def sum(cls, parts: Sequence[RolloutCounts]) -> RolloutCounts:
         """Adds the counts of several ranks, or of several parts of a step."""
-        dropped = {reason: sum(part.dropped.get(reason, 0) for part in parts) for reason in DropReason}
-        return cls(min(part.version for part in parts), sum(part.received for part in parts), dropped)
+        dropped = {reason: sum(counts.dropped.get(reason, 0) for counts in parts) for reason in DropReason}
+        return cls(min(counts.version for counts in parts), sum(counts.received for counts in parts), dropped)
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,9 @@ class RolloutBatch(Generic[Array]):
 
     def columns(self) -> dict[str, Array]:
         """Returns the columns of a message by name; fields that are None have none."""
-        leading = {name: getattr(self, attribute) for name, attribute in _LEADING.items()}
-        trailing = {name: getattr(self, attribute) for name, attribute in _TRAILING.items()}
-        columns = {**columns_of("obs", self.obs), **leading, **self.extras, **trailing}
+        leading_columns = {name: getattr(self, attribute) for name, attribute in _LEADING.items()}
+        trailing_columns = {name: getattr(self, attribute) for name, attribute in _TRAILING.items()}
+        columns = {**columns_of("obs", self.obs), **leading_columns, **self.extras, **trailing_columns}
         return {name: column for name, column in columns.items() if column is not None}
 
     def transition_columns(self) -> dict[str, Array]:
@@ -161,18 +161,18 @@ class RolloutBatch(Generic[Array]):
     def from_columns(cls, columns: Mapping[str, Any]) -> RolloutBatch[Any]:
         """Builds the batch from a message: columns, and `version` if it is known."""
         attributes = {**_LEADING, **_TRAILING}
-        named = {attribute: columns[name] for name, attribute in attributes.items() if name in columns}
+        arguments = {attribute: columns[name] for name, attribute in attributes.items() if name in columns}
         extras = {
             name: column
             for name, column in columns.items()
             if name not in attributes and name != "version" and not is_column(name, "obs")
         }
-        return cls(obs=rows_of(columns, "obs"), extras=extras, version=columns.get("version"), **named)
+        return cls(obs=rows_of(columns, "obs"), extras=extras, version=columns.get("version"), **arguments)
 
     def map(self, change: Callable[[Array], Other]) -> RolloutBatch[Other]:
         """Returns the batch with `change` applied to each column."""
-        changed = {name: change(column) for name, column in self.columns().items()}
-        batch = RolloutBatch.from_columns(changed)
+        mapped_columns = {name: change(column) for name, column in self.columns().items()}
+        batch = RolloutBatch.from_columns(mapped_columns)
         return replace(batch, version=self.version, drops=self.drops, dropped=self.dropped)
 
     def of_slots(self, slots: slice) -> RolloutBatch[Array]:
@@ -182,11 +182,14 @@ class RolloutBatch(Generic[Array]):
     @staticmethod
     def join(parts: Sequence[RolloutBatch[np.ndarray]], axis: int) -> RolloutBatch[np.ndarray]:
         """Concatenates batches of consecutive slots (axis 0) or decisions (axis 1)."""
-        if any(part.missing is not None for part in parts):
-            parts = [part if part.missing is not None else replace(part, missing=part._mask()) for part in parts]
-        columns = [part.columns() for part in parts]
-        joined = {name: np.concatenate([each[name] for each in columns], axis) for name in columns[0]}
-        versions = [part.version for part in parts if part.version is not None]
+        if any(rollout.missing is not None for rollout in parts):
+            parts = [
+                rollout if rollout.missing is not None else replace(rollout, missing=rollout._mask())
+                for rollout in parts
+            ]
+        columns = [rollout.columns() for rollout in parts]
+        joined = {name: np.concatenate([batch_columns[name] for batch_columns in columns], axis) for name in columns[0]}
+        versions = [rollout.version for rollout in parts if rollout.version is not None]
         batch: RolloutBatch[np.ndarray] = RolloutBatch.from_columns(joined)
         return replace(batch, version=min(versions, default=None))
 
@@ -199,11 +202,13 @@ class RolloutBatch(Generic[Array]):
             slots: n.
             decisions: T.
         """
-        columns = {name: np.zeros((slots, decisions, *each.shape[2:]), each.dtype) for name, each in like.items()}
+        columns = {
+            name: np.zeros((slots, decisions, *example.shape[2:]), example.dtype) for name, example in like.items()
+        }
         return RolloutBatch.from_columns({**columns, "lost": np.ones((slots, decisions), bool)})
 
     def cut_after_last(self: RolloutBatch[np.ndarray]) -> RolloutBatch[np.ndarray]:
-        """Returns the batch with all episodes that go on after its last decision truncated there."""
+        """Returns the batch with a truncation after the last decision of each episode that has not ended."""
         if self.truncations is None:
             return self
         truncations = self.truncations.copy()
@@ -213,18 +218,18 @@ class RolloutBatch(Generic[Array]):
     # -- transitions that do not train ----------------------------------------------------------------------------
 
     def _mask(self: RolloutBatch[np.ndarray], marks: np.ndarray | None = None) -> np.ndarray:
-        """Returns marks, which are all False if there are none."""
+        """Returns the mask unchanged; for None, a mask that is False everywhere."""
         return np.zeros(self.rewards.shape[:2], bool) if marks is None else marks
 
     def nonfinite_columns(self: RolloutBatch[np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the transitions with numbers that are not finite, bool, by the name of their column."""
+        """Returns a bool mask of the transitions with non-finite numbers, by column."""
         return {name: bad_rows(column, 2) for name, column in self.columns().items() if not is_finite(column)}
 
     def mark_nonfinite(self: RolloutBatch[np.ndarray], marks: Iterable[np.ndarray]) -> RolloutBatch[np.ndarray]:
         """Returns the batch with more transitions marked as not finite."""
         nonfinite = self._mask(self.nonfinite)
-        for bad in marks:
-            nonfinite = nonfinite | bad
+        for nonfinite_mask in marks:
+            nonfinite = nonfinite | nonfinite_mask
         return replace(self, nonfinite=nonfinite)
 
     def drop(self: RolloutBatch[np.ndarray], marks: np.ndarray, reason: DropReason) -> RolloutBatch[np.ndarray]:
@@ -235,11 +240,11 @@ class RolloutBatch(Generic[Array]):
             reason: Reason that they are counted for.
         """
         drops = self._mask(self.drops)
-        counted = int((marks & ~drops).sum())
-        if not counted:
+        num_dropped = int((marks & ~drops).sum())
+        if not num_dropped:
             return self
         valid = ~marks if self.valid is None else self.valid & ~marks
-        dropped = {**self.dropped, reason: self.dropped.get(reason, 0) + counted}
+        dropped = {**self.dropped, reason: self.dropped.get(reason, 0) + num_dropped}
         return replace(self, drops=drops | marks, valid=valid, dropped=dropped)
 
     def drop_lost_and_failed(
@@ -252,7 +257,7 @@ class RolloutBatch(Generic[Array]):
                 it; those besides the missing ones count as `DropReason.NONFINITE`.
             failures_by_slot: Drop all transitions of a slot whose simulator failed.
         """
-        missing, nonfinite, failed = (self._mask(marks) for marks in (self.missing, self.nonfinite, self.env_failed))
+        missing, nonfinite, failed = (self._mask(mask) for mask in (self.missing, self.nonfinite, self.env_failed))
         if by_slot:
             nonfinite = _complete_slots(missing | nonfinite)
         if failures_by_slot:
@@ -266,7 +271,7 @@ class RolloutBatch(Generic[Array]):
         return self.map(cleaned)
 
     def counts(self: RolloutBatch[np.ndarray], received: int) -> RolloutCounts:
-        """Returns the counts of the step, of which `received` transitions were taken in."""
+        """Returns the counts of the step; `received` is the number of transitions that arrived."""
         assert self.version is not None
         return RolloutCounts(self.version, received, self.dropped)
 
@@ -338,7 +343,7 @@ class RolloutBatch(Generic[Array]):
 
 
 def _complete_slots(marks: np.ndarray) -> np.ndarray:
-    """Returns marks of all transitions of the slots with a marked one, bool `[n, T]`."""
+    """Returns a bool mask `[n, T]` of all transitions in slots with at least one marked transition."""
     return np.broadcast_to(marks.any(1, keepdims=True), marks.shape)
 
 
@@ -351,7 +356,8 @@ def token_mask(executed: Tensor, logprobs: Tensor) -> Tensor:
 
 
 def ends_at(ends: Tensor, trained: Tensor) -> Tensor:
-    """Returns where episodes end among the positions that train: each end at the last of them up to its decision.
+    """Returns the ends of episodes at positions that train: each end moves to the last such position up to its
+    decision.
 
     If the decision of an end does not train (none of its actions was executed, or its simulator failed), the episode is cut
     after the position before; otherwise it would be credited with the rewards that follow.
@@ -367,8 +373,8 @@ def ends_at(ends: Tensor, trained: Tensor) -> Tensor:
     index = torch.arange(positions.shape[1], device=positions.device)
     latest = torch.where(positions, index, -1).cummax(1).values.view(trained.shape)
     latest = latest if trained.dim() == 2 else latest[..., -1]
-    marks = (ends & (latest >= 0)).to(torch.uint8)
-    counts = torch.zeros_like(positions, dtype=torch.uint8).scatter_reduce_(1, latest.clamp(min=0), marks, "amax")
+    end_marks = (ends & (latest >= 0)).to(torch.uint8)
+    counts = torch.zeros_like(positions, dtype=torch.uint8).scatter_reduce_(1, latest.clamp(min=0), end_marks, "amax")
     return counts.bool().view(trained.shape)
 
 
@@ -404,17 +410,17 @@ class TrainBatch:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TrainBatch:
         """Returns the batch with `change` applied to each tensor."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return TrainBatch(**{name: _map(value, change) for name, value in values.items()})
+        columns = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
+        return TrainBatch(**{name: _map(column, change) for name, column in columns.items()})
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields all tensors, in the same order for batches with the same fields."""
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, Mapping):
-                yield from value.values()
-            elif value is not None:
-                yield value
+        for attribute in fields(self):
+            column = getattr(self, attribute.name)
+            if isinstance(column, Mapping):
+                yield from column.values()
+            elif column is not None:
+                yield column
 
     def select(self, rows: Tensor) -> TrainBatch:
         """Returns the rows with these indices."""
@@ -465,12 +471,14 @@ def permutation(total: int, *entropy: int) -> torch.Tensor:
 
 
 def permutation_by_part(slots: int, steps: int, parts: int, *entropy: int) -> torch.Tensor:
-    """Draws a permutation of a step's transitions, numbered slot by slot. Each part of its decisions is permuted
-    separately and comes before the next part.
+    """Draws a permutation of a step's transitions, numbered slot by slot. Each part of the decisions is permuted
+    separately, and the parts stay in order.
     """
     size = steps // parts
-    drawn = [permutation(slots * size, *entropy, part) for part in range(parts)]
-    return torch.cat([(one // size) * steps + part * size + one % size for part, one in enumerate(drawn)])
+    part_orders = [permutation(slots * size, *entropy, part) for part in range(parts)]
+    return torch.cat(
+        [(part_order // size) * steps + part * size + part_order % size for part, part_order in enumerate(part_orders)]
+    )
 
 
 def local_minibatches(order: torch.Tensor, size: int, held: range) -> list[torch.Tensor]:
@@ -486,8 +494,10 @@ def local_minibatches(order: torch.Tensor, size: int, held: range) -> list[torch
     """
     if held == range(len(order)):
         return list(order.split(size))
-    inside = (order >= held.start) & (order < held.stop)
-    return [part[mask] - held.start for part, mask in zip(order.split(size), inside.split(size), strict=True)]
+    is_local = (order >= held.start) & (order < held.stop)
+    return [
+        minibatch[mask] - held.start for minibatch, mask in zip(order.split(size), is_local.split(size), strict=True)
+    ]
 
 
 def passes(num_local: Sequence[int], rank: int, ranks: int, reduce: Reduce) -> list[int]:
@@ -498,8 +508,8 @@ def passes(num_local: Sequence[int], rank: int, ranks: int, reduce: Reduce) -> l
         rank, ranks: Rank in the group, and its size.
         reduce: Sums a tensor over the group, in place.
     """
-    table = torch.zeros((ranks, len(num_local)), dtype=torch.int64)
-    table[rank] = torch.tensor(list(num_local), dtype=torch.int64)
+    passes_by_rank = torch.zeros((ranks, len(num_local)), dtype=torch.int64)
+    passes_by_rank[rank] = torch.tensor(list(num_local), dtype=torch.int64)
     if ranks > 1:
-        reduce(table)
-    return [max(int(num_passes), 1) for num_passes in table.amax(0)]
+        reduce(passes_by_rank)
+    return [max(int(num_passes), 1) for num_passes in passes_by_rank.amax(0)]

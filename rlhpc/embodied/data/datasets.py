@@ -72,12 +72,13 @@ def read(paths: Sequence[str]) -> Iterator[Trajectory]:
 
 
 def inspect(paths: Sequence[str]) -> dict[str, Any]:
-    """Returns episodes, steps, shapes, and, where they are known, returns, successes and ends of the datasets."""
-    lengths, returns, successes, cut, shape = list[int](), list[float](), list[bool](), 0, ""
+    """Returns the numbers of episodes and steps, shapes and ends of the datasets, and returns and successes where
+    known."""
+    lengths, returns, successes, num_truncated, shape = list[int](), list[float](), list[bool](), 0, ""
     for trajectory in read(paths):
         shape = shape or shapes(trajectory)
         lengths.append(len(trajectory["actions"]))
-        cut += bool(trajectory["truncations"].any())
+        num_truncated += bool(trajectory["truncations"].any())
         if trajectory["rewards"] is not None:
             returns.append(float(trajectory["rewards"].sum()))
         if trajectory["success"] is not None:
@@ -88,7 +89,7 @@ def inspect(paths: Sequence[str]) -> dict[str, Any]:
         "steps": sum(lengths),
         "length": [min(lengths), max(lengths)],
         "of_a_step": shape,
-        "truncated": cut,
+        "truncated": num_truncated,
     }
     if returns:
         summary["return"] = {"mean": float(np.mean(returns)), "min": min(returns), "max": max(returns)}
@@ -111,8 +112,7 @@ def convert(paths: Sequence[str], output: str, options: WriteOptions) -> int:
 
 
 def split(paths: Sequence[str], output: str, parts: int, options: WriteOptions) -> list[tuple[str, int]]:
-    """Distributes the episodes over `parts` datasets in a folder: the first to the first, the second to the second, and
-    so on.
+    """Distributes the episodes over `parts` datasets in a folder, in turn (round robin).
 
     Returns:
         Path and number of episodes of each part.
@@ -123,18 +123,18 @@ def split(paths: Sequence[str], output: str, parts: int, options: WriteOptions) 
     count = sum(1 for _ in read(paths))
     if count < parts:
         raise ConfigError(f"--parts is {parts}, but there are {count} episodes")
-    ending = ".h5" if options.to == "hdf5" else ""
-    names = [str(Path(output) / f"{number}{ending}") for number in range(parts)]
+    suffix = ".h5" if options.to == "hdf5" else ""
+    names = [str(Path(output) / f"{index}{suffix}") for index in range(parts)]
     with ExitStack() as stack:
         writers = [stack.enter_context(_writer(paths, name, options)) for name in names]
-        for number, trajectory in enumerate(read(paths)):
-            writers[number % parts].add(trajectory)
+        for index, trajectory in enumerate(read(paths)):
+            writers[index % parts].add(trajectory)
         return [(name, len(writer)) for name, writer in zip(names, writers, strict=True)]
 
 
 def _writer(paths: Sequence[str], output: str, options: WriteOptions) -> EpisodeWriter:
-    info, target = _env_info(paths), Path(output)
-    env_id = str(info.get("env_id") or "unknown")
+    env_info, target = _env_info(paths), Path(output)
+    env_id = str(env_info.get("env_id") or "unknown")
     if options.to == "hdf5" and target.exists():
         raise ConfigError(f"{target} is there already; name another file")
     facts = merge_facts(source_facts(paths, _KEY), options.fps)
@@ -142,8 +142,8 @@ def _writer(paths: Sequence[str], output: str, options: WriteOptions) -> Episode
         "hdf5": lambda: TrajectoryWriter(
             target,
             env_id=env_id,
-            env_kwargs=info.get("env_kwargs"),
-            max_episode_steps=info.get("max_episode_steps"),
+            env_kwargs=env_info.get("env_kwargs"),
+            max_episode_steps=env_info.get("max_episode_steps"),
             source_type="converted",
             source_desc=", ".join(paths),
             facts=facts.to_json(),
@@ -195,8 +195,8 @@ def page(title: str, facts: Mapping[str, Any], trajectories: Iterable[Trajectory
         facts: Facts of the complete dataset, by name.
         trajectories: Episodes on the page.
     """
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in facts.items())
-    sections = "".join(_episode(number, trajectory) for number, trajectory in enumerate(trajectories))
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(fact))}</td></tr>" for name, fact in facts.items())
+    sections = "".join(_episode(index, trajectory) for index, trajectory in enumerate(trajectories))
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     return (
         f'<!doctype html>\n<html lang="en"><head>{head}</head><body><h1>{escape(title)}</h1><table>{rows}</table>{sections}'
@@ -205,28 +205,28 @@ def page(title: str, facts: Mapping[str, Any], trajectories: Iterable[Trajectory
 
 
 def _episode(number: int, trajectory: Trajectory) -> str:
-    words = [f"{len(trajectory['actions'])} steps"]
+    summary = [f"{len(trajectory['actions'])} steps"]
     if trajectory["rewards"] is not None:
-        words.append(f"return {float(trajectory['rewards'].sum()):.3f}")
+        summary.append(f"return {float(trajectory['rewards'].sum()):.3f}")
     if trajectory["success"] is not None:
-        words.append("success" if trajectory["success"].any() else "no success")
-    words.append("ended by the task" if trajectory["terminations"].any() else "cut off")
+        summary.append("success" if trajectory["success"].any() else "no success")
+    summary.append("ended by the task" if trajectory["terminations"].any() else "cut off")
     obs = trajectory["obs"]
-    parts = obs if isinstance(obs, Mapping) else {} if obs is None else {"obs": obs}
-    figures = [_film(name, value) for name, value in parts.items() if value.ndim == 4]
+    arrays = obs if isinstance(obs, Mapping) else {} if obs is None else {"obs": obs}
+    figures = [_film(name, array) for name, array in arrays.items() if array.ndim == 4]
     if trajectory["rewards"] is not None:
         figures.append(_plot("rewards", trajectory["rewards"]))
     figures.append(_plot("actions", trajectory["actions"]))
-    figures += [_plot(name, value) for name, value in parts.items() if value.ndim < 4]
+    figures += [_plot(name, array) for name, array in arrays.items() if array.ndim < 4]
     source = f"<p>{escape(str(trajectory['source']))}</p>"
-    return f"<section><h2>Episode {number}: {', '.join(words)}</h2>{source}{''.join(figures)}</section>"
+    return f"<section><h2>Episode {number}: {', '.join(summary)}</h2>{source}{''.join(figures)}</section>"
 
 
 def _film(name: str, pictures: np.ndarray) -> str:
     """Returns HTML with pictures of the first camera."""
-    at = np.unique(np.linspace(0, len(pictures) - 1, _PICTURES).round().astype(int))
-    images = "".join(f'<img width="{_WIDTH}" alt="step {i}" src="{_png(pictures[i])}">' for i in at)
-    return f"<div>{images}</div><p>{escape(name)}: steps {', '.join(map(str, at))}</p>"
+    step_indices = np.unique(np.linspace(0, len(pictures) - 1, _PICTURES).round().astype(int))
+    images = "".join(f'<img width="{_WIDTH}" alt="step {step}" src="{_png(pictures[step])}">' for step in step_indices)
+    return f"<div>{images}</div><p>{escape(name)}: steps {', '.join(map(str, step_indices))}</p>"
 
 
 def _png(picture: np.ndarray) -> str:
@@ -234,13 +234,14 @@ def _png(picture: np.ndarray) -> str:
 
     image = Image.fromarray(_drawable(picture))
     image.thumbnail((2 * _WIDTH, 2 * _WIDTH))
-    out = io.BytesIO()
-    image.save(out, "PNG")
-    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def _drawable(picture: np.ndarray) -> np.ndarray:
-    """Returns uint8 `[H, W]` or `[H, W, 3]`: of several cameras the first, of stacked grey frames the newest, the last."""
+    """Converts a picture to uint8 `[H, W]` or `[H, W, 3]`: the first of several cameras, the last of stacked grey
+    frames."""
     if not is_channel_last(picture.shape):
         picture = np.moveaxis(picture, 0, -1)
     if picture.dtype != np.uint8:
@@ -258,16 +259,18 @@ def _plot(name: str, values: np.ndarray) -> str:
     finite = rows[np.isfinite(rows)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
     lines = "".join(_line(rows[:, i], low, high, _COLORS[i % len(_COLORS)]) for i in range(min(rows.shape[1], _LINES)))
-    of = f", the first {_LINES} of {rows.shape[1]}" if rows.shape[1] > _LINES else ""
+    lines_text = f", the first {_LINES} of {rows.shape[1]}" if rows.shape[1] > _LINES else ""
     width, height = _SIZE
-    box = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(name)}"'
-    caption = f"<figcaption>{escape(name)}{of}: {low:.3g} to {high:.3g}</figcaption>"
-    return f"<figure><svg {box}>{lines}</svg>{caption}</figure>"
+    svg_attributes = (
+        f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(name)}"'
+    )
+    caption = f"<figcaption>{escape(name)}{lines_text}: {low:.3g} to {high:.3g}</figcaption>"
+    return f"<figure><svg {svg_attributes}>{lines}</svg>{caption}</figure>"
 
 
 def _line(column: np.ndarray, low: float, high: float, color: str) -> str:
     width, height = _SIZE
     x = np.linspace(2, width - 2, len(column)) if len(column) > 1 else np.array([width / 2])
     y = height - 4 - (column - low) / ((high - low) or 1.0) * (height - 8)
-    points: Sequence[str] = [f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True) if np.isfinite(b)]
+    points: Sequence[str] = [f"{px:.1f},{py:.1f}" for px, py in zip(x, y, strict=True) if np.isfinite(py)]
     return f'<polyline fill="none" stroke="{color}" points="{" ".join(points)}"/>'

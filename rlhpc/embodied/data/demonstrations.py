@@ -31,7 +31,7 @@ def read_demos(cfg: BcConfig, left_out: list[str] | None = None) -> Iterator[Tra
     if not path:
         raise ConfigError("demos.path is not set; name trajectories: a .h5 file, a folder, or a LeRobot dataset")
     return read_trajectories(
-        path if isinstance(path, str) else [str(one) for one in path],
+        path if isinstance(path, str) else [str(item_path) for item_path in path],
         only_success=cfg.demos.only_success,
         limit=cfg.demos.limit,
         key="demos.path",
@@ -55,14 +55,16 @@ def check_fit(trajectory: Trajectory, observation_space: Any, action_space: Any)
     obs, actions = windows_of(trajectory["obs"], observation_space), trajectory["actions"]
     if isinstance(observation_space, spaces.Dict):
         boxes = observation_space.spaces
-        fits = isinstance(obs, dict) and all(name in obs and obs[name].shape[1:] == boxes[name].shape for name in boxes)
+        is_compatible = isinstance(obs, dict) and all(
+            name in obs and obs[name].shape[1:] == boxes[name].shape for name in boxes
+        )
         expected = "observations " + ", ".join(f"{name} {list(box.shape or ())}" for name, box in boxes.items())
     else:
-        fits = not isinstance(obs, dict) and obs.shape[1:] == observation_space.shape
+        is_compatible = not isinstance(obs, dict) and obs.shape[1:] == observation_space.shape
         expected = f"observations {list(observation_space.shape or ())}"
     discrete = not isinstance(action_space, spaces.Box)
     width = 1 if isinstance(action_space, spaces.Discrete) else math.prod(action_space.shape or ())
-    if not fits or actions.shape[1] != width or discrete != (actions.dtype.kind in "iu"):
+    if not is_compatible or actions.shape[1] != width or discrete != (actions.dtype.kind in "iu"):
         raise ConfigError(
             f"demos.path: {trajectory['source']} has {shapes(trajectory)} ({actions.dtype}); env.train has {expected} and "
             f"actions {action_space}"
@@ -70,13 +72,13 @@ def check_fit(trajectory: Trajectory, observation_space: Any, action_space: Any)
 
 
 def held_out_of(episodes: int, cfg: BcConfig) -> set[int]:
-    """Returns the numbers of the episodes that are not trained on."""
+    """Returns the indices of the held-out episodes, which are not trained on."""
     order = permutation(episodes, cfg.runner.seed).tolist()
     return set(order[: int(episodes * cfg.demos.holdout)])
 
 
 def returns_to_go(rewards: np.ndarray, gamma: float) -> np.ndarray:
-    """Returns discounted sums of the following rewards, `[T]`; nothing follows the last."""
+    """Returns the discounted sum of rewards from each step to the episode's end, `[T]`, without a bootstrap value."""
     sums, total = np.empty(len(rewards), np.float32), 0.0
     for t in range(len(rewards) - 1, -1, -1):
         total = float(rewards[t]) + gamma * total
@@ -88,22 +90,23 @@ def chunks_of(actions: np.ndarray, chunk: range) -> tuple[np.ndarray, np.ndarray
     """Returns for each step of an episode `[T, dim]` the actions from there on, `[T, chunk, dim]`, and a mask `[T,
     chunk]` of those outside of it, where its first or last one is repeated.
     """
-    steps, last = np.arange(len(actions))[:, None] + np.asarray(chunk), len(actions) - 1
-    return actions[steps.clip(0, last)], (steps < 0) | (steps > last)
+    steps, last_step = np.arange(len(actions))[:, None] + np.asarray(chunk), len(actions) - 1
+    return actions[steps.clip(0, last_step)], (steps < 0) | (steps > last_step)
 
 
 def windows_of(obs: Any, space: Any) -> Any:
-    """Returns observations of an episode `[T, ...]` in the environment's form. Where its boxes have an additional axis
-    of time, these are the last few of each, `[T, n, ...]`, and before the episode its first, as in `frame_stack`.
+    """Returns observations of an episode `[T, ...]` in the environment's form. Where its boxes have an axis of time,
+    each step gets its last n observations, `[T, n, ...]`; the first observation fills the places before the episode, as
+    in `frame_stack`.
     """
-    boxes, parts = boxes_of(space), obs if isinstance(obs, dict) else {"": obs}
+    boxes, arrays = boxes_of(space), obs if isinstance(obs, dict) else {"": obs}
     windows = {}
-    for name, part in parts.items():
-        if name == "instruction" and name in boxes and part.ndim == 2:  # the dataset's texts may have another length
-            room = boxes[name].shape[-1]
-            part = np.pad(part[:, :room], ((0, 0), (0, max(0, room - part.shape[1]))))
-        windows[name] = part
-        if name in boxes and 1 < part.ndim == len(boxes[name].shape) and boxes[name].shape[1:] == part.shape[1:]:
-            steps = np.arange(len(part))[:, None] + np.arange(1 - boxes[name].shape[0], 1)
-            windows[name] = part[steps.clip(0)]
+    for name, array in arrays.items():
+        if name == "instruction" and name in boxes and array.ndim == 2:  # the dataset's texts may have another length
+            text_length = boxes[name].shape[-1]
+            array = np.pad(array[:, :text_length], ((0, 0), (0, max(0, text_length - array.shape[1]))))
+        windows[name] = array
+        if name in boxes and 1 < array.ndim == len(boxes[name].shape) and boxes[name].shape[1:] == array.shape[1:]:
+            steps = np.arange(len(array))[:, None] + np.arange(1 - boxes[name].shape[0], 1)
+            windows[name] = array[steps.clip(0)]
     return windows if isinstance(obs, dict) else windows[""]

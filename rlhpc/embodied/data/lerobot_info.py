@@ -36,22 +36,22 @@ class DatasetFacts:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the known facts as JSON."""
-        values = {"fps": self.fps, "robot_type": self.robot_type, "names": self.names, "task": self.task}
-        return {name: value for name, value in values.items() if value} | (
+        facts = {"fps": self.fps, "robot_type": self.robot_type, "names": self.names, "task": self.task}
+        return {name: fact for name, fact in facts.items() if fact} | (
             {"cameras": list(self.cameras)} if self.cameras else {}
         )
 
 
 def facts_of(values: Mapping[str, Any]) -> DatasetFacts:
-    """Returns the facts of a result of `DatasetFacts.to_json`; malformed ones are unknown."""
+    """Parses the JSON of `DatasetFacts.to_json`; malformed facts count as unknown."""
     fps, names, cameras = values.get("fps"), values.get("names"), values.get("cameras")
-    rated = isinstance(fps, int | float) and math.isfinite(fps) and fps > 0
-    texts = {name: values[name] if isinstance(values.get(name), str) else None for name in ("robot_type", "task")}
+    has_rate = isinstance(fps, int | float) and math.isfinite(fps) and fps > 0
+    text_facts = {name: values[name] if isinstance(values.get(name), str) else None for name in ("robot_type", "task")}
     return DatasetFacts(
-        fps=fps if rated else None,
+        fps=fps if has_rate else None,
         names=dict(names) if isinstance(names, Mapping) else {},
         cameras=tuple(map(str, cameras)) if isinstance(cameras, list) else (),
-        **texts,
+        **text_facts,
     )
 
 
@@ -80,20 +80,20 @@ def merge_facts(sources: Iterable[tuple[str, DatasetFacts]], fps: int | None = N
     Raises:
         ConfigError: Two sources differ.
     """
-    merged: dict[str, tuple[str, Any]] = {}
+    facts_by_name: dict[str, tuple[str, Any]] = {}
     tasks: set[str | None] = set()
     names: dict[str, Any] = {}
     for source, facts in sources:
         tasks.add(facts.task)
-        for fact in ("fps", "robot_type", "cameras"):
-            value = getattr(facts, fact)
-            if not value or (fact == "fps" and fps is not None):
+        for fact_name in ("fps", "robot_type", "cameras"):
+            value = getattr(facts, fact_name)
+            if not value or (fact_name == "fps" and fps is not None):
                 continue
-            first, first_value = merged.setdefault(fact, (source, value))
+            first_source, first_value = facts_by_name.setdefault(fact_name, (source, value))
             if first_value != value:
-                way_out = "give --fps, which all frames then have" if fact == "fps" else "convert them one by one"
+                hint = "give --fps, which all frames then have" if fact_name == "fps" else "convert them one by one"
                 raise ConfigError(
-                    f"{source} has {fact} {_format(value)}, {first} has {_format(first_value)}; {way_out}"
+                    f"{source} has {fact_name} {_format(value)}, {first_source} has {_format(first_value)}; {hint}"
                 )
         for column, value in facts.names.items():
             if names.setdefault(column, value) != value:
@@ -101,10 +101,10 @@ def merge_facts(sources: Iterable[tuple[str, DatasetFacts]], fps: int | None = N
                     f"{source} names the components of {column} {value}, sources before it {names[column]}; one dataset "
                     "has one order of components"
                 )
-    shared = {fact: value for fact, (_, value) in merged.items()}
+    shared_facts = {fact_name: value for fact_name, (_, value) in facts_by_name.items()}
     if fps is not None:
-        shared["fps"] = fps
-    return DatasetFacts(names=names, task=tasks.pop() if len(tasks) == 1 else None, **shared)
+        shared_facts["fps"] = fps
+    return DatasetFacts(names=names, task=tasks.pop() if len(tasks) == 1 else None, **shared_facts)
 
 
 def _format(value: Any) -> str:
@@ -113,5 +113,5 @@ def _format(value: Any) -> str:
 
 def whole_rate(fps: float) -> int | float:
     """Returns a rate as an integer if it is one, as LeRobot writes it."""
-    near = round(fps)
-    return near if abs(fps - near) < 1e-6 * fps else fps
+    rounded_fps = round(fps)
+    return rounded_fps if abs(fps - rounded_fps) < 1e-6 * fps else fps

@@ -60,13 +60,11 @@ def pillow() -> Any:
 
 
 def columns_of(trajectory: Mapping[str, Any], cameras: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """Returns the columns `[T, ...]` of an episode, except for those of a frame's position; `cameras` names those of
-    `rgb`.
-    """
+    """Returns the columns `[T, ...]` of an episode, without its frame indices; `cameras` names the cameras in `rgb`."""
     obs = trajectory["obs"]
     columns: dict[str, np.ndarray] = {}
-    for name, value in obs.items() if isinstance(obs, Mapping) else [("state", obs)]:
-        column = np.asarray(value)[:-1]
+    for name, array in obs.items() if isinstance(obs, Mapping) else [("state", obs)]:
+        column = np.asarray(array)[:-1]
         if is_instruction(name, column):
             continue
         if name in ("rgb", "image") or (column.ndim == 4 and column.dtype == np.uint8):
@@ -87,17 +85,17 @@ def columns_of(trajectory: Mapping[str, Any], cameras: Sequence[str] = ()) -> di
 
 
 def is_instruction(name: str, column: np.ndarray) -> bool:
-    """Returns whether an observation is a text, which LeRobot has as a frame's task."""
+    """Returns whether an observation is a text; LeRobot stores it as the frame's task."""
     return name == "instruction" and column.dtype == np.uint8 and column.ndim == 2
 
 
 def tasks_of(trajectory: Mapping[str, Any], task: str) -> list[str]:
     """Returns the instruction of each step of an episode; `task` where its observations have none."""
     obs, length = trajectory["obs"], len(trajectory["actions"])
-    texts = obs.get("instruction") if isinstance(obs, Mapping) else None
-    if texts is None or not is_instruction("instruction", np.asarray(texts)):
+    instructions = obs.get("instruction") if isinstance(obs, Mapping) else None
+    if instructions is None or not is_instruction("instruction", np.asarray(instructions)):
         return [task] * length
-    return [decode_text(row) or task for row in np.asarray(texts)[:length]]
+    return [decode_text(row) or task for row in np.asarray(instructions)[:length]]
 
 
 def _cameras(name: str, pictures: np.ndarray, source: str, names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -108,22 +106,22 @@ def _cameras(name: str, pictures: np.ndarray, source: str, names: Sequence[str])
             f"{source}: {name} is {pictures.dtype}{list(pictures.shape[1:])}; pictures are uint8, 3 channels each"
         )
     key = f"observation.images.{name}"
-    parts = np.split(pictures, count, -1)
+    camera_frames = np.split(pictures, count, -1)
     if len(names) == count:
-        return dict(zip(names, parts, strict=True))
-    return {key: pictures} if count == 1 else {f"{key}_{i}": part for i, part in enumerate(parts)}
+        return dict(zip(names, camera_frames, strict=True))
+    return {key: pictures} if count == 1 else {f"{key}_{i}": frames for i, frames in enumerate(camera_frames)}
 
 
 def features_of(columns: Mapping[str, np.ndarray], names: Mapping[str, Any], videos: bool) -> dict[str, Any]:
-    """Returns `features` of `info.json`, with the names of components. Pictures of odd sizes stay in the table: H.264
-    has none.
+    """Returns `features` of `info.json`, with the names of components. Pictures of odd height or width stay in the
+    table, because H.264 does not support them.
     """
     features: dict[str, Any] = {}
     for name, column in columns.items():
         if name.startswith("observation.image"):
             height, width = column.shape[1:3]
-            kind = "video" if videos and height % 2 == 0 and width % 2 == 0 else "image"
-            features[name] = {"dtype": kind, "shape": [height, width, 3], "names": ["height", "width", "channels"]}
+            storage = "video" if videos and height % 2 == 0 and width % 2 == 0 else "image"
+            features[name] = {"dtype": storage, "shape": [height, width, 3], "names": ["height", "width", "channels"]}
         else:
             features[name] = {
                 "dtype": str(column.dtype),
@@ -139,39 +137,39 @@ def features_of(columns: Mapping[str, np.ndarray], names: Mapping[str, Any], vid
 
 def images(features: Mapping[str, Any]) -> list[str]:
     """Returns the columns with pictures."""
-    return [name for name, each in features.items() if each["dtype"] in ("image", "video")]
+    return [name for name, feature in features.items() if feature["dtype"] in ("image", "video")]
 
 
 def table_of(columns: Mapping[str, np.ndarray], features: Mapping[str, Any], arrow: Any) -> Any:
     """Builds the table of an episode; videos have no column."""
     arrays: dict[str, Any] = {}
-    described: dict[str, Any] = {}
-    for name, each in features.items():
-        if each["dtype"] == "image":
-            rows = [{"bytes": _png(picture), "path": None} for picture in columns[name]]
-            arrays[name] = arrow.array(rows, arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())]))
-            described[name] = {"_type": "Image"}
-        elif each["dtype"] != "video":
-            kind = arrow.from_numpy_dtype(np.dtype(each["dtype"]))
-            flat = arrow.array(columns[name].reshape(-1), kind)
-            value: dict[str, Any] = {"dtype": each["dtype"], "_type": "Value"}
-            size = each["shape"][0]
-            arrays[name] = flat if size == 1 else arrow.FixedSizeListArray.from_arrays(flat, size)
-            described[name] = value if size == 1 else {"feature": value, "length": size, "_type": "List"}
-    schema = {"huggingface": json.dumps({"info": {"features": described}})}
+    hf_features: dict[str, Any] = {}
+    for name, feature in features.items():
+        if feature["dtype"] == "image":
+            png_cells = [{"bytes": _png(frame), "path": None} for frame in columns[name]]
+            arrays[name] = arrow.array(png_cells, arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())]))
+            hf_features[name] = {"_type": "Image"}
+        elif feature["dtype"] != "video":
+            arrow_type = arrow.from_numpy_dtype(np.dtype(feature["dtype"]))
+            values = arrow.array(columns[name].reshape(-1), arrow_type)
+            value_type: dict[str, Any] = {"dtype": feature["dtype"], "_type": "Value"}
+            size = feature["shape"][0]
+            arrays[name] = values if size == 1 else arrow.FixedSizeListArray.from_arrays(values, size)
+            hf_features[name] = value_type if size == 1 else {"feature": value_type, "length": size, "_type": "List"}
+    schema = {"huggingface": json.dumps({"info": {"features": hf_features}})}
     return arrow.table(arrays).replace_schema_metadata(schema)
 
 
 def _png(picture: np.ndarray) -> bytes:
-    out = io.BytesIO()
-    pillow().fromarray(picture).save(out, "PNG", compress_level=6)
-    return out.getvalue()
+    buffer = io.BytesIO()
+    pillow().fromarray(picture).save(buffer, "PNG", compress_level=6)
+    return buffer.getvalue()
 
 
 def tasks_table(tasks: list[str], arrow: Any) -> Any:
-    """Builds `tasks.parquet`: the texts are pandas' index."""
+    """Builds the table of `tasks.parquet`, with the texts as pandas' index."""
     kinds = [("task_index", "int64", "int64"), ("task", "unicode", "object")]
-    described = {
+    pandas_metadata = {
         "index_columns": ["task"],
         "column_indexes": [{"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "object",
                             "metadata": {"encoding": "UTF-8"}}],
@@ -180,7 +178,7 @@ def tasks_table(tasks: list[str], arrow: Any) -> Any:
         "pandas_version": "2.0.0",
     }  # fmt: skip
     table = arrow.table({"task_index": arrow.array(range(len(tasks)), arrow.int64()), "task": tasks})
-    return table.replace_schema_metadata({"pandas": json.dumps(described)})
+    return table.replace_schema_metadata({"pandas": json.dumps(pandas_metadata)})
 
 
 _FIELD = re.compile(r"\{(\w+)(?::0?(\d{1,9})d)?\}")
@@ -202,14 +200,14 @@ def read_lerobot(folder: Path) -> Iterator[dict[str, Any]]:
     info = _info(folder)
     features = info["features"]
     videos = [name for name, feature in features.items() if feature.get("dtype") == "video"]
-    table = _Frames(folder, info)
-    tasks = table.instructions()
+    frames_table = _Frames(folder, info)
+    tasks = frames_table.instructions()
     try:
-        for number, columns in table.episodes():
-            pictures = {name: table.frames(name, number, len(columns["action"])) for name in videos}
-            yield _trajectory({**columns, **pictures}, f"{folder}, episode {number}", features, tasks)
+        for episode_index, columns in frames_table.episodes():
+            pictures = {name: frames_table.frames(name, episode_index, len(columns["action"])) for name in videos}
+            yield _trajectory({**columns, **pictures}, f"{folder}, episode {episode_index}", features, tasks)
     finally:
-        table.close()
+        frames_table.close()
 
 
 def lerobot_facts(folder: Path) -> dict[str, Any]:
@@ -221,7 +219,7 @@ def lerobot_facts(folder: Path) -> dict[str, Any]:
     info = _info(folder)
     features = info["features"]
     cameras = camera_columns(features)
-    names = {name: each["names"] for name, each in features.items() if each.get("names") and name not in cameras}
+    names = {name: spec["names"] for name, spec in features.items() if spec.get("names") and name not in cameras}
     tasks = set(_Frames(folder, info).tasks().values())
     return {
         "fps": info.get("fps"),
@@ -269,8 +267,8 @@ class _Frames:
         if str(info["codebase_version"]).startswith("v3"):
             for file in sorted((folder / "meta" / "episodes").glob("chunk-*/*.parquet")):
                 for row in self._read(file).to_pylist():
-                    place = {name: value for name, value in row.items() if name.startswith("videos/")}
-                    self._places[int(row["episode_index"])] = place
+                    video_location = {name: value for name, value in row.items() if name.startswith("videos/")}
+                    self._places[int(row["episode_index"])] = video_location
         self._readers: dict[str, VideoReader] = {}
 
     def _read(self, file: Path) -> Any:
@@ -280,27 +278,27 @@ class _Frames:
             raise ConfigError(f"{file} cannot be read as Parquet: {first_line(error)}") from None
 
     def tasks(self) -> dict[int, str]:
-        """Returns the tasks by their numbers; {} without a table of them."""
+        """Returns the tasks by index; {} if the dataset has no table of tasks."""
         meta = self._folder / "meta"
         try:
             if (meta / "tasks.parquet").is_file():
                 table = self._read(meta / "tasks.parquet")
-                words = next((name for name in ("task", "__index_level_0__") if name in table.column_names), "")
-                numbers = table["task_index"].to_pylist() if words else []
-                rows = list(zip(numbers, table[words].to_pylist(), strict=True)) if words else []
+                text_column = next((name for name in ("task", "__index_level_0__") if name in table.column_names), "")
+                task_indices = table["task_index"].to_pylist() if text_column else []
+                rows = list(zip(task_indices, table[text_column].to_pylist(), strict=True)) if text_column else []
             elif (meta / "tasks.jsonl").is_file():
                 lines = _inside(self._folder, meta / "tasks.jsonl").read_text().splitlines()
                 entries = [read_json(line) for line in lines if line.strip()]
                 rows = [(row["task_index"], row["task"]) for row in entries]
             else:
                 return {}
-            tasks = {int(number): str(task) for number, task in rows}
+            tasks = {int(task_index): str(task) for task_index, task in rows}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{meta}/tasks.* cannot be read: {first_line(error)}") from None
         return tasks
 
     def instructions(self) -> dict[int, str]:
-        """Returns the tasks by their numbers; {} if all are empty or the robot's name."""
+        """Returns the tasks by index; {} if all are empty or the robot's name."""
         tasks = self.tasks()
         return {} if set(tasks.values()) <= {"", str(self._info.get("robot_type"))} else tasks
 
@@ -312,13 +310,13 @@ class _Frames:
                 raise ConfigError(f"{file} has no column {', '.join(missing)}; it has: {', '.join(table.column_names)}")
             indices = np.asarray(table["episode_index"])
             order = np.lexsort((np.asarray(table["frame_index"]), indices))
-            for number in np.unique(indices).tolist():
-                rows = table.take(order[indices[order] == number])
-                yield number, {name: rows[name].to_pylist() for name in rows.column_names}
+            for episode_index in np.unique(indices).tolist():
+                rows = table.take(order[indices[order] == episode_index])
+                yield episode_index, {name: rows[name].to_pylist() for name in rows.column_names}
 
     def frames(self, camera: str, episode: int, length: int) -> np.ndarray:
         """Reads the pictures `[T, H, W, C]` of one episode from its mp4 file."""
-        place, pattern = self._places.get(episode, {}), self._info.get("video_path")
+        video_location, pattern = self._places.get(episode, {}), self._info.get("video_path")
         if not pattern:
             raise ConfigError(f"{self._folder}/meta/info.json has videos but no video_path")
         chunk = episode // max(1, int(self._info.get("chunks_size", 1000)))
@@ -328,8 +326,8 @@ class _Frames:
             video_key=camera,
             episode_chunk=chunk,
             episode_index=episode,
-            chunk_index=place.get(f"videos/{camera}/chunk_index", 0),
-            file_index=place.get(f"videos/{camera}/file_index", 0),
+            chunk_index=video_location.get(f"videos/{camera}/chunk_index", 0),
+            file_index=video_location.get(f"videos/{camera}/file_index", 0),
         )
         reader = self._readers.get(camera)
         if reader is None or reader.path != path:
@@ -337,11 +335,11 @@ class _Frames:
                 reader.close()
             size = _picture_size(self._info["features"][camera])
             reader = self._readers[camera] = VideoReader(_inside(self._folder, path), size)
-        start = round(float(place.get(f"videos/{camera}/from_timestamp", 0.0)) * float(self._info["fps"]))
-        pictures = reader.read(start, length)
-        if len(pictures) < length:
-            raise ConfigError(f"{path} ends {length - len(pictures)} frames before episode {episode} does")
-        return pictures
+        start = round(float(video_location.get(f"videos/{camera}/from_timestamp", 0.0)) * float(self._info["fps"]))
+        frames = reader.read(start, length)
+        if len(frames) < length:
+            raise ConfigError(f"{path} ends {length - len(frames)} frames before episode {episode} does")
+        return frames
 
     def close(self) -> None:
         """Closes the videos that are open."""
@@ -356,9 +354,9 @@ def _picture_size(feature: dict[str, Any]) -> tuple[int, int] | None:
     shape, names = feature.get("shape"), feature.get("names")
     if not isinstance(shape, list) or len(shape) != 3 or not all(is_count(size) and size for size in shape):
         return None
-    words = [str(name).rstrip("s") for name in names] if isinstance(names, list) else []
-    if set(words) == {"height", "width", "channel"}:
-        return shape[words.index("height")], shape[words.index("width")]
+    axis_names = [str(name).rstrip("s") for name in names] if isinstance(names, list) else []
+    if set(axis_names) == {"height", "width", "channel"}:
+        return shape[axis_names.index("height")], shape[axis_names.index("width")]
     return (shape[1], shape[2]) if shape[0] in (1, 3, 4) and shape[2] not in (1, 3, 4) else (shape[0], shape[1])
 
 
@@ -410,43 +408,43 @@ def _trajectory(
 ) -> dict[str, Any]:
     T = len(columns["action"])
     obs_columns = {
-        name: value for name, value in columns.items() if name.startswith("observation.") and name in features
+        name: column for name, column in columns.items() if name.startswith("observation.") and name in features
     }
     obs: dict[str, np.ndarray] = {}
-    pictures = []
-    for name, value in obs_columns.items():
+    camera_pictures = []
+    for name, column in obs_columns.items():
         if name.startswith(_IMAGE):
-            pictures.append(_pictures(value, source))
+            camera_pictures.append(_pictures(column, source))
         else:
-            obs["state" if name == _STATE else name.removeprefix("observation.")] = _array(value, np.float32)
-    if pictures:
-        obs["rgb"] = np.concatenate(pictures, -1)
+            obs["state" if name == _STATE else name.removeprefix("observation.")] = _array(column, np.float32)
+    if camera_pictures:
+        obs["rgb"] = np.concatenate(camera_pictures, -1)
     if tasks and "task_index" in columns and (set(obs) != {"state"} or len(tasks) > 1):
-        words = [tasks.get(int(number), "") for number in columns["task_index"]]
+        instructions = [tasks.get(int(task_index), "") for task_index in columns["task_index"]]
         size = text_bytes(tasks.values())
-        obs["instruction"] = np.stack([encode_text(text, size) for text in words])
-    final = {name: np.concatenate([value, value[-1:]]) for name, value in obs.items()}
-    done, success = columns.get("next.done"), columns.get("next.success")
+        obs["instruction"] = np.stack([encode_text(text, size) for text in instructions])
+    final_obs = {name: np.concatenate([column, column[-1:]]) for name, column in obs.items()}
+    done_column, success = columns.get("next.done"), columns.get("next.success")
     terminations, truncations = np.zeros(T, bool), np.zeros(T, bool)
-    is_end = np.asarray(done, bool).reshape(T) if done is not None else terminations
-    reached = np.asarray(success, bool).reshape(T) if success is not None else None
+    is_end = np.asarray(done_column, bool).reshape(T) if done_column is not None else terminations
+    success_flags = np.asarray(success, bool).reshape(T) if success is not None else None
     # `next.done` marks any end; without `next.success` it counts as the task's.
-    if (cut := columns.get("next.truncated")) is not None:
-        truncations |= np.asarray(cut, bool).reshape(T)
+    if (truncated_column := columns.get("next.truncated")) is not None:
+        truncations |= np.asarray(truncated_column, bool).reshape(T)
         terminations |= is_end & ~truncations
     else:
-        terminations |= is_end if reached is None else is_end & reached
+        terminations |= is_end if success_flags is None else is_end & success_flags
         truncations[-1] = not terminations[-1]
     actions = _array(columns["action"], None)
     reward = columns.get("next.reward")
     return check(
         {
-            "obs": final["state"] if list(final) == ["state"] else final or None,
+            "obs": final_obs["state"] if list(final_obs) == ["state"] else final_obs or None,
             "actions": actions if actions.dtype.kind in "iu" else actions.astype(np.float32),
             "rewards": np.asarray(reward, np.float32).reshape(T) if reward is not None else None,
             "terminations": terminations,
             "truncations": truncations,
-            "success": reached,
+            "success": success_flags,
             "env_states": None,
             "seed": None,
             "source": source,

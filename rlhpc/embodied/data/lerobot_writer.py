@@ -48,23 +48,33 @@ def of_numbers(column: np.ndarray) -> Statistics:
         "count": np.array([len(rows)]),
     }
     quantiles = np.quantile(rows, _QUANTILES, axis=0)
-    return {**statistics, **{_name(q): value for q, value in zip(_QUANTILES, quantiles, strict=True)}}
+    return {**statistics, **{_name(level): quantile for level, quantile in zip(_QUANTILES, quantiles, strict=True)}}
 
 
 def histogram(pictures: np.ndarray) -> np.ndarray:
     """Counts the values in each channel `[C, 256]` of pictures `[T, H, W, C]` uint8."""
-    return np.stack([np.bincount(pictures[..., c].reshape(-1), minlength=256) for c in range(pictures.shape[-1])])
+    return np.stack(
+        [np.bincount(pictures[..., channel].reshape(-1), minlength=256) for channel in range(pictures.shape[-1])]
+    )
 
 
 def of_pictures(counts: np.ndarray, frames: int) -> Statistics:
     """Returns statistics from histograms: by channel `[C, 1, 1]`, between 0 and 1."""
-    values, total = np.arange(256) / 255, counts.sum(1)
-    mean = counts @ values / total
-    std = np.sqrt(np.maximum(counts @ values**2 / total - mean**2, 0))
-    below = np.cumsum(counts, 1)
-    statistics = {"min": _first(below > 0), "max": _first(below == total[:, None]), "mean": mean, "std": std}
-    statistics |= {_name(q): _first(below >= q * total[:, None]) for q in _QUANTILES}
-    return {**{name: value.reshape(-1, 1, 1) for name, value in statistics.items()}, "count": np.array([frames])}
+    levels, total = np.arange(256) / 255, counts.sum(1)
+    mean = counts @ levels / total
+    std = np.sqrt(np.maximum(counts @ levels**2 / total - mean**2, 0))
+    cumulative_counts = np.cumsum(counts, 1)
+    statistics = {
+        "min": _first(cumulative_counts > 0),
+        "max": _first(cumulative_counts == total[:, None]),
+        "mean": mean,
+        "std": std,
+    }
+    statistics |= {_name(level): _first(cumulative_counts >= level * total[:, None]) for level in _QUANTILES}
+    return {
+        **{name: statistic.reshape(-1, 1, 1) for name, statistic in statistics.items()},
+        "count": np.array([frames]),
+    }
 
 
 def _first(where: np.ndarray) -> np.ndarray:
@@ -92,15 +102,20 @@ class Totals:
             self._numbers.setdefault(name, []).append(column)
             return of_numbers(column)
         counts, frames = histogram(column), len(column)
-        before = self._pictures.get(name, (0, 0))
-        self._pictures[name] = (before[0] + counts, before[1] + frames)
+        previous_totals = self._pictures.get(name, (0, 0))
+        self._pictures[name] = (previous_totals[0] + counts, previous_totals[1] + frames)
         return of_pictures(counts, frames)
 
     def all(self) -> dict[str, Any]:
         """Returns the statistics as JSON values, by column."""
-        statistics = {name: of_numbers(np.concatenate(parts)) for name, parts in self._numbers.items()}
+        statistics = {
+            name: of_numbers(np.concatenate(episode_arrays)) for name, episode_arrays in self._numbers.items()
+        }
         statistics |= {name: of_pictures(*totals) for name, totals in self._pictures.items()}
-        return {name: {key: value.tolist() for key, value in each.items()} for name, each in statistics.items()}
+        return {
+            name: {key: value.tolist() for key, value in column_statistics.items()}
+            for name, column_statistics in statistics.items()
+        }
 
 
 #: As in lerobot: key frames are close together, since readers access frames in any order.
@@ -131,8 +146,8 @@ class CameraFiles:
 
     @property
     def _path(self) -> Path:
-        place = PATTERN.format(chunk_index=self._number // CHUNK, file_index=self._number % CHUNK)
-        return self._root / "videos" / self._camera / f"{place}.mp4"
+        stem = PATTERN.format(chunk_index=self._number // CHUNK, file_index=self._number % CHUNK)
+        return self._root / "videos" / self._camera / f"{stem}.mp4"
 
     def add(self, pictures: np.ndarray) -> dict[str, Any]:
         """Appends an episode; returns its location."""
@@ -142,15 +157,15 @@ class CameraFiles:
             self._number, self._frames = self._number + 1, 0
         if self._file is None:
             self._open(pictures)
-        for picture in pictures:
-            frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+        for pixels in pictures:
+            frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
             self._file.mux(self._stream.encode(frame))
-        first, self._frames = self._frames, self._frames + len(pictures)
+        start_frame, self._frames = self._frames, self._frames + len(pictures)
         key = f"videos/{self._camera}"
         return {
             f"{key}/chunk_index": self._number // CHUNK,
             f"{key}/file_index": self._number % CHUNK,
-            f"{key}/from_timestamp": first / self._fps,
+            f"{key}/from_timestamp": start_frame / self._fps,
             f"{key}/to_timestamp": self._frames / self._fps,
         }
 
@@ -247,8 +262,8 @@ class LeRobotWriter(FolderWriter):
         """
         if trajectory["obs"] is None:
             raise ConfigError(f"{trajectory['source']} has no obs, which a LeRobot dataset needs")
-        if fault := not_finite(dict(trajectory), ("obs", "actions")):
-            raise ConfigError(fault)
+        if problem := not_finite(dict(trajectory), ("obs", "actions")):
+            raise ConfigError(problem)
         columns = columns_of(trajectory, self._camera_names)
         features = features_of(columns, self._names, self._videos)
         if not self._features:
@@ -263,33 +278,37 @@ class LeRobotWriter(FolderWriter):
                 f"{trajectory['source']} has {_features_text(features)}; the episodes before it have "
                 f"{_features_text(self._features)}"
             )
-        number, length = len(self._rows), len(columns["action"])
+        episode_index, length = len(self._rows), len(columns["action"])
         tasks = tasks_of(trajectory, self._task)
         columns |= {
             "timestamp": np.arange(length, dtype=np.float32) / np.float32(self._fps),
             "frame_index": np.arange(length),
-            "episode_index": np.full(length, number),
+            "episode_index": np.full(length, episode_index),
             "index": self._frames + np.arange(length),
             "task_index": np.array([self._tasks.setdefault(task, len(self._tasks)) for task in tasks], np.int64),
         }
         statistics = {
             name: self._totals.add(name, column, name in images(features)) for name, column in columns.items()
         }
-        places: dict[str, Any] = {}
+        video_locations: dict[str, Any] = {}
         for name, camera in self._cameras.items():
-            places |= camera.add(columns[name])
+            video_locations |= camera.add(columns[name])
         self._write(table_of(columns, self._features, self._arrow))
         self._rows.append(
             {
-                "episode_index": number,
+                "episode_index": episode_index,
                 "tasks": list(dict.fromkeys(tasks)),
                 "length": length,
                 "data/chunk_index": self._file // CHUNK,
                 "data/file_index": self._file % CHUNK,
                 "dataset_from_index": self._frames,
                 "dataset_to_index": self._frames + length,
-                **places,
-                **{f"stats/{name}/{key}": v.tolist() for name, each in statistics.items() for key, v in each.items()},
+                **video_locations,
+                **{
+                    f"stats/{name}/{key}": statistic.tolist()
+                    for name, column_statistics in statistics.items()
+                    for key, statistic in column_statistics.items()
+                },
                 "meta/episodes/chunk_index": 0,
                 "meta/episodes/file_index": 0,
             }
@@ -349,4 +368,4 @@ class LeRobotWriter(FolderWriter):
 
 
 def _features_text(features: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {each['dtype']}{list(each['shape'])}" for name, each in features.items())
+    return ", ".join(f"{name} {feature['dtype']}{list(feature['shape'])}" for name, feature in features.items())

@@ -26,9 +26,7 @@ _PARTS = ("observations", "actions", "rewards", "terminations", "truncations")
 
 
 def numbers(names: Iterator[str] | Any) -> list[int]:
-    """Returns the numbers of the episodes among the names of a file's groups, in order; empty for a file that is not
-    Minari's.
-    """
+    """Returns the sorted episode numbers of a file's groups; empty for a file that is not in Minari's format."""
     return sorted(
         int(name[len(_GROUP) :]) for name in names if name.startswith(_GROUP) and name[len(_GROUP) :].isdigit()
     )
@@ -43,9 +41,9 @@ def read_minari(path: Path) -> Iterator[Trajectory]:
         ConfigError: The file is not in Minari's format, or has pictures that are packed as JPEG.
     """
     with open_hdf5(path) as file:
-        for number in numbers(file):
-            source = f"{path}, {_GROUP}{number}"
-            group = member(file, f"{_GROUP}{number}")
+        for episode_number in numbers(file):
+            source = f"{path}, {_GROUP}{episode_number}"
+            group = member(file, f"{_GROUP}{episode_number}")
             try:
                 yield _episode(group, source)
             except (OSError, RuntimeError, MemoryError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -84,12 +82,12 @@ def _load(node: Any, source: str) -> Any:
         raise ConfigError(
             f"{source}: {node.name} holds {node.dtype}, no numbers; write pictures as they are (Minari's jpeg_encoding=False)"
         )
-    values = node[()]
-    return values.astype(np.float32) if values.dtype == np.float64 else values
+    array = node[()]
+    return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
 def _success(group: Any, length: int) -> np.ndarray | None:
-    """Returns the success of each step: Minari's infos begin with that of the reset."""
+    """Returns the success of each step, without that of the reset, with which Minari's infos begin."""
     try:
         success = np.asarray(checked(member(group, "infos/success"))[()], bool).reshape(-1)
     except KeyError:
@@ -136,8 +134,8 @@ class MinariWriter(FolderWriter):
             if name in self._spaces:
                 joined = joined_spaces(self._spaces[name], space)
                 if joined is None:
-                    kind = "observations" if name == "observation_space" else "actions"
-                    raise ConfigError(f"{trajectory['source']} has other {kind} than the episodes before it")
+                    mismatch = "observations" if name == "observation_space" else "actions"
+                    raise ConfigError(f"{trajectory['source']} has other {mismatch} than the episodes before it")
                 space = joined
             spaces[name] = space
         self._spaces = spaces
@@ -146,8 +144,8 @@ class MinariWriter(FolderWriter):
         if trajectory["seed"] is not None:
             group.attrs["seed"] = trajectory["seed"]
         obs = trajectory["obs"]
-        for name, value in obs.items() if isinstance(obs, dict) else [("", obs)]:
-            group[f"observations/{name}".rstrip("/")] = value
+        for name, array in obs.items() if isinstance(obs, dict) else [("", obs)]:
+            group[f"observations/{name}".rstrip("/")] = array
         group["actions"] = actions
         for name in _PARTS[2:]:
             group[name] = trajectory[name]
@@ -161,7 +159,7 @@ class MinariWriter(FolderWriter):
             if not self._count:
                 raise ConfigError("there is no episode to write")
             self._file.close()
-            described = {
+            dataset_metadata = {
                 "total_episodes": self._count,
                 "total_steps": self._steps,
                 "data_format": "hdf5",
@@ -171,7 +169,7 @@ class MinariWriter(FolderWriter):
                 "minari_version": "0.5.4",
                 "dataset_size": round((self.root / MAIN).stat().st_size / 1e6, 1),
             }
-            (self.root / "data" / "metadata.json").write_text(json.dumps(described) + "\n")
+            (self.root / "data" / "metadata.json").write_text(json.dumps(dataset_metadata) + "\n")
 
     def discard(self) -> None:
         """Removes the unfinished dataset (`EpisodeWriter.discard`)."""
@@ -185,11 +183,15 @@ def minari_spaces(paths: Sequence[str]) -> dict[str, Any]:
     for path in paths:
         file = expand_home(path) / MAIN.parent / "metadata.json"
         try:
-            declared = read_json(file.read_bytes())
-            spaces.append({name: read_json(declared[name]) for name in ("observation_space", "action_space")})
+            content = read_json(file.read_bytes())
+            spaces.append({name: read_json(content[name]) for name in ("observation_space", "action_space")})
         except (OSError, ValueError, KeyError, TypeError):
             return {}
-    return {name: space for name, space in (spaces or [{}])[0].items() if all(each[name] == space for each in spaces)}
+    return {
+        name: space
+        for name, space in (spaces or [{}])[0].items()
+        if all(file_spaces[name] == space for file_spaces in spaces)
+    }
 
 
 def joined_spaces(one: Any, other: Any) -> dict[str, Any] | None:
@@ -199,25 +201,31 @@ def joined_spaces(one: Any, other: Any) -> dict[str, Any] | None:
     if not isinstance(one, dict) or not isinstance(other, dict) or one.get("type") != other.get("type"):
         return None
     if one["type"] == "Discrete":
-        first = min(start := int(one.get("start", 0)), begin := int(other.get("start", 0)))
-        return {**one, "start": first, "n": max(start + int(one["n"]), begin + int(other["n"])) - first}
+        joint_start = min(start := int(one.get("start", 0)), other_start := int(other.get("start", 0)))
+        return {
+            **one,
+            "start": joint_start,
+            "n": max(start + int(one["n"]), other_start + int(other["n"])) - joint_start,
+        }
     if one["type"] == "Dict":
-        parts = {name: joined_spaces(part, other["subspaces"].get(name)) for name, part in one["subspaces"].items()}
-        is_compatible = set(parts) == set(other["subspaces"]) and None not in parts.values()
-        return {**one, "subspaces": parts} if is_compatible else None
+        subspaces = {
+            name: joined_spaces(subspace, other["subspaces"].get(name)) for name, subspace in one["subspaces"].items()
+        }
+        is_compatible = set(subspaces) == set(other["subspaces"]) and None not in subspaces.values()
+        return {**one, "subspaces": subspaces} if is_compatible else None
     return dict(one) if all(one.get(name) == other.get(name) for name in ("dtype", "shape")) else None
 
 
 def _space(value: Any) -> dict[str, Any]:
     """Describes the space of one step's values in Minari's JSON; bounds of floats are unknown."""
     if isinstance(value, dict):
-        return {"type": "Dict", "subspaces": {name: _space(part) for name, part in value.items()}}
+        return {"type": "Dict", "subspaces": {name: _space(subspace) for name, subspace in value.items()}}
     if value.dtype.kind in "iu" and value.ndim == 1:
-        first = min(0, int(value.min(initial=0)))
-        return {"type": "Discrete", "dtype": "int64", "start": first, "n": int(value.max(initial=0)) + 1 - first}
-    shape, kind = value.shape[1:], value.dtype
-    limits = {"b": lambda: (0, 1), "i": lambda: np.iinfo(kind), "u": lambda: np.iinfo(kind)}
-    limit: Any = limits.get(kind.kind, lambda: (-np.inf, np.inf))()
+        start = min(0, int(value.min(initial=0)))
+        return {"type": "Discrete", "dtype": "int64", "start": start, "n": int(value.max(initial=0)) + 1 - start}
+    shape, dtype = value.shape[1:], value.dtype
+    limits_by_kind = {"b": lambda: (0, 1), "i": lambda: np.iinfo(dtype), "u": lambda: np.iinfo(dtype)}
+    limit: Any = limits_by_kind.get(dtype.kind, lambda: (-np.inf, np.inf))()
     low, high = limit if isinstance(limit, tuple) else (limit.min, limit.max)
-    bounds = {"low": np.full(shape, low, kind).tolist(), "high": np.full(shape, high, kind).tolist()}
-    return {"type": "Box", "dtype": str(kind), "shape": list(shape), **bounds}
+    bounds = {"low": np.full(shape, low, dtype).tolist(), "high": np.full(shape, high, dtype).tolist()}
+    return {"type": "Box", "dtype": str(dtype), "shape": list(shape), **bounds}

@@ -85,21 +85,23 @@ class Mixture:
             )
         random = np.random.Generator(np.random.Philox(key=[self.seed, update]))
         demos = self.batch_size if alone else self.demo_rows
-        local = np.arange(demos * self._rank // self._ranks, demos * (self._rank + 1) // self._ranks)
-        chosen = random.integers(0, len(self.demos), demos)[local] if self.demos is not None else None
-        places = np.empty(0, np.int64) if alone else random.integers(0, len(self.replay), self.batch_size - demos)
-        inside, rows = self.replay.local_rows(places)
+        local_demo_positions = np.arange(demos * self._rank // self._ranks, demos * (self._rank + 1) // self._ranks)
+        demo_rows = random.integers(0, len(self.demos), demos)[local_demo_positions] if self.demos is not None else None
+        replay_positions = (
+            np.empty(0, np.int64) if alone else random.integers(0, len(self.replay), self.batch_size - demos)
+        )
+        local_replay_positions, rows = self.replay.local_rows(replay_positions)
         noise = random.standard_normal((2, self.batch_size, self.action_dim), np.float32)
-        first = len(local)
-        count = first + len(rows)
+        num_local_demos = len(local_demo_positions)
+        count = num_local_demos + len(rows)
         if self._out.shape != (count, dtype.itemsize):
             self._out = np.empty((count, dtype.itemsize), np.uint8)
-        if chosen is not None and self.demos is not None:
-            gather(self.demos, chosen, self._out[:first])
+        if demo_rows is not None and self.demos is not None:
+            gather(self.demos, demo_rows, self._out[:num_local_demos])
         if len(rows):
-            gather(self.replay.table, rows, self._out[first:])
+            gather(self.replay.table, rows, self._out[num_local_demos:])
         if count != self.batch_size:
-            noise = noise[:, np.concatenate((local, inside + demos))]
+            noise = noise[:, np.concatenate((local_demo_positions, local_replay_positions + demos))]
         batch = self._out.view(dtype)[:, 0]
         return MixtureDraw({name: batch[name] for name in dtype.names or ()}, noise, self.batch_size)
 
@@ -122,10 +124,10 @@ def load_demos(path: str, *, reward_scale: float, ignore_terminations: bool, ski
     key = "algorithm.demo_buffer.load_path"
     folder = expand_home(path)
     if any(folder.glob("index-*.json")) or any(folder.glob("replay/index-*.json")):
-        stored = StoredReplay(folder)
-        if stored.dtype is None:
+        replay = StoredReplay(folder)
+        if replay.dtype is None:
             raise ConfigError(f"{key}: {folder} is empty")
-        return stored.transitions()
+        return replay.transitions()
     from rlhpc.embodied.data.trajectories import read_trajectories
 
     needed = ("obs", "actions", "rewards")
@@ -152,15 +154,15 @@ def fit(demos: np.ndarray, observation_space: Any, action_space: Any, chunk: int
     columns["actions"] = np.zeros((1, chunk, int(np.prod(action_space.shape))), np.float32)
     columns |= {"rewards": np.zeros(1, np.float32), "terminations": np.zeros(1, bool)}
     required = row_type(columns, 1)
-    have: Any = demos.dtype.fields or {}
-    need: Any = required.fields or {}
-    if any(name not in have or have[name][0] != kind for name, (kind, *_) in need.items()):
+    demo_fields: Any = demos.dtype.fields or {}
+    required_fields: Any = required.fields or {}
+    if any(name not in demo_fields or demo_fields[name][0] != dtype for name, (dtype, *_) in required_fields.items()):
         raise ConfigError(
             f"algorithm.demo_buffer.load_path: the demonstrations have {describe(demos.dtype)}; this run's transitions have "
             f"{describe(required)}"
         )
     rows = np.zeros(len(demos), required)
-    for name in need:
+    for name in required_fields:
         rows[name] = demos[name]
     return rows
 
@@ -172,14 +174,14 @@ def transitions_of(
 
     The observation after the last action allows bootstrapping: only a termination excludes it.
     """
-    parts: list[dict[str, np.ndarray]] = []
+    columns_by_trajectory: list[dict[str, np.ndarray]] = []
     for trajectory in trajectories:
         obs = trajectory["obs"]
         obs_columns = (
-            {f"obs.{name}": value for name, value in obs.items()} if isinstance(obs, Mapping) else {"obs": obs}
+            {f"obs.{name}": array for name, array in obs.items()} if isinstance(obs, Mapping) else {"obs": obs}
         )
-        columns = {name: np.asarray(value)[:-1] for name, value in obs_columns.items()}
-        columns |= {f"next_{name}": np.asarray(value)[1:] for name, value in obs_columns.items()}
+        columns = {name: np.asarray(array)[:-1] for name, array in obs_columns.items()}
+        columns |= {f"next_{name}": np.asarray(array)[1:] for name, array in obs_columns.items()}
         actions = np.asarray(trajectory["actions"], np.float32)
         terminations = np.asarray(trajectory["terminations"], bool)
         columns |= {
@@ -187,8 +189,11 @@ def transitions_of(
             "rewards": np.asarray(trajectory["rewards"], np.float32) * np.float32(reward_scale),
             "terminations": np.zeros_like(terminations) if ignore_terminations else terminations,
         }
-        parts.append({name: _as_float32(column) for name, column in columns.items()})
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        columns_by_trajectory.append({name: _as_float32(column) for name, column in columns.items()})
+    columns = {
+        name: np.concatenate([trajectory_columns[name] for trajectory_columns in columns_by_trajectory])
+        for name in columns_by_trajectory[0]
+    }
     rows = np.zeros(len(columns["rewards"]), row_type(columns, 1))
     for name, column in columns.items():
         rows[name] = column

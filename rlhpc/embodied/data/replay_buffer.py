@@ -72,26 +72,26 @@ class _Index:
             CheckpointError: It is not an index; names the file.
         """
         try:
-            data = read_json(path.read_bytes())
-            if data.pop("format") != _FORMAT:
+            content = read_json(path.read_bytes())
+            if content.pop("format") != _FORMAT:
                 raise ValueError(f"format is not {_FORMAT}")
-            segments = [_ReplayFile(**segment) for segment in data.pop("segments")]
+            segments = [_ReplayFile(**segment) for segment in content.pop("segments")]
             for segment in segments:
                 if not is_plain_name(segment.file) or "/" in segment.file or not segment.file.endswith(".npy"):
                     raise ValueError(f"file {segment.file!r} is not the name of a .npy file beside it")
-            return cls(**{**data, "slots": tuple(data["slots"])}, segments=segments)
+            return cls(**{**content, "slots": tuple(content["slots"])}, segments=segments)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: cannot be read as the index of a replay buffer ({error})") from error
 
 
 def _write_segment(path: Path, parts: Sequence[np.ndarray]) -> None:
     """Writes arrays of one dtype one after the other, as one `.npy`."""
-    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    shape = (sum(len(rows) for rows in parts), *parts[0].shape[1:])
     with path.open("wb") as file:
         header = {"descr": np.lib.format.dtype_to_descr(parts[0].dtype), "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_2_0(file, header)
-        for part in parts:
-            part.tofile(file)
+        for rows in parts:
+            rows.tofile(file)
 
 
 class StoredReplay:
@@ -115,19 +115,19 @@ class StoredReplay:
                 "global_step_N), its folder 'replay', or what `rlhpc replay merge` wrote"
             )
         self.ranks = sorted((_Index.load(path) for path in files), key=lambda index: index.slots)
-        first = self.ranks[0]
+        first_index = self.ranks[0]
         ends = [0, *(index.slots[1] for index in self.ranks)]
-        is_complete = [index.slots[0] for index in self.ranks] == ends[:-1] and ends[-1] == first.num_envs
+        is_complete = [index.slots[0] for index in self.ranks] == ends[:-1] and ends[-1] == first_index.num_envs
         is_uniform = len({(index.num_envs, index.decisions, index.held) for index in self.ranks}) == 1
         if not is_complete or not is_uniform:
             raise CheckpointError(
                 f"{self.folder}: the ranks' parts do not fit together; a file of some rank is missing"
             )
-        self.num_envs = first.num_envs
-        self.decisions = first.decisions
-        self.held = first.held
+        self.num_envs = first_index.num_envs
+        self.decisions = first_index.decisions
+        self.held = first_index.held
         self._parts = [self._open(index) for index in self.ranks]
-        dtypes = {part.dtype for parts in self._parts for part in parts}
+        dtypes = {segment_rows.dtype for rank_parts in self._parts for segment_rows in rank_parts}
         if len(dtypes) > 1:
             raise CheckpointError(f"{self.folder}: the files' columns differ")
         self.dtype: np.dtype[Any] | None = dtypes.pop() if dtypes else None
@@ -137,7 +137,7 @@ class StoredReplay:
 
     def _open(self, index: _Index) -> list[np.ndarray]:
         """Opens the files' arrays, memory-mapped, without decisions before the buffer's oldest one."""
-        oldest, at, parts = index.decisions - index.held, index.decisions - index.held, []
+        oldest, next_decision, parts = index.decisions - index.held, index.decisions - index.held, []
         for segment in index.segments:
             path = self.folder / segment.file
             try:
@@ -145,32 +145,32 @@ class StoredReplay:
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{path}: cannot be read ({error})") from error
             expected = (segment.stop - segment.first, index.slots[1] - index.slots[0])
-            if rows.shape != expected or segment.first > at:
+            if rows.shape != expected or segment.first > next_decision:
                 raise CheckpointError(f"{path}: holds {rows.shape}, its index says {expected}")
             parts.append(rows[max(0, oldest - segment.first) :])
-            at = segment.stop
-        if at != index.decisions:
-            raise CheckpointError(f"{self.folder}: decisions {at} to {index.decisions} are missing")
+            next_decision = segment.stop
+        if next_decision != index.decisions:
+            raise CheckpointError(f"{self.folder}: decisions {next_decision} to {index.decisions} are missing")
         return parts
 
     def pieces(self, share: range) -> Iterator[tuple[int, slice, np.ndarray]]:
-        """Yields the transitions of some slots as mapped arrays `[decisions, slots]`: each with its first decision,
-        counted from the oldest held, and its slots within `share`.
+        """Yields the transitions of the slots `share` as memory-mapped arrays `[decisions, slots]`. Each comes with the
+        offset of its first decision from the oldest one stored, and with its slots' positions in `share`.
         """
         for index, parts in zip(self.ranks, self._parts, strict=True):
             start, stop = max(share.start, index.slots[0]), min(share.stop, index.slots[1])
-            at = 0
-            for part in parts if start < stop else ():
+            offset = 0
+            for segment_rows in parts if start < stop else ():
                 columns = slice(start - index.slots[0], stop - index.slots[0])
-                yield at, slice(start - share.start, stop - share.start), part[:, columns]
-                at += len(part)
+                yield offset, slice(start - share.start, stop - share.start), segment_rows[:, columns]
+                offset += len(segment_rows)
 
     def of_slots(self, share: range) -> np.ndarray:
         """Returns the transitions of some slots, `[held, len(share)]`, oldest first."""
         assert self.dtype is not None
         rows_by_slot = np.zeros((self.held, len(share)), self.dtype)  # also the bytes between columns
-        for at, place, rows in self.pieces(share):
-            rows_by_slot[at : at + len(rows), place] = rows
+        for offset, slot_slice, rows in self.pieces(share):
+            rows_by_slot[offset : offset + len(rows), slot_slice] = rows
         return rows_by_slot
 
     def transitions(self) -> np.ndarray:
@@ -184,15 +184,16 @@ def _open_all(folders: Sequence[str | Path]) -> list[StoredReplay]:
     Raises:
         ConfigError: They differ, or one is empty.
     """
-    stored = [StoredReplay(Path(folder)) for folder in folders]
-    for one in stored:
-        if one.dtype is None:
-            raise ConfigError(f"{one.folder} is empty")
-        if one.dtype != stored[0].dtype:
+    replays = [StoredReplay(Path(folder)) for folder in folders]
+    for replay in replays:
+        if replay.dtype is None:
+            raise ConfigError(f"{replay.folder} is empty")
+        if replay.dtype != replays[0].dtype:
             raise ConfigError(
-                f"{one.folder} has the columns {describe(one.dtype)}, {stored[0].folder} has {describe(stored[0].dtype)}"
+                f"{replay.folder} has the columns {describe(replay.dtype)}, {replays[0].folder} has "
+                f"{describe(replays[0].dtype)}"
             )
-    return stored
+    return replays
 
 
 def describe(dtype: np.dtype[Any] | None) -> str:
@@ -200,7 +201,8 @@ def describe(dtype: np.dtype[Any] | None) -> str:
     if dtype is None or dtype.fields is None:
         return "none"
     return ", ".join(
-        f"{name} {kind.base.name}{list(kind.shape) if kind.shape else ''}" for name, (kind, *_) in dtype.fields.items()
+        f"{name} {dtype_of_column.base.name}{list(dtype_of_column.shape) if dtype_of_column.shape else ''}"
+        for name, (dtype_of_column, *_) in dtype.fields.items()
     )
 
 
@@ -221,28 +223,28 @@ def _write_replay(target: Path, transitions: np.ndarray) -> None:
 
 def inspect(folder: str | Path) -> dict[str, Any]:
     """Returns facts of a stored buffer: transitions, columns, ranks, bytes, rewards, and the share of terminations."""
-    stored = StoredReplay(Path(folder))
-    files = [stored.folder / segment.file for index in stored.ranks for segment in index.segments]
-    facts: dict[str, Any] = {
-        "folder": str(stored.folder),
-        "transitions": len(stored),
-        "num_envs": stored.num_envs,
-        "decisions_made": stored.decisions,
-        "ranks": len(stored.ranks),
+    replay = StoredReplay(Path(folder))
+    files = [replay.folder / segment.file for index in replay.ranks for segment in index.segments]
+    summary: dict[str, Any] = {
+        "folder": str(replay.folder),
+        "transitions": len(replay),
+        "num_envs": replay.num_envs,
+        "decisions_made": replay.decisions,
+        "ranks": len(replay.ranks),
         "files": len(files),
         "bytes": sum(path.stat().st_size for path in files),
-        "columns": describe(stored.dtype),
+        "columns": describe(replay.dtype),
     }
-    if len(stored):
-        rows = stored.transitions()
+    if len(replay):
+        rows = replay.transitions()
         rewards = rows["rewards"].astype(np.float64)
-        facts |= {
+        summary |= {
             "reward_mean": float(rewards.mean()),
             "reward_min": float(rewards.min()),
             "reward_max": float(rewards.max()),
             "terminations": int(rows["terminations"].sum()),
         }
-    return facts
+    return summary
 
 
 def merge(folders: Sequence[str | Path], output: str | Path) -> int:
@@ -251,9 +253,9 @@ def merge(folders: Sequence[str | Path], output: str | Path) -> int:
     Returns:
         Its transitions.
     """
-    parts = [one.transitions() for one in _open_all(folders)]
-    _write_replay(Path(output), np.concatenate(parts))
-    return sum(map(len, parts))
+    tables = [replay.transitions() for replay in _open_all(folders)]
+    _write_replay(Path(output), np.concatenate(tables))
+    return sum(map(len, tables))
 
 
 def split(folder: str | Path, output: str | Path, parts: int) -> list[int]:
@@ -262,16 +264,16 @@ def split(folder: str | Path, output: str | Path, parts: int) -> list[int]:
     Returns:
         Transitions of each.
     """
-    (stored,) = _open_all([folder])
-    if not 1 <= parts <= len(stored):
-        raise ConfigError(f"--parts is {parts}; {stored.folder} has {len(stored)} transitions")
+    (replay,) = _open_all([folder])
+    if not 1 <= parts <= len(replay):
+        raise ConfigError(f"--parts is {parts}; {replay.folder} has {len(replay)} transitions")
     target = Path(output)
     if target.exists():
         raise ConfigError(f"{target} exists; give another --output")
-    pieces = np.array_split(stored.transitions(), parts)
-    for number, piece in enumerate(pieces):
-        _write_replay(target / str(number), piece)
-    return [len(piece) for piece in pieces]
+    tables = np.array_split(replay.transitions(), parts)
+    for index, table in enumerate(tables):
+        _write_replay(target / str(index), table)
+    return [len(table) for table in tables]
 
 
 #: Files of a rank in a checkpoint. If there are more, the next save writes a single one that holds all.
@@ -285,12 +287,12 @@ def row_type(columns: dict[str, np.ndarray], lead: int) -> np.dtype[Any]:
         columns: Arrays of many transitions.
         lead: Leading axes that count transitions.
     """
-    wide = sorted(columns, key=lambda name: (-columns[name].dtype.itemsize, name))
-    return np.dtype([(name, columns[name].dtype, columns[name].shape[lead:]) for name in wide], align=True)
+    widest_first = sorted(columns, key=lambda name: (-columns[name].dtype.itemsize, name))
+    return np.dtype([(name, columns[name].dtype, columns[name].shape[lead:]) for name in widest_first], align=True)
 
 
 def gather(table: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-    """Copies rows of bytes `[k, bytes]` of a table `[n, bytes]`."""
+    """Copies k rows of a table of bytes `[n, bytes]` to `[k, bytes]`."""
     np.take(table, rows, axis=0, out=out, mode="clip")
 
 
@@ -366,9 +368,9 @@ class ReplayBuffer:
             )
         steps = next(iter(columns.values())).shape[1]
         newest = min(steps, self.capacity)
-        at = (self.decisions + np.arange(steps - newest, steps)) % self.capacity
+        ring_rows = (self.decisions + np.arange(steps - newest, steps)) % self.capacity
         for name, column in columns.items():
-            self._ring[name][at] = column[:, steps - newest :].swapaxes(0, 1)
+            self._ring[name][ring_rows] = column[:, steps - newest :].swapaxes(0, 1)
         self.decisions += steps
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -387,8 +389,8 @@ class ReplayBuffer:
         decision %= self.capacity
         if len(self.share) == self.num_envs:
             return np.arange(len(places)), decision * self.num_envs + slot
-        inside = np.flatnonzero((slot >= self.share.start) & (slot < self.share.stop))
-        return inside, decision[inside] * len(self.share) + slot[inside] - self.share.start
+        local_positions = np.flatnonzero((slot >= self.share.start) & (slot < self.share.stop))
+        return local_positions, decision[local_positions] * len(self.share) + slot[local_positions] - self.share.start
 
     @property
     def table(self) -> np.ndarray:
@@ -396,9 +398,13 @@ class ReplayBuffer:
         return self._bytes
 
     def _between(self, first: int, stop: int) -> list[np.ndarray]:
-        """Returns decisions in order, in one piece or two."""
-        a, b = first % self.capacity, (stop - 1) % self.capacity + 1
-        return [self._ring[a:b]] if a < b else [self._ring[a:], self._ring[:b]]
+        """Returns a range of decisions in order, as one array, or as two where the ring wraps."""
+        ring_start, ring_stop = first % self.capacity, (stop - 1) % self.capacity + 1
+        return (
+            [self._ring[ring_start:ring_stop]]
+            if ring_start < ring_stop
+            else [self._ring[ring_start:], self._ring[:ring_stop]]
+        )
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
@@ -414,10 +420,10 @@ class ReplayBuffer:
         segments = [segment for segment in self._segments if segment.stop > oldest]
         if len(segments) >= MAX_SEGMENTS or not self._link(segments, folder):
             segments = []
-        first = segments[-1].stop if segments else oldest
-        if first < self.decisions:
-            segment = _ReplayFile(f"{self.rank}-{first}-{self.decisions}.npy", first, self.decisions)
-            _write_segment(folder / segment.file, self._between(first, self.decisions))
+        segment_start = segments[-1].stop if segments else oldest
+        if segment_start < self.decisions:
+            segment = _ReplayFile(f"{self.rank}-{segment_start}-{self.decisions}.npy", segment_start, self.decisions)
+            _write_segment(folder / segment.file, self._between(segment_start, self.decisions))
             segments.append(segment)
         index = _Index((self.share.start, self.share.stop), self.num_envs, self.decisions, self.held, segments)
         (folder / f"index-{self.rank}.json").write_bytes(index.dump())
@@ -428,14 +434,14 @@ class ReplayBuffer:
         """Links all files of the last checkpoint; returns False and links none if one cannot be linked (it is gone, or
         the filesystem has no links).
         """
-        done: list[Path] = []
+        linked_files: list[Path] = []
         try:
             for segment in segments:
                 assert self._saved is not None
                 os.link(self._saved / segment.file, folder / segment.file)
-                done.append(folder / segment.file)
+                linked_files.append(folder / segment.file)
         except OSError:
-            for path in done:
+            for path in linked_files:
                 with contextlib.suppress(OSError):
                     path.unlink()
             return False
@@ -448,38 +454,46 @@ class ReplayBuffer:
             CheckpointError: It has no replay buffer, or a damaged one.
         """
         try:
-            stored = StoredReplay(checkpoint)
+            checkpoint_replay = StoredReplay(checkpoint)
         except ConfigError as error:
             raise CheckpointError(str(error)) from error
         self.decisions = 0
         self._first = 0
         self._segments = []
         self._saved = None
-        if stored.dtype is None:
+        if checkpoint_replay.dtype is None:
             return
-        if self.dtype != stored.dtype:
-            self._allocate(stored.dtype)
-        if stored.num_envs == self.num_envs:
-            decisions, count, pieces = stored.decisions, stored.held, stored.pieces(self.share)
+        if self.dtype != checkpoint_replay.dtype:
+            self._allocate(checkpoint_replay.dtype)
+        if checkpoint_replay.num_envs == self.num_envs:
+            decisions, count, row_blocks = (
+                checkpoint_replay.decisions,
+                checkpoint_replay.held,
+                checkpoint_replay.pieces(self.share),
+            )
         else:
             # Another number of environments: the same transitions in the same order, in rows of another length.
-            decisions = count = len(stored) // self.num_envs
-            flat = stored.transitions()[len(stored) - count * self.num_envs :]
-            rows = flat.reshape(count, self.num_envs)[:, self.share.start : self.share.stop]
-            pieces = iter([(0, slice(None), rows)])
+            decisions = count = len(checkpoint_replay) // self.num_envs
+            newest_rows = checkpoint_replay.transitions()[len(checkpoint_replay) - count * self.num_envs :]
+            rows = newest_rows.reshape(count, self.num_envs)[:, self.share.start : self.share.stop]
+            row_blocks = iter([(0, slice(None), rows)])
         self.decisions = decisions
         self._first = decisions - min(count, self.capacity)
-        for at, place, rows in pieces:
-            begin = decisions - count + at
-            newer = max(0, self._first - begin)
-            self._ring[np.arange(begin + newer, begin + len(rows)) % self.capacity, place] = rows[newer:]
-        local_indices = [index for index in stored.ranks if index.slots == (self.share.start, self.share.stop)]
-        file = stored.folder / f"index-{self.rank}.json"
+        for offset, slot_slice, rows in row_blocks:
+            begin = decisions - count + offset
+            num_expired = max(0, self._first - begin)
+            self._ring[np.arange(begin + num_expired, begin + len(rows)) % self.capacity, slot_slice] = rows[
+                num_expired:
+            ]
+        local_indices = [
+            index for index in checkpoint_replay.ranks if index.slots == (self.share.start, self.share.stop)
+        ]
+        file = checkpoint_replay.folder / f"index-{self.rank}.json"
         if (
             local_indices
-            and stored.num_envs == self.num_envs
+            and checkpoint_replay.num_envs == self.num_envs
             and file.is_file()
             and _Index.load(file) == local_indices[0]
         ):
             self._segments = local_indices[0].segments
-            self._saved = stored.folder
+            self._saved = checkpoint_replay.folder

@@ -54,10 +54,12 @@ def read_trajectories(
     """
     if isinstance(path, str | Path):
         return _checked(_open(str(path), key), only_success, limit, tuple(require), key, left_out)
-    opened = [_open(str(one), key) for one in path]
-    if not opened:
+    sources = [_open(str(item), key) for item in path]
+    if not sources:
         raise ConfigError(f"{key} is empty; it names files of trajectories ({', '.join(SUFFIXES)}) or LeRobot datasets")
-    return _checked((one for each in opened for one in each), only_success, limit, tuple(require), key, left_out)
+    return _checked(
+        (item for trajectories in sources for item in trajectories), only_success, limit, tuple(require), key, left_out
+    )
 
 
 def _open(path: str, key: str) -> Iterator[Trajectory]:
@@ -70,8 +72,8 @@ def _open(path: str, key: str) -> Iterator[Trajectory]:
 
 def _read(file: Path) -> Iterator[Trajectory]:
     with open_hdf5(file) as opened:
-        foreign = bool(numbers(opened))
-    return read_minari(file) if foreign else read_maniskill(file)
+        is_minari = bool(numbers(opened))
+    return read_minari(file) if is_minari else read_maniskill(file)
 
 
 def _checked(
@@ -82,7 +84,7 @@ def _checked(
     key: str,
     left_out: list[str] | None,
 ) -> Iterator[Trajectory]:
-    first: Trajectory | None = None
+    first_trajectory: Trajectory | None = None
     num_read = count = 0
     for trajectory in trajectories:
         if limit is not None and count >= limit:
@@ -93,14 +95,14 @@ def _checked(
                 raise ConfigError(f"{trajectory['source']} has no {field}{_WAY_OUT.get(field, '')}")
         if only_success and not np.any(trajectory["success"]):
             continue
-        if fault := not_finite(trajectory, require):
+        if problem := not_finite(trajectory, require):
             if left_out is None:
-                raise ConfigError(fault)
-            left_out.append(fault)
+                raise ConfigError(problem)
+            left_out.append(problem)
             continue
-        if first is None:
-            first = trajectory
-        _same_shapes(first, trajectory)
+        if first_trajectory is None:
+            first_trajectory = trajectory
+        _same_shapes(first_trajectory, trajectory)
         count += 1
         yield trajectory
     if limit != 0 and count == 0:
@@ -116,9 +118,11 @@ _WAY_OUT = {
 
 
 def _same_shapes(first: Trajectory, other: Trajectory) -> None:
-    one, two = shapes(first), shapes(other)
-    if one != two:
-        raise ConfigError(f"{other['source']} has {two}, {first['source']} has {one}; one data set has one shape")
+    first_shapes, other_shapes = shapes(first), shapes(other)
+    if first_shapes != other_shapes:
+        raise ConfigError(
+            f"{other['source']} has {other_shapes}, {first['source']} has {first_shapes}; one data set has one shape"
+        )
 
 
 # -- ManiSkill ----------------------------------------------------------------------------------------------------------
@@ -126,14 +130,14 @@ def _same_shapes(first: Trajectory, other: Trajectory) -> None:
 
 def read_maniskill(path: Path) -> Iterator[Trajectory]:
     """Yields the episodes of one file, in the order of its JSON (without one: by number)."""
-    described = metadata(path)
+    file_metadata = metadata(path)
     with open_hdf5(path) as file:
-        episodes = described.get("episodes")
+        episodes = file_metadata.get("episodes")
         if episodes is None:
-            numbers = sorted(int(name[5:]) for name in file if name.startswith("traj_") and name[5:].isdigit())
-            if not numbers:
+            episode_ids = sorted(int(name[5:]) for name in file if name.startswith("traj_") and name[5:].isdigit())
+            if not episode_ids:
                 raise ConfigError(f"{path} has no group traj_0, traj_1, …; it has: {', '.join(file) or 'nothing'}")
-            episodes = [{"episode_id": number} for number in numbers]
+            episodes = [{"episode_id": episode_id} for episode_id in episode_ids]
         for episode in episodes:
             name = f"traj_{episode['episode_id']}"
             if not has(file, name):
@@ -156,12 +160,12 @@ def metadata(path: Path) -> dict[str, Any]:
     if not json_file.is_file():
         return {}
     try:
-        described = read_json(json_file.read_bytes())
-        ids = [episode["episode_id"] for episode in described.get("episodes", [])]
+        content = read_json(json_file.read_bytes())
+        ids = [episode["episode_id"] for episode in content.get("episodes", [])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{json_file} is not what ManiSkill writes beside a .h5 file: {error!r}") from None
     del ids
-    return dict(described)
+    return dict(content)
 
 
 def _read_group(group: Any, source: str, episode: Mapping[str, Any]) -> Trajectory:
@@ -173,22 +177,22 @@ def _read_group(group: Any, source: str, episode: Mapping[str, Any]) -> Trajecto
         actions = member(group, "actions")
         if isinstance(actions, h5py.Group):
             raise ConfigError(f"{source} has actions of several robots ({', '.join(actions)}); supported is one")
-        data = {name: _load(node) for name, node in members(group)}
+        arrays = {name: _load(node) for name, node in members(group)}
     except (OSError, RuntimeError, MemoryError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{source} is damaged: {first_line(error)}") from None
-    actions = data["actions"].reshape(len(data["actions"]), -1)
+    actions = arrays["actions"].reshape(len(arrays["actions"]), -1)
     seed = episode.get("episode_seed", (episode.get("reset_kwargs") or {}).get("seed"))
     return check(
         {
-            "obs": observation(data["obs"]) if "obs" in data else None,
+            "obs": observation(arrays["obs"]) if "obs" in arrays else None,
             "actions": actions if actions.dtype.kind in "iu" else actions.astype(np.float32),
-            "rewards": data["rewards"].astype(np.float32) if "rewards" in data else None,
-            "terminations": data["terminated"].astype(bool),
-            "truncations": data["truncated"].astype(bool),
-            "success": data["success"].astype(bool) if "success" in data else None,
-            "env_states": data.get("env_states"),
+            "rewards": arrays["rewards"].astype(np.float32) if "rewards" in arrays else None,
+            "terminations": arrays["terminated"].astype(bool),
+            "truncations": arrays["truncated"].astype(bool),
+            "success": arrays["success"].astype(bool) if "success" in arrays else None,
+            "env_states": arrays.get("env_states"),
             "seed": seed[0] if isinstance(seed, list) and seed else None if isinstance(seed, list) else seed,
             "source": source,
         }
@@ -213,21 +217,23 @@ def observation(recorded: Any) -> Any:
         return recorded.astype(np.float32) if recorded.dtype == np.float64 else recorded
     if not any(isinstance(value, dict) for value in recorded.values()):
         return {name: observation(value) for name, value in recorded.items()} or None
-    parts: dict[str, np.ndarray] = {}
-    numbers = [leaf for name, value in recorded.items() if name not in _SENSORS for leaf in _leaves(value)]
-    if numbers:
-        parts["state"] = np.concatenate([leaf.reshape(len(leaf), -1).astype(np.float32) for leaf in numbers], -1)
+    obs_arrays: dict[str, np.ndarray] = {}
+    number_arrays = [leaf for name, value in recorded.items() if name not in _SENSORS for leaf in _leaves(value)]
+    if number_arrays:
+        obs_arrays["state"] = np.concatenate(
+            [leaf.reshape(len(leaf), -1).astype(np.float32) for leaf in number_arrays], -1
+        )
     cameras = recorded.get("sensor_data", {}).values()
     for name in _IMAGES[:2]:
         if pictures := [camera[name] for camera in cameras if name in camera]:
-            parts[name] = np.concatenate(pictures, -1)
-    return parts["state"] if list(parts) == ["state"] else parts or None
+            obs_arrays[name] = np.concatenate(pictures, -1)
+    return obs_arrays["state"] if list(obs_arrays) == ["state"] else obs_arrays or None
 
 
 def _leaves(value: Any) -> Iterator[np.ndarray]:
     if isinstance(value, dict):
-        for inner in value.values():
-            yield from _leaves(inner)
+        for child in value.values():
+            yield from _leaves(child)
     else:
         yield value
 
@@ -267,12 +273,12 @@ class TrajectoryWriter(EpisodeWriter):
         self._partial = self.path.with_name(f".{self.path.stem}.partial.h5")
         self._file = h5py.File(self._partial, "w")
         kwargs = dict(env_kwargs or {})
-        info: dict[str, Any] = {"env_id": env_id, "env_kwargs": kwargs, "max_episode_steps": max_episode_steps}
+        env_info: dict[str, Any] = {"env_id": env_id, "env_kwargs": kwargs, "max_episode_steps": max_episode_steps}
         if facts:
-            info["dataset"] = dict(facts)
+            env_info["dataset"] = dict(facts)
         self._control_mode = kwargs.get("control_mode")
         self._described: dict[str, Any] = {
-            "env_info": info,
+            "env_info": env_info,
             "commit_info": None,
             "source_type": source_type,
             "source_desc": source_desc,
@@ -285,18 +291,18 @@ class TrajectoryWriter(EpisodeWriter):
 
     def add(self, trajectory: Mapping[str, Any]) -> None:
         """Adds an episode, with the fields of `rlhpc.embodied.data.trajectory`; `source` is not written."""
-        number, T = len(self), len(trajectory["actions"])
+        index, T = len(self), len(trajectory["actions"])
         fields = {"rewards": None, "success": None, "env_states": None, "seed": None, **trajectory}
-        fields["source"] = f"{self.path}, traj_{number}"
+        fields["source"] = f"{self.path}, traj_{index}"
         check(
             {
                 name: np.asarray(value) if name in _PER_STEP and value is not None else value
                 for name, value in fields.items()
             }
         )
-        if fault := not_finite({**fields, "actions": np.asarray(fields["actions"])}, ("obs", "actions")):
-            raise ConfigError(fault)
-        group = self._file.create_group(f"traj_{number}", track_order=True)
+        if problem := not_finite({**fields, "actions": np.asarray(fields["actions"])}, ("obs", "actions")):
+            raise ConfigError(problem)
+        group = self._file.create_group(f"traj_{index}", track_order=True)
         if fields["obs"] is not None:
             _write(group, "obs", fields["obs"])
         actions = np.asarray(fields["actions"])
@@ -306,7 +312,7 @@ class TrajectoryWriter(EpisodeWriter):
         group.create_dataset("truncated", data=fields["truncations"], dtype=bool)
         seed = fields["seed"]
         episode: dict[str, Any] = {
-            "episode_id": number,
+            "episode_id": index,
             "episode_seed": seed,
             "control_mode": self._control_mode,
             "elapsed_steps": T,
@@ -324,8 +330,8 @@ class TrajectoryWriter(EpisodeWriter):
     def close(self) -> None:
         """Gives the files their names."""
         self._file.close()
-        described = json.dumps(self._described, indent=2, default=_plain) + "\n"
-        replace_durably(self.path.with_suffix(".json"), described.encode())
+        metadata_text = json.dumps(self._described, indent=2, default=_plain) + "\n"
+        replace_durably(self.path.with_suffix(".json"), metadata_text.encode())
         self._partial.replace(self.path)
         fsync_folder(self.path.parent)
 
@@ -340,9 +346,9 @@ _PER_STEP = ("actions", "rewards", "terminations", "truncations", "success")
 
 def _write(group: Any, name: str, value: Any) -> None:
     if isinstance(value, Mapping):
-        inner = group.create_group(name, track_order=True)
-        for part, below in value.items():
-            _write(inner, part, below)
+        subgroup = group.create_group(name, track_order=True)
+        for child_name, child in value.items():
+            _write(subgroup, child_name, child)
     else:
         packed = {"compression": "gzip", "compression_opts": 5} if name in _IMAGES else {}
         group.create_dataset(name, data=np.asarray(value), **packed)

@@ -40,10 +40,10 @@ def check(trajectory: Trajectory) -> Trajectory:
         if trajectory[name] is not None and trajectory[name].shape != (T,):
             raise ConfigError(f"{source}: {T} actions, but {name} {list(trajectory[name].shape)}; it has one a step")
     obs = trajectory["obs"]
-    for name, value in obs.items() if isinstance(obs, Mapping) else [("", obs)]:
-        if value is not None and len(value) != T + 1:
+    for name, array in obs.items() if isinstance(obs, Mapping) else [("", obs)]:
+        if array is not None and len(array) != T + 1:
             raise ConfigError(
-                f"{source}: {T} actions, but {len(value)} observations {name}; there is one more than actions"
+                f"{source}: {T} actions, but {len(array)} observations {name}; there is one more than actions"
             )
     return trajectory
 
@@ -61,8 +61,8 @@ def shapes(trajectory: Trajectory) -> str:
 def not_finite(trajectory: Trajectory, fields: Sequence[str]) -> str:
     """Returns a message with the first non-finite number of the fields; empty if all numbers are finite."""
     for field in fields:
-        for name, part in _arrays(field, trajectory[field]):
-            if (rows := bad_rows(part)).any():
+        for name, array in _arrays(field, trajectory[field]):
+            if (rows := bad_rows(array)).any():
                 return f"{trajectory['source']}: {name} of step {int(np.argmax(rows))} is not finite"
     return ""
 
@@ -70,8 +70,8 @@ def not_finite(trajectory: Trajectory, fields: Sequence[str]) -> str:
 def _arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the arrays of a field, at any depth, with their dotted names."""
     if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _arrays(f"{name}.{key}", part)
+        for key, child in value.items():
+            yield from _arrays(f"{name}.{key}", child)
     elif value is not None:
         yield name, value
 
@@ -112,7 +112,7 @@ class EpisodeWriter(ABC):
 
 
 class _Unwanted(Exception):
-    """Signal that leaves the folder unchanged."""
+    """Exception that makes `FolderWriter` discard its folder."""
 
 
 class FolderWriter(EpisodeWriter):

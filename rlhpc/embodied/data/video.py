@@ -26,8 +26,8 @@ def tile(frames: np.ndarray) -> np.ndarray:
     rows = math.ceil(n / columns)
     grid = np.zeros((rows * height, columns * width, 3), np.uint8)
     for i, frame in enumerate(frames):
-        y, x = i // columns * height, i % columns * width
-        grid[y : y + height, x : x + width] = frame
+        y_offset, x_offset = i // columns * height, i % columns * width
+        grid[y_offset : y_offset + height, x_offset : x_offset + width] = frame
     return grid
 
 
@@ -38,18 +38,18 @@ def shrink(frames: np.ndarray) -> np.ndarray:
     factor = math.ceil(max(height, width) / TILE)
     if factor == 1:
         return frames
-    cut = frames[:, : height // factor * factor, : width // factor * factor]
-    blocks = cut.reshape(n, height // factor, factor, width // factor, factor, 3)
+    cropped = frames[:, : height // factor * factor, : width // factor * factor]
+    blocks = cropped.reshape(n, height // factor, factor, width // factor, factor, 3)
     return blocks.mean((2, 4)).astype(np.uint8)
 
 
 def framed(frame: np.ndarray, success: bool) -> np.ndarray:
     """Frames the last picture of an episode: green for success, otherwise grey."""
-    marked = frame.copy()
+    framed_picture = frame.copy()
     color = _GREEN if success else _GREY
-    for edge in (np.s_[:_BORDER], np.s_[-_BORDER:], np.s_[:, :_BORDER], np.s_[:, -_BORDER:]):
-        marked[edge] = color
-    return marked
+    for border in (np.s_[:_BORDER], np.s_[-_BORDER:], np.s_[:, :_BORDER], np.s_[:, -_BORDER:]):
+        framed_picture[border] = color
+    return framed_picture
 
 
 def pyav() -> Any:
@@ -69,22 +69,22 @@ def write_video(path: Path, frames: Sequence[np.ndarray], fps: int) -> None:
     """
     av = pyav()
     height, width = (size // 2 * 2 for size in frames[0].shape[:2])  # the format wants even sizes
-    partial = path.with_name(f".{path.stem}.partial.mp4")
+    partial_path = path.with_name(f".{path.stem}.partial.mp4")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with av.open(str(partial), "w", options={"movflags": "+faststart"}) as video:
+        with av.open(str(partial_path), "w", options={"movflags": "+faststart"}) as video:
             stream = video.add_stream("libx264", rate=fps, options={"crf": "28", "preset": "veryfast"})
             stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
             for frame in frames:
                 picture = np.ascontiguousarray(frame[:height, :width])
                 video.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
             video.mux(stream.encode())
-        partial.replace(path)
+        partial_path.replace(path)
         fsync_folder(path.parent)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error}") from None
     finally:
-        partial.unlink(missing_ok=True)
+        partial_path.unlink(missing_ok=True)
 
 
 #: Files that hold their pictures themselves; a playlist names other files.
@@ -98,8 +98,8 @@ _PADDING = 128
 
 
 class VideoReader:
-    """Reader of a video file, which decodes on request: of two consecutive episodes each frame is decoded once, and
-    memory holds no more than the pictures of one call.
+    """Reader of a video file that decodes on request. Consecutive reads decode each frame once, and memory holds only
+    the pictures of one call.
 
     Args:
         path: Path of the file.
@@ -159,7 +159,7 @@ class VideoReader:
         """
         if start < self._position:
             self._open()
-        pictures: np.ndarray | None = None
+        frames_read: np.ndarray | None = None
         length = 0
         try:
             while self._position < start + count:
@@ -169,17 +169,17 @@ class VideoReader:
                 self._position, self.decoded = self._position + 1, self.decoded + 1
                 if self._position > start:
                     self._require_size(frame.height, frame.width)
-                    picture = frame.to_ndarray(format="rgb24")
-                    if pictures is None:
-                        self._check_size(count * picture.size, self.path.stat().st_size)
-                        pictures = np.empty((count, *picture.shape), np.uint8)
+                    pixels = frame.to_ndarray(format="rgb24")
+                    if frames_read is None:
+                        self._check_size(count * pixels.size, self.path.stat().st_size)
+                        frames_read = np.empty((count, *pixels.shape), np.uint8)
                     # other data of a file is no picture
-                    self._check_size((length + 1) * picture.size, self._packed_bytes)
-                    pictures[length] = picture
+                    self._check_size((length + 1) * pixels.size, self._packed_bytes)
+                    frames_read[length] = pixels
                     length += 1
         except (OSError, ValueError, self._av.error.FFmpegError) as error:
             raise self._unreadable(error) from None
-        return np.empty((0, 0, 0, 3), np.uint8) if pictures is None else pictures[:length]
+        return np.empty((0, 0, 0, 3), np.uint8) if frames_read is None else frames_read[:length]
 
     def _check_size(self, size: int, stored: int) -> None:
         if size > _LARGE and size > _MOST_PACKED * stored:

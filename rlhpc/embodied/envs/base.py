@@ -81,15 +81,15 @@ class Timing:
 
     def news(self) -> dict[str, np.ndarray]:
         """Returns the measurements since the last call, under the names of `TIMED`: latencies `[k]`, counts `[1]`."""
-        lists = {"robot_latency_ms": self.latency_s, "robot_link_ms": self.link_s}
+        latency_lists = {"robot_latency_ms": self.latency_s, "robot_link_ms": self.link_s}
         counts = {f"robot_{name}": getattr(self, f"num_{name}") for name in _COUNTS}
-        before = self._reported
-        self._reported = counts | {name: len(values) for name, values in lists.items()}
+        reported_before = self._reported
+        self._reported = counts | {name: len(latencies) for name, latencies in latency_lists.items()}
         latencies_ms = {
-            name: np.array(values[before.get(name, 0) : self._reported[name]]) * 1000.0
-            for name, values in lists.items()
+            name: np.array(latencies[reported_before.get(name, 0) : self._reported[name]]) * 1000.0
+            for name, latencies in latency_lists.items()
         }
-        return latencies_ms | {name: np.array([count - before.get(name, 0)]) for name, count in counts.items()}
+        return latencies_ms | {name: np.array([count - reported_before.get(name, 0)]) for name, count in counts.items()}
 
     def add(self, news: dict[str, np.ndarray]) -> None:
         """Adds the `news` of another `Timing`."""
@@ -102,12 +102,12 @@ class Timing:
 
 def timed(timings: Iterable[Timing | None]) -> dict[str, np.ndarray]:
     """Returns the concatenated `news` of several robots; arrays of length 0 without robots."""
-    reports = [timing.news() for timing in timings if timing is not None]
-    return {name: np.concatenate([each[name] for each in reports] or [np.zeros(0)]) for name in TIMED}
+    columns_by_stage = [timing.news() for timing in timings if timing is not None]
+    return {name: np.concatenate([columns[name] for columns in columns_by_stage] or [np.zeros(0)]) for name in TIMED}
 
 
 def timing_row(columns: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns the timing metrics of a step; empty without a robot, or where it did nothing."""
+    """Returns the timing metrics of a step; empty without a robot, or if the robot was idle."""
     row: dict[str, float] = {}
     for name in TIMED:
         values = columns.get(name, np.zeros(0))
@@ -236,14 +236,14 @@ class VectorEnv(ABC):
         truncations = np.zeros(self.num_envs, bool)
         infos: dict[str, Any] = {}
         for i in range(actions.shape[1]):
-            done = terminations | truncations
-            obs, reward, terminated, truncated, info = self.step(actions[:, i])
-            rewards[:, i], executed[:, i] = np.where(done, 0, reward), ~done
-            fresh = (terminated | truncated) & ~done
-            terminations |= terminated & fresh
-            truncations |= truncated & fresh
-            if fresh.any():
-                merge_infos(infos, info, fresh)
+            is_done = terminations | truncations
+            obs, step_rewards, terminated, truncated, info = self.step(actions[:, i])
+            rewards[:, i], executed[:, i] = np.where(is_done, 0, step_rewards), ~is_done
+            has_just_ended = (terminated | truncated) & ~is_done
+            terminations |= terminated & has_just_ended
+            truncations |= truncated & has_just_ended
+            if has_just_ended.any():
+                merge_infos(infos, info, has_just_ended)
         infos["chunk"] = {"rewards": rewards, "mask": executed}
         return obs, rewards.sum(1), terminations, truncations, infos
 
@@ -328,12 +328,16 @@ def check_step(env: VectorEnv, name: str, answer: Any) -> None:
         raise _refusal(env, f"{name}() returned {describe(answer)}")
     obs, rewards, terminations, truncations, infos = answer
     _check_observations(env, name, obs)
-    for label, values, kinds in (
+    for label, values, dtype_kinds in (
         ("rewards", rewards, "fiu"),
         ("terminations", terminations, "b"),
         ("truncations", truncations, "b"),
     ):
-        if not isinstance(values, np.ndarray) or values.shape != (env.num_envs,) or values.dtype.kind not in kinds:
+        if (
+            not isinstance(values, np.ndarray)
+            or values.shape != (env.num_envs,)
+            or values.dtype.kind not in dtype_kinds
+        ):
             raise _refusal(env, f"{name}() returned {describe(values)} as {label}")
     if (terminations | truncations).any() and not ("final_obs" in infos or "lost" in infos):
         raise _refusal(env, f"{name}() ended episodes, and its infos have no final_obs")
@@ -341,10 +345,10 @@ def check_step(env: VectorEnv, name: str, answer: Any) -> None:
 
 def _check_observations(env: VectorEnv, name: str, obs: Any) -> None:
     for key, box in boxes_of(env.observation_space).items():
-        part = obs.get(key) if key and isinstance(obs, dict) else obs
-        if tuple(getattr(part, "shape", ())) != (env.num_envs, *box.shape):
+        array = obs.get(key) if key and isinstance(obs, dict) else obs
+        if tuple(getattr(array, "shape", ())) != (env.num_envs, *box.shape):
             label = f"observation {key}" if key else "observations"
-            raise _refusal(env, f"{name}() returned {describe(part)} as {label}; the space is {box}")
+            raise _refusal(env, f"{name}() returned {describe(array)} as {label}; the space is {box}")
 
 
 def _refusal(env: VectorEnv, problem: str) -> InterfaceError:
@@ -362,11 +366,11 @@ def env_failed(infos: Mapping[str, Any], num_envs: int) -> np.ndarray:
 
 
 def merge_infos(into: dict[str, Any], info: dict[str, Any], mask: np.ndarray) -> None:
-    """Puts the rows of `mask` of one step's infos into those of earlier steps."""
-    for name, value in info.items():
-        if isinstance(value, dict):
-            merge_infos(into.setdefault(name, {}), value, mask)
+    """Copies the rows in `mask` of a step's infos into the infos of earlier steps."""
+    for name, array in info.items():
+        if isinstance(array, dict):
+            merge_infos(into.setdefault(name, {}), array, mask)
         elif name not in into:
-            into[name] = np.array(value)
+            into[name] = np.array(array)
         else:
-            into[name][mask] = value[mask]
+            into[name][mask] = array[mask]

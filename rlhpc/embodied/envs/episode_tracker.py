@@ -60,15 +60,15 @@ class EpisodeTracker:
             Seeds of their first states, from (seed, group of slots, number of the episode): slots of a group get the
             same.
         """
-        for values in (self.elapsed, self.returns, self._once, self._now, self._before):
-            values[slots] = 0
+        for statistic in (self.elapsed, self.returns, self._once, self._now, self._before):
+            statistic[slots] = 0
         seeds = [self._episode_seed(slot) for slot in slots.tolist()]
         self.num_begun[slots] += 1
         return seeds
 
     def _episode_seed(self, slot: int) -> int:
-        number = 0 if self._fixed else int(self.num_begun[slot])
-        sequence = np.random.SeedSequence([int(self.seeds[slot]), int(self._groups[slot]), number])
+        episode_number = 0 if self._fixed else int(self.num_begun[slot])
+        sequence = np.random.SeedSequence([int(self.seeds[slot]), int(self._groups[slot]), episode_number])
         return int(sequence.generate_state(1)[0]) & 0x7FFFFFFF
 
     def add(

@@ -38,15 +38,15 @@ def push_cube(obs: Any) -> np.ndarray:
     """
     obs = _state(obs)
     tcp, goal, cube = obs[:, 18:21], obs[:, 25:28], obs[:, 28:31]
-    gap, aside = cube[:, 0] - tcp[:, 0], np.abs(tcp[:, 1] - cube[:, 1])
-    low = tcp[:, 2] < 0.04
-    pushing = low & (gap > 0.01) & (aside < 0.02)
-    behind = ~pushing & (gap > 0.045) & (aside < 0.015)
+    x_distance, y_distance = cube[:, 0] - tcp[:, 0], np.abs(tcp[:, 1] - cube[:, 1])
+    is_low = tcp[:, 2] < 0.04
+    is_pushing = is_low & (x_distance > 0.01) & (y_distance < 0.02)
+    is_behind = ~is_pushing & (x_distance > 0.045) & (y_distance < 0.015)
     # On its way to behind the cube, the hand stays above it.
     target = np.stack([cube[:, 0] - 0.07, cube[:, 1], np.full(len(obs), 0.08)], 1)
-    target[behind, 2] = 0.015
-    push = np.stack([goal[:, 0] - 0.02, cube[:, 1], np.full(len(obs), 0.015)], 1)
-    target = np.where(pushing[:, None], push, target)
+    target[is_behind, 2] = 0.015
+    push_target = np.stack([goal[:, 0] - 0.02, cube[:, 1], np.full(len(obs), 0.015)], 1)
+    target = np.where(is_pushing[:, None], push_target, target)
     return _towards(tcp, target, _CLOSED)
 
 
@@ -63,13 +63,13 @@ def pick_cube(obs: Any) -> np.ndarray:
 
 def _grasp_and_carry(tcp: np.ndarray, cube: np.ndarray, grasped: np.ndarray, carry: np.ndarray) -> np.ndarray:
     """Returns actions that grasp the cube from above and, once it is grasped, move it by `carry [N, 3]`."""
-    aside = np.linalg.norm(tcp[:, :2] - cube[:, :2], axis=1)
-    above = aside < 0.012
-    at = above & (np.abs(tcp[:, 2] - cube[:, 2]) < 0.012)
+    horizontal_distance = np.linalg.norm(tcp[:, :2] - cube[:, :2], axis=1)
+    is_above = horizontal_distance < 0.012
+    is_at_cube = is_above & (np.abs(tcp[:, 2] - cube[:, 2]) < 0.012)
     target = cube + np.array([0, 0, 0.08])
-    target[above] = cube[above]
+    target[is_above] = cube[is_above]
     target = np.where(grasped[:, None], tcp + carry, target)
-    return _towards(tcp, target, np.where(grasped | at, _CLOSED, _OPEN))
+    return _towards(tcp, target, np.where(grasped | is_at_cube, _CLOSED, _OPEN))
 
 
 def stack_cube(obs: Any) -> np.ndarray:
@@ -79,21 +79,21 @@ def stack_cube(obs: Any) -> np.ndarray:
         obs: `[N, 48]`: qpos 9, qvel 9, tcp pose 7, first cube's pose 7, second's 7, and differences of these.
     """
     obs = _state(obs)
-    tcp, cube, base = obs[:, 18:21], obs[:, 25:28], obs[:, 32:35]
+    tcp, cube, target_cube = obs[:, 18:21], obs[:, 25:28], obs[:, 32:35]
     fingers = obs[:, 7]
-    near = np.linalg.norm(tcp - cube, axis=1) < 0.02
-    grasped = near & (fingers < 0.03) & (fingers > 0.015)
-    offset = base - cube
-    aside = np.linalg.norm(offset[:, :2], axis=1)
-    carry = offset + np.array([0, 0, 0.04])
+    is_near = np.linalg.norm(tcp - cube, axis=1) < 0.02
+    is_grasped = is_near & (fingers < 0.03) & (fingers > 0.015)
+    offset = target_cube - cube
+    horizontal_distance = np.linalg.norm(offset[:, :2], axis=1)
+    carry_offset = offset + np.array([0, 0, 0.04])
     # First up, then across, then down onto it.
-    carry[:, 2] += np.where(aside > 0.02, 0.06, 0.0)
-    low = cube[:, 2] < base[:, 2] + 0.045
-    carry[:, :2] *= ~(low & (aside > 0.03))[:, None]
-    actions = _grasp_and_carry(tcp, cube, grasped, carry)
-    placed = (aside < 0.01) & (np.abs(offset[:, 2] + 0.04) < 0.005)
-    actions[placed, 3] = _OPEN
+    carry_offset[:, 2] += np.where(horizontal_distance > 0.02, 0.06, 0.0)
+    is_low = cube[:, 2] < target_cube[:, 2] + 0.045
+    carry_offset[:, :2] *= ~(is_low & (horizontal_distance > 0.03))[:, None]
+    actions = _grasp_and_carry(tcp, cube, is_grasped, carry_offset)
+    is_placed = (horizontal_distance < 0.01) & (np.abs(offset[:, 2] + 0.04) < 0.005)
+    actions[is_placed, 3] = _OPEN
     # Lets go and moves away upwards.
-    actions[placed & (fingers > 0.03), :3] = (0, 0, 0.5)
-    actions[placed & (fingers <= 0.03), :3] = 0
+    actions[is_placed & (fingers > 0.03), :3] = (0, 0, 0.5)
+    actions[is_placed & (fingers <= 0.03), :3] = 0
     return actions

@@ -69,8 +69,12 @@ def make_one(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
             f"env_id {env_id!r} needs a package that is not installed ({error}); run: pip install 'rlhpc[embodied]'"
         ) from None
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
-        near = nearest_ids(env_id)
-        hint = f"did you mean {', '.join(map(repr, near))}?" if near else "see gymnasium.registry for all ids."
+        similar_ids = nearest_ids(env_id)
+        hint = (
+            f"did you mean {', '.join(map(repr, similar_ids))}?"
+            if similar_ids
+            else "see gymnasium.registry for all ids."
+        )
         if isinstance(error, ModuleNotFoundError) and cfg.simulator_python is None:
             hint = (
                 "simulators with a Python of their own are named by env.train.simulator_python (make setup-simulators)"
@@ -101,17 +105,17 @@ def _statistics(env: Any) -> RecordEpisodeStatistics[Any, Any] | None:
 
 def _control_hz(env: Any) -> float | None:
     """Returns the actions a second of an environment: by its time step `dt`, or by its render rate."""
-    skipped = 1
+    frame_skip = 1
     while isinstance(env, gymnasium.Wrapper):
         if isinstance(env, MaxAndSkipObservation):
-            skipped *= env._skip
+            frame_skip *= env._skip
         elif isinstance(env, AtariPreprocessing):
-            skipped *= env.frame_skip
+            frame_skip *= env.frame_skip
         env = env.env
     step, rate = getattr(env, "dt", None), (env.metadata or {}).get("render_fps")
     if isinstance(step, int | float) and step > 0:
         rate = 1.0 / step
-    return float(rate) / skipped if isinstance(rate, int | float) and rate > 0 else None
+    return float(rate) / frame_skip if isinstance(rate, int | float) and rate > 0 else None
 
 
 def _check_supported(env_id: str, space: Any) -> ConfigError:
@@ -215,8 +219,8 @@ class GymnasiumVectorEnv(VectorEnv):
         return np.zeros(*self._forms[""])
 
     def _write_parts(self, rows: dict[str, np.ndarray], i: int, observed: Any) -> None:
-        for key, room in rows.items():
-            write_row(room, i, encode_text(observed[key], self._texts[key]) if key in self._texts else observed[key])
+        for key, column in rows.items():
+            write_row(column, i, encode_text(observed[key], self._texts[key]) if key in self._texts else observed[key])
 
     def _misfit(self, observed: Any, i: int) -> ConfigError:
         """Returns the error for an observation outside the environment's observation space."""
@@ -244,11 +248,11 @@ class GymnasiumVectorEnv(VectorEnv):
             self._fresh = True
         obs = self._rows()
         for i in range(self.num_envs):
-            observed = self._reset(i, self._fresh)
+            slot_obs = self._reset(i, self._fresh)
             try:
-                self._write(obs, i, observed)
+                self._write(obs, i, slot_obs)
             except _MISFITS as error:
-                raise self._misfit(observed, i) from error
+                raise self._misfit(slot_obs, i) from error
             self._elapsed[i], self._returns[i], self._before[i], self._once[i] = 0, 0.0, 0.0, False
         self._fresh = False
         return obs, {}
@@ -271,32 +275,34 @@ class GymnasiumVectorEnv(VectorEnv):
         count = actions.shape[1]
         if count == 1:
             return obs, rewards, terminations, truncations, infos
-        each, executed = np.zeros((self.num_envs, count), np.float32), np.ones((self.num_envs, count), bool)
-        each[:, 0] = rewards
+        chunk_rewards, executed = np.zeros((self.num_envs, count), np.float32), np.ones((self.num_envs, count), bool)
+        chunk_rewards[:, 0] = rewards
         for i in range(1, count):
             executed[:, i] = ~(terminations | truncations)
             active = np.flatnonzero(executed[:, i]).tolist()
-            obs, reward, terminated, truncated, info = self._advance(actions[:, i], active, obs)
-            each[:, i] = reward
-            rewards += reward
-            done = terminated | truncated
+            obs, step_rewards, terminated, truncated, info = self._advance(actions[:, i], active, obs)
+            chunk_rewards[:, i] = step_rewards
+            rewards += step_rewards
+            is_done = terminated | truncated
             terminations |= terminated
             truncations |= truncated
-            if done.any():
-                merge_infos(infos, info, done)
-        infos["chunk"] = {"rewards": each, "mask": executed}
+            if is_done.any():
+                merge_infos(infos, info, is_done)
+        infos["chunk"] = {"rewards": chunk_rewards, "mask": executed}
         return obs, rewards, terminations, truncations, infos
 
     def _advance(self, actions: np.ndarray, slots: Sequence[int], obs: Any) -> Step:
         """Steps the slots of `slots`; the other slots keep their row of `obs` and get no reward."""
         n = self.num_envs
         if self._discrete:
-            chosen: Any = (actions.reshape(-1) + int(self._start)).tolist()
+            env_actions: Any = (actions.reshape(-1) + int(self._start)).tolist()
         elif self._box:
-            shaped = actions.reshape(n, *self.action_space.shape)
-            chosen = np.clip(shaped, self.action_space.low, self.action_space.high).astype(self.action_space.dtype)
+            reshaped_actions = actions.reshape(n, *self.action_space.shape)
+            env_actions = np.clip(reshaped_actions, self.action_space.low, self.action_space.high).astype(
+                self.action_space.dtype
+            )
         else:
-            chosen = actions.reshape(n, *self.action_space.shape) + self._start
+            env_actions = actions.reshape(n, *self.action_space.shape) + self._start
         if obs is None:
             obs = self._rows()
         rewards = np.zeros(n, np.float32)
@@ -306,9 +312,9 @@ class GymnasiumVectorEnv(VectorEnv):
         played = self._played
         for i in slots:
             env = self.envs[i]
-            observed, reward, terminated, truncated, info = step_env(env, self._env_id, chosen[i])
+            slot_obs, reward, terminated, truncated, info = step_env(env, self._env_id, env_actions[i])
             if played is not None:
-                played[i][1].append(chosen[i])
+                played[i][1].append(env_actions[i])
             elapsed[i] += 1
             returns[i] += reward
             rewards[i] = reward
@@ -323,16 +329,16 @@ class GymnasiumVectorEnv(VectorEnv):
                 truncated = True
             if terminated or truncated:
                 terminations[i], truncations[i] = terminated, truncated and not terminated
-                goes_on = terminated and "life_lost" in info
-                self._end(i, observed, info, infos, counts=not goes_on)
-                observed = self._reset(i)
+                is_life_lost = terminated and "life_lost" in info
+                self._end(i, slot_obs, info, infos, counts=not is_life_lost)
+                slot_obs = self._reset(i)
                 self._before[i] = 0.0
-                if not goes_on:
+                if not is_life_lost:
                     elapsed[i], returns[i], self._once[i] = 0, 0.0, False
             try:
-                write(obs, i, observed)
+                write(obs, i, slot_obs)
             except _MISFITS as error:
-                raise self._misfit(observed, i) from error
+                raise self._misfit(slot_obs, i) from error
         if self._scale != 1.0:
             rewards *= self._scale
         return obs, rewards, terminations, truncations, infos
@@ -347,13 +353,13 @@ class GymnasiumVectorEnv(VectorEnv):
                 "mask": np.zeros(n, bool),
             }
         self._write(infos["final_obs"], i, final)
-        episode, counted = infos["episode"], self._statistics[i]
-        total = self._returns[i] if counted is None else counted.episode_returns
+        episode, wrapper_statistics = infos["episode"], self._statistics[i]
+        total = self._returns[i] if wrapper_statistics is None else wrapper_statistics.episode_returns
         episode["return"][i] = np.asarray(total).item()  # some environments' rewards are arrays of one number
         episode["length"][i], episode["mask"][i] = self._elapsed[i], counts
         if (success := success_of(self._env_id, info)) is not None:
-            for key, value in (("success_once", self._once[i]), ("success_at_end", success)):
-                episode.setdefault(key, np.zeros(self.num_envs, np.float64))[i] = float(value)
+            for key, is_success in (("success_once", self._once[i]), ("success_at_end", success)):
+                episode.setdefault(key, np.zeros(self.num_envs, np.float64))[i] = float(is_success)
         self._episodes[i] += 1
 
     def _replay_log(self, i: int) -> tuple[Any, list[Any]] | None:
@@ -397,7 +403,7 @@ class GymnasiumVectorEnv(VectorEnv):
             if env.render_mode is None and "rgb_array" in env.metadata.get("render_modes", ()):
                 env.render_mode = "rgb_array"  # it is read when a picture is drawn, not before
             frames.append(self.envs[i].render())
-        return np.stack(frames).astype(np.uint8) if all(isinstance(f, np.ndarray) for f in frames) else None
+        return np.stack(frames).astype(np.uint8) if all(isinstance(frame, np.ndarray) for frame in frames) else None
 
     def close(self) -> None:
         """Closes all environments."""
@@ -414,8 +420,8 @@ _REPLAYED = ("LunarLander", "LunarLanderContinuous", "gym_hil", "gym_pusht", "gy
 
 def is_replayed(env: Any) -> bool:
     """Returns whether a resume replays the current episode."""
-    kind = type(env.unwrapped)
-    return kind.__name__ in _REPLAYED or kind.__module__.partition(".")[0] in _REPLAYED
+    env_class = type(env.unwrapped)
+    return env_class.__name__ in _REPLAYED or env_class.__module__.partition(".")[0] in _REPLAYED
 
 
 def generator_state(env: Any) -> Any:
@@ -477,10 +483,12 @@ def _layers(env: Any) -> Iterator[Any]:
 
 def _attributes(layer: Any) -> dict[str, Any]:
     """Returns the attributes of a wrapper or an environment, without renderers, spaces and code."""
-    attributes = {k: v for k, v in vars(layer).items() if k != "env" and not k.endswith(_NOT_STATE)}
-    attributes = {k: v for k, v in attributes.items() if not _is_code(v)}
+    attributes = {
+        name: attribute for name, attribute in vars(layer).items() if name != "env" and not name.endswith(_NOT_STATE)
+    }
+    attributes = {name: attribute for name, attribute in attributes.items() if not _is_code(attribute)}
     if "mujoco_renderer" in attributes:
-        attributes = {k: v for k, v in attributes.items() if k not in _MUJOCO}
+        attributes = {name: attribute for name, attribute in attributes.items() if name not in _MUJOCO}
         attributes["data"] = _mujoco_arrays(layer.data)
     if "ale" in attributes:
         attributes["ale"] = layer.ale.cloneState(include_rng=True)
@@ -495,8 +503,8 @@ def _is_code(value: Any) -> bool:
 def _take_over(env: Any, saved: list[dict[str, Any]]) -> None:
     for layer, attributes in zip(_layers(env), saved, strict=False):
         if "mujoco_renderer" in vars(layer):
-            for name, value in attributes.pop("data").items():
-                _set_mujoco(layer.data, name, value)
+            for name, attribute in attributes.pop("data").items():
+                _set_mujoco(layer.data, name, attribute)
         if "ale" in attributes:
             layer.ale.restoreState(attributes.pop("ale"))
         vars(layer).update(attributes)
@@ -507,8 +515,12 @@ def _mujoco_arrays(data: Any) -> dict[str, Any]:
     previous substep.
     """
     names = (name for name in dir(data) if not name.startswith("_"))
-    values = ((name, getattr(data, name)) for name in names if name not in ("contact", "model"))
-    return {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in values if isinstance(v, (np.ndarray, float))}
+    attributes = ((name, getattr(data, name)) for name in names if name not in ("contact", "model"))
+    return {
+        n: array.copy() if isinstance(array, np.ndarray) else array
+        for n, array in attributes
+        if isinstance(array, (np.ndarray, float))
+    }
 
 
 def _set_mujoco(data: Any, name: str, value: Any) -> None:

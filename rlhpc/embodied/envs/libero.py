@@ -63,27 +63,29 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         super().__init__(cfg, num_envs, slot_offset, seed, cfg.max_episode_steps or _limit(cfg.env_id))
         kwargs = merge_kwargs(cfg.kwargs, _DEFAULTS, "libero")
         self._suite = suite = _suite(cfg.env_id)
-        chosen = list(range(suite.n_tasks)) if kwargs["task_ids"] is None else [int(i) for i in kwargs["task_ids"]]
-        if not chosen or not all(0 <= i < suite.n_tasks for i in chosen):
-            raise ConfigError(f"env.train.kwargs.task_ids is {chosen}; {cfg.env_id} has tasks 0 to {suite.n_tasks - 1}")
+        task_ids = list(range(suite.n_tasks)) if kwargs["task_ids"] is None else [int(i) for i in kwargs["task_ids"]]
+        if not task_ids or not all(0 <= i < suite.n_tasks for i in task_ids):
+            raise ConfigError(
+                f"env.train.kwargs.task_ids is {task_ids}; {cfg.env_id} has tasks 0 to {suite.n_tasks - 1}"
+            )
         self._cameras = [str(name) for name in kwargs["cameras"]]
         self._size = (int(kwargs["height"]), int(kwargs["width"]))
         self._orientation = check_orientation(kwargs["image_orientation"])
-        self._states = {task: np.asarray(suite.get_task_init_states(task)) for task in dict.fromkeys(chosen)}
+        self._states = {task: np.asarray(suite.get_task_init_states(task)) for task in dict.fromkeys(task_ids)}
         self._pairs = task_state_pairs({task: len(states) for task, states in self._states.items()})
-        words = {task: str(suite.get_task(task).language) for task in self._states}
-        size = text_bytes(words.values())
-        self._texts = {task: encode_text(text, size) for task, text in words.items()}
+        instructions = {task: str(suite.get_task(task).language) for task in self._states}
+        size = text_bytes(instructions.values())
+        self._texts = {task: encode_text(instruction, size) for task, instruction in instructions.items()}
         self._enumerates = stage == "eval" and not cfg.use_fixed_reset_state_ids
         self._stride = cfg.num_envs
         self._slot_offset = slot_offset
         #: Task of each slot's episode, and its simulator.
-        self._tasks = [chosen[0]] * num_envs
+        self._tasks = [task_ids[0]] * num_envs
         self._envs: list[Any] = [None] * num_envs
         rgb = spaces.Box(0, 255, (*self._size, 3 * len(self._cameras)), np.uint8)
         state = spaces.Box(-np.inf, np.inf, (8,), np.float32)
-        text = spaces.Box(0, 255, (size,), np.uint8)
-        self.observation_space = spaces.Dict({"state": state, "rgb": rgb, "instruction": text})
+        text_box = spaces.Box(0, 255, (size,), np.uint8)
+        self.observation_space = spaces.Dict({"state": state, "rgb": rgb, "instruction": text_box})
         self.action_space = spaces.Box(-1.0, 1.0, (7,), np.float32)
 
     def _build(self, task: Any) -> Any:
@@ -134,11 +136,11 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         return SlotStep(self._observe(slot, obs), float(success), success)
 
     def _observe(self, slot: int, obs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        hand = [obs["robot0_eef_pos"], axis_angle(obs["robot0_eef_quat"]), obs["robot0_gripper_qpos"]]
+        end_effector_state = [obs["robot0_eef_pos"], axis_angle(obs["robot0_eef_quat"]), obs["robot0_gripper_qpos"]]
         views = [oriented(obs[f"{camera}_image"], self._orientation) for camera in self._cameras]
         rgb = np.concatenate(views, -1)
         return {
-            "state": np.concatenate(hand).astype(np.float32),
+            "state": np.concatenate(end_effector_state).astype(np.float32),
             "rgb": rgb,
             "instruction": self._texts[self._tasks[slot]],
         }
@@ -169,9 +171,9 @@ def _limit(suite: str) -> int:
 
 def axis_angle(quaternion: np.ndarray) -> np.ndarray:
     """Returns the rotation vector of a quaternion `[x, y, z, w]`."""
-    vector, w = np.asarray(quaternion[:3], np.float64), float(np.clip(quaternion[3], -1, 1))
-    length = float(np.linalg.norm(vector))
-    return np.zeros(3) if length < 1e-9 else vector / length * (2 * np.arctan2(length, w))
+    axis, cos_half_angle = np.asarray(quaternion[:3], np.float64), float(np.clip(quaternion[3], -1, 1))
+    length = float(np.linalg.norm(axis))
+    return np.zeros(3) if length < 1e-9 else axis / length * (2 * np.arctan2(length, cos_half_angle))
 
 
 def _suite(name: str) -> Any:
@@ -185,8 +187,9 @@ def _suite(name: str) -> Any:
         ) from None
     suites = benchmark.get_benchmark_dict()
     if name not in suites:
-        near = difflib.get_close_matches(name, list(suites), 3, 0.5)
+        matches = difflib.get_close_matches(name, list(suites), 3, 0.5)
         raise ConfigError(
-            f"env_id is {name!r}, which LIBERO does not know; {'did you mean ' + ', '.join(near) + '?' if near else ''}"
+            f"env_id is {name!r}, which LIBERO does not know; "
+            f"{'did you mean ' + ', '.join(matches) + '?' if matches else ''}"
         )
     return suites[name]()

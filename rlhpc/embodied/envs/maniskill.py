@@ -53,9 +53,9 @@ class ActionLog:
     def begin(self, slots: np.ndarray) -> None:
         """Starts the episodes of these slots: drops their earlier actions."""
         self._since[slots] = self._dropped + len(self._steps)
-        over = int(self._since.min()) - self._dropped
-        del self._steps[:over]
-        self._dropped += over
+        num_expired = int(self._since.min()) - self._dropped
+        del self._steps[:num_expired]
+        self._dropped += num_expired
 
     def add(self, actions: np.ndarray) -> None:
         """Adds a step of all slots, `[N, width]`. Actions of a slot between its end and its next `begin` do not matter."""
@@ -99,10 +99,10 @@ def load_maniskill() -> bool:
         try:
             sapien.render.RenderMaterial()
         except RuntimeError:
-            real = sapien.render.RenderMaterial
+            material_class = sapien.render.RenderMaterial
             for module in list(sys.modules.values()):
                 # Also where it has been imported from already, such as SAPIEN's loader of robots.
-                if getattr(module, "__dict__", {}).get("RenderMaterial") is real:
+                if getattr(module, "__dict__", {}).get("RenderMaterial") is material_class:
                     vars(module)["RenderMaterial"] = _NoMaterial
     required("mani_skill.envs", *_REQUIREMENT)  # registers the tasks
     return sapien.render.RenderMaterial is not _NoMaterial
@@ -119,8 +119,8 @@ def find_task(env_id: str) -> Any:
     from mani_skill.utils.registration import REGISTERED_ENVS
 
     if env_id not in REGISTERED_ENVS:
-        near = difflib.get_close_matches(env_id, list(REGISTERED_ENVS), 3, 0.5)
-        hint = f"did you mean {', '.join(map(repr, near))}?" if near else "see mani_skill's list of tasks"
+        similar_ids = difflib.get_close_matches(env_id, list(REGISTERED_ENVS), 3, 0.5)
+        hint = f"did you mean {', '.join(map(repr, similar_ids))}?" if similar_ids else "see mani_skill's list of tasks"
         raise ConfigError(f"env_id is {env_id!r}, which ManiSkill does not know; {hint}")
     spec = REGISTERED_ENVS[env_id]
     for name in spec.asset_download_ids or []:
@@ -163,10 +163,10 @@ class ManiSkillVectorEnv(VectorEnv):
     def uses_accelerator(cls, cfg: EnvSideConfig) -> bool:
         """Returns whether `sim_backend` or `render_backend` is on an accelerator (`VectorEnv.uses_accelerator`)."""
         kwargs = cfg.kwargs or {}
-        sim, render = _backends(
+        sim_backend, render_backend = _backends(
             kwargs.get("sim_backend", "auto"), kwargs.get("render_backend", "auto"), kwargs.get("obs_mode", "state")
         )
-        return sim not in _ON_CPU or render not in (*_ON_CPU, "none", None)
+        return sim_backend not in _ON_CPU or render_backend not in (*_ON_CPU, "none", None)
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
         self.num_envs = num_envs
@@ -181,18 +181,18 @@ class ManiSkillVectorEnv(VectorEnv):
         self.episodes = EpisodeTracker(cfg, num_envs, slot_offset, seed, int(limit or 0))
         shared = self._gpu and cfg.group_size == 1 and not cfg.use_fixed_reset_state_ids
         # On the CPU, pictures, and scenes that are rebuilt for every episode, need separate slots.
-        self._alone = alone = not self._gpu and (visual or bool(self._kwargs.get("reconfiguration_freq")))
+        self._alone = is_separate = not self._gpu and (visual or bool(self._kwargs.get("reconfiguration_freq")))
         self._build_seeds = [build_seed(seed, (slot_offset + i) // cfg.group_size) for i in range(num_envs)]
-        self._parts = self._build(spec, [1] * num_envs if alone else [num_envs], alone, seeded=not shared)
+        self._parts = self._build(spec, [1] * num_envs if is_separate else [num_envs], is_separate, seeded=not shared)
         self._spec = spec
         self._camera: Any = None
         #: Arguments of `gym.make` that rebuild the task, for recordings.
         self.record_kwargs = {**self._kwargs, "sim_backend": "physx_cuda" if self._gpu else "physx_cpu"}
         self.max_episode_steps = int(limit or 0)
-        first = self._parts[0]
-        self.control_hz = float(first.control_freq)
-        self.action_space, self._split = joint_action_space(first.single_action_space)
-        row = convert(first.get_obs())
+        first_simulation = self._parts[0]
+        self.control_hz = float(first_simulation.control_freq)
+        self.action_space, self._split = joint_action_space(first_simulation.single_action_space)
+        row = convert(first_simulation.get_obs())
         self.can_stay_on_device = self._gpu and len(self._parts) == 1
         self.observation_space = space_of(row)
         self._played = ActionLog(num_envs, int(np.prod(self.action_space.shape)))
@@ -200,17 +200,17 @@ class ManiSkillVectorEnv(VectorEnv):
     def _build(self, spec: Any, sizes: list[int], alone: bool, seeded: bool) -> list[Any]:
         from rlhpc.embodied.envs.maniskill_tasks import seeded_task
 
-        batched, parts, start = not self._gpu and not alone, [], 0
-        kwargs = {**self._kwargs, "render_backend": "none"} if batched else self._kwargs
+        is_batched, simulations, start = not self._gpu and not alone, [], 0
+        kwargs = {**self._kwargs, "render_backend": "none"} if is_batched else self._kwargs
         try:
             for size in sizes:
-                task = seeded_task(spec.cls, batched, seeded, self._build_seeds[start : start + size])
+                task = seeded_task(spec.cls, is_batched, seeded, self._build_seeds[start : start + size])
                 with torch.inference_mode():
-                    parts.append(task(num_envs=size, **kwargs))
+                    simulations.append(task(num_envs=size, **kwargs))
                 start += size
         except (TypeError, ValueError, KeyError, AssertionError, NotImplementedError, RuntimeError) as error:
             raise ConfigError(f"env_id {self._env_id!r} refuses kwargs {self._kwargs}: {error}") from None
-        return parts
+        return simulations
 
     # -- episodes ---------------------------------------------------------------------------------------------------
 
@@ -229,10 +229,14 @@ class ManiSkillVectorEnv(VectorEnv):
 
     def _reset_parts(self, seeds: dict[int, int]) -> Any:
         observations, start = [], 0
-        for part in self._parts:
-            part_seeds = {slot - start: seed for slot, seed in seeds.items() if start <= slot < start + part.num_envs}
-            observations.append(convert(part.reset_slots(part_seeds) if part_seeds else part._last_obs, self.on_device))
-            start += part.num_envs
+        for simulation in self._parts:
+            part_seeds = {
+                slot - start: seed for slot, seed in seeds.items() if start <= slot < start + simulation.num_envs
+            }
+            observations.append(
+                convert(simulation.reset_slots(part_seeds) if part_seeds else simulation._last_obs, self.on_device)
+            )
+            start += simulation.num_envs
         return join(observations)
 
     @torch.inference_mode()
@@ -251,7 +255,7 @@ class ManiSkillVectorEnv(VectorEnv):
         n, chunk = self.num_envs, actions.shape[1]
         chunk_rewards, executed = np.zeros((n, chunk), np.float32), np.zeros((n, chunk), bool)
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
-        final: Any = None
+        final_obs: Any = None
         success: np.ndarray | None = None
         for i in range(chunk):
             active = ~(terminations | truncations)
@@ -263,18 +267,18 @@ class ManiSkillVectorEnv(VectorEnv):
             executed[:, i] = active
             terminations |= terminated
             truncations |= truncated
-            fresh = terminated | truncated
-            if fresh.any():
-                final = select(fresh, obs, obs if final is None else final)
-        done = terminations | truncations
+            has_just_ended = terminated | truncated
+            if has_just_ended.any():
+                final_obs = select(has_just_ended, obs, obs if final_obs is None else final_obs)
+        is_done = terminations | truncations
         infos: dict[str, Any] = {}
         if chunk == 1 and success is not None:
             infos["success"] = success
-        if done.any():
-            infos |= {"final_obs": final, "episode": self.episodes.report(done)}
+        if is_done.any():
+            infos |= {"final_obs": final_obs, "episode": self.episodes.report(is_done)}
             if self.keep_states:
                 infos["final_env_states"] = self.env_states()
-            obs = self._begin(np.flatnonzero(done))
+            obs = self._begin(np.flatnonzero(is_done))
         if chunk > 1:
             infos["chunk"] = {"rewards": chunk_rewards, "mask": executed}
         return obs, chunk_rewards.sum(1), terminations, truncations, infos
@@ -284,23 +288,25 @@ class ManiSkillVectorEnv(VectorEnv):
         task knows it.
         """
         obs, rewards, failed, success, start = [], [], [], [], 0
-        for part in self._parts:
-            chosen = torch.from_numpy(np.ascontiguousarray(actions[start : start + part.num_envs], np.float32))
-            part_actions = chosen.to(part.device)
-            observed, reward, _, _, info = part.step(
+        for simulation in self._parts:
+            simulation_actions = torch.from_numpy(
+                np.ascontiguousarray(actions[start : start + simulation.num_envs], np.float32)
+            )
+            part_actions = simulation_actions.to(simulation.device)
+            simulation_obs, reward, _, _, info = simulation.step(
                 part_actions
                 if self._split is None
                 else dict(zip(self._split, part_actions.split([*self._split.values()], 1), strict=True))
             )
-            obs.append(convert(observed, self.on_device))
+            obs.append(convert(simulation_obs, self.on_device))
             flag_names = [name for name in ("fail", "success") if name in info]
-            reward_row, *ends = flat([reward, *(info[name] for name in flag_names)], part.num_envs)
+            reward_row, *ends = flat([reward, *(info[name] for name in flag_names)], simulation.num_envs)
             flags = dict(zip(flag_names, ends, strict=True))
             rewards.append(reward_row)
-            failed.append(flags.get("fail", np.zeros(part.num_envs, bool)))
+            failed.append(flags.get("fail", np.zeros(simulation.num_envs, bool)))
             if "success" in flags:
                 success.append(flags["success"].astype(bool))
-            start += part.num_envs
+            start += simulation.num_envs
         return (
             join(obs),
             np.concatenate(rewards).astype(np.float32),
@@ -329,9 +335,9 @@ class ManiSkillVectorEnv(VectorEnv):
             self.episodes.replay(i, slot)
         actions = np.zeros((self.num_envs, int(np.prod(self.action_space.shape))), np.float32)
         for remaining in range(int(lengths.max()), -1, -1):
-            starting = np.flatnonzero(lengths == remaining)
-            if starting.size:
-                self._begin(starting)
+            starting_slots = np.flatnonzero(lengths == remaining)
+            if starting_slots.size:
+                self._begin(starting_slots)
             if not remaining:
                 return
             active = lengths >= remaining
@@ -343,7 +349,7 @@ class ManiSkillVectorEnv(VectorEnv):
 
     def env_states(self) -> dict[str, Any]:
         """Returns ManiSkill's `get_state_dict` of all slots: nested dicts of arrays `[N, ...]`."""
-        return join_states([part.get_state_dict() for part in self._parts])
+        return join_states([simulation.get_state_dict() for simulation in self._parts])
 
     # -- pictures ---------------------------------------------------------------------------------------------------
 
@@ -352,17 +358,17 @@ class ManiSkillVectorEnv(VectorEnv):
         """Renders slots (`VectorEnv.render`). A separate environment with a renderer shows slots that are simulated
         without one.
         """
-        chosen = list(range(self.num_envs)) if slots is None else [int(slot) for slot in slots]
+        rendered_slots = list(range(self.num_envs)) if slots is None else [int(slot) for slot in slots]
         if self._alone and self._kwargs["render_backend"] != "none":
-            return np.concatenate([picture(self._parts[slot]) for slot in chosen])
+            return np.concatenate([picture(self._parts[slot]) for slot in rendered_slots])
         if self._gpu and self._kwargs["render_backend"] != "none":
-            return picture(self._parts[0])[chosen]
+            return picture(self._parts[0])[rendered_slots]
         if self._camera is None and not self._open_camera():
             return None
         frames = []
-        for slot in chosen:
-            part, row = (self._parts[slot], 0) if self._alone else (self._parts[0], slot)
-            self._camera.set_state_dict(row_of(part.get_state_dict(), row))
+        for slot in rendered_slots:
+            simulation, row = (self._parts[slot], 0) if self._alone else (self._parts[0], slot)
+            self._camera.set_state_dict(row_of(simulation.get_state_dict(), row))
             frames.append(picture(self._camera))
         return np.concatenate(frames)
 
@@ -391,7 +397,8 @@ class ManiSkillVectorEnv(VectorEnv):
 
 
 def build_seed(seed: int, group: int) -> int:
-    """Returns the seed of what a slot's task draws when it is built; separate from the seeds of its episodes."""
+    """Returns the seed of the values that a slot's task draws at construction; it differs from the seeds of
+    episodes."""
     return int(np.random.SeedSequence([seed, group, 0, 1]).generate_state(1)[0]) & 0x7FFFFFFF
 
 
@@ -400,7 +407,7 @@ def _visual(obs_mode: str) -> bool:
 
 
 def _backends(sim: str | None, render: str | None, obs_mode: str) -> tuple[str | None, str | None]:
-    """Returns simulation and render backend; `auto` becomes what this process has."""
+    """Returns simulation and render backend; `auto` is replaced by the best backend of this process."""
     gpu = "auto" in (sim, render) and accelerator() == "cuda"
     if sim == "auto":
         sim = "physx_cuda" if gpu else "physx_cpu"

@@ -16,9 +16,11 @@ def joint_action_space(space: Any) -> tuple[spaces.Box, dict[str, int] | None]:
     """Returns one Box; for several robots it joins their action spaces, and the dict has the width of each one's part."""
     if isinstance(space, spaces.Box):
         return space, None
-    parts = dict(space.spaces)
-    low, high = (np.concatenate([getattr(p, end) for p in parts.values()]) for end in ("low", "high"))
-    return spaces.Box(low, high, dtype=np.float32), {name: int(np.prod(part.shape)) for name, part in parts.items()}
+    subspaces = dict(space.spaces)
+    low, high = (np.concatenate([getattr(subspace, end) for subspace in subspaces.values()]) for end in ("low", "high"))
+    return spaces.Box(low, high, dtype=np.float32), {
+        name: int(np.prod(subspace.shape)) for name, subspace in subspaces.items()
+    }
 
 
 def convert(obs: Any, on_device: bool = False) -> Any:
@@ -37,15 +39,15 @@ def _tensors(obs: Any) -> Any:
         return obs.float()
     if "sensor_data" not in obs:
         return _flat_state(obs)
-    parts = {"state": _flat_state(obs["state"] if "state" in obs else {"agent": obs["agent"], "extra": obs["extra"]})}
-    pictures = list(obs["sensor_data"].values())
-    if "rgb" in pictures[0]:
-        parts["rgb"] = torch.cat([picture["rgb"] for picture in pictures], -1)
-    if "depth" in pictures[0]:
-        depth = torch.cat([picture["depth"] for picture in pictures], -1).float()
+    tensors = {"state": _flat_state(obs["state"] if "state" in obs else {"agent": obs["agent"], "extra": obs["extra"]})}
+    camera_images = list(obs["sensor_data"].values())
+    if "rgb" in camera_images[0]:
+        tensors["rgb"] = torch.cat([camera_image["rgb"] for camera_image in camera_images], -1)
+    if "depth" in camera_images[0]:
+        depth = torch.cat([camera_image["depth"] for camera_image in camera_images], -1).float()
         # By a tensor there: kernels multiply by the inverse of a number of the host, which rounds otherwise.
-        parts["depth"] = depth / torch.full((), 1000.0, device=depth.device)
-    return parts
+        tensors["depth"] = depth / torch.full((), 1000.0, device=depth.device)
+    return tensors
 
 
 def _flat_state(obs: Any) -> torch.Tensor:
@@ -58,14 +60,14 @@ def _flat_state(obs: Any) -> torch.Tensor:
 def space_of(obs: Any) -> Any:
     """Returns the space of one slot of an observation."""
     if isinstance(obs, dict):
-        return spaces.Dict({name: space_of(part) for name, part in obs.items()})
+        return spaces.Dict({name: space_of(array) for name, array in obs.items()})
     if obs.dtype == np.uint8:
         return spaces.Box(0, 255, obs.shape[1:], np.uint8)
     return spaces.Box(-np.inf, np.inf, obs.shape[1:], np.float32)
 
 
 def select(mask: np.ndarray, yes: Any, no: Any) -> Any:
-    """Returns rows of `yes` where `mask [n]`, of `no` elsewhere; of arrays or tensors."""
+    """Selects rows of `yes` where `mask [n]` is true, and of `no` elsewhere; for arrays or tensors."""
     if isinstance(yes, dict):
         return {name: select(mask, yes[name], no[name]) for name in yes}
     if isinstance(yes, torch.Tensor):
@@ -76,19 +78,19 @@ def select(mask: np.ndarray, yes: Any, no: Any) -> Any:
 def join_states(parts: list[Any]) -> Any:
     """Concatenates nested states of neighbouring slots, as arrays."""
     if isinstance(parts[0], dict):
-        return {name: join_states([part[name] for part in parts]) for name in parts[0]}
-    return np.concatenate([part.cpu().numpy() for part in parts])
+        return {name: join_states([state[name] for state in parts]) for name in parts[0]}
+    return np.concatenate([state.cpu().numpy() for state in parts])
 
 
 def row_of(state: Any, slot: int) -> Any:
     """Returns one slot's row of a nested state."""
     if isinstance(state, dict):
-        return {name: row_of(part, slot) for name, part in state.items()}
+        return {name: row_of(child, slot) for name, child in state.items()}
     return state[slot : slot + 1].cpu()
 
 
 def flat(values: Sequence[Any], n: int) -> list[np.ndarray]:
-    """Flattens each to one number per slot, `[n]`, float32 or bool; those on an accelerator are fetched in one copy."""
+    """Converts each value to an array `[n]`, float32 or bool; values on an accelerator are fetched in one copy."""
     tensors = [torch.as_tensor(value).reshape(-1).expand(n) for value in values]
     stacked = torch.stack([tensor.to(tensors[0].device, torch.float32) for tensor in tensors]).cpu().numpy()
     return [

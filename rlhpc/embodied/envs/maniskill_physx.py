@@ -113,10 +113,10 @@ class BatchedPhysx:
         self.cuda_rigid_body_data = _PhysxBuffer(len(self._bodies), 13)
         names = ("qpos", "qvel", "qacc", "qf", "target_qpos", "target_qvel")
         self._q = {name: _PhysxBuffer(len(self._articulations), widest) for name in names}
-        for number, joints in enumerate(self._joints):
+        for articulation_row, joints in enumerate(self._joints):
             for column, joint in enumerate(joints):
-                self._q["target_qpos"].array[number, column] = joint.drive_target[0]
-                self._q["target_qvel"].array[number, column] = joint.drive_velocity_target[0]
+                self._q["target_qpos"].array[articulation_row, column] = joint.drive_target[0]
+                self._q["target_qvel"].array[articulation_row, column] = joint.drive_velocity_target[0]
         for name, buffer in self._q.items():
             setattr(self, f"cuda_articulation_{name}", buffer)
             buffer.agree()
@@ -146,13 +146,13 @@ class BatchedPhysx:
     # -- from the simulators ----------------------------------------------------------------------------------------
 
     def _fetch_bodies(self, bodies: list[tuple[int, Any]]) -> None:
-        data, synced = self.cuda_rigid_body_data.array, self.cuda_rigid_body_data.synced
+        body_data, synced_rows = self.cuda_rigid_body_data.array, self.cuda_rigid_body_data.synced
         for row, body in bodies:
-            pose, into = body.entity_pose, data[row]
-            into[:3], into[3:7] = pose.p, pose.q
-            into[7:10], into[10:] = body.linear_velocity, body.angular_velocity
+            pose, body_row = body.entity_pose, body_data[row]
+            body_row[:3], body_row[3:7] = pose.p, pose.q
+            body_row[7:10], body_row[10:] = body.linear_velocity, body.angular_velocity
         rows = [row for row, _ in bodies]
-        synced[rows] = data[rows]
+        synced_rows[rows] = body_data[rows]
 
     def gpu_fetch_rigid_dynamic_data(self) -> None:
         self._fetch_bodies(self._dynamics)
@@ -193,31 +193,31 @@ class BatchedPhysx:
     # -- to the simulators ------------------------------------------------------------------------------------------
 
     def gpu_apply_rigid_dynamic_data(self) -> None:
-        data, bodies = self.cuda_rigid_body_data, self._bodies
-        for row in np.flatnonzero((data.array != data.synced).any(1) & self._free).tolist():
-            new, old, body = data.array[row], data.synced[row], bodies[row]
-            if (new[:7] != old[:7]).any():
-                body.entity.pose = sapien.Pose(new[:3], new[3:7])
-            if not body.kinematic and (new[7:] != old[7:]).any():
-                body.linear_velocity, body.angular_velocity = new[7:10], new[10:]
-            old[:] = new
+        body_data, bodies = self.cuda_rigid_body_data, self._bodies
+        for row in np.flatnonzero((body_data.array != body_data.synced).any(1) & self._free).tolist():
+            new_row, synced_row, body = body_data.array[row], body_data.synced[row], bodies[row]
+            if (new_row[:7] != synced_row[:7]).any():
+                body.entity.pose = sapien.Pose(new_row[:3], new_row[3:7])
+            if not body.kinematic and (new_row[7:] != synced_row[7:]).any():
+                body.linear_velocity, body.angular_velocity = new_row[7:10], new_row[10:]
+            synced_row[:] = new_row
 
     def gpu_apply_articulation_root_pose(self) -> None:
-        data = self.cuda_rigid_body_data
+        body_data = self.cuda_rigid_body_data
         for row, articulation in self._roots:
-            new, old = data.array[row, :7], data.synced[row, :7]
-            if (new != old).any():
-                articulation.root_pose = sapien.Pose(new[:3], new[3:])
-                old[:] = new
+            new_pose, synced_pose = body_data.array[row, :7], body_data.synced[row, :7]
+            if (new_pose != synced_pose).any():
+                articulation.root_pose = sapien.Pose(new_pose[:3], new_pose[3:])
+                synced_pose[:] = new_pose
 
     def gpu_apply_articulation_root_velocity(self) -> None:
-        data = self.cuda_rigid_body_data
+        body_data = self.cuda_rigid_body_data
         for row, articulation in self._roots:
-            new, old = data.array[row, 7:], data.synced[row, 7:]
-            if (new != old).any():
-                articulation.set_root_linear_velocity(new[:3])
-                articulation.set_root_angular_velocity(new[3:])
-                old[:] = new
+            new_velocity, synced_velocity = body_data.array[row, 7:], body_data.synced[row, 7:]
+            if (new_velocity != synced_velocity).any():
+                articulation.set_root_linear_velocity(new_velocity[:3])
+                articulation.set_root_angular_velocity(new_velocity[3:])
+                synced_velocity[:] = new_velocity
 
     def _apply(self, name: str) -> None:
         buffer = self._q[name]
@@ -259,9 +259,11 @@ class BatchedPhysx:
         if slot not in self._impulses:
             impulses = []
             for contact in self.systems[slot].get_contacts():
-                one, other = (part._physx_pointer for part in contact.bodies)
-                if one in self._queried or other in self._queried:
-                    impulses.append((one, other, np.sum([point.impulse for point in contact.points], axis=0)))
+                first_body, second_body = (contact_body._physx_pointer for contact_body in contact.bodies)
+                if first_body in self._queried or second_body in self._queried:
+                    impulses.append(
+                        (first_body, second_body, np.sum([point.impulse for point in contact.points], axis=0))
+                    )
             # Numbers, not contacts: those end with the next step.
             self._impulses[slot] = impulses
         return self._impulses[slot]
@@ -272,28 +274,28 @@ class BatchedPhysx:
         return _ContactQuery(bodies)
 
     def gpu_create_contact_pair_impulse_query(self, pairs: list[tuple[Any, Any]]) -> _ContactQuery:
-        return self._query(pairs, (one for one, _ in pairs))
+        return self._query(pairs, (first_body for first_body, _ in pairs))
 
     def gpu_create_contact_body_impulse_query(self, bodies: list[Any]) -> _ContactQuery:
         return self._query(bodies, bodies)
 
     def gpu_query_contact_pair_impulses(self, query: _ContactQuery) -> None:
-        for row, (one, other) in enumerate(query.bodies):
-            first, second = one._physx_pointer, other._physx_pointer
+        for row, (first_body, second_body) in enumerate(query.bodies):
+            first_pointer, second_pointer = first_body._physx_pointer, second_body._physx_pointer
             total = np.zeros(3)
-            for a, b, impulse in self._impulses_of(one):
-                if (a, b) == (first, second):
+            for pointer_a, pointer_b, impulse in self._impulses_of(first_body):
+                if (pointer_a, pointer_b) == (first_pointer, second_pointer):
                     total += impulse
-                elif (b, a) == (first, second):
+                elif (pointer_b, pointer_a) == (first_pointer, second_pointer):
                     total -= impulse
             query.cuda_impulses.array[row] = total
 
     def gpu_query_contact_body_impulses(self, query: _ContactQuery) -> None:
         for row, body in enumerate(query.bodies):
             pointer, total = body._physx_pointer, np.zeros(3)
-            for a, b, impulse in self._impulses_of(body):
-                if pointer in (a, b):
-                    total += impulse if a == pointer else -impulse
+            for pointer_a, pointer_b, impulse in self._impulses_of(body):
+                if pointer in (pointer_a, pointer_b):
+                    total += impulse if pointer_a == pointer else -impulse
             query.cuda_impulses.array[row] = total
 
 
@@ -320,9 +322,9 @@ def _indices(cls: Any, name: str, index_of: Any) -> None:
         index: torch.Tensor = original(self)
         return index
 
-    prop = cached_property(look_up)
-    prop.__set_name__(cls, name)
-    setattr(cls, name, prop)
+    cached = cached_property(look_up)
+    cached.__set_name__(cls, name)
+    setattr(cls, name, cached)
 
 
 _compute_ik = Kinematics.compute_ik
@@ -339,21 +341,21 @@ def _inverse_kinematics(
         return _compute_ik(self, pose, q0, is_delta_pose=is_delta_pose, current_pose=current_pose, **options)
     if is_delta_pose:
         # Of controllers in the frame root_translation:root_aligned_body_rotation; the angles are zero without rotation.
-        turn = rotation_conversions.matrix_to_quaternion(
+        rotation = rotation_conversions.matrix_to_quaternion(
             rotation_conversions.euler_angles_to_matrix(pose[:, 3:], "XYZ")
         )
-        turned = rotation_conversions.quaternion_multiply(turn, current_pose.q)
-        positions, rotations = (current_pose.p + pose[:, :3]).numpy(), turned.numpy()
+        target_rotation = rotation_conversions.quaternion_multiply(rotation, current_pose.q)
+        positions, rotations = (current_pose.p + pose[:, :3]).numpy(), target_rotation.numpy()
     else:
         positions, rotations = pose.p.numpy(), pose.q.numpy()
     start = q0[:, self.pmodel_active_joint_indices].numpy()
     joint_positions = np.empty((len(start), len(self.pmodel_controlled_joint_indices)), np.float32)
     for slot, initial in enumerate(start):
         target = sapien.Pose(positions[slot], rotations[slot])
-        result, success, _ = self.pmodel.compute_inverse_kinematics(
+        solution, success, _ = self.pmodel.compute_inverse_kinematics(
             self.end_link_idx, target, initial_qpos=initial, active_qmask=self.qmask, max_iterations=100
         )
-        joint_positions[slot] = (result if success else initial)[self.pmodel_controlled_joint_indices]
+        joint_positions[slot] = (solution if success else initial)[self.pmodel_controlled_joint_indices]
     return torch.from_numpy(joint_positions)
 
 
@@ -364,13 +366,13 @@ _indices(ArticulationJoint, "_data_index", lambda s, px: [px.number(art) for art
 
 
 def clear_contacts(system: Any) -> None:
-    """Drops PhysX's caches of contacts, so that an episode depends on nothing before its reset."""
+    """Drops PhysX's contact caches, so that an episode does not depend on steps before its reset."""
     packed = system.pack()
-    movable = [body for body in system.rigid_dynamic_components if not body.kinematic]
-    for i, body in enumerate(movable):
+    movable_bodies = [body for body in system.rigid_dynamic_components if not body.kinematic]
+    for i, body in enumerate(movable_bodies):
         body.entity.pose = sapien.Pose([0, 0, 1000 + 20 * i])
     roots = [link.articulation for link in system.articulation_link_components if link.is_root]
     for i, articulation in enumerate(roots):
-        articulation.root_pose = sapien.Pose([0, 0, 1000 + 20 * (len(movable) + i)])
+        articulation.root_pose = sapien.Pose([0, 0, 1000 + 20 * (len(movable_bodies) + i)])
     system.step()
     system.unpack(packed)

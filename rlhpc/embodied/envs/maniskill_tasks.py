@@ -44,9 +44,9 @@ def rendering_task(task: type) -> Any:
     and a task with an MJCF file's textures opens it under another device name, where nothing is rendered.
     """
 
-    base: Any = task
+    base_class: Any = task
 
-    class RenderingTask(base):
+    class RenderingTask(base_class):
         @property
         def backend(self) -> Any:
             return self._backend
@@ -85,9 +85,9 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
         build_seeds: Seeds of what tasks draw when they are built (the size of a peg), one per slot.
     """
 
-    base: Any = rendering_task(task)
+    base_class: Any = rendering_task(task)
 
-    class SeededTask(base):
+    class SeededTask(base_class):
         _slot_seeds: list[int] | None = None
 
         def reset_slots(self, seeds: dict[int, int]) -> Any:
@@ -96,18 +96,18 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
                 clear_contacts(self.scene.px)
             elif isinstance(self.scene, BatchedScene):
                 self.scene.px.clear_contacts(seeds)
-            before = self._slot_seeds or [0] * self.num_envs
-            self._slot_seeds = [seeds.get(slot, seed) for slot, seed in enumerate(before)]
-            chosen = torch.tensor(sorted(seeds), device=self.device)
-            options = {"env_idx": chosen} if self.num_envs > 1 else None
+            previous_seeds = self._slot_seeds or [0] * self.num_envs
+            self._slot_seeds = [seeds.get(slot, seed) for slot, seed in enumerate(previous_seeds)]
+            slot_indices = torch.tensor(sorted(seeds), device=self.device)
+            options = {"env_idx": slot_indices} if self.num_envs > 1 else None
             # From seeds BaseEnv makes two generators for every slot, whichever are reset.
             seeds_to_use = self._slot_seeds if seeded or self.reconfiguration_freq else None
             return self.reset(seed=seeds_to_use, options=options)[0]
 
         def reset(self, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
             """Resets as ManiSkill does; the constructor's own call uses `build_seeds`."""
-            built = self._slot_seeds is not None
-            return super().reset(seed=seed if built else build_seeds, options=options)
+            is_built = self._slot_seeds is not None
+            return super().reset(seed=seed if is_built else build_seeds, options=options)
 
         def _initialize_episode(self, env_idx: torch.Tensor, options: dict[str, Any]) -> None:
             if self._slot_seeds is None or len(self._slot_seeds) == 1:
@@ -116,11 +116,11 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
             # torch.manual_seed also queues seeds for a GPU that is not used yet, with a traceback each.
             seed_torch = torch.manual_seed if self.device.type == "cuda" else torch.default_generator.manual_seed
             if not seeded:
-                first = int(env_idx[0])
+                first_slot = int(env_idx[0])
                 self._batched_episode_rng = BatchedRNG.from_rngs(Generators(self._slot_seeds))
-                self._episode_rng = self._batched_episode_rng[first]
+                self._episode_rng = self._batched_episode_rng[first_slot]
                 with torch.random.fork_rng():
-                    seed_torch(self._slot_seeds[first])
+                    seed_torch(self._slot_seeds[first_slot])
                     super()._initialize_episode(env_idx, options)
                 return
             mask = self.scene._reset_mask
@@ -155,6 +155,6 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
             )
             self.scene.px.timestep = 1.0 / self._sim_freq
 
-    chosen = Batched if batched else SeededTask
-    chosen.__name__ = chosen.__qualname__ = task.__name__
-    return chosen
+    task_class = Batched if batched else SeededTask
+    task_class.__name__ = task_class.__qualname__ = task.__name__
+    return task_class

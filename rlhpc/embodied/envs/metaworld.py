@@ -53,10 +53,10 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
         tasks = _tasks()
         name = cfg.env_id
         if name not in tasks:
-            near = difflib.get_close_matches(name, list(tasks), 3, 0.5)
+            similar_names = difflib.get_close_matches(name, list(tasks), 3, 0.5)
             raise ConfigError(
                 f"env_id is {name!r}, which MetaWorld does not know; "
-                f"{'did you mean ' + ', '.join(near) if near else 'tasks are named as reach-v3'}"
+                f"{'did you mean ' + ', '.join(similar_names) if similar_names else 'tasks are named as reach-v3'}"
             )
         self._envs = [_build(tasks[name], kwargs) for _ in range(num_envs)]
         self.control_hz = 1.0 / float(self._envs[0].dt)

@@ -29,9 +29,9 @@ def is_finite(array: Any) -> bool:
         return not array.is_floating_point() or bool(array.isfinite().all())
     if array.dtype.kind != "f":
         return True
-    flat = array.reshape(-1)
+    flat_array = array.reshape(-1)
     # A square may overflow although the number itself does not: only then is each number checked.
-    return math.isfinite(np.vdot(flat, flat)) or bool(np.isfinite(array).all())
+    return math.isfinite(np.vdot(flat_array, flat_array)) or bool(np.isfinite(array).all())
 
 
 def bad_rows(array: Any, lead: int = 1) -> np.ndarray:
@@ -45,14 +45,14 @@ def bad_rows(array: Any, lead: int = 1) -> np.ndarray:
     if array.dtype.kind != "f":
         return np.zeros(array.shape[:lead], bool)
     finite = np.isfinite(array)
-    bad: np.ndarray = ~finite.all(tuple(range(lead, array.ndim)))
-    return bad
+    is_nonfinite: np.ndarray = ~finite.all(tuple(range(lead, array.ndim)))
+    return is_nonfinite
 
 
 def cleaned(obs: Any) -> Any:
     """Returns an observation (or another array) with 0 in place of non-finite numbers."""
     if isinstance(obs, dict):
-        return {key: cleaned(part) for key, part in obs.items()}
+        return {key: cleaned(array) for key, array in obs.items()}
     if is_finite(obs):
         return obs
     return obs.where(obs.isfinite(), 0) if is_tensor(obs) else np.where(np.isfinite(obs), obs, obs.dtype.type(0))
@@ -65,9 +65,9 @@ def all_finite(obs: Any) -> bool:
 
 def bad_slots(obs: Any) -> np.ndarray:
     """Returns the slots with a non-finite number: bool `[N]`."""
-    parts = obs.values() if isinstance(obs, dict) else (obs,)
-    bad: np.ndarray = np.logical_or.reduce([bad_rows(part) for part in parts])
-    return bad
+    arrays = obs.values() if isinstance(obs, dict) else (obs,)
+    is_nonfinite: np.ndarray = np.logical_or.reduce([bad_rows(array) for array in arrays])
+    return is_nonfinite
 
 
 Obs = np.ndarray | dict[str, np.ndarray]
@@ -78,14 +78,14 @@ TEXT_BYTES = 128
 
 def columns_of(name: str, obs: Any) -> dict[str, Any]:
     """Returns an observation as named columns; inverse of `rows_of`."""
-    return {f"{name}.{key}": part for key, part in obs.items()} if isinstance(obs, dict) else {name: obs}
+    return {f"{name}.{key}": array for key, array in obs.items()} if isinstance(obs, dict) else {name: obs}
 
 
 def rows_of(columns: Mapping[str, Any], name: str) -> Any:
     """Returns the observation that `columns_of` turned into columns, of arrays or tensors."""
     if name in columns:
         return columns[name]
-    return {key[len(name) + 1 :]: part for key, part in columns.items() if key.startswith(f"{name}.")}
+    return {key[len(name) + 1 :]: column for key, column in columns.items() if key.startswith(f"{name}.")}
 
 
 def is_column(column: str, name: str) -> bool:
@@ -95,7 +95,7 @@ def is_column(column: str, name: str) -> bool:
 
 def take(obs: Any, index: Any) -> Any:
     """Returns rows of an observation, by slice, mask or indices."""
-    return {key: part[index] for key, part in obs.items()} if isinstance(obs, dict) else obs[index]
+    return {key: array[index] for key, array in obs.items()} if isinstance(obs, dict) else obs[index]
 
 
 def join(parts: Sequence[Any]) -> Any:
@@ -103,26 +103,26 @@ def join(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], dict):
-        return {key: join([part[key] for part in parts]) for key in parts[0]}
-    tensors = [part for part in parts if is_tensor(part)]
+        return {key: join([obs[key] for obs in parts]) for key in parts[0]}
+    tensors = [obs for obs in parts if is_tensor(obs)]
     if not tensors:
         return np.concatenate(parts)
     import torch
 
-    return torch.cat([torch.as_tensor(part, device=tensors[0].device) for part in parts])
+    return torch.cat([torch.as_tensor(obs, device=tensors[0].device) for obs in parts])
 
 
 def as_arrays(obs: Any) -> Obs:
     """Converts an environment's observation to arrays in host memory."""
     if isinstance(obs, dict):
-        return {key: np.asarray(as_arrays(part)) for key, part in obs.items()}
+        return {key: np.asarray(as_arrays(array)) for key, array in obs.items()}
     return obs.cpu().numpy() if is_tensor(obs) else np.asarray(obs)
 
 
 def as_given(obs: Any) -> Any:
     """Converts an environment's observation to arrays; tensors stay tensors."""
     if isinstance(obs, dict):
-        return {key: as_given(part) for key, part in obs.items()}
+        return {key: as_given(array) for key, array in obs.items()}
     return obs if is_tensor(obs) else np.asarray(obs)
 
 
@@ -182,11 +182,13 @@ def encode_text(text: str, size: int) -> np.ndarray:
     Raises:
         ConfigError: It takes more bytes: a part of an instruction is another instruction.
     """
-    data = text.encode()
-    if len(data) > size:
-        raise ConfigError(f"the text {text[:80]!r} has {len(data)} bytes, and the observation has room for {size}")
+    encoded_text = text.encode()
+    if len(encoded_text) > size:
+        raise ConfigError(
+            f"the text {text[:80]!r} has {len(encoded_text)} bytes, and the observation has room for {size}"
+        )
     row = np.zeros(size, np.uint8)
-    row[: len(data)] = np.frombuffer(data, np.uint8)
+    row[: len(encoded_text)] = np.frombuffer(encoded_text, np.uint8)
     return row
 
 
@@ -208,18 +210,18 @@ def text_bytes(texts: Iterable[str]) -> int:
 def text_space(space: Any) -> spaces.Box:
     """Returns the space of an encoded text. A text space counts characters, of which each takes up to four bytes."""
     length = getattr(space, "max_length", None)
-    widest = max((len(character.encode()) for character in getattr(space, "character_set", ())), default=4)
-    return spaces.Box(0, 255, (TEXT_BYTES if length is None else int(length) * widest,), np.uint8)
+    max_character_bytes = max((len(character.encode()) for character in getattr(space, "character_set", ())), default=4)
+    return spaces.Box(0, 255, (TEXT_BYTES if length is None else int(length) * max_character_bytes,), np.uint8)
 
 
 def is_channel_last(shape: Sequence[int]) -> bool:
     """Returns whether a picture's channels are its last axis: of a square picture the axis of another length, otherwise
     the shortest.
     """
-    first, second, last = shape
-    if (first == second) != (second == last):
-        return first == second
-    return last <= first
+    dim_0, dim_1, dim_2 = shape
+    if (dim_0 == dim_1) != (dim_1 == dim_2):
+        return dim_0 == dim_1
+    return dim_2 <= dim_0
 
 
 def _numbers(array: np.ndarray) -> Any:
@@ -246,7 +248,7 @@ def require_bounded(space: Any) -> None:
 def space_to_json(space: Any) -> dict[str, Any]:
     """Describes a Box, Discrete, MultiDiscrete, MultiBinary space, or a Dict of them, as JSON."""
     if isinstance(space, spaces.Dict):
-        return {"type": "Dict", "spaces": {key: space_to_json(part) for key, part in space.spaces.items()}}
+        return {"type": "Dict", "spaces": {key: space_to_json(subspace) for key, subspace in space.spaces.items()}}
     if isinstance(space, spaces.Box):
         return {
             "type": "Box",
@@ -269,10 +271,10 @@ def space_to_json(space: Any) -> dict[str, Any]:
 
 def space_from_json(data: dict[str, Any]) -> Any:
     """Builds the space that `space_to_json` described."""
-    kind = data["type"]
-    if kind == "Dict":
-        return spaces.Dict({key: space_from_json(part) for key, part in data["spaces"].items()})
-    if kind == "Box":
+    space_type = data["type"]
+    if space_type == "Dict":
+        return spaces.Dict({key: space_from_json(subspace) for key, subspace in data["spaces"].items()})
+    if space_type == "Box":
         dtype, shape = np.dtype(data["dtype"]), tuple(data["shape"])
         low, high = (
             np.broadcast_to(np.asarray(data[k], np.float64).reshape(-1), (int(np.prod(shape)),))
@@ -281,8 +283,8 @@ def space_from_json(data: dict[str, Any]) -> Any:
             for k in ("low", "high")
         )
         return spaces.Box(low.reshape(shape).astype(dtype), high.reshape(shape).astype(dtype), dtype=dtype.type)
-    if kind == "Discrete":
+    if space_type == "Discrete":
         return spaces.Discrete(data["n"], start=data["start"])
-    if kind == "MultiDiscrete":
+    if space_type == "MultiDiscrete":
         return spaces.MultiDiscrete(np.array(data["nvec"]), start=np.array(data["start"]) if "start" in data else None)
     return spaces.MultiBinary(data["n"])

@@ -44,12 +44,12 @@ def make_env(cfg: EnvSideConfig, num_envs: int, slot_offset: int = 0, seed: int 
     from rlhpc.embodied.envs.subprocess_env import ProcessVectorEnv, process_count
 
     factory = ENVS.find(cfg.env_type)
-    share: dict[str, Any] = {"num_envs": num_envs, "slot_offset": slot_offset, "seed": seed}
+    env_arguments: dict[str, Any] = {"num_envs": num_envs, "slot_offset": slot_offset, "seed": seed}
     if getattr(factory, "takes_stage", False):
-        share["stage"] = stage
+        env_arguments["stage"] = stage
     if processes := process_count(cfg, factory, num_envs):
-        return ProcessVectorEnv(factory, cfg, **share, processes=processes)
-    return factory(cfg, **share)
+        return ProcessVectorEnv(factory, cfg, **env_arguments, processes=processes)
+    return factory(cfg, **env_arguments)
 
 
 def check_env(cfg: EnvSideConfig, python: str | None = None) -> tuple[Any, Any]:

@@ -53,11 +53,13 @@ class _Simulator:
     def start(self, python: str | None, factory: EnvFactory, cfg: EnvSideConfig, kwargs: dict[str, Any]) -> None:
         """Starts the process, by default with this Python; `answer` then returns the environment's properties."""
         sock, child_sock = socket.socketpair()
-        life, self._lifeline = os.pipe()
+        lifeline_end, self._lifeline = os.pipe()
         try:
             self.process = subprocess.Popen(
-                run_module("rlhpc.embodied.envs.subprocess_main", str(child_sock.fileno()), str(life), python=python),
-                pass_fds=(child_sock.fileno(), life),
+                run_module(
+                    "rlhpc.embodied.envs.subprocess_main", str(child_sock.fileno()), str(lifeline_end), python=python
+                ),
+                pass_fds=(child_sock.fileno(), lifeline_end),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": python_path(foreign=python is not None), "OMP_NUM_THREADS": "1"},
             )
@@ -67,7 +69,7 @@ class _Simulator:
             raise _no_start(python, error.strerror) from None
         finally:
             child_sock.close()
-            os.close(life)
+            os.close(lifeline_end)
         self._sock = sock
         self._deadline = time.monotonic() + _START_S
         self._exchange(send, sock, cloudpickle.dumps((factory, cfg, kwargs)), self._deadline)
@@ -85,16 +87,16 @@ class _Simulator:
             SimulatorFailed: It died, hung or raised.
             ConfigError: The environment cannot be built as configured.
         """
-        kind, value = self._exchange(receive, self._sock, self._deadline)
-        while kind == "waits":
+        message_type, payload = self._exchange(receive, self._sock, self._deadline)
+        while message_type == "waits":
             self._deadline = time.monotonic() + self._timeout_s
-            self._on_wait(value)
-            kind, value = self._exchange(receive, self._sock, self._deadline)
-        if kind == "config":
-            raise ConfigError(value)
-        if kind == "raised":
-            raise SimulatorFailed(f"raised:\n{value}")
-        return value
+            self._on_wait(payload)
+            message_type, payload = self._exchange(receive, self._sock, self._deadline)
+        if message_type == "config":
+            raise ConfigError(payload)
+        if message_type == "raised":
+            raise SimulatorFailed(f"raised:\n{payload}")
+        return payload
 
     def _exchange(self, exchange: Any, *args: Any) -> Any:
         try:
@@ -103,11 +105,11 @@ class _Simulator:
             raise SimulatorFailed("hung") from None
         except (EOFError, OSError):
             try:
-                code = self.process.wait(timeout=10)
+                exit_code = self.process.wait(timeout=10)
             except subprocess.TimeoutExpired:
-                code = None
-            ending = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            raise SimulatorFailed(f"died ({ending})") from None
+                exit_code = None
+            cause = f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
+            raise SimulatorFailed(f"died ({cause})") from None
 
     def stop(self) -> None:
         """Ends the process, whatever its state. Hardware is stopped and closed first."""
@@ -164,22 +166,22 @@ class ProcessVectorEnv(VectorEnv):
         self._timeout_s = cfg.simulator_timeout_s
         self._waits_because = ""
         bounds = np.linspace(0, num_envs, min(processes, num_envs) + 1).astype(int).tolist()
-        self._simulators = [_Simulator(range(a, b), self._wait) for a, b in pairwise(bounds)]
+        self._simulators = [_Simulator(range(start, stop), self._wait) for start, stop in pairwise(bounds)]
         self._restarted_obs: dict[int, Any] = {}  # first observation of simulators that were restarted between steps
         try:
             for simulator in self._simulators:
                 self._start(simulator)
-            facts = [self._first_answer(simulator) for simulator in self._simulators]
+            env_facts = [self._first_answer(simulator) for simulator in self._simulators]
         except BaseException:
             self.close()
             raise
-        self.observation_space, self.action_space = facts[0]["observation_space"], facts[0]["action_space"]
-        self.supports_state = facts[0]["supports_state"]
-        self.holds_hardware = facts[0]["holds_hardware"]
-        self.max_episode_steps = facts[0]["max_episode_steps"]
-        self.record_kwargs = facts[0]["record_kwargs"]
-        self.control_hz = facts[0]["control_hz"]
-        if facts[0]["timed"]:
+        self.observation_space, self.action_space = env_facts[0]["observation_space"], env_facts[0]["action_space"]
+        self.supports_state = env_facts[0]["supports_state"]
+        self.holds_hardware = env_facts[0]["holds_hardware"]
+        self.max_episode_steps = env_facts[0]["max_episode_steps"]
+        self.record_kwargs = env_facts[0]["record_kwargs"]
+        self.control_hz = env_facts[0]["control_hz"]
+        if env_facts[0]["timed"]:
             self.timing = Timing()
 
     def _start(self, simulator: _Simulator) -> None:
@@ -187,14 +189,18 @@ class ProcessVectorEnv(VectorEnv):
         seed = self._seed
         if self.restarts:
             seed = int(np.random.SeedSequence([seed, simulator.share.start, self.restarts]).generate_state(1)[0])
-        share = {"num_envs": len(simulator.share), "slot_offset": self._offset + simulator.share.start, "seed": seed}
-        simulator.start(self._cfg.simulator_python, self._factory, self._cfg, share | self._stage)
+        env_arguments = {
+            "num_envs": len(simulator.share),
+            "slot_offset": self._offset + simulator.share.start,
+            "seed": seed,
+        }
+        simulator.start(self._cfg.simulator_python, self._factory, self._cfg, env_arguments | self._stage)
 
     def _first_answer(self, simulator: _Simulator) -> dict[str, Any]:
         try:
-            facts: dict[str, Any] = simulator.answer()
-            simulator.holds_hardware = facts["holds_hardware"]
-            return facts
+            env_facts: dict[str, Any] = simulator.answer()
+            simulator.holds_hardware = env_facts["holds_hardware"]
+            return env_facts
         except SimulatorFailed as failure:
             raise RlhpcError(f"a simulator of env_id {self._cfg.env_id!r} {failure} while it started") from None
 
@@ -234,8 +240,8 @@ class ProcessVectorEnv(VectorEnv):
                 simulator.failures = 0
                 self._count_reported(simulator.share, answers[i][4])
                 continue
-            n, share = len(simulator.share), simulator.share
-            failed[share.start : share.stop] = True
+            n, env_slots = len(simulator.share), simulator.share
+            failed[env_slots.start : env_slots.stop] = True
             infos: dict[str, Any] = {"final_obs": self._last_obs[i]}
             if actions.shape[1:2] != (1,) and name == "chunk_step":
                 infos["chunk"] = {"rewards": np.zeros((n, actions.shape[1]), np.float32)}
@@ -243,14 +249,16 @@ class ProcessVectorEnv(VectorEnv):
             answers[i] = (answers[i], np.zeros(n, np.float32), np.zeros(n, bool), np.ones(n, bool), infos)
         self._last_obs = [answer[0] for answer in answers]
         for answer in answers:
-            if (news := answer[4].pop("timing", None)) is not None and self.timing is not None:
-                self.timing.add(news)
-        infos = _merge([answer[4] for answer in answers], [len(s.share) for s in self._simulators])
+            if (timing := answer[4].pop("timing", None)) is not None and self.timing is not None:
+                self.timing.add(timing)
+        infos = _merge([answer[4] for answer in answers], [len(sim.share) for sim in self._simulators])
         if failed.any():
             infos["lost"] = failed
             infos.setdefault("episode", {name: np.zeros(self.num_envs) for name in ("return", "length")})
             infos["episode"].setdefault("mask", np.zeros(self.num_envs, bool))
-        obs, rewards, terminations, truncations = (join([answer[k] for answer in answers]) for k in range(4))
+        obs, rewards, terminations, truncations = (
+            join([answer[column_index] for answer in answers]) for column_index in range(4)
+        )
         return obs, rewards, terminations, truncations, infos
 
     def refresh(self) -> Any:
@@ -304,8 +312,8 @@ class ProcessVectorEnv(VectorEnv):
         """Restarts a simulator; returns its first observations."""
         while True:
             simulator.failures += 1
-            share = simulator.share
-            slots = f"{self._offset + share.start}-{self._offset + share.stop - 1}"
+            env_slots = simulator.share
+            slots = f"{self._offset + env_slots.start}-{self._offset + env_slots.stop - 1}"
             if simulator.failures > _FAILURES:
                 raise RlhpcError(f"the simulator of slots {slots} failed {_FAILURES + 1} times in a row: it {failure}")
             log.warning("the simulator of slots %s %s; their episodes are lost, it starts again", slots, failure)
@@ -315,13 +323,13 @@ class ProcessVectorEnv(VectorEnv):
                 self._start(simulator)
                 simulator.answer()
                 if self._repeats_episodes:
-                    counts = self._reported[share.start : share.stop]
+                    counts = self._reported[env_slots.start : env_slots.stop]
                     simulator.call("continue_episodes", counts, timeout_s=self._timeout_s)
                     simulator.answer()
                 simulator.call("reset", timeout_s=self._timeout_s)
                 return simulator.answer()[0]
-            except SimulatorFailed as again:
-                failure = again
+            except SimulatorFailed as restart_failure:
+                failure = restart_failure
 
     # -- state and pictures -----------------------------------------------------------------------------------------
 
@@ -333,7 +341,7 @@ class ProcessVectorEnv(VectorEnv):
             restarted_before = set(self._restarted_obs)
             states = self._ask_between("save")
             if set(self._restarted_obs) == restarted_before:
-                return {"slots": [slot for part in states for slot in part]}
+                return {"slots": [slot for simulator_state in states for slot in simulator_state]}
 
     def _ask_between(self, name: str) -> list[Any]:
         """Calls all simulators between steps, as `_ask` does; the episodes of a failed simulator end at the next step."""
@@ -352,8 +360,8 @@ class ProcessVectorEnv(VectorEnv):
         slots = self.slots_of(state)
         for simulator in self._simulators:
             # Playing an episode again takes as long as it took.
-            part = slots[simulator.share.start : simulator.share.stop]
-            simulator.call("load", part, timeout_s=max(self._timeout_s, _START_S))
+            slot_states = slots[simulator.share.start : simulator.share.stop]
+            simulator.call("load", slot_states, timeout_s=max(self._timeout_s, _START_S))
         for simulator in self._simulators:
             try:
                 simulator.answer()
@@ -368,7 +376,7 @@ class ProcessVectorEnv(VectorEnv):
         """Renders slots (`VectorEnv.render`)."""
         frames = []
         for slot in range(self.num_envs) if slots is None else slots:
-            simulator = next(s for s in self._simulators if slot in s.share)
+            simulator = next(owner for owner in self._simulators if slot in owner.share)
             try:
                 simulator.call("render", [slot - simulator.share.start], timeout_s=self._timeout_s)
                 frames.append(simulator.answer())
@@ -399,7 +407,7 @@ def require_python(python: str) -> None:
 
 
 def moves_hardware(factory: Any) -> bool:
-    """Returns whether what a factory builds must be stopped before its process ends."""
+    """Returns whether a factory's environment moves hardware, which must be stopped before its process ends."""
     return isinstance(factory, type) and issubclass(factory, VectorEnv) and factory.holds_hardware
 
 
@@ -421,14 +429,16 @@ def process_count(cfg: EnvSideConfig, factory: Any, num_envs: int) -> int:
 
 
 def _merge(parts: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
-    """Merges infos of neighbouring slots; rows of parts without an entry are 0."""
+    """Merges infos of neighbouring slots; rows of simulators without an entry are 0."""
     merged: dict[str, Any] = {}
-    for name in {name: None for part in parts for name in part}:
-        values = [part.get(name) for part in parts]
-        example = next(value for value in values if value is not None)
-        if isinstance(example, dict):
+    for name in {name: None for simulator_infos in parts for name in simulator_infos}:
+        values = [simulator_infos.get(name) for simulator_infos in parts]
+        first_array = next(value for value in values if value is not None)
+        if isinstance(first_array, dict):
             merged[name] = _merge([value or {} for value in values], sizes)
         else:
-            empty = [np.zeros((n, *np.shape(example)[1:]), np.asarray(example).dtype) for n in sizes]
-            merged[name] = np.concatenate([e if v is None else v for v, e in zip(values, empty, strict=True)])
+            zero_arrays = [np.zeros((n, *np.shape(first_array)[1:]), np.asarray(first_array).dtype) for n in sizes]
+            merged[name] = np.concatenate(
+                [zeros if array is None else array for array, zeros in zip(values, zero_arrays, strict=True)]
+            )
     return merged

@@ -29,9 +29,9 @@ def send(sock: socket.socket, message: Any, deadline: float | None = None) -> No
         TimeoutError: The other end does not take it.
         OSError: The other end is gone.
     """
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     _limit(sock, deadline)
-    sock.sendall(_HEADER.pack(len(data)) + data)
+    sock.sendall(_HEADER.pack(len(content)) + content)
 
 
 def receive(sock: socket.socket, deadline: float | None = None) -> Any:
@@ -41,16 +41,16 @@ def receive(sock: socket.socket, deadline: float | None = None) -> Any:
 
 
 def _read(sock: socket.socket, size: int, deadline: float | None) -> bytearray:
-    data = bytearray(size)
-    view, done = memoryview(data), 0
-    while done < size:
+    content = bytearray(size)
+    view, num_received = memoryview(content), 0
+    while num_received < size:
         # The deadline is that of the whole message: a process may be stopped in the middle of one.
         _limit(sock, deadline)
-        got = sock.recv_into(view[done:])
-        if not got:
+        num_bytes = sock.recv_into(view[num_received:])
+        if not num_bytes:
             raise EOFError("the other end has closed")
-        done += got
-    return data
+        num_received += num_bytes
+    return content
 
 
 def _limit(sock: socket.socket, deadline: float | None) -> None:
@@ -72,9 +72,9 @@ def die_with(lifeline: int) -> None:
 
 def _end_of(lifeline: int) -> select.poll:
     """Returns a poll object for the closing of a pipe's other end; `select.select` refuses descriptors beyond 1023."""
-    closing = select.poll()
-    closing.register(lifeline, select.POLLIN)
-    return closing
+    poller = select.poll()
+    poller.register(lifeline, select.POLLIN)
+    return poller
 
 
 #: Seconds for stopping and closing hardware, once the parent is gone or asks for it.
@@ -89,9 +89,9 @@ def close_with(lifeline: int, env: Any) -> None:
 
     def watch() -> None:
         _end_of(lifeline).poll()
-        closing = threading.Thread(target=env.close, name="close-hardware", daemon=True)
-        closing.start()
-        closing.join(CLOSE_S)
+        close_thread = threading.Thread(target=env.close, name="close-hardware", daemon=True)
+        close_thread.start()
+        close_thread.join(CLOSE_S)
         os._exit(0)
 
     threading.Thread(target=watch, name="simulator-lifeline", daemon=True).start()
@@ -155,8 +155,8 @@ def serve(sock: socket.socket, lifeline: int) -> None:
         return
     if env.holds_hardware:
         close_with(lifeline, env)
-    facts = {name: getattr(env, name) for name in FACTS}
-    send(sock, ("done", {**facts, "timed": env.timing is not None}))
+    env_facts = {name: getattr(env, name) for name in FACTS}
+    send(sock, ("done", {**env_facts, "timed": env.timing is not None}))
     try:
         _answer(sock, env)
     finally:

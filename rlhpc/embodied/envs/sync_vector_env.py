@@ -77,20 +77,20 @@ class SlotwiseVectorEnv(VectorEnv):
         """Executes a chunk (`VectorEnv.chunk_step`). A slot whose episode ended waits for the chunk's end."""
         n, chunk = actions.shape[:2]
         space = self.action_space
-        chosen = np.clip(actions.reshape(n, chunk, *space.shape), space.low, space.high).astype(space.dtype)
+        clipped_actions = np.clip(actions.reshape(n, chunk, *space.shape), space.low, space.high).astype(space.dtype)
         chunk_rewards, executed = np.zeros((n, chunk), np.float32), np.zeros((n, chunk), bool)
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
         for i in range(chunk):
             active = ~(terminations | truncations)
-            (chunk_rewards[:, i], terminated, truncated), success = self._move(chosen[:, i], active)
+            (chunk_rewards[:, i], terminated, truncated), success = self._move(clipped_actions[:, i], active)
             executed[:, i] = active
             terminations |= terminated
             truncations |= truncated
-        done = terminations | truncations
+        is_done = terminations | truncations
         infos: dict[str, Any] = {"success": success} if chunk == 1 else {}
-        if done.any():
-            infos |= {"final_obs": _stack(self._last_obs), "episode": self.episodes.report(done)}
-            self._begin(np.flatnonzero(done))
+        if is_done.any():
+            infos |= {"final_obs": _stack(self._last_obs), "episode": self.episodes.report(is_done)}
+            self._begin(np.flatnonzero(is_done))
         if chunk > 1:
             infos["chunk"] = {"rewards": chunk_rewards, "mask": executed}
         return _stack(self._last_obs), chunk_rewards.sum(1), terminations, truncations, infos
@@ -103,28 +103,28 @@ class SlotwiseVectorEnv(VectorEnv):
         rewards, failed, success = np.zeros(n, np.float32), np.zeros(n, bool), np.zeros(n, bool)
         for slot in np.flatnonzero(active).tolist():
             self._history[slot].append(actions[slot].copy())
-            result = self.step_slot(slot, actions[slot])
-            self._last_obs[slot], rewards[slot], success[slot], failed[slot] = result
+            slot_step = self.step_slot(slot, actions[slot])
+            self._last_obs[slot], rewards[slot], success[slot], failed[slot] = slot_step
         return self.episodes.add(rewards, failed, success, active), success
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the slots' state, for a checkpoint (`VectorEnv.state_dict`)."""
-        empty = np.zeros((0, *self.action_space.shape), self.action_space.dtype)
+        no_actions = np.zeros((0, *self.action_space.shape), self.action_space.dtype)
         return {
             "slots": [
-                {**self.episodes.place(slot), "actions": np.stack(actions) if actions else empty}
+                {**self.episodes.place(slot), "actions": np.stack(actions) if actions else no_actions}
                 for slot, actions in enumerate(self._history)
             ]
         }
 
     def load_state_dict(self, state: Any) -> None:
         """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
-        for slot, saved in enumerate(self.slots_of(state)):
-            self.episodes.replay(slot, saved)
+        for slot, slot_state in enumerate(self.slots_of(state)):
+            self.episodes.replay(slot, slot_state)
             self._begin(np.array([slot]))
-            only = np.arange(self.num_envs) == slot
-            for action in saved["actions"]:
-                self._move(np.broadcast_to(action, (self.num_envs, *np.shape(action))), only)
+            is_slot = np.arange(self.num_envs) == slot
+            for action in slot_state["actions"]:
+                self._move(np.broadcast_to(action, (self.num_envs, *np.shape(action))), is_slot)
 
     @abstractmethod
     def picture(self, slot: int) -> np.ndarray | None:
@@ -133,8 +133,8 @@ class SlotwiseVectorEnv(VectorEnv):
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
         """Renders slots (`VectorEnv.render`)."""
         frames = [self.picture(slot) for slot in (range(self.num_envs) if slots is None else slots)]
-        rendered = [frame for frame in frames if frame is not None]
-        return np.stack(rendered) if len(rendered) == len(frames) else None
+        available_frames = [frame for frame in frames if frame is not None]
+        return np.stack(available_frames) if len(available_frames) == len(frames) else None
 
 
 def _stack(rows: list[Any]) -> Any:

@@ -46,7 +46,7 @@ def entry(item: Any, key: str) -> tuple[str, dict[str, Any]]:
     if isinstance(item, Mapping) and len(item) == 1:
         ((name, settings),) = item.items()
         if isinstance(name, str) and (settings is None or isinstance(settings, Mapping)):
-            return name, {str(setting): _value(value) for setting, value in (settings or {}).items()}
+            return name, {str(key_of_setting): _value(value) for key_of_setting, value in (settings or {}).items()}
     raise ConfigError(
         f"{key} is {plain(item)!r}; allowed: a name, module:Class, or one of them with its settings: "
         "{frame_stack: {stack_size: 4}}"
@@ -54,7 +54,7 @@ def entry(item: Any, key: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value(value: Any) -> Any:
-    """Returns plain values, with lists as tuples, which wrappers need for shapes."""
+    """Converts a setting to plain values, with tuples for lists, because wrappers need tuples as shapes."""
     value = plain(value)
     return tuple(value) if isinstance(value, list) else value
 
@@ -68,14 +68,16 @@ def wrap(env: Any, wrappers: Sequence[Any] | None, key: str = "env.wrappers") ->
     from gymnasium.error import DependencyNotInstalled
 
     for i, item in enumerate(wrappers or []):
-        at = f"{key}[{i}]"
-        name, settings = entry(item, at)
-        wrapper = WRAPPERS.find(name, at)
+        entry_key = f"{key}[{i}]"
+        name, settings = entry(item, entry_key)
+        wrapper = WRAPPERS.find(name, entry_key)
         try:
             env = wrapper(env, **settings)
         except (DependencyNotInstalled, ImportError) as error:
-            missing = f"{at} is {name!r}, which needs a package that is not installed ({error})"
+            missing = f"{entry_key} is {name!r}, which needs a package that is not installed ({error})"
             raise ConfigError(f"{missing}; those of simulators come with pip install 'rlhpc[embodied]'") from None
         except (TypeError, ValueError, AssertionError, KeyError) as error:
-            raise ConfigError(f"{at} is {name!r}, which refuses {settings or 'the environment'}: {error}") from None
+            raise ConfigError(
+                f"{entry_key} is {name!r}, which refuses {settings or 'the environment'}: {error}"
+            ) from None
     return env

@@ -106,7 +106,7 @@ def real_time(policy: Any, env_cfg: EvalEnvConfig) -> RealTime | None:
 
 def _copy_arrays(obs: Obs) -> Obs:
     """Returns copies that a gradient may be computed through, which is impossible for tensors made in inference mode."""
-    return {name: part.clone() for name, part in obs.items()} if isinstance(obs, dict) else obs.clone()
+    return {name: tensor.clone() for name, tensor in obs.items()} if isinstance(obs, dict) else obs.clone()
 
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Watch:
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Receives the result of the step; `slots` (bool `[N]`) marks the slots whose episodes count."""
+        """Receives the step's outcome; `slots` (bool `[N]`) marks the slots whose episodes count."""
 
 
 def quotas(episodes: int, slots: int) -> np.ndarray:
@@ -219,13 +219,13 @@ def evaluate_policy(
         )
     finally:
         env.close()
-    if bad := [number for number, row in enumerate(rows) if not math.isfinite(row["return"])]:
+    if bad_episodes := [index for index, row in enumerate(rows) if not math.isfinite(row["return"])]:
         bad_weights = bad_tensors(policy.state_dict().items()) if isinstance(policy, torch.nn.Module) else []
         cause = f"so is {listed(bad_weights)} of the policy" if bad_weights else "the policy's weights are finite"
         raise NonFinite(
-            f"{len(bad)} of {len(rows)} episodes of {env_cfg.env_id} have a return that is not finite (the first is episode "
-            f"{bad[0]}; {cause}): there is no mean to report. Evaluate another checkpoint, or look at what the environment "
-            "gives"
+            f"{len(bad_episodes)} of {len(rows)} episodes of {env_cfg.env_id} have a return that is not finite (the first is "
+            f"episode {bad_episodes[0]}; {cause}): there is no mean to report. Evaluate another checkpoint, or look at "
+            "what the environment gives"
         )
     return {**_summarize(rows), "env_id": env_cfg.env_id, "seed": seed}
 
@@ -235,13 +235,13 @@ def evaluation_metrics(cfg: EmbodiedConfig, policy: Any, seed: int, device: torc
     whose returns are not finite is only counted (`nonfinite`).
     """
     try:
-        result = evaluate_policy(policy, cfg.env.eval, seed=seed, device=device)
+        summary = evaluate_policy(policy, cfg.env.eval, seed=seed, device=device)
     except NonFinite as error:
         if not skips(cfg):
             raise
         log.warning("%s", error)
         return {"nonfinite": 1.0}
-    return {name: float(value) for name, value in result.items() if isinstance(value, (int, float))}
+    return {name: float(metric) for name, metric in summary.items() if isinstance(metric, (int, float))}
 
 
 def play(
@@ -277,21 +277,21 @@ def play(
         RlhpcError: An episode does not end, or simulators fail again and again.
     """
     rows: list[tuple[int, int, dict[str, float]]] = []  # slot, number of its episode, row
-    finished, since = np.zeros_like(quota), np.zeros_like(quota)
+    num_finished, steps_since_reset = np.zeros_like(quota), np.zeros_like(quota)
     failures, episodes = np.zeros_like(quota), np.zeros_like(quota)
     limit = _MAX_DECISIONS if env.max_episode_steps != 0 else MAX_WITHOUT_LIMIT
     steps = 0
     obs, _ = env.reset()
-    while since.max() < limit:
-        noise_kwargs = {} if noise is None else {"noise": noise(episodes, since).to(device)}
+    while steps_since_reset.max() < limit:
+        noise_kwargs = {} if noise is None else {"noise": noise(episodes, steps_since_reset).to(device)}
         actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode=mode, **noise_kwargs)
-        chosen = actions.cpu().numpy()
+        actions_array = actions.cpu().numpy()
         if watch is not None:
-            watch.before(obs, chosen)
-        obs, rewards, terminations, truncations, infos = env.chunk_step(chosen)
+            watch.before(obs, actions_array)
+        obs, rewards, terminations, truncations, infos = env.chunk_step(actions_array)
         if watch is not None:
-            watch.after(finished < quota, rewards, terminations, truncations, infos)
-        done = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
+            watch.after(num_finished < quota, rewards, terminations, truncations, infos)
+        ended_slots = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
         failed = env_failed(infos, len(quota))
         failures += failed
         if (failures > _MAX_FAILURES).any():
@@ -300,20 +300,20 @@ def play(
                 "episodes ended. Look at what the environment logged, then evaluate again"
             )
         if on_episode_end is not None:
-            on_episode_end(done)
-        since += 1
-        since[done] = 0
-        episodes[done] += 1
-        since[finished >= quota] = 0
+            on_episode_end(ended_slots)
+        steps_since_reset += 1
+        steps_since_reset[ended_slots] = 0
+        episodes[ended_slots] += 1
+        steps_since_reset[num_finished >= quota] = 0
         steps += len(quota)
-        episode: dict[str, Any] = infos.get("episode", {}) if done.size else {}
-        for slot in done.tolist() if episode else ():
-            if finished[slot] < quota[slot] and episode["mask"][slot] and not failed[slot]:
-                rows.append((slot, int(finished[slot]), _episode_row(episode, slot)))
-                finished[slot] += 1
+        episode: dict[str, Any] = infos.get("episode", {}) if ended_slots.size else {}
+        for slot in ended_slots.tolist() if episode else ():
+            if num_finished[slot] < quota[slot] and episode["mask"][slot] and not failed[slot]:
+                rows.append((slot, int(num_finished[slot]), _episode_row(episode, slot)))
+                num_finished[slot] += 1
         if on_progress is not None:
             on_progress(len(rows), steps)
-        if (finished >= quota).all():
+        if (num_finished >= quota).all():
             return [row for _, _, row in sorted(rows, key=lambda row: row[:2])]
     raise RlhpcError(
         f"an episode of the evaluation has not ended after {limit} decisions"
@@ -337,21 +337,21 @@ def _summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
 
     The interval of the mean return is Student's, those of the success rates are Wilson's.
     """
-    values = np.asarray([row["return"] for row in rows], np.float64)
-    mean, count = float(values.mean()), len(values)
-    std = float(values.std(ddof=1)) if count > 1 else 0.0
+    episode_returns = np.asarray([row["return"] for row in rows], np.float64)
+    mean, count = float(episode_returns.mean()), len(episode_returns)
+    std = float(episode_returns.std(ddof=1)) if count > 1 else 0.0
     statistics: dict[str, Any] = {
         "return_mean": mean,
         "return_std": std,
-        "return_min": float(values.min()),
-        "return_max": float(values.max()),
-        "return_ci95": list(mean_interval(values)),
+        "return_min": float(episode_returns.min()),
+        "return_max": float(episode_returns.max()),
+        "return_ci95": list(mean_interval(episode_returns)),
         "length_mean": float(np.mean([row["length"] for row in rows])),
         "episodes": count,
     }
     for name in ("success_once", "success_at_end"):
-        reached = [row[name] for row in rows if name in row]
-        if len(reached) == count:
-            statistics[name] = float(np.mean(reached))
-            statistics[f"{name}_ci95"] = list(wilson(sum(reached), count))
+        successes = [row[name] for row in rows if name in row]
+        if len(successes) == count:
+            statistics[name] = float(np.mean(successes))
+            statistics[f"{name}_ci95"] = list(wilson(sum(successes), count))
     return statistics

@@ -48,7 +48,7 @@ class ExpertPolicy:
         """Returns actions `[N, 1, A]`."""
         del mode, noise
         arrays = (
-            {name: part.cpu().numpy() for name, part in obs.items()} if isinstance(obs, dict) else obs.cpu().numpy()
+            {name: tensor.cpu().numpy() for name, tensor in obs.items()} if isinstance(obs, dict) else obs.cpu().numpy()
         )
         actions = np.asarray(self._function(arrays))
         return torch.from_numpy(actions.reshape(len(actions), 1, -1)), {}
@@ -97,11 +97,11 @@ class Film(Watch):
         """Renders the slots (`Watch.before`)."""
         if not self.available or len(self._last_pictures) == len(self._slots) or len(self.frames) >= MAX_FRAMES:
             return
-        rendered = self._env.render(self._slots)
-        self.available = rendered is not None
-        if rendered is None:
+        frames = self._env.render(self._slots)
+        self.available = frames is not None
+        if frames is None:
             return
-        self._pictures = shrink(np.asarray(rendered))
+        self._pictures = shrink(np.asarray(frames))
         tiles = [self._last_pictures.get(slot, self._pictures[i]) for i, slot in enumerate(self._slots)]
         self.frames.append(tile(np.stack(tiles)))
 
@@ -121,8 +121,10 @@ class Film(Watch):
         """Writes the film as an mp4 file; its last picture stays for half a second."""
         if self._pictures is None:
             return
-        last = tile(np.stack([self._last_pictures.get(slot, self._pictures[i]) for i, slot in enumerate(self._slots)]))
-        write_video(path, [*self.frames, *[last] * max(1, fps // 2)], fps)
+        last_frame = tile(
+            np.stack([self._last_pictures.get(slot, self._pictures[i]) for i, slot in enumerate(self._slots)])
+        )
+        write_video(path, [*self.frames, *[last_frame] * max(1, fps // 2)], fps)
 
 
 def evaluate_checkpoint(
@@ -154,39 +156,39 @@ def evaluate_checkpoint(
     folder = expand_home(checkpoint).absolute()
     require_valid(folder, hint="or evaluate another checkpoint")
     cfg = _config(folder, Trust(trust_code)) if cfg is None else cfg
-    side, seed = cfg.env.eval, cfg.runner.seed
+    env_cfg, seed = cfg.env.eval, cfg.runner.seed
     policy = load_policy(folder, Trust.of(plain(cfg), trust_code))
     films: list[Film] = []
 
     def film(env: VectorEnv) -> Film:
-        films.append(Film(env, side.video_episodes))
+        films.append(Film(env, env_cfg.video_episodes))
         return films[0]
 
     # A checkpoint of an older version has no such key in its configuration.
-    build_film = film if output is not None and mapping(side).get("video_episodes", 0) else None
-    num_episodes = side.num_episodes if episodes is None else episodes
+    build_film = film if output is not None and mapping(env_cfg).get("video_episodes", 0) else None
+    num_episodes = env_cfg.num_episodes if episodes is None else episodes
     start = time.perf_counter()
     try:
-        with ProgressBar(num_episodes, name="eval", unit="episode") as bar:
+        with ProgressBar(num_episodes, name="eval", unit="episode") as progress_bar:
 
             def update_bar(done: int, steps: int) -> None:
-                bar.update(done, {"time/env_steps_per_s": steps / (time.perf_counter() - start)})
+                progress_bar.update(done, {"time/env_steps_per_s": steps / (time.perf_counter() - start)})
 
-            result = evaluate_policy(
-                policy, side, seed=seed, episodes=episodes, watch=build_film, on_progress=update_bar
+            evaluation = evaluate_policy(
+                policy, env_cfg, seed=seed, episodes=episodes, watch=build_film, on_progress=update_bar
             )
     except RuntimeError as error:
         raise ConfigError(f"env.eval.env_id={cfg.env.eval.env_id} does not fit {folder}'s policy: {error}") from error
-    result |= {"suite": suite, "global_step": int(read_manifest(folder)["global_step"]), "checkpoint": str(folder)}
+    evaluation |= {"suite": suite, "global_step": int(read_manifest(folder)["global_step"]), "checkpoint": str(folder)}
     if output is not None:
         if films and films[0].available:
             video = Path(output).with_suffix(".mp4")
-            films[0].write(video, side.video_fps)
-            result["video"] = video.name
+            films[0].write(video, env_cfg.video_fps)
+            evaluation["video"] = video.name
         elif films:
             note(f"{cfg.env.eval.env_id} cannot be rendered here, so there is no video")
-        write_result(Path(output), result)
-    return result
+        write_result(Path(output), evaluation)
+    return evaluation
 
 
 def write_result(output: Path, result: dict[str, Any]) -> None:
@@ -235,18 +237,18 @@ def record_episodes(
     actor = load_actor(source, "--expert" if ":" in source else "--checkpoint", trust)
     labels = None if teacher is None else load_actor(teacher, "--teacher", trust)
     seed = cfg.runner.seed if seed is None else seed
-    origin = {"source": source, "teacher": teacher, "mode": mode, "seed": seed, "rlhpc_version": __version__}
-    origin |= {} if intervene is None else {"intervene": intervene}
+    provenance = {"source": source, "teacher": teacher, "mode": mode, "seed": seed, "rlhpc_version": __version__}
+    provenance |= {} if intervene is None else {"intervene": intervene}
     if teacher is not None and intervene is not None:
         raise ConfigError("--teacher and --intervene: either the one labels what is played, or the other acts")
     intervention = None if intervene is None else find_intervention(intervene)
-    kind = "dagger" if teacher is not None else "scripted" if isinstance(actor, ExpertPolicy) else "rl"
-    kind = kind if intervention is None else "human"
+    source_type = "dagger" if teacher is not None else "scripted" if isinstance(actor, ExpertPolicy) else "rl"
+    source_type = source_type if intervention is None else "human"
     try:
         return record(
             actor, cfg.env.eval, output, episodes=episodes, seed=seed, only_success=only_success, mode=mode,
-            teacher=labels, intervention=intervention, only_taken=only_taken, source_type=kind,
-            source_desc=source, extra={"rlhpc": origin}, options=options,
+            teacher=labels, intervention=intervention, only_taken=only_taken, source_type=source_type,
+            source_desc=source, extra={"rlhpc": provenance}, options=options,
         )  # fmt: skip
     except RuntimeError as error:
         raise ConfigError(
@@ -266,8 +268,8 @@ def _config(folder: Path, trust: Trust) -> EmbodiedConfig:
         raise CheckpointError(f"{path}: no configuration of a policy in an environment (no section env)")
     cfg = OmegaConf.create(content if trust.everything else without_variables(content, trust, str(path)))
     trust.check(plain(cfg), str(path))
-    if lacks := [key for key in ("env.eval", "runner.seed") if select(cfg, key) is None]:
-        raise CheckpointError(f"{path}: no {lacks[0]}; pass a configuration")
+    if missing_keys := [key for key in ("env.eval", "runner.seed") if select(cfg, key) is None]:
+        raise CheckpointError(f"{path}: no {missing_keys[0]}; pass a configuration")
     return typed(PpoConfig, cfg)  # every task type has these same sections
 
 

@@ -133,10 +133,10 @@ class Gated:
         """Returns actions `[N, 1, dim]`, like a policy."""
         actions, extras = self._policy.predict_action_batch(obs, mode=mode, noise=noise)
         require_single(actions.shape[1])
-        pictures = self._env.render([0]) if self.intervention.needs_pictures else None
-        picture = None if pictures is None else pictures[0]
-        chosen, self.intervened = self.intervention.act(as_arrays(obs), actions[:, 0].cpu().numpy(), picture)
-        return torch.from_numpy(np.asarray(chosen))[:, None], extras
+        frames = self._env.render([0]) if self.intervention.needs_pictures else None
+        frame = None if frames is None else frames[0]
+        executed_actions, self.intervened = self.intervention.act(as_arrays(obs), actions[:, 0].cpu().numpy(), frame)
+        return torch.from_numpy(np.asarray(executed_actions))[:, None], extras
 
 
 __all__ = ["INTERVENTIONS", "Gated", "Intervention", "find_intervention", "named_intervention", "register_intervention"]
@@ -160,7 +160,7 @@ _SCREEN = "a person needs one: log in with it (ssh -X), or take scripted"
 
 
 class Person(Intervention):
-    """Window and pace of a person, who may take control.
+    """Intervention by a person at a window, who may take control.
 
     Args:
         hz: Maximum number of steps per second.
@@ -208,11 +208,11 @@ class Person(Intervention):
             self.hear(event)
         if not self.in_control:
             return actions, np.zeros(1, bool)
-        chosen = np.zeros_like(actions)
-        for number, by in self.moves():
-            if number < chosen.shape[1]:
-                chosen[0, number] += by
-        return chosen, np.ones(1, bool)
+        person_actions = np.zeros_like(actions)
+        for axis, amount in self.moves():
+            if axis < person_actions.shape[1]:
+                person_actions[0, axis] += amount
+        return person_actions, np.ones(1, bool)
 
     def _show(self, picture: np.ndarray | None) -> None:
         pygame = self._pygame
@@ -300,8 +300,10 @@ class Gamepad(Person):
 
     def moves(self) -> list[tuple[int, float]]:
         """Returns the moves of sticks and pressed buttons (`Person.moves`)."""
-        sticks = [(number, by * self._deflections[axis]) for axis, (number, by) in self._sticks.items()]
-        return sticks + [move for button, move in self._buttons.items() if button in self._held]
+        stick_moves = [
+            (action_axis, amount * self._deflections[axis]) for axis, (action_axis, amount) in self._sticks.items()
+        ]
+        return stick_moves + [move for button, move in self._buttons.items() if button in self._held]
 
 
 class Scripted(Intervention):
@@ -333,11 +335,11 @@ class Scripted(Intervention):
                 np.zeros(len(actions), np.int64),
             )
         expert_actions = np.asarray(self._expert(obs), actions.dtype).reshape(actions.shape)
-        far = np.abs(expert_actions - actions).max(1) > self._apart
-        self._steps_apart = np.where(far, self._steps_apart + 1, 0)
+        is_far = np.abs(expert_actions - actions).max(1) > self._apart
+        self._steps_apart = np.where(is_far, self._steps_apart + 1, 0)
         was_in_control = self._steps_in_control > 0
         in_control = np.where(
-            was_in_control, far | (self._steps_in_control < self._hold), self._steps_apart >= self._patience
+            was_in_control, is_far | (self._steps_in_control < self._hold), self._steps_apart >= self._patience
         )
         self._steps_in_control = np.where(in_control, self._steps_in_control + 1, 0)
         return np.where(in_control[:, None], expert_actions, actions), in_control

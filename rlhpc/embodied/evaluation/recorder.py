@@ -91,7 +91,7 @@ class EpisodeRecorder(Watch):
             if failed[slot]:
                 self._open[slot] = []
                 continue
-            step = {name: _row(value, slot) for name, value in self._before.items()}
+            step = {name: _row(column, slot) for name, column in self._before.items()}
             step |= {"rewards": rewards[slot], "terminations": terminations[slot], "truncations": truncations[slot]}
             if self._gated is not None:
                 step["taken"] = bool(self._gated.intervened[slot])
@@ -106,16 +106,16 @@ class EpisodeRecorder(Watch):
         self.played += 1
         episode = infos.get("episode", {})
         flags = [step.get("success") for step in steps]  # some say it at the end only
-        success = None if flags[-1] is None else np.array([bool(each) for each in flags])
-        at_end = next((episode[name] for name in ("success_at_end", "success") if name in episode), None)
-        if success is None and at_end is not None:
+        success = None if flags[-1] is None else np.array([bool(flag) for flag in flags])
+        success_at_end = next((episode[name] for name in ("success_at_end", "success") if name in episode), None)
+        if success is None and success_at_end is not None:
             success = np.zeros(len(steps), bool)
-            success[-1] = bool(at_end[slot])
+            success[-1] = bool(success_at_end[slot])
         self.success_known |= success is not None
-        once = success is not None and bool(success.any() or _flag(episode, "success_once", slot))
-        if len(self._writer) >= self._num_episodes or (self._only_success and not once):
+        has_success = success is not None and bool(success.any() or _flag(episode, "success_once", slot))
+        if len(self._writer) >= self._num_episodes or (self._only_success and not has_success):
             return
-        final = infos.get("final_env_states")
+        final_state = infos.get("final_env_states")
         self._writer.add({
             "source": f"episode {self.played} of the recording",
             "obs": _stack([*(step["obs"] for step in steps), _row(infos["final_obs"], slot)]),
@@ -124,7 +124,9 @@ class EpisodeRecorder(Watch):
             "rewards": np.array([step["rewards"] for step in steps]) if self._teacher is None else None,
             "success": success,
             "taken": None if self._gated is None else np.array([step["taken"] for step in steps]),
-            "env_states": None if final is None else _stack([*(s["env_states"] for s in steps), _row(final, slot)]),
+            "env_states": None
+            if final_state is None
+            else _stack([*(step["env_states"] for step in steps), _row(final_state, slot)]),
         })  # fmt: skip
 
 
@@ -155,7 +157,7 @@ class TakenRecorder(EpisodeRecorder):
         """Stores the steps of interventions (`Watch.after`). A step that is lost with its simulator or robot is left out; the
         steps before it are written.
         """
-        done, failed = terminations | truncations, env_failed(infos, len(slots))
+        is_done, failed = terminations | truncations, env_failed(infos, len(slots))
         intervened = self._gated.intervened & ~failed
         for slot in np.flatnonzero(slots).tolist():
             steps = self._open[slot]
@@ -163,11 +165,11 @@ class TakenRecorder(EpisodeRecorder):
                 step = {name: _row(self._before[name], slot) for name in ("obs", "actions")}
                 steps.append(step | {"rewards": rewards[slot], "terminations": terminations[slot]})
                 self.taken_steps += 1
-            if steps and (done[slot] or not intervened[slot]):
+            if steps and (is_done[slot] or not intervened[slot]):
                 self._cut(slot, _row(infos["final_obs"] if intervened[slot] else self._before["obs"], slot))
-            self.played += int(done[slot] and not failed[slot])
-        if done.any():
-            self._gated.intervention.end_episodes(done)
+            self.played += int(is_done[slot] and not failed[slot])
+        if is_done.any():
+            self._gated.intervention.end_episodes(is_done)
 
     def _cut(self, slot: int, last: Any) -> None:
         steps, self._open[slot] = self._open[slot], []
@@ -188,7 +190,7 @@ def _flag(episode: Mapping[str, Any], name: str, slot: int) -> bool:
 
 def _row(value: Any, slot: int) -> Any:
     if isinstance(value, Mapping):
-        return {name: _row(part, slot) for name, part in value.items()}
+        return {name: _row(array, slot) for name, array in value.items()}
     return np.array(value[slot])
 
 
@@ -235,35 +237,39 @@ def record(
     slots, seed = min(env_cfg.num_envs, episodes), eval_seed(env_cfg, seed)
     # Simulator states are read in the simulator's process, so it runs in this process if possible.
     separate_process = env_cfg.simulator_python is not None or moves_hardware(ENVS.find(env_cfg.env_type))
-    side = changed(env_cfg, "num_envs", slots)
+    recording_cfg = changed(env_cfg, "num_envs", slots)
     env = make_env(
-        side if separate_process else changed(side, "simulators", 0), slots, slot_offset=0, seed=seed, stage="eval"
+        recording_cfg if separate_process else changed(recording_cfg, "simulators", 0),
+        slots,
+        slot_offset=0,
+        seed=seed,
+        stage="eval",
     )
     env.keep_states = True
     kwargs = dict((env_cfg.kwargs or {}) if env.record_kwargs is None else env.record_kwargs)
     limit = (env_cfg.max_episode_steps if env.max_episode_steps is None else env.max_episode_steps) or None
-    facts = DatasetFacts(fps=env.control_hz)
+    dataset_facts = DatasetFacts(fps=env.control_hz)
     returns: list[float] = []
     successes: list[float] = []
     steps = 0
     try:
         if options is not None and options.to == "lerobot":
-            opened: EpisodeWriter = options.lerobot_writer(output, env_cfg.env_id, facts)
+            lerobot_writer: EpisodeWriter = options.lerobot_writer(output, env_cfg.env_id, dataset_facts)
         else:
-            opened = TrajectoryWriter(
+            lerobot_writer = TrajectoryWriter(
                 output, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=limit, source_type=source_type,
-                source_desc=source_desc, extra=extra, facts=facts.to_json(),
+                source_desc=source_desc, extra=extra, facts=dataset_facts.to_json(),
             )  # fmt: skip
-        with torch.random.fork_rng(devices=[]), opened as writer:
+        with torch.random.fork_rng(devices=[]), lerobot_writer as writer:
             torch.manual_seed(seed)  # what is sampled is the same each time
-            gated, student, attempts = None, actor, -1
+            gated_policy, student, num_attempts = None, actor, -1
             if intervention is not None:
-                gated = actor = Gated(actor, intervention, env)
+                gated_policy = actor = Gated(actor, intervention, env)
             recorder = EpisodeRecorder(
-                writer, env, only_success=only_success, num_episodes=episodes, teacher=teacher, gated=gated
+                writer, env, only_success=only_success, num_episodes=episodes, teacher=teacher, gated=gated_policy
             )
-            if only_taken and gated is not None:
-                recorder = TakenRecorder(writer, env, num_episodes=episodes, gated=gated)
+            if only_taken and gated_policy is not None:
+                recorder = TakenRecorder(writer, env, num_episodes=episodes, gated=gated_policy)
             while (missing := recorder.missing) > 0:
                 if recorder.played and only_success and not recorder.success_known:
                     raise ConfigError(f"--only-success: {env_cfg.env_id} does not say whether an episode succeeded")
@@ -271,8 +277,8 @@ def record(
                     raise RlhpcError(
                         f"of {recorder.played} episodes only {len(writer)} succeeded; {episodes} were wanted"
                     )
-                attempts += 1
-                noise = eval_noise(student, env_cfg, seed + attempts) if mode == "eval" else None
+                num_attempts += 1
+                noise = eval_noise(student, env_cfg, seed + num_attempts) if mode == "eval" else None
                 rows = play(
                     actor, env, quotas(missing, slots), torch.device("cpu"), mode=mode, watch=recorder, noise=noise
                 )
@@ -280,19 +286,19 @@ def record(
                 returns += [row["return"] for row in rows]
                 steps += int(sum(row["length"] for row in rows))
                 successes += [row["success_once"] for row in rows if "success_once" in row]
-            written = len(writer)
+            num_written = len(writer)
     finally:
         env.close()
         if intervention is not None:
             intervention.close()
-    result: dict[str, Any] = {
-        "episodes": written,
+    summary: dict[str, Any] = {
+        "episodes": num_written,
         "played": recorder.played,
         "steps": steps,
         "return_mean": float(np.mean(returns)),
     }
     if successes:
-        result["success_once"] = float(np.mean(successes))
+        summary["success_once"] = float(np.mean(successes))
     if isinstance(recorder, TakenRecorder):
-        result["taken_steps"] = recorder.taken_steps
-    return result | {"env_id": env_cfg.env_id, "output": str(output)}
+        summary["taken_steps"] = recorder.taken_steps
+    return summary | {"env_id": env_cfg.env_id, "output": str(output)}

@@ -42,17 +42,20 @@ def evaluate_judge(cfg: BcConfig, checkpoint: Path, suite: str, episodes: int | 
     require_valid(checkpoint, hint="or evaluate another checkpoint")
     model, trajectories = load_policy(checkpoint, Trust()), list(read_demos(cfg))
     held_out = held_out_of(len(trajectories), cfg)
-    chosen = [each for number, each in enumerate(trajectories) if number in held_out or not held_out][:episodes]
-    result = judged(model, chosen) | {
-        "suite": suite, "episodes": len(chosen), "held_out": bool(held_out), "checkpoint": str(checkpoint),
+    episodes_to_judge = [
+        trajectory for index, trajectory in enumerate(trajectories) if index in held_out or not held_out
+    ][:episodes]
+    judgement = judged(model, episodes_to_judge) | {
+        "suite": suite, "episodes": len(episodes_to_judge), "held_out": bool(held_out), "checkpoint": str(checkpoint),
         "global_step": int(read_manifest(checkpoint)["global_step"]),
     }  # fmt: skip
     if output is not None:
-        write_result(output, result)
-    which = "held-out" if held_out else "trained-on"
+        write_result(output, judgement)
+    split_name = "held-out" if held_out else "trained-on"
     return (
-        f"{result['accuracy']:.1%} of {result['steps']} steps of {len(chosen)} {which} episodes judged rightly; of "
-        f"{result['successes']} steps with success {result['recall']:.1%}, of the others {result['specificity']:.1%}"
+        f"{judgement['accuracy']:.1%} of {judgement['steps']} steps of {len(episodes_to_judge)} {split_name} episodes judged "
+        f"rightly; of {judgement['successes']} steps with success {judgement['recall']:.1%}, of the others "
+        f"{judgement['specificity']:.1%}"
     )
 
 
@@ -65,13 +68,16 @@ def judged(model: Policy, trajectories: list[Trajectory]) -> dict[str, Any]:
         no such steps.
     """
     device = torch.device("cpu")
-    correct, labels = np.zeros(0, bool), np.zeros(0, bool)
-    for each in trajectories:
-        predicted = model.value(to_tensors(take(each["obs"], slice(1, None)), device)).numpy() > 0.5
-        correct, labels = np.append(correct, predicted == each["success"]), np.append(labels, each["success"])
+    is_correct, labels = np.zeros(0, bool), np.zeros(0, bool)
+    for trajectory in trajectories:
+        predicted_success = model.value(to_tensors(take(trajectory["obs"], slice(1, None)), device)).numpy() > 0.5
+        is_correct, labels = (
+            np.append(is_correct, predicted_success == trajectory["success"]),
+            np.append(labels, trajectory["success"]),
+        )
 
     def part(mask: np.ndarray) -> float:
-        return float(correct[mask].mean()) if mask.any() else 1.0
+        return float(is_correct[mask].mean()) if mask.any() else 1.0
 
     return {
         "steps": len(labels), "successes": int(labels.sum()), "accuracy": part(np.ones(len(labels), bool)),

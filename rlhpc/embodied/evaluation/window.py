@@ -29,7 +29,7 @@ _SMALLEST = 480
 
 
 class _Closed(Exception):
-    """The user closed the window."""
+    """Signal that the user closed the window."""
 
 
 class EnvWindow(Watch):
@@ -54,11 +54,11 @@ class EnvWindow(Watch):
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
         """Draws the present state (`Watch.before`)."""
-        pictures = self._env.render([0]) if self.available else None
-        self.available = pictures is not None
-        if pictures is None:
+        frames = self._env.render([0]) if self.available else None
+        self.available = frames is not None
+        if frames is None:
             return
-        self._show(np.asarray(pictures)[0])
+        self._show(np.asarray(frames)[0])
 
     def after(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
@@ -131,34 +131,34 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
     in_window = has_display()
     if not in_window:
         pyav()
-    side = changed(cfg.env.eval, "num_envs", 1 if in_window else episodes)
+    env_cfg = changed(cfg.env.eval, "num_envs", 1 if in_window else episodes)
     if options.seed is not None:
-        side = changed(side, "seed", options.seed)
+        env_cfg = changed(env_cfg, "seed", options.seed)
     watches: list[EnvWindow | Film] = []
 
     def watch(env: VectorEnv) -> Watch:
-        watches.append(EnvWindow(env, side.env_id, side.video_fps) if in_window else Film(env, episodes))
+        watches.append(EnvWindow(env, env_cfg.env_id, env_cfg.video_fps) if in_window else Film(env, episodes))
         return watches[0]
 
     def check_pictures(done: int, steps: int) -> None:
         del done, steps
         if not watches[0].available:
-            raise ConfigError(f"{side.env_id} cannot be rendered here, so there is nothing to show; see rlhpc eval")
+            raise ConfigError(f"{env_cfg.env_id} cannot be rendered here, so there is nothing to show; see rlhpc eval")
 
-    result: dict[str, Any] = {}
+    evaluation: dict[str, Any] = {}
     try:
-        result = evaluate_policy(
-            policy, side, seed=cfg.runner.seed, episodes=episodes, watch=watch, on_progress=check_pictures
+        evaluation = evaluate_policy(
+            policy, env_cfg, seed=cfg.runner.seed, episodes=episodes, watch=watch, on_progress=check_pictures
         )
     except _Closed:
         return {}
     except RuntimeError as error:
-        raise ConfigError(f"env.eval.env_id={side.env_id} does not fit {folder}'s policy: {error}") from error
+        raise ConfigError(f"env.eval.env_id={env_cfg.env_id} does not fit {folder}'s policy: {error}") from error
     finally:
-        for one in watches:
-            if isinstance(one, EnvWindow):
-                one.close()
+        for open_watch in watches:
+            if isinstance(open_watch, EnvWindow):
+                open_watch.close()
     if watches and isinstance(watches[0], Film):
-        watches[0].write(options.film, side.video_fps)
-        result["video"] = str(options.film)
-    return result
+        watches[0].write(options.film, env_cfg.video_fps)
+        evaluation["video"] = str(options.film)
+    return evaluation

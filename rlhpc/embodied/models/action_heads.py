@@ -24,8 +24,8 @@ def at_level(parts: Tensor, level: str, chunk: int) -> Tensor:
     """Sums values of single components, `[B, chunk · d]` or `[B, chunk, d]`, to one of `LEVELS`."""
     if level == "chunk_level":
         return parts.flatten(1).sum(-1)
-    each = parts.reshape(parts.shape[0], chunk, -1)
-    return each.sum(-1) if level == "action_level" else each
+    chunk_parts = parts.reshape(parts.shape[0], chunk, -1)
+    return chunk_parts.sum(-1) if level == "action_level" else chunk_parts
 
 
 class CategoricalHead(nn.Module):
@@ -47,35 +47,39 @@ class CategoricalHead(nn.Module):
 
     def act(self, logits: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
         """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise the most likely ones."""
-        actions, logprobs, at = [], [], 0
+        actions, logprobs, offset = [], [], 0
         for size in self.sizes:
-            part = logits[:, at : at + size]
-            index = (part if noise is None else part + noise[:, at : at + size]).argmax(-1, keepdim=True)
-            logprobs.append(torch.log_softmax(part, -1).gather(-1, index))
+            slot_logits = logits[:, offset : offset + size]
+            index = (slot_logits if noise is None else slot_logits + noise[:, offset : offset + size]).argmax(
+                -1, keepdim=True
+            )
+            logprobs.append(torch.log_softmax(slot_logits, -1).gather(-1, index))
             actions.append(index)
-            at += size
-        chosen = (actions[0] if len(actions) == 1 else torch.cat(actions, -1)).reshape(logits.shape[0], self.chunk, -1)
-        return chosen, self._at_level(logprobs, level)
+            offset += size
+        chunk_actions = (actions[0] if len(actions) == 1 else torch.cat(actions, -1)).reshape(
+            logits.shape[0], self.chunk, -1
+        )
+        return chunk_actions, self._at_level(logprobs, level)
 
     def evaluate(
         self, logits: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
         """Returns log-probabilities and entropy of given actions, at a level."""
-        flat, at = actions.reshape(actions.shape[0], -1), 0
+        flat_actions, offset = actions.reshape(actions.shape[0], -1), 0
         logprobs, totals = [], []
         for i, size in enumerate(self.sizes):
-            logp = torch.log_softmax(logits[:, at : at + size], -1)
-            logprobs.append(logp.gather(-1, flat[:, i : i + 1]))
+            log_probs = torch.log_softmax(logits[:, offset : offset + size], -1)
+            logprobs.append(log_probs.gather(-1, flat_actions[:, i : i + 1]))
             if entropy:
-                totals.append(-(logp.exp() * logp).sum(-1, keepdim=True))
-            at += size
+                totals.append(-(log_probs.exp() * log_probs).sum(-1, keepdim=True))
+            offset += size
         return self._at_level(logprobs, level), self._at_level(totals, level) if entropy else None
 
     def _at_level(self, parts: list[Tensor], level: str) -> Tensor:
         if level == "chunk_level":  # the sum is written out: few terms, each a column
             total = parts[0].squeeze(-1)
-            for part in parts[1:]:
-                total = total + part.squeeze(-1)
+            for level_term in parts[1:]:
+                total = total + level_term.squeeze(-1)
             return total
         return at_level(torch.cat(parts, -1), level, self.chunk)
 
@@ -141,8 +145,8 @@ class BoundedHead(nn.Module):
         self.dim = chunk * math.prod(space.shape)
         self.chunk = chunk
         for name, bound in (("low", space.low), ("high", space.high)):
-            each = torch.as_tensor(bound, dtype=torch.float32).reshape(-1).repeat(chunk)
-            self.register_buffer(name, each, persistent=False)
+            chunk_bound = torch.as_tensor(bound, dtype=torch.float32).reshape(-1).repeat(chunk)
+            self.register_buffer(name, chunk_bound, persistent=False)
 
     @property
     def scale(self) -> Tensor:
@@ -194,8 +198,8 @@ class SquashedGaussianHead(BoundedHead):
         """Returns actions `[B, chunk, d]` and their log-probabilities at a level; without noise tanh of the mean."""
         mean, log_std = self._split(inputs)
         noise = torch.zeros_like(mean) if noise is None else noise
-        squashed = torch.tanh(mean + log_std.exp() * noise)
-        return self.within(squashed), at_level(self._logprobs(squashed, noise, log_std), level, self.chunk)
+        unit_actions = torch.tanh(mean + log_std.exp() * noise)
+        return self.within(unit_actions), at_level(self._logprobs(unit_actions, noise, log_std), level, self.chunk)
 
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
@@ -203,9 +207,9 @@ class SquashedGaussianHead(BoundedHead):
         """Returns log-probabilities of given actions at a level, and the entropy of the Gaussian before the tanh."""
         mean, log_std = self._split(inputs)
         # Half a float's precision off the bounds, where atanh is infinite.
-        squashed = self.unit(actions).clamp(-1 + 1e-6, 1 - 1e-6)
-        noise = (torch.atanh(squashed) - mean) * (-log_std).exp()
-        logprobs = at_level(self._logprobs(squashed, noise, log_std), level, self.chunk)
+        unit_actions = self.unit(actions).clamp(-1 + 1e-6, 1 - 1e-6)
+        noise = (torch.atanh(unit_actions) - mean) * (-log_std).exp()
+        logprobs = at_level(self._logprobs(unit_actions, noise, log_std), level, self.chunk)
         return logprobs, at_level(log_std + 0.5 + 0.5 * _LOG_2PI, level, self.chunk) if entropy else None
 
     def _split(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,8 +217,8 @@ class SquashedGaussianHead(BoundedHead):
         return mean, _LOG_STD[0] + 0.5 * (_LOG_STD[1] - _LOG_STD[0]) * (torch.tanh(log_std) + 1)
 
     def _logprobs(self, squashed: Tensor, noise: Tensor, log_std: Tensor) -> Tensor:
-        change = torch.log(self.scale * (1 - squashed**2) + 1e-6)
-        return -0.5 * noise**2 - log_std - 0.5 * _LOG_2PI - change
+        log_det = torch.log(self.scale * (1 - squashed**2) + 1e-6)
+        return -0.5 * noise**2 - log_std - 0.5 * _LOG_2PI - log_det
 
 
 class DeterministicHead(BoundedHead):
@@ -233,8 +237,8 @@ class DeterministicHead(BoundedHead):
         self.std = std
 
     def near(self, inputs: Tensor, offset: Tensor) -> Tensor:
-        """Returns actions `[B, chunk, d]` off the best ones by `offset` `[B, chunk · d]`, in halves of the bounds'
-        width; clipped.
+        """Returns actions `[B, chunk, d]` at `offset` `[B, chunk · d]` from the best ones, in halves of the bounds'
+        width, clipped to the bounds.
         """
         return self.within((torch.tanh(inputs) + offset).clamp(-1, 1))
 
@@ -253,8 +257,8 @@ class DeterministicHead(BoundedHead):
         logprobs = at_level(self._logprobs((self.unit(actions) - torch.tanh(inputs)) / self.std), level, self.chunk)
         if not entropy:
             return logprobs, None
-        spread = (self.std * self.scale).log() + 0.5 + 0.5 * _LOG_2PI
-        return logprobs, at_level(spread.expand_as(inputs), level, self.chunk)
+        entropies = (self.std * self.scale).log() + 0.5 + 0.5 * _LOG_2PI
+        return logprobs, at_level(entropies.expand_as(inputs), level, self.chunk)
 
     def _logprobs(self, noise: Tensor) -> Tensor:
         return -0.5 * noise**2 - (self.std * self.scale).log() - 0.5 * _LOG_2PI

@@ -79,9 +79,10 @@ class TokenPolicy(Policy):
         if not isinstance(action_space, spaces.Box):
             raise ConfigError(f"model_type {name!r} needs continuous actions; these are {action_space}")
         self.options = dict(cfg.kwargs)
-        if unknown := set(self.options) - {*self.options_known, "lora"}:
+        if extra_keys := set(self.options) - {*self.options_known, "lora"}:
             raise ConfigError(
-                f"actor.model.kwargs of the {name} has {', '.join(sorted(unknown))}; allowed: {', '.join(self.options_known)}"
+                f"actor.model.kwargs of the {name} has {', '.join(sorted(extra_keys))}; allowed: "
+                f"{', '.join(self.options_known)}"
             )
         self.dim = math.prod(action_space.shape)
         self.scaling = Scaling(*scale_of(action_space))
@@ -148,51 +149,55 @@ class TokenPolicy(Policy):
         """
         tokens = inputs["tokens"] if "tokens" in inputs else self.tokens.ids(self._scaled(inputs["actions"])).flatten(1)
         hidden = self._states(inputs["obs"], tokens)
-        out: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
         if compute_logprobs or compute_entropy:
             logp = self._logp(hidden)
-            chosen = logp.gather(-1, (tokens - self.tokens.first)[..., None]).squeeze(-1)
-            out["logprobs"] = at_level(chosen, self.logprob_type, self.chunk)
+            token_logprobs = logp.gather(-1, (tokens - self.tokens.first)[..., None]).squeeze(-1)
+            outputs["logprobs"] = at_level(token_logprobs, self.logprob_type, self.chunk)
             if compute_entropy:
-                out["entropy"] = at_level(-(logp.exp() * logp).sum(-1), self.logprob_type, self.chunk)
+                outputs["entropy"] = at_level(-(logp.exp() * logp).sum(-1), self.logprob_type, self.chunk)
         if compute_values:
-            out["values"] = self._values(hidden[:, 0])
-        return out
+            outputs["values"] = self._values(hidden[:, 0])
+        return outputs
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Chooses actions for a batch of observations (`Policy.predict_action_batch`)."""
         noise = None if mode == "eval" else self.noise_for(obs, noise, self.scaling.low.device)
-        bins, logprobs, first = self._sample_tokens(obs, noise)
+        bins, logprobs, first_hidden = self._sample_tokens(obs, noise)
         tokens = bins + self.tokens.first
         actions = self.scaling.unscaled(self.tokens.actions(tokens).unflatten(1, (self.chunk, self.dim)))
         leveled = at_level(logprobs, self.logprob_type, self.chunk)
-        return actions, {"prev_logprobs": leveled, "prev_values": self._values(first), "inputs": {"tokens": tokens}}
+        return actions, {
+            "prev_logprobs": leveled,
+            "prev_values": self._values(first_hidden),
+            "inputs": {"tokens": tokens},
+        }
 
     def _sample_tokens(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Samples the tokens one after the other; returns their bins and log-probs `[B, chunk · dim]`, and the first
         hidden state.
         """
-        out, mask = self._read(obs, cache=True)
-        first = hidden = out.last_hidden_state[:, -1]
+        outputs, mask = self._read(obs, cache=True)
+        first_hidden = hidden = outputs.last_hidden_state[:, -1]
         sampled_bins: list[Tensor] = []
         logprobs: list[Tensor] = []
         for i in range(self.chunk * self.dim):
             if i:
                 mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-                out = self._run_body(
+                outputs = self._run_body(
                     input_ids=sampled_bins[-1] + self.tokens.first,
                     attention_mask=mask,
                     position_ids=positions(mask)[:, -1:],
-                    past_key_values=out.past_key_values,
+                    past_key_values=outputs.past_key_values,
                     use_cache=True,
                 )
-                hidden = out.last_hidden_state[:, -1]
-            bins, chosen = self._choose(hidden[:, None], None if noise is None else noise[:, i : i + 1])
-            logprobs.append(chosen)
+                hidden = outputs.last_hidden_state[:, -1]
+            bins, token_logprobs = self._choose(hidden[:, None], None if noise is None else noise[:, i : i + 1])
+            logprobs.append(token_logprobs)
             sampled_bins.append(bins)
-        return torch.cat(sampled_bins, 1), torch.cat(logprobs, 1), first
+        return torch.cat(sampled_bins, 1), torch.cat(logprobs, 1), first_hidden
 
     def _choose(self, hidden: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """Chooses bins from hidden states `[B, n, width]`; returns them and their log-probs `[B, n]`. Without noise it
@@ -237,14 +242,14 @@ class VLAPolicy(TokenPolicy):
         ids, mask, pixels = self.inputs(obs)
         if token_ids is not None:
             ids, mask = torch.cat([ids, token_ids], 1), torch.cat([mask, torch.ones_like(token_ids)], 1)
-        out = self.vlm.model(
+        outputs = self.vlm.model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions(mask),
             use_cache=cache,
             pixel_values=pixels.flatten(0, 1).to(self.vlm.dtype),
         )
-        return out, mask
+        return outputs, mask
 
     def _run_body(self, **inputs: Any) -> Any:
         return self.vlm.model(**inputs)
@@ -256,5 +261,5 @@ class VLAPolicy(TokenPolicy):
 
 def _drawn(logp: Tensor, uniform: Tensor) -> Tensor:
     """Samples bins `[..., 1]` by inversion of the cumulative distribution."""
-    summed = logp.exp().cumsum(-1)
-    return torch.searchsorted(summed, uniform * summed[..., -1:]).clamp(max=logp.shape[-1] - 1)
+    cumulative_probs = logp.exp().cumsum(-1)
+    return torch.searchsorted(cumulative_probs, uniform * cumulative_probs[..., -1:]).clamp(max=logp.shape[-1] - 1)

@@ -46,14 +46,16 @@ class ConditionedPolicy(Policy):
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
         options = dict(cfg.kwargs)
-        kind, self.unconditioned = options.pop(_OF, None), options.pop(_UNSAID, 0.3)
-        if kind not in INNER:
-            raise ConfigError(f"actor.model.kwargs.{_OF} is {kind!r}; conditioned wants one of {', '.join(INNER)}")
-        unsaid = self.unconditioned
-        if isinstance(unsaid, bool) or not isinstance(unsaid, (int, float)) or not 0 <= unsaid < 1:
-            raise ConfigError(f"actor.model.kwargs.{_UNSAID} is {unsaid!r}; it must be at least 0 and less than 1")
-        section = changed(changed(cfg, "model_type", kind), "kwargs", options)
-        self.inner = build_model(section, _with_improvement(observation_space), action_space)
+        inner_type, self.unconditioned = options.pop(_OF, None), options.pop(_UNSAID, 0.3)
+        if inner_type not in INNER:
+            raise ConfigError(
+                f"actor.model.kwargs.{_OF} is {inner_type!r}; conditioned wants one of {', '.join(INNER)}"
+            )
+        drop_rate = self.unconditioned
+        if isinstance(drop_rate, bool) or not isinstance(drop_rate, (int, float)) or not 0 <= drop_rate < 1:
+            raise ConfigError(f"actor.model.kwargs.{_UNSAID} is {drop_rate!r}; it must be at least 0 and less than 1")
+        inner_cfg = changed(changed(cfg, "model_type", inner_type), "kwargs", options)
+        self.inner = build_model(inner_cfg, _with_improvement(observation_space), action_space)
         self.mixed_precision = self.inner.mixed_precision
 
     @property
@@ -113,11 +115,11 @@ def _with_improvement(space: Any) -> spaces.Dict:
 
 
 def _add_improvement(obs: Obs, improvement: Tensor | None = None) -> dict[str, Tensor]:
-    named = dict(obs) if isinstance(obs, dict) else {"state": obs}
+    obs_arrays = dict(obs) if isinstance(obs, dict) else {"state": obs}
     if improvement is None:
-        first = next(iter(named.values()))
-        improvement = torch.ones((first.shape[0], 1), device=first.device)
-    return {**named, IMPROVEMENT: improvement}
+        first_array = next(iter(obs_arrays.values()))
+        improvement = torch.ones((first_array.shape[0], 1), device=first_array.device)
+    return {**obs_arrays, IMPROVEMENT: improvement}
 
 
 KEY = "algorithm.value_model"
@@ -151,16 +153,16 @@ def advantages(rewards: np.ndarray, values: np.ndarray, gamma: float, steps: int
     T = len(rewards)
     following = np.concatenate([values, np.zeros(steps)])
     advantage = gamma**steps * following[steps : steps + T] - values
-    padded = np.concatenate([rewards, np.zeros(steps)])
+    padded_rewards = np.concatenate([rewards, np.zeros(steps)])
     for k in range(min(steps, T)):
-        advantage += gamma**k * padded[k : k + T]
+        advantage += gamma**k * padded_rewards[k : k + T]
     return advantage
 
 
 def improvements(episode_advantages: Sequence[np.ndarray], fraction: float) -> list[np.ndarray]:
     """Returns 1 where an advantage is among the largest `fraction` of all, else −1, `[T, 1]` float32 for each episode."""
     threshold = np.quantile(np.concatenate(list(episode_advantages)), 1 - fraction)
-    return [np.where(each > threshold, 1, -1).astype(np.float32)[:, None] for each in episode_advantages]
+    return [np.where(advantage > threshold, 1, -1).astype(np.float32)[:, None] for advantage in episode_advantages]
 
 
 @torch.no_grad()
@@ -171,9 +173,11 @@ def label(cfg: BcConfig, trajectories: Sequence[Trajectory], model: Policy, devi
 
     def valued(trajectory: Trajectory) -> np.ndarray:
         count = count_rows(trajectory["obs"]) - 1
-        parts = (take(trajectory["obs"], slice(at, min(at + _ROWS, count))) for at in range(0, count, _ROWS))
-        rows = [model.value(to_tensors(part, device)) for part in parts]
-        return torch.cat([row.reshape(len(row), -1)[:, 0] for row in rows]).double().cpu().numpy()
+        obs_batches = (
+            take(trajectory["obs"], slice(start, min(start + _ROWS, count))) for start in range(0, count, _ROWS)
+        )
+        value_batches = [model.value(to_tensors(obs_batch, device)) for obs_batch in obs_batches]
+        return torch.cat([row.reshape(len(row), -1)[:, 0] for row in value_batches]).double().cpu().numpy()
 
     episode_advantages = [
         advantages(scale * each["rewards"].astype(np.float64), valued(each), algorithm.gamma, algorithm.advantage_steps)

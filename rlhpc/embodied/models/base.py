@@ -40,8 +40,8 @@ def noise_of_slots(sample: _Sample, words: Sequence[int], slots: range) -> Tenso
     """
     blocks = range(slots.start // BLOCK, -(-slots.stop // BLOCK))
     rows = [sample((BLOCK,), _generator_of(*words, block)) for block in blocks]
-    first = blocks.start * BLOCK
-    return torch.cat(rows)[slots.start - first : slots.stop - first]
+    first_slot = blocks.start * BLOCK
+    return torch.cat(rows)[slots.start - first_slot : slots.stop - first_slot]
 
 
 def noise_of_episodes(sample: _Sample, seed: int, episodes: Sequence[int], decisions: Sequence[int]) -> Tensor:
@@ -52,17 +52,17 @@ def noise_of_episodes(sample: _Sample, seed: int, episodes: Sequence[int], decis
         seed: Seed of the evaluation.
         episodes, decisions: Number of each slot's episode, and of the decision within it.
     """
-    each = zip(episodes, decisions, strict=True)
-    return torch.cat([sample((1,), _generator_of(seed, slot, e, t)) for slot, (e, t) in enumerate(each)])
+    positions = zip(episodes, decisions, strict=True)
+    return torch.cat([sample((1,), _generator_of(seed, slot, e, t)) for slot, (e, t) in enumerate(positions)])
 
 
 def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:
     """Builds a linear layer with zero bias and, as in implementations of PPO, orthogonal weights."""
-    linear = nn.Linear(inputs, outputs)
+    linear_layer = nn.Linear(inputs, outputs)
     if orthogonal:
-        nn.init.orthogonal_(linear.weight, gain)
-        nn.init.zeros_(linear.bias)
-    return linear
+        nn.init.orthogonal_(linear_layer.weight, gain)
+        nn.init.zeros_(linear_layer.bias)
+    return linear_layer
 
 
 Output = TypeVar("Output")
@@ -179,15 +179,15 @@ class Policy(nn.Module):
             `logprobs` and `entropy`, see `logprob_type`, and `values` `[B]` or `[B, chunk]`.
         """
         head_input, values = self.features(inputs["obs"], compute_logprobs or compute_entropy, compute_values)
-        out: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
         if head_input is not None:
             logprobs, entropy = self.head.evaluate(head_input, inputs["actions"], compute_entropy, self.logprob_type)
-            out["logprobs"] = logprobs
+            outputs["logprobs"] = logprobs
             if entropy is not None:
-                out["entropy"] = entropy
+                outputs["entropy"] = entropy
         if values is not None:
-            out["values"] = values
-        return out
+            outputs["values"] = values
+        return outputs
 
     @_disable_gradient
     def predict_action_batch(
@@ -242,7 +242,7 @@ class Policy(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
 
     def played(self, plan: Tensor, part: slice) -> Tensor:
-        """Returns the actions `[B, n, dim]` of a part of the result of `plan`, as the environment takes them."""
+        """Converts a part of the result of `plan` to actions `[B, n, dim]` in the environment's scale."""
         raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -311,8 +311,8 @@ def overlap_weights(horizon: int, executed: int, delay: int) -> Tensor:
     weights = torch.zeros(horizon)
     weights[:delay] = 1.0
     for i in range(delay, horizon - executed):
-        part = (horizon - executed - i) / (horizon - executed - delay + 1)
-        weights[i] = part * math.expm1(part) / math.expm1(1.0)
+        overlap_fraction = (horizon - executed - i) / (horizon - executed - delay + 1)
+        weights[i] = overlap_fraction * math.expm1(overlap_fraction) / math.expm1(1.0)
     return weights
 
 
@@ -336,11 +336,11 @@ class Guide:
         def corrected(x: Tensor, t: Tensor) -> Tensor:
             with torch.enable_grad():
                 x_t = x.detach().requires_grad_()
-                v = velocity(x_t, t)
-                end = x_t - t[:, None, None] * v
-                error = ((self.target - end) * self.weights).detach()
-                (pull,) = torch.autograd.grad(end, x_t, error)
-            return v.detach() - self._weight(t)[:, None, None] * pull
+                flow_velocity = velocity(x_t, t)
+                predicted_actions = x_t - t[:, None, None] * flow_velocity
+                error = ((self.target - predicted_actions) * self.weights).detach()
+                (gradient,) = torch.autograd.grad(predicted_actions, x_t, error)
+            return flow_velocity.detach() - self._weight(t)[:, None, None] * gradient
 
         return corrected
 

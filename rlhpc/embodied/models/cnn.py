@@ -97,8 +97,8 @@ class ImagePolicy(Policy):
     def see(self, obs: Any) -> Tensor:
         """Returns features `[B, hidden]` of observations."""
         if not isinstance(obs, dict):
-            alone: Tensor = self.trunk(_prepare_images(obs, self.observation_space))
-            return alone
+            trunk_features: Tensor = self.trunk(_prepare_images(obs, self.observation_space))
+            return trunk_features
         features = [eye(_prepare_images(obs[key], self.observation_space[key])) for key, eye in self.eyes.items()]
         if self._numbers:
             features.append(self.numbers(torch.cat([obs[key].flatten(1).float() for key in self._numbers], 1)))
@@ -134,8 +134,8 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Takes and returns features `[B, channels, H, W]`."""
-        y: Tensor = x + self.second(F.relu(self.first(F.relu(x))))
-        return y
+        outputs: Tensor = x + self.second(F.relu(self.first(F.relu(x))))
+        return outputs
 
 
 class ResNetPolicy(ImagePolicy):
@@ -148,9 +148,11 @@ class ResNetPolicy(ImagePolicy):
 
     def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
         """Builds the network from an image to features (`ImagePolicy.encoder`)."""
-        unknown = set(self.options) - {"channels"}
-        if unknown and self.has_head:
-            raise ConfigError(f"actor.model.kwargs of the resnet has {', '.join(sorted(unknown))}; allowed: channels")
+        unknown_options = set(self.options) - {"channels"}
+        if unknown_options and self.has_head:
+            raise ConfigError(
+                f"actor.model.kwargs of the resnet has {', '.join(sorted(unknown_options))}; allowed: channels"
+            )
         layers: list[nn.Module] = []
         for outputs in map(int, self.options.get("channels", (16, 32, 32))):
             layers += [nn.Conv2d(channels, outputs, 3, padding=1), nn.MaxPool2d(3, 2, padding=1)]

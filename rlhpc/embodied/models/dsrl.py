@@ -29,8 +29,9 @@ _KEY = f"actor.model.kwargs.{_BASE}"
 class DSRLPolicy(SACPolicy):
     """Actor and critics of noise, with the flow that turns noise into actions.
 
-    `actor.model.kwargs`: `base` (a run, a checkpoint or an export folder of a flow policy), `noise_bound` (each component of
-    the noise lies between minus this and this; default 1.5). `base_spec` is of checkpoints, which have the flow's weights.
+    `actor.model.kwargs`: `base` (a run, a checkpoint or an export folder of a flow policy), `noise_bound` (each
+    component of the noise lies between minus this and this; default 1.5). Checkpoints set `base_spec`, because they
+    contain the flow's weights.
 
     Attributes:
         base: The flow, frozen.
@@ -42,8 +43,10 @@ class DSRLPolicy(SACPolicy):
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> SquashedGaussianHead:
         """Builds a distribution of the flow's first state."""
         options = dict(cfg.kwargs)
-        if unknown := sorted(set(options) - {_BASE, _BOUND, _SPEC}):
-            raise ConfigError(f"actor.model.kwargs of dsrl has {', '.join(unknown)}; allowed: {_BASE}, {_BOUND}")
+        if unknown_options := sorted(set(options) - {_BASE, _BOUND, _SPEC}):
+            raise ConfigError(
+                f"actor.model.kwargs of dsrl has {', '.join(unknown_options)}; allowed: {_BASE}, {_BOUND}"
+            )
         bound = options.get(_BOUND, 1.5)
         if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not 0 < bound < math.inf:
             raise ConfigError(f"actor.model.kwargs.{_BOUND} is {bound!r}; it must be a number greater than 0")
@@ -54,25 +57,27 @@ class DSRLPolicy(SACPolicy):
 
     def _frozen(self, options: dict[str, Any], chunk: int, action_space: Any) -> FlowActing:
         if _SPEC in options:
-            base = policy_from_spec(options[_SPEC], origin=f"actor.model.kwargs.{_SPEC}")
+            flow = policy_from_spec(options[_SPEC], origin=f"actor.model.kwargs.{_SPEC}")
         elif options.get(_BASE):
-            base = load_policy(find_weights(str(options[_BASE]), _KEY), Trust())
+            flow = load_policy(find_weights(str(options[_BASE]), _KEY), Trust())
         else:
             raise ConfigError(f"model_type dsrl needs {_KEY}: a run, checkpoint or export folder of a flow policy")
-        if not isinstance(base, FlowActing):
+        if not isinstance(flow, FlowActing):
             raise ConfigError(
-                f"{_KEY} is {options.get(_BASE)!r}, a {type(base).__name__}; dsrl steers flows (model_type flow)"
+                f"{_KEY} is {options.get(_BASE)!r}, a {type(flow).__name__}; dsrl steers flows (model_type flow)"
             )
         env_spaces = {"observations": self.observation_space, "actions": action_space}
-        base_spaces = {"observations": base.observation_space, "actions": base.action_space}
-        for kind, space in env_spaces.items():
-            if space_to_json(space) != space_to_json(base_spaces[kind]):
-                raise ConfigError(f"{_KEY}: its {kind} are {base_spaces[kind]}, and those of env.train are {space}")
-        if base.chunk != chunk:
+        base_spaces = {"observations": flow.observation_space, "actions": flow.action_space}
+        for space_name, space in env_spaces.items():
+            if space_to_json(space) != space_to_json(base_spaces[space_name]):
+                raise ConfigError(
+                    f"{_KEY}: its {space_name} are {base_spaces[space_name]}, and those of env.train are {space}"
+                )
+        if flow.chunk != chunk:
             raise ConfigError(
-                f"actor.model.num_action_chunks is {chunk}, and {base.chunk} in {_KEY}, whose chunks are acted: set it to that"
+                f"actor.model.num_action_chunks is {chunk}, and {flow.chunk} in {_KEY}, whose chunks are acted: set it to that"
             )
-        return base.requires_grad_(False)
+        return flow.requires_grad_(False)
 
     def executed(self, obs: Obs, actions: Tensor) -> Tensor:
         """Returns the flow's actions for chosen noise (`ActorCritic.executed`)."""
@@ -85,8 +90,8 @@ class DSRLPolicy(SACPolicy):
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Chooses actions (`Policy.predict_action_batch`); the log-probabilities are those of the noise."""
-        chosen, extras = super().predict_action_batch(obs, mode, noise)
-        return self.executed(obs, chosen), extras
+        noise_actions, extras = super().predict_action_batch(obs, mode, noise)
+        return self.executed(obs, noise_actions), extras
 
     def spec(self) -> dict[str, Any]:
         """Returns the policy's description (`Policy.spec`), including the flow's, whose folder may be gone when it is

@@ -87,8 +87,8 @@ class Flow:
 
     def entropy(self) -> float:
         """Returns the entropy of one component over all steps; it depends on `noise_level` alone."""
-        still = torch.zeros(1, 1, 1)
-        stds = [self.moments(still, still, t)[1] for t in self.times]
+        zero_state = torch.zeros(1, 1, 1)
+        stds = [self.moments(zero_state, zero_state, t)[1] for t in self.times]
         return sum(math.log(std) + 0.5 + 0.5 * _LOG_2PI for std in stds)
 
 
@@ -138,16 +138,16 @@ class FlowActing(Policy):
         `predict_action_batch`.
         """
         velocity, values = self.prepare(inputs["obs"], compute_logprobs, compute_values)
-        out: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
         if velocity is not None:
-            out["logprobs"] = self._leveled(self.flow.logprobs(velocity, inputs["chain"]))
+            outputs["logprobs"] = self._leveled(self.flow.logprobs(velocity, inputs["chain"]))
         if compute_entropy:
             count = count_rows(inputs["obs"])
-            each = self.low.new_full((count, self.chunk, self.dim), self.flow.entropy())
-            out["entropy"] = at_level(each, self.logprob_type, self.chunk)
+            entropies = self.low.new_full((count, self.chunk, self.dim), self.flow.entropy())
+            outputs["entropy"] = at_level(entropies, self.logprob_type, self.chunk)
         if values is not None:
-            out["values"] = values
-        return out
+            outputs["values"] = values
+        return outputs
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
@@ -207,8 +207,8 @@ class FlowActing(Policy):
         target[:, : self.chunk, : self.dim] = actions
         times = self.draw_times(rows).to(device)
         t = times[:, None, None]
-        predicted = velocity((1 - t) * target + t * noise, times)
-        error = (predicted - (noise - target))[:, : self.chunk, : self.dim]
+        predicted_velocity = velocity((1 - t) * target + t * noise, times)
+        error = (predicted_velocity - (noise - target))[:, : self.chunk, : self.dim]
         return error.square().mean((1, 2))
 
     def draw_times(self, rows: int) -> Tensor:
@@ -228,9 +228,9 @@ class FlowActing(Policy):
 
 
 def scale_of(box: spaces.Box) -> tuple[Tensor, Tensor]:
-    """Returns the bounds `[dim]` of actions; −1 and 1 for unbounded ones."""
-    bounded = np.isfinite(box.low) & np.isfinite(box.high)
-    low, high = np.where(bounded, box.low, -1), np.where(bounded, box.high, 1)
+    """Returns the bounds `[dim]` of actions; −1 and 1 for unbounded components."""
+    is_bounded = np.isfinite(box.low) & np.isfinite(box.high)
+    low, high = np.where(is_bounded, box.low, -1), np.where(is_bounded, box.high, 1)
     return torch.from_numpy(low.reshape(-1).astype(np.float32)), torch.from_numpy(high.reshape(-1).astype(np.float32))
 
 
@@ -242,10 +242,10 @@ class FlowPolicy(FlowActing):
 
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        unknown = set(self.options) - {"num_steps", "noise_level", "encoder", "channels"}
-        if unknown:
+        extra_keys = set(self.options) - {"num_steps", "noise_level", "encoder", "channels"}
+        if extra_keys:
             raise ConfigError(
-                f"actor.model.kwargs of the flow has {', '.join(sorted(unknown))}; allowed: num_steps, noise_level, encoder"
+                f"actor.model.kwargs of the flow has {', '.join(sorted(extra_keys))}; allowed: num_steps, noise_level, encoder"
             )
         sizes, activation, orthogonal = list(cfg.hidden_sizes), cfg.activation, cfg.ortho_init
         self.encoder = encoder_of(cfg, observation_space, action_space, self.options)

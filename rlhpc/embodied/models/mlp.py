@@ -58,8 +58,8 @@ def flat_width(space: Any) -> int:
 
 def flat_numbers(obs: Any) -> Tensor:
     """Returns an observation as numbers `[B, flat_width]`; several in the order of their names."""
-    parts = [obs[key] for key in sorted(obs)] if isinstance(obs, dict) else [obs]
-    rows = [part.reshape(part.shape[0], -1).float() for part in parts]
+    arrays = [obs[key] for key in sorted(obs)] if isinstance(obs, dict) else [obs]
+    rows = [array.reshape(array.shape[0], -1).float() for array in arrays]
     return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
 
@@ -74,9 +74,9 @@ class MLPPolicy(Policy):
         super().__init__(cfg, observation_space, action_space)
         gains = {"actor_gain": 0.01, "critic_gain": 1.0}
         options = dict(cfg.kwargs)
-        if unknown := set(options) - set(gains):
+        if unknown_options := set(options) - set(gains):
             raise ConfigError(
-                f"actor.model.kwargs of the mlp has {', '.join(sorted(unknown))}; allowed: {', '.join(gains)}"
+                f"actor.model.kwargs of the mlp has {', '.join(sorted(unknown_options))}; allowed: {', '.join(gains)}"
             )
         gains |= options
         inputs = flat_width(observation_space)
@@ -89,7 +89,7 @@ class MLPPolicy(Policy):
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """Returns the head's input and the values (`Policy.features`)."""
-        flat = flat_numbers(obs)
+        flat_obs = flat_numbers(obs)
         if self.normaliser is not None:
-            flat = self.normaliser(flat)
-        return self.actor(flat) if policy else None, self.critic(flat).squeeze(-1) if value else None
+            flat_obs = self.normaliser(flat_obs)
+        return self.actor(flat_obs) if policy else None, self.critic(flat_obs).squeeze(-1) if value else None

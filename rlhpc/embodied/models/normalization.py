@@ -43,8 +43,8 @@ class Scaling(nn.Module):
         self.gripper = gripper
         low, high = (torch.as_tensor(bound, dtype=torch.float32).reshape(-1) for bound in (low, high))
         mask = torch.ones(len(low)) if mask is None else torch.as_tensor(mask)
-        for name, value in (("low", low), ("high", high), ("mask", mask.bool())):
-            self.register_buffer(name, value, persistent=False)
+        for name, buffer in (("low", low), ("high", high), ("mask", mask.bool())):
+            self.register_buffer(name, buffer, persistent=False)
 
     def with_gripper(self, gripper: bool) -> Scaling:
         """Returns the same scaling for a last component that is, or is not, a gripper."""
@@ -70,8 +70,7 @@ class Scaling(nn.Module):
 def read_statistics(path: Path) -> dict[str, Any]:
     """Reads statistics by dataset, from a file of either kind, or a LeRobot dataset's folder.
 
-    Raises:
-        ConfigError: There is no such file, or it has none.
+    Raises: ConfigError: The file is missing, or it has no statistics.
     """
     file = path / "meta" / "stats.json" if path.is_dir() else path
     try:
@@ -107,9 +106,9 @@ def scaling(
     if dataset is None and len(statistics) == 1:
         (dataset,) = statistics
     if dataset is None or dataset not in statistics:
-        named = "is missing" if dataset is None else f"is {dataset!r}"
+        key_problem = "is missing" if dataset is None else f"is {dataset!r}"
         raise ConfigError(
-            f"actor.model.kwargs.unnorm_key {named}; {where} has statistics of: {', '.join(sorted(statistics))}"
+            f"actor.model.kwargs.unnorm_key {key_problem}; {where} has statistics of: {', '.join(sorted(statistics))}"
         )
     stats = statistics[dataset].get(part)
     if stats is None and part != "action":
@@ -117,10 +116,12 @@ def scaling(
     names = next((names for names in (RANGES[normalisation], RANGES["bounds"]) if set(names) <= set(stats or {})), None)
     if stats is None or names is None:
         raise ConfigError(f"{where}: {dataset} lacks {' and '.join(RANGES[normalisation])} of its actions")
-    result = Scaling(stats[names[0]], stats[names[1]], stats.get("mask"))
-    if len(result.low) != dim:
-        raise ConfigError(f"{where}: {dataset} has {len(result.low)} components of {part}, the environment {dim}")
-    return result
+    action_scaling = Scaling(stats[names[0]], stats[names[1]], stats.get("mask"))
+    if len(action_scaling.low) != dim:
+        raise ConfigError(
+            f"{where}: {dataset} has {len(action_scaling.low)} components of {part}, the environment {dim}"
+        )
+    return action_scaling
 
 
 #: In place of a file of statistics: actions and state are scaled by the bounds of their spaces, as by rlhpc without data.
@@ -161,8 +162,8 @@ class NormStats(nn.Module):
         if len(low) != dim or len(high) != dim:
             raise ConfigError(f"{where} has {len(low)} components, the environment {dim}")
         if normalisation == "quantiles":
-            half = (high - low + 1e-6) / 2
-            low, high = low + half, half
+            half_range = (high - low + 1e-6) / 2
+            low, high = low + half_range, half_range
         else:
             high = high + 1e-6
         self.register_buffer("shift", low, persistent=False)
@@ -193,13 +194,17 @@ def read_norm_stats(source: Any, model_path: str) -> dict[str, Any] | None:
         return dict(content.get("norm_stats", content))
     if source == BOUNDS or (source is None and model_path.startswith("builtin:")):
         return None
-    place = expand_home(str(source or model_path))
-    files = [place] if place.is_file() else sorted({*place.glob(NORM_STATS), *place.glob(f"assets/**/{NORM_STATS}")})
+    stats_path = expand_home(str(source or model_path))
+    files = (
+        [stats_path]
+        if stats_path.is_file()
+        else sorted({*stats_path.glob(NORM_STATS), *stats_path.glob(f"assets/**/{NORM_STATS}")})
+    )
     if len(files) != 1:
         problem = f"there are several: {', '.join(map(str, files))}" if files else "there is none"
         raise ConfigError(
             f"actor.model.model_path is {model_path!r}, whose actions and state are normalised by a dataset's statistics; "
-            f"looked for {place}/{NORM_STATS} and {place}/assets/**/{NORM_STATS}: {problem}. Name the file: "
+            f"looked for {stats_path}/{NORM_STATS} and {stats_path}/assets/**/{NORM_STATS}: {problem}. Name the file: "
             f"actor.model.kwargs.statistics=FILE; or {BOUNDS}, for weights that were trained on actions scaled by the "
             "bounds of their space"
         )
@@ -239,8 +244,8 @@ class ObservationNormaliser(nn.Module):
         return ((flat - self.mean.float()) * (self.var.float() + _EPS).rsqrt()).clamp(-_CLIP, _CLIP)
 
     def moments(self, flat: Tensor, mask: Tensor) -> Tensor:
-        """Returns sums over each slot, `[n, 1 + 2 · width]`: the number of observations that count, their offsets from
-        the mean, and the squares of these.
+        """Returns sums over each slot, `[n, 1 + 2 · width]`: the number of observations that count, and the sums of
+        their offsets from the mean and of the squared offsets.
 
         Args:
             flat: `[n, T, width]`.
@@ -256,11 +261,11 @@ class ObservationNormaliser(nn.Module):
         Args:
             moments: Moments of all slots of the run, in their order, so that the result is the same for any number of ranks.
         """
-        count, offset, square = moments.sum(0).split([1, len(self.mean), len(self.mean)])
+        count, offset_sums, squared_sums = moments.sum(0).split([1, len(self.mean), len(self.mean)])
         if not count.item():
             return
         total = self.count + count
-        spread = self.var * self.count + square - offset * offset / total
-        self.mean.copy_(self.mean + offset / total)
-        self.var.copy_((spread / total).clamp(min=0))
+        squared_deviations = self.var * self.count + squared_sums - offset_sums * offset_sums / total
+        self.mean.copy_(self.mean + offset_sums / total)
+        self.var.copy_((squared_deviations / total).clamp(min=0))
         self.count.copy_(total[0])

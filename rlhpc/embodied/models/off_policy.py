@@ -72,17 +72,17 @@ class BatchRenorm(nn.Module):
 
     def _corrected(self, normal: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """Corrects rows normalised by a batch's statistics towards the result of the running ones."""
-        running = (self.variance + _EPS).sqrt()
-        stretch = ((variance + _EPS).sqrt() / running).clamp(1 / _R_MAX, _R_MAX)
-        return normal * stretch + ((mean - self.mean) / running).clamp(-_D_MAX, _D_MAX)
+        running_std = (self.variance + _EPS).sqrt()
+        scale_ratio = ((variance + _EPS).sqrt() / running_std).clamp(1 / _R_MAX, _R_MAX)
+        return normal * scale_ratio + ((mean - self.mean) / running_std).clamp(-_D_MAX, _D_MAX)
 
     def _statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns mean and variance over the rows of all ranks."""
         if self.reduce is None:
             variance, mean = torch.var_mean(rows, 0, correction=0)
             return mean, variance
-        counted = torch.cat((rows.sum(0), rows.new_full((1,), rows.shape[0])))
-        total: Tensor = _Sum.apply(counted, self.reduce)
+        sums_and_count = torch.cat((rows.sum(0), rows.new_full((1,), rows.shape[0])))
+        total: Tensor = _Sum.apply(sums_and_count, self.reduce)
         mean = total[:-1] / total[-1]
         squares: Tensor = _Sum.apply((rows - mean).square().sum(0), self.reduce)
         return mean, squares / total[-1].detach()
@@ -135,8 +135,8 @@ def _flat_width(space: Any, model_type: str) -> int:
 
 def flatten(obs: Any) -> Tensor:
     """Returns observations as float rows `[B, D]`; several, by name, one after the other."""
-    parts = [obs[name] for name in sorted(obs)] if isinstance(obs, dict) else [obs]
-    rows = [part.flatten(1) if part.is_floating_point() else part.flatten(1).float() for part in parts]
+    arrays = [obs[name] for name in sorted(obs)] if isinstance(obs, dict) else [obs]
+    rows = [array.flatten(1) if array.is_floating_point() else array.flatten(1).float() for array in arrays]
     return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
 
 
@@ -153,24 +153,24 @@ class TwinCritic(nn.Module):
 
     def __init__(self, inputs: int, hidden: list[int], activation: str, layer_norm: bool) -> None:
         super().__init__()
-        kind = ACTIVATIONS[activation]
+        activation_class = ACTIVATIONS[activation]
         self.first = nn.Linear(inputs, 2 * hidden[0])
         self.width = hidden[0]
 
         def hidden_layers() -> nn.Sequential:
             layers: list[nn.Module] = [nn.LayerNorm(hidden[0])] if layer_norm else []
-            layers.append(kind())
-            for wide, narrow in itertools.pairwise(hidden):
-                layers.append(nn.Linear(wide, narrow))
-                layers += [nn.LayerNorm(narrow), kind()] if layer_norm else [kind()]
+            layers.append(activation_class())
+            for num_inputs, num_outputs in itertools.pairwise(hidden):
+                layers.append(nn.Linear(num_inputs, num_outputs))
+                layers += [nn.LayerNorm(num_outputs), activation_class()] if layer_norm else [activation_class()]
             return nn.Sequential(*layers, nn.Linear(hidden[-1], 1))
 
         self.one, self.two = hidden_layers(), hidden_layers()
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Returns values `[2, B]` of flat observations `[B, D]` and actions `[B, d]`."""
-        first, second = self.first(torch.cat((obs, actions), -1)).split(self.width, -1)
-        return torch.stack((self.one(first).squeeze(-1), self.two(second).squeeze(-1)))
+        first_hidden, second_hidden = self.first(torch.cat((obs, actions), -1)).split(self.width, -1)
+        return torch.stack((self.one(first_hidden).squeeze(-1), self.two(second_hidden).squeeze(-1)))
 
 
 class ActorCritic(Policy):
@@ -209,12 +209,12 @@ class ActorCritic(Policy):
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """Returns the head's input and the values (`Policy.features`)."""
-        flat = flatten(obs)
-        inputs = self.actor(flat)
+        flat_obs = flatten(obs)
+        inputs = self.actor(flat_obs)
         if not value:
             return inputs, None
         actions = self.head.act(inputs, None)[0].flatten(1)
-        return inputs if policy else None, self.critics(flat, actions).amin(0)
+        return inputs if policy else None, self.critics(flat_obs, actions).amin(0)
 
     def executed(self, obs: Any, actions: Tensor) -> Tensor:
         """Returns the executed actions `[B, chunk, dim]` for the actor's `actions`: here the same."""
@@ -258,7 +258,7 @@ class TD3Policy(ActorCritic):
 
 
 class _SpreadActor(nn.Module):
-    """Actor whose log-std does not depend on the observation; outputs mean and log-std, concatenated.
+    """Actor with a state-independent log-std; outputs mean and log-std, concatenated.
 
     Args:
         mean: Network of the mean.

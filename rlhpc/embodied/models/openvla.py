@@ -71,9 +71,9 @@ class OpenVLAPolicy(TokenPolicy):
         from rlhpc.embodied.models.prismatic import ViT
 
         super().__init__(cfg, observation_space, action_space)
-        for part in self.vlm.modules():
-            if isinstance(part, ViT):
-                part.freeze_unused()
+        for submodule in self.vlm.modules():
+            if isinstance(submodule, ViT):
+                submodule.freeze_unused()
         if self.action_head is not None:  # it writes no tokens
             self.vlm.language_model.lm_head.requires_grad_(False)
         _load_extra_weights(self, self.source)
@@ -83,8 +83,8 @@ class OpenVLAPolicy(TokenPolicy):
         space, options = self.observation_space, self.options
         self.vlm, self.tokenizer, settings = load_vlm(cfg, "openvla", self.chunk, self.dim, 0)
         config, self.source = self.vlm.config, folder_of(cfg)
-        width, parts = int(config.text_config.hidden_size), _find_components(self.source)
-        self.kind = str(options.get("head") or ("l1" if HEAD in parts else "tokens"))
+        width, components = int(config.text_config.hidden_size), _find_components(self.source)
+        self.kind = str(options.get("head") or ("l1" if HEAD in components else "tokens"))
         if self.kind not in _HEADS:
             raise ConfigError(f"actor.model.kwargs.head is {self.kind!r}; allowed: {', '.join(_HEADS)}")
         if self.kind != "tokens" and cfg.attn_implementation == "flash_attention_2":
@@ -92,25 +92,25 @@ class OpenVLAPolicy(TokenPolicy):
                 f"actor.model.attn_implementation: with head {self.kind} attention goes both ways past what is padded, which "
                 "flash_attention_2 does not do here: take sdpa"
             )
-        felt = bool(options.get("proprio", _PROJECTOR in parts))
-        self.numbers = numbers_in(space) if felt and "state" in boxes_of(space) else 0
-        if felt and not self.numbers:
+        has_proprio = bool(options.get("proprio", _PROJECTOR in components))
+        self.numbers = numbers_in(space) if has_proprio and "state" in boxes_of(space) else 0
+        if has_proprio and not self.numbers:
             raise ConfigError(
                 f"actor.model.kwargs.proprio: the model takes `state`, which the observations lack: {space}"
             )
         self.state_scaling = None
         self._scale(options)
         self.action_head, self.proprio_projector = _load_components(
-            parts, width, self.dim if self.kind == "l1" else 0, self.numbers
+            components, width, self.dim if self.kind == "l1" else 0, self.numbers
         )
         if self.kind == "l1":
             self.head = GaussianHead(self.dim, cfg.log_std_init, self.chunk)
         self.tokens = ActionTokens(int(config.text_config.vocab_size) - int(config.pad_to_multiple_of))
         self.eye = _eye_of(config, settings, space, bool(options.get("center_crop")))
-        blank = self.tokenizer.convert_tokens_to_ids(
+        blank_token = self.tokenizer.convert_tokens_to_ids(
             "▁"
         )  # Llama's, which was there in training before the first action
-        end = [] if blank is None or blank == self.tokenizer.unk_token_id else [int(blank)]
+        end = [] if blank_token is None or blank_token == self.tokenizer.unk_token_id else [int(blank_token)]
         self.inputs = VlmInputs(
             space,
             self.tokenizer,
@@ -130,7 +130,7 @@ class OpenVLAPolicy(TokenPolicy):
         Raises:
             ConfigError: A folder has none: its actions would be scaled otherwise than in its demonstrations.
         """
-        where = str(options.get("statistics") or self.source)
+        statistics_source = str(options.get("statistics") or self.source)
         self.statistics = _find_statistics(options, self.source, {"norm_stats": self.vlm.config.norm_stats})
         gripper = options.get("gripper")
         if gripper not in (None, "rlds"):
@@ -138,14 +138,16 @@ class OpenVLAPolicy(TokenPolicy):
         self.scaling = self.scaling.with_gripper(gripper == "rlds")
         if not self.statistics:
             if options.get("unnorm_key"):
-                raise ConfigError(f"actor.model.kwargs.unnorm_key: {where} has no statistics")
+                raise ConfigError(f"actor.model.kwargs.unnorm_key: {statistics_source} has no statistics")
             return
         key, normalisation = options.get("unnorm_key"), str(options.get("normalisation") or "q99")
-        action_scaling = scaling(self.statistics, key, "action", self.dim, normalisation, where)
+        action_scaling = scaling(self.statistics, key, "action", self.dim, normalisation, statistics_source)
         assert action_scaling is not None  # `scaling` raises otherwise
         self.scaling = action_scaling.with_gripper(self.scaling.gripper)
         if self.numbers:
-            self.state_scaling = scaling(self.statistics, key, "proprio", self.numbers, normalisation, where)
+            self.state_scaling = scaling(
+                self.statistics, key, "proprio", self.numbers, normalisation, statistics_source
+            )
 
     def recompute_activations(self) -> bool:
         """Enables gradient checkpointing of the language model (`Policy.recompute_activations`)."""
@@ -165,12 +167,14 @@ class OpenVLAPolicy(TokenPolicy):
         return self.vlm.embed(ids, features), mask
 
     def _read(self, obs: Obs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
-        embedded, mask = self._embedded(obs)
+        prompt_embeddings, mask = self._embedded(obs)
         if token_ids is not None:
-            embedded = torch.cat([embedded, self.vlm.get_input_embeddings()(token_ids)], 1)
+            prompt_embeddings = torch.cat([prompt_embeddings, self.vlm.get_input_embeddings()(token_ids)], 1)
             mask = torch.cat([mask, torch.ones_like(token_ids)], 1)
-        out = self._run_body(inputs_embeds=embedded, attention_mask=mask, position_ids=positions(mask), use_cache=cache)
-        return out, mask
+        outputs = self._run_body(
+            inputs_embeds=prompt_embeddings, attention_mask=mask, position_ids=positions(mask), use_cache=cache
+        )
+        return outputs, mask
 
     def _run_body(self, **inputs: Any) -> Any:
         return self.vlm.language_model.model(**inputs)
@@ -182,19 +186,22 @@ class OpenVLAPolicy(TokenPolicy):
     def _states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
         if self.kind == "tokens":
             return super()._states(obs, tokens)
-        embedded, mask = self._embedded(obs)
-        rows, places = len(mask), self.chunk * self.dim
+        input_embeddings, mask = self._embedded(obs)
+        rows, num_action_tokens = len(mask), self.chunk * self.dim
         stop = mask.new_full((rows, 1), int(self.vlm.config.text_config.eos_token_id))
-        empty = embedded.new_zeros(rows, places, embedded.shape[-1])
-        embedded = torch.cat([embedded, empty, self.vlm.get_input_embeddings()(stop)], 1)
-        mask = torch.cat([mask, mask.new_ones(rows, places + 1)], 1)
-        hidden_ones = torch.finfo(embedded.dtype).min * (1 - mask)[:, None, None, :].to(embedded.dtype)
-        both_ways = hidden_ones.expand(-1, -1, mask.shape[1], -1)
-        out = self._run_body(
-            inputs_embeds=embedded, attention_mask=both_ways, position_ids=positions(mask), use_cache=False
+        action_embeddings = input_embeddings.new_zeros(rows, num_action_tokens, input_embeddings.shape[-1])
+        input_embeddings = torch.cat([input_embeddings, action_embeddings, self.vlm.get_input_embeddings()(stop)], 1)
+        mask = torch.cat([mask, mask.new_ones(rows, num_action_tokens + 1)], 1)
+        padding_bias = torch.finfo(input_embeddings.dtype).min * (1 - mask)[:, None, None, :].to(input_embeddings.dtype)
+        bidirectional_mask = padding_bias.expand(-1, -1, mask.shape[1], -1)
+        outputs = self._run_body(
+            inputs_embeds=input_embeddings,
+            attention_mask=bidirectional_mask,
+            position_ids=positions(mask),
+            use_cache=False,
         )
         # As in generated text, the hidden state before a position predicts it.
-        hidden: Tensor = out.last_hidden_state[:, -places - 2 : -2]
+        hidden: Tensor = outputs.last_hidden_state[:, -num_action_tokens - 2 : -2]
         return hidden
 
     def _sample_tokens(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,8 +248,8 @@ class OpenVLAPolicy(TokenPolicy):
         """Returns the loss of behaviour cloning (`Policy.bc_loss`); for `l1`, the mean distance of the actions."""
         if self.action_head is None:
             return super().bc_loss(inputs)
-        predicted = self.action_head(self._states(inputs["obs"], None))
-        return (predicted - self._scaled(inputs["actions"])).abs().mean((1, 2))
+        predicted_actions = self.action_head(self._states(inputs["obs"], None))
+        return (predicted_actions - self._scaled(inputs["actions"])).abs().mean((1, 2))
 
     def release(self, folder: Any, step: int) -> None:
         """Writes the policy in the format of its family's releases (`release`)."""
@@ -260,7 +267,7 @@ def _path_of(path: Any) -> Path:
 
 
 def folder_of(cfg: ModelConfig) -> Path | None:
-    """Returns the model's folder; None for a hub name or a built-in one."""
+    """Returns the model's folder; None for a hub name or a built-in model."""
     folder = _path_of(cfg.model_path or "")
     return folder if cfg.model_path and folder.is_dir() else None
 
@@ -277,8 +284,8 @@ def _find_components(folder: Path | None) -> dict[str, Path]:
         files = sorted(folder.glob(f"{name}--*checkpoint.pt"))
         if len(files) > 1:
             raise ConfigError(
-                f"actor.model.model_path: {folder} has {len(files)} files {name}--*: {', '.join(p.name for p in files)}; "
-                "leave one"
+                f"actor.model.model_path: {folder} has {len(files)} files {name}--*: "
+                f"{', '.join(path.name for path in files)}; leave one"
             )
         files_by_component.update((name, file) for file in files)
     return files_by_component
@@ -340,7 +347,7 @@ def _loaded(module: Any, file: Path | None) -> Any:
     if file is not None:
         try:
             weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-            module.load_state_dict({name.removeprefix("module."): value for name, value in weights.items()})
+            module.load_state_dict({name.removeprefix("module."): weight for name, weight in weights.items()})
         except Exception as error:
             raise ConfigError(
                 f"actor.model.model_path: {file} does not fit this environment's actions and state: {error}"
@@ -353,8 +360,10 @@ def _load_extra_weights(policy: nn.Module, folder: Path | None) -> None:
     if folder is not None and (folder / _EXTRA_WEIGHTS).is_file():
         state = policy.state_dict()
         weights = load_tensors(folder / _EXTRA_WEIGHTS).items()
-        fitting = {name: value for name, value in weights if name in state and state[name].shape == value.shape}
-        policy.load_state_dict(fitting, strict=False)
+        matching_weights = {
+            name: weight for name, weight in weights if name in state and state[name].shape == weight.shape
+        }
+        policy.load_state_dict(matching_weights, strict=False)
 
 
 def _eye_of(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: bool) -> Eye:
@@ -429,8 +438,8 @@ def release(policy: _Released, folder: Path, step: int) -> None:
     vlm.save_pretrained(folder, state_dict=weights)
     if policy.statistics:
         _write_json(folder / _STATISTICS, policy.statistics)
-    parts: dict[str, nn.Module | None] = {HEAD: policy.action_head, _PROJECTOR: policy.proprio_projector}
-    for name, module in parts.items():
+    modules: dict[str, nn.Module | None] = {HEAD: policy.action_head, _PROJECTOR: policy.proprio_projector}
+    for name, module in modules.items():
         if module is not None:
             torch.save(module.state_dict(), folder / f"{name}--{step}_checkpoint.pt")
     from safetensors.torch import save_file
@@ -438,11 +447,11 @@ def release(policy: _Released, folder: Path, step: int) -> None:
     if is_lora(vlm):
         adapter = folder / "lora_adapter"
         vlm.peft_config[ADAPTER].save_pretrained(str(adapter))
-        named = {
-            f"base_model.model.{name}": value for name, value in adapter_weights(vlm, lambda tensor: tensor).items()
+        adapter_state = {
+            f"base_model.model.{name}": weight for name, weight in adapter_weights(vlm, lambda tensor: tensor).items()
         }
-        save_file(named, adapter / "adapter_model.safetensors")
-    extra_weights = {name: value for name, value in policy.state_dict().items() if name.startswith(_EXTRA_PREFIXES)}
+        save_file(adapter_state, adapter / "adapter_model.safetensors")
+    extra_weights = {name: weight for name, weight in policy.state_dict().items() if name.startswith(_EXTRA_PREFIXES)}
     if extra_weights:
         save_file(extra_weights, folder / _EXTRA_WEIGHTS)
 

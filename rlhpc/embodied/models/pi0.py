@@ -57,9 +57,9 @@ class Pi0Policy(FlowActing):
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        if unknown := set(self.options) - set(_OPTIONS):
+        if unknown_options := set(self.options) - set(_OPTIONS):
             raise ConfigError(
-                f"actor.model.kwargs of pi0 has {', '.join(sorted(unknown))}; allowed: "
+                f"actor.model.kwargs of pi0 has {', '.join(sorted(unknown_options))}; allowed: "
                 f"{', '.join(option for option in _OPTIONS if option != 'lora')}"
             )
         self.numbers = numbers_in(observation_space)
@@ -67,13 +67,13 @@ class Pi0Policy(FlowActing):
         self._read_statistics(str(cfg.model_path or TINY))
         self.model = model
         config = self.model.config
-        for key, required, maximum in (
+        for key, needed_size, max_size in (
             ("actor.model.num_action_chunks", self.chunk, config.chunk_size),
             ("the action space's components", self.dim, config.max_action_dim),
             ("the state's length", self.numbers, config.max_state_dim),
         ):
-            if required > maximum:
-                raise ConfigError(f"{key}: {required} is more than this model's {maximum}")
+            if needed_size > max_size:
+                raise ConfigError(f"{key}: {needed_size} is more than this model's {max_size}")
         tokens = image_tokens(self.model.model.vlm, config.vlm_config)
         prompt = str(self.options.get("prompt") or "{instruction}\n")
         eye, image = Eye.of(config.vlm_config, settings), int(config.vlm_config.image_token_id)
@@ -81,8 +81,8 @@ class Pi0Policy(FlowActing):
         if self.options.get("lora"):
             inject_lora(self.model, LoraConfig(**self.options["lora"]))
         width = int(config.vlm_config.text_config.hidden_size)
-        valued = cfg.add_value_head
-        self.value_head = ValueHead(width, self.value_width) if valued else None
+        has_value_head = cfg.add_value_head
+        self.value_head = ValueHead(width, self.value_width) if has_value_head else None
 
     def _read_statistics(self, model_path: str) -> None:
         source, self.state_stats, self.action_stats = self.options.get("statistics"), None, None
@@ -90,11 +90,13 @@ class Pi0Policy(FlowActing):
         if self.statistics is None:
             return
         normalisation = str(self.options.get("normalisation") or "mean_std")
-        where = f"actor.model.kwargs.statistics: {source if isinstance(source, str) else model_path}, of"
-        self.action_stats = NormStats(self.statistics.get("actions"), normalisation, self.dim, f"{where} actions,")
+        source_text = f"actor.model.kwargs.statistics: {source if isinstance(source, str) else model_path}, of"
+        self.action_stats = NormStats(
+            self.statistics.get("actions"), normalisation, self.dim, f"{source_text} actions,"
+        )
         if self.numbers:
             self.state_stats = NormStats(
-                self.statistics.get("state"), normalisation, self.numbers, f"{where} the state,"
+                self.statistics.get("state"), normalisation, self.numbers, f"{source_text} the state,"
             )
 
     def spec(self) -> dict[str, Any]:
@@ -129,29 +131,29 @@ class Pi0Policy(FlowActing):
             return None, self._values(pixels.flatten(1))
         body, dtype = self.model.model, self.model.dtype
         camera_mask = torch.ones(pixels.shape[:2], dtype=torch.bool, device=pixels.device)
-        embedded = body.embed_prefix(ids, pixels.to(dtype), camera_mask)
-        read = body.vlm(
-            inputs_embeds=embedded,
+        prefix_embeddings = body.embed_prefix(ids, pixels.to(dtype), camera_mask)
+        prefix_outputs = body.vlm(
+            inputs_embeds=prefix_embeddings,
             attention_mask=mask,
             position_ids=positions(mask),
             use_cache=policy,
             token_type_ids=torch.zeros_like(ids),
         )
-        cache, state = read.past_key_values, self._state(obs, len(ids)).to(dtype)
+        cache, state = prefix_outputs.past_key_values, self._state(obs, len(ids)).to(dtype)
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
-            out = self.model(state=state, noise=x.to(dtype), timestep=t, attention_mask=mask, past_key_values=cache)
+            outputs = self.model(state=state, noise=x.to(dtype), timestep=t, attention_mask=mask, past_key_values=cache)
             cache.crop(-(x.shape[1] + 1))  # the state and the actions of this step; the next one sees the prefix only
-            velocities: Tensor = out.logits
+            velocities: Tensor = outputs.logits
             return velocities.float()
 
-        return velocity if policy else None, self._values(read.last_hidden_state[:, -1]) if value else None
+        return velocity if policy else None, self._values(prefix_outputs.last_hidden_state[:, -1]) if value else None
 
     def _state(self, obs: Any, rows: int) -> Tensor:
         state = self.low.new_zeros(rows, int(self.model.config.max_state_dim))
         if self.numbers and "state" in boxes_of(self.observation_space):
-            numbers = obs["state"].reshape(rows, -1).float()
-            state[:, : self.numbers] = numbers if self.state_stats is None else self.state_stats.normalised(numbers)
+            env_state = obs["state"].reshape(rows, -1).float()
+            state[:, : self.numbers] = env_state if self.state_stats is None else self.state_stats.normalised(env_state)
         return state
 
     def _values(self, hidden: Tensor) -> Tensor:

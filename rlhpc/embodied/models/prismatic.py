@@ -177,16 +177,16 @@ class ViT(nn.Module):
 
     def freeze_unused(self) -> None:
         """Freezes the layers after the features; adapters there have no gradient either, and would only decay."""
-        for part in (self.blocks[-1], self.norm, self.attn_pool):
-            if part is not None:
-                part.requires_grad_(False)
+        for unused_module in (self.blocks[-1], self.norm, self.attn_pool):
+            if unused_module is not None:
+                unused_module.requires_grad_(False)
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Converts pictures `[B, 3, size, size]` to features of their patches `[B, patches, dim]`."""
         x = self.patch_embed(pictures) + self.pos_embed
         if self.registers:
-            first = torch.cat([self.cls_token, self.reg_token], 1).expand(len(x), -1, -1)
-            x = torch.cat([first, x], 1)
+            prefix_tokens = torch.cat([self.cls_token, self.reg_token], 1).expand(len(x), -1, -1)
+            x = torch.cat([prefix_tokens, x], 1)
         for block in self.blocks[:-1]:
             x = block(x)
         features: Tensor = x[:, -self.patches :]
@@ -226,12 +226,12 @@ class OpenVLAConfig(PretrainedConfig):
         self.timm_model_ids = list(timm_model_ids or ["vit_so400m_patch14_siglip_224"])
         self.image_sizes = list(image_sizes or [224] * len(self.timm_model_ids))
         self.timm_overrides = timm_overrides
-        text = text_config or {}
-        if text.get("model_type", "llama") != "llama":
+        text_options = text_config or {}
+        if text_options.get("model_type", "llama") != "llama":
             raise ConfigError(
-                f"the model's config.json has text_config.model_type {text['model_type']!r}; allowed: llama"
+                f"the model's config.json has text_config.model_type {text_options['model_type']!r}; allowed: llama"
             )
-        self.text_config = LlamaConfig(**text)
+        self.text_config = LlamaConfig(**text_options)
         self.pad_to_multiple_of = pad_to_multiple_of
         self.n_action_bins = n_action_bins
         self.norm_stats = norm_stats
@@ -240,8 +240,8 @@ class OpenVLAConfig(PretrainedConfig):
     @property
     def shapes(self) -> list[Any]:
         """Shapes of the vision transformers."""
-        changes = self.timm_overrides or [{}] * len(self.timm_model_ids)
-        return [vit_shape(name, change) for name, change in zip(self.timm_model_ids, changes, strict=True)]
+        overrides = self.timm_overrides or [{}] * len(self.timm_model_ids)
+        return [vit_shape(name, override) for name, override in zip(self.timm_model_ids, overrides, strict=True)]
 
 
 AutoConfig.register("openvla", OpenVLAConfig, exist_ok=True)  # else AutoTokenizer does not know what its folder is
@@ -252,12 +252,14 @@ class _VisionBackbone(nn.Module):
 
     def __init__(self, config: OpenVLAConfig) -> None:
         super().__init__()
-        first, *second = (ViT(shape, size) for shape, size in zip(config.shapes, config.image_sizes, strict=True))
-        self.featurizer = first
-        self.patches = first.patches
-        self.width = first.embed_dim
-        if second:
-            (self.fused_featurizer,) = second
+        first_vit, *fused_vits = (
+            ViT(shape, size) for shape, size in zip(config.shapes, config.image_sizes, strict=True)
+        )
+        self.featurizer = first_vit
+        self.patches = first_vit.patches
+        self.width = first_vit.embed_dim
+        if fused_vits:
+            (self.fused_featurizer,) = fused_vits
             self.width += self.fused_featurizer.embed_dim
 
     def forward(self, pictures: Tensor) -> Tensor:
@@ -267,8 +269,8 @@ class _VisionBackbone(nn.Module):
         features = self.featurizer(pictures[:, :3])
         if pictures.shape[1] > 3:
             features = torch.cat([features, self.fused_featurizer(pictures[:, 3:])], -1)
-        result: Tensor = features
-        return result
+        projected: Tensor = features
+        return projected
 
 
 class _Projector(nn.Module):
@@ -278,8 +280,8 @@ class _Projector(nn.Module):
 
     def __init__(self, width: int, hidden: int, fused: bool) -> None:
         super().__init__()
-        inner = 4 * width if fused else hidden
-        self.fc1, self.fc2 = nn.Linear(width, inner), nn.Linear(inner, hidden)
+        inner_width = 4 * width if fused else hidden
+        self.fc1, self.fc2 = nn.Linear(width, inner_width), nn.Linear(inner_width, hidden)
         self.fc3 = nn.Linear(hidden, hidden) if fused else None
 
     def forward(self, features: Tensor) -> Tensor:
@@ -327,8 +329,8 @@ class OpenVLAForActionPrediction(PreTrainedModel):
 
     def embed(self, ids: Tensor, features: Tensor) -> Tensor:
         """Returns embeddings of tokens `[B, L]`, with `features [B, n, hidden]` where token ids are negative."""
-        words = self.get_input_embeddings()(ids.clamp(min=0))
-        embeddings: Tensor = words.masked_scatter((ids < 0)[..., None], features.to(words.dtype))
+        token_embeddings = self.get_input_embeddings()(ids.clamp(min=0))
+        embeddings: Tensor = token_embeddings.masked_scatter((ids < 0)[..., None], features.to(token_embeddings.dtype))
         return embeddings
 
 
@@ -377,8 +379,8 @@ class ActionHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Converts hidden states `[B, chunk · dim, width]` to actions `[B, chunk, dim]`."""
-        places = hidden.to(self.model.fc1.weight.dtype).unflatten(1, (-1, self.dim)).flatten(2)
-        actions: Tensor = self.model(places).float()
+        hidden_by_step = hidden.to(self.model.fc1.weight.dtype).unflatten(1, (-1, self.dim)).flatten(2)
+        actions: Tensor = self.model(hidden_by_step).float()
         return actions
 
 

@@ -80,8 +80,8 @@ def policy_section(actor: EmbodiedActorConfig, device: str | torch.device = "cpu
     from rlhpc.config.typed import changed, plain
     from rlhpc.runtime.devices import computes_bfloat16
 
-    model, kind = actor.model, device if isinstance(device, str) else device.type
-    if policy_dtype(actor, computes_bfloat16(kind)) == "bfloat16" != model.dtype:
+    model, device_type = actor.model, device if isinstance(device, str) else device.type
+    if policy_dtype(actor, computes_bfloat16(device_type)) == "bfloat16" != model.dtype:
         model = changed(model, "dtype", "bfloat16")  # otherwise `auto` builds float32
     if not actor.lora.rank:
         return model
@@ -123,8 +123,8 @@ def check_folder(cfg: PolicyConfig) -> None:
         ConfigError: The type is unknown, or a file is missing; names it.
     """
     MODELS.find(cfg.model_type)
-    if (check := _FOLDER_CHECKS.get(cfg.model_type.lower())) is not None:
-        load_attribute(check, "actor.model.model_type")(cfg)
+    if (check_path := _FOLDER_CHECKS.get(cfg.model_type.lower())) is not None:
+        load_attribute(check_path, "actor.model.model_type")(cfg)
 
 
 def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: Sequence[str | None]) -> Policy | None:
@@ -138,10 +138,10 @@ def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: S
     Raises:
         ConfigError: The policy cannot be built.
     """
-    check = _SPACE_CHECKS.get(actor.model.model_type.lower())
-    if check is None or not all(pythons):
+    check_path = _SPACE_CHECKS.get(actor.model.model_type.lower())
+    if check_path is None or not all(pythons):
         return build_model(policy_section(actor), *spaces)
-    load_attribute(check, "actor.model.model_type")(actor.model, *spaces)
+    load_attribute(check_path, "actor.model.model_type")(actor.model, *spaces)
     return None
 
 
@@ -195,12 +195,12 @@ def spec_in(folder: Path) -> tuple[dict[str, Any], Path]:
     Raises:
         CheckpointError: The folder has no description.
     """
-    origin = folder / "config.json"
-    spec = read_object(origin).get("policy") if origin.is_file() else None
+    spec_file = folder / "config.json"
+    spec = read_object(spec_file).get("policy") if spec_file.is_file() else None
     if spec is None:
-        origin = folder / "model.json"
-        spec = read_object(origin)
-    return spec, origin
+        spec_file = folder / "model.json"
+        spec = read_object(spec_file)
+    return spec, spec_file
 
 
 def load_policy(folder: Path, trust: Trust) -> Policy:
@@ -214,8 +214,8 @@ def load_policy(folder: Path, trust: Trust) -> Policy:
         CheckpointError: Files are missing, or the weights do not fit the policy.
         ConfigError: It names code that is not trusted.
     """
-    spec, origin = spec_in(folder)
-    policy = policy_from_spec(spec, trust, str(origin))
+    spec, spec_file = spec_in(folder)
+    policy = policy_from_spec(spec, trust, str(spec_file))
     try:
         policy.load_state_dict(load_tensors(folder / MODEL))
     except RuntimeError as error:

@@ -55,10 +55,10 @@ def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
     if kind == "openvla":
         from rlhpc.embodied.models.prismatic import OpenVLAConfig
 
-        small = {"embed_dim": 32, "depth": 3, "num_heads": 2}
+        vit_overrides = {"embed_dim": 32, "depth": 3, "num_heads": 2}
         return OpenVLAConfig(
             timm_model_ids=["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
-            image_sizes=[28, 28], timm_overrides=[small, small], image_resize_strategy="resize-naive",
+            image_sizes=[28, 28], timm_overrides=[vit_overrides, vit_overrides], image_resize_strategy="resize-naive",
             vision_backbone_id="dinosiglip-vit-so-224px", llm_backbone_id="llama2-7b-pure", use_fused_vision_backbone=True,
             text_config={**body, "vocab_size": _TINY_WORDS + 64, "max_position_embeddings": 1024, "pad_token_id": 0},
         )  # fmt: skip
@@ -67,22 +67,26 @@ def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
         "num_attention_heads": 2, "image_size": 32, "patch_size": 8, "vision_use_head": False,
     }  # fmt: skip
     if kind == "vla":
-        words = {
+        vocabulary_options = {
             "vocab_size": _TINY_WORDS,
             "num_key_value_heads": 2,
             "max_position_embeddings": 1024,
             "pad_token_id": 0,
         }
         return package.LlavaConfig(
-            vision_config=eye, text_config={"model_type": "llama", **body, **words}, image_token_index=_TINY_IMAGE,
-            vision_feature_select_strategy="full", vision_feature_layer=-1,
+            vision_config=eye, text_config={"model_type": "llama", **body, **vocabulary_options},
+            image_token_index=_TINY_IMAGE, vision_feature_select_strategy="full", vision_feature_layer=-1,
         )  # fmt: skip
-    gemma = {"model_type": "gemma", **body, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": _TINY_WORDS}
+    gemma_options = {"model_type": "gemma", **body, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": _TINY_WORDS}
     vlm = package.PaliGemmaConfig(
-        vision_config=eye, text_config=gemma, image_token_index=_TINY_IMAGE, projection_dim=body["hidden_size"]
+        vision_config=eye, text_config=gemma_options, image_token_index=_TINY_IMAGE, projection_dim=body["hidden_size"]
     )
     return package.PI0Config(
-        vlm_config=vlm.to_dict(), dit_config=gemma, chunk_size=chunk, max_state_dim=max(state, 1), max_action_dim=dim
+        vlm_config=vlm.to_dict(),
+        dit_config=gemma_options,
+        chunk_size=chunk,
+        max_state_dim=max(state, 1),
+        max_action_dim=dim,
     )
 
 
@@ -101,10 +105,10 @@ class Bytes:
         """Writes an equivalent tokenizer for AutoTokenizer."""
         from tokenizers import Tokenizer, models
 
-        words = {f"<0x{i:02X}>": i for i in range(256)} | {f"<{i}>": i for i in range(256, _TINY_WORDS)}
-        inner = Tokenizer(models.BPE(vocab=words, merges=[], byte_fallback=True))
-        kind = hugging_face().PreTrainedTokenizerFast
-        kind(tokenizer_object=inner, bos_token=f"<{_TINY_BOS}>", pad_token="<0x00>").save_pretrained(folder)
+        vocabulary = {f"<0x{i:02X}>": i for i in range(256)} | {f"<{i}>": i for i in range(256, _TINY_WORDS)}
+        bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+        tokenizer_class = hugging_face().PreTrainedTokenizerFast
+        tokenizer_class(tokenizer_object=bpe, bos_token=f"<{_TINY_BOS}>", pad_token="<0x00>").save_pretrained(folder)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Returns the token ids of a text."""
@@ -118,11 +122,11 @@ _empty = contextvars.ContextVar("_empty", default=False)
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
     """Makes `load_vlm` build models on the meta device: their weights come from another rank."""
-    before = _empty.set(True)
+    token = _empty.set(True)
     try:
         yield
     finally:
-        _empty.reset(before)
+        _empty.reset(token)
 
 
 def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> tuple[nn.Module, Any, Any]:
@@ -138,14 +142,14 @@ def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> t
     """
     package = hugging_face()
     path = cfg.model_path or TINY
-    auto, configured = package.AutoModelForImageTextToText, package.AutoConfig
+    model_class, config_class = package.AutoModelForImageTextToText, package.AutoConfig
     if kind == "pi0":
-        auto = package.PI0ForConditionalGeneration
+        model_class = package.PI0ForConditionalGeneration
     elif kind == "openvla":
         from rlhpc.embodied.models import prismatic
 
-        auto, configured = prismatic.OpenVLAForActionPrediction, prismatic.OpenVLAConfig
-    build = auto.from_config if kind == "vla" else auto._from_config
+        model_class, config_class = prismatic.OpenVLAForActionPrediction, prismatic.OpenVLAConfig
+    build = model_class.from_config if kind == "vla" else model_class._from_config
     if path == TINY:
         config = tiny_config(kind, chunk, dim, state)
         with torch.device("meta") if _empty.get() else contextlib.nullcontext():
@@ -156,11 +160,11 @@ def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> t
     trust = cfg.trust_remote_code
     try:
         if _empty.get():
-            config = configured.from_pretrained(path, trust_remote_code=trust)
+            config = config_class.from_pretrained(path, trust_remote_code=trust)
             with torch.device("meta"):
                 model = build(config, **options)
         else:
-            model = auto.from_pretrained(path, **options, trust_remote_code=trust)
+            model = model_class.from_pretrained(path, **options, trust_remote_code=trust)
         tokenizer = package.AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"actor.model.model_path is {path!r}, which transformers cannot load: {error}") from error
@@ -212,7 +216,7 @@ def check_folder(cfg: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class Eye:
-    """Pictures as a model takes them.
+    """Image preprocessing of a vision-language model.
 
     Attributes:
         size: Pixels a side.
@@ -236,21 +240,27 @@ class Eye:
     def __call__(self, images: Tensor) -> Tensor:
         """Converts `[B, H, W, 3·cameras]` to `[B, cameras, 3·means, size, size]`, normalised."""
         rows, height, width, channels = images.shape
-        flat = images.reshape(rows, height, width, channels // 3, 3).permute(0, 3, 4, 1, 2).flatten(0, 1).float() / 255
+        flat_images = (
+            images.reshape(rows, height, width, channels // 3, 3).permute(0, 3, 4, 1, 2).flatten(0, 1).float() / 255
+        )
         if (height, width) != (self.size, self.size):
             mode = "bicubic" if self.bicubic else "bilinear"
-            flat = F.interpolate(flat, (self.size, self.size), mode=mode, antialias=True, align_corners=False)
+            flat_images = F.interpolate(
+                flat_images, (self.size, self.size), mode=mode, antialias=True, align_corners=False
+            )
             if self.bicubic:
-                flat = (flat.clamp(0, 1) * 255).round() / 255
+                flat_images = (flat_images.clamp(0, 1) * 255).round() / 255
         if self.middle < 1:
-            inner = math.sqrt(self.middle) * torch.eye(2, 3, device=flat.device).expand(len(flat), -1, -1)
-            grid = F.affine_grid(inner, list(flat.shape), align_corners=True)
-            flat = F.grid_sample(flat, grid, mode="bilinear", align_corners=True)
-        each = [
-            (flat - flat.new_tensor(mean).reshape(3, 1, 1)) / flat.new_tensor(std).reshape(3, 1, 1)
+            affine = math.sqrt(self.middle) * torch.eye(2, 3, device=flat_images.device).expand(
+                len(flat_images), -1, -1
+            )
+            grid = F.affine_grid(affine, list(flat_images.shape), align_corners=True)
+            flat_images = F.grid_sample(flat_images, grid, mode="bilinear", align_corners=True)
+        camera_images = [
+            (flat_images - flat_images.new_tensor(mean).reshape(3, 1, 1)) / flat_images.new_tensor(std).reshape(3, 1, 1)
             for mean, std in zip(self.means, self.stds, strict=True)
         ]
-        return torch.cat(each, 1).unflatten(0, (rows, channels // 3))
+        return torch.cat(camera_images, 1).unflatten(0, (rows, channels // 3))
 
 
 class VlmInputs:
@@ -307,10 +317,10 @@ class VlmInputs:
 
     def __call__(self, obs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Returns token ids and mask `[B, L]`, padded on the left, and the preprocessed pictures of all cameras."""
-        parts = obs if isinstance(obs, dict) else {"": obs}
-        pixels = torch.cat([self._eye(parts[key]) for key in self.pictures], 1)
+        obs_arrays = obs if isinstance(obs, dict) else {"": obs}
+        pixels = torch.cat([self._eye(obs_arrays[key]) for key in self.pictures], 1)
         if self.has_text:
-            rows = [self._tokens(bytes(row)) for row in parts["instruction"].cpu().numpy()]
+            rows = [self._tokens(bytes(row)) for row in obs_arrays["instruction"].cpu().numpy()]
         else:
             rows = [self._tokens(b"")] * len(pixels)
         width = max(map(len, rows))
@@ -321,25 +331,25 @@ class VlmInputs:
     def _tokens(self, instruction: bytes) -> list[int]:
         if instruction not in self._token_cache:
             task = decode_text(instruction) or "do the task"
-            text = self._prompt.format(instruction=task.lower() if self._lower else task)
+            prompt_text = self._prompt.format(instruction=task.lower() if self._lower else task)
             bos = [] if self._tokenizer.bos_token_id is None else [int(self._tokenizer.bos_token_id)]
-            words = self._tokenizer.encode(text, add_special_tokens=False)
-            front = [*self._image_ids, *bos] if self._image_first else [*bos, *self._image_ids]
-            self._token_cache[instruction] = [*front, *words, *self._end]
+            text_ids = self._tokenizer.encode(prompt_text, add_special_tokens=False)
+            prefix_ids = [*self._image_ids, *bos] if self._image_first else [*bos, *self._image_ids]
+            self._token_cache[instruction] = [*prefix_ids, *text_ids, *self._end]
         return self._token_cache[instruction]
 
 
 def image_tokens(vlm: Any, config: Any) -> int:
     """Returns the number of tokens of one picture."""
     size = int(config.vision_config.image_size)
-    dtype, device = next((p.dtype, p.device) for p in vlm.parameters())
+    dtype, device = next((parameter.dtype, parameter.device) for parameter in vlm.parameters())
     with torch.no_grad():
         features = vlm.get_image_features(torch.zeros(1, 3, size, size, dtype=dtype, device=device)).pooler_output
     return int(features[0].shape[-2])
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Returns the position of each token; those of the padding mean nothing."""
+    """Returns the position of each token; positions of padding are undefined."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 

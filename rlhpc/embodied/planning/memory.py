@@ -23,19 +23,21 @@ _POLICIES = ("actor", "rollout")
 def accounts(cfg: Any, ranks: Mapping[str, GroupRanks], *, build: bool, measure: bool) -> list[Account]:
     """Returns the memory accounts of a run's groups (`rlhpc.runs.memory.plan.Accounting`)."""
     del build
-    policy_groups = {name: one for name, one in ranks.items() if name in _POLICIES}
+    policy_groups = {name: group_ranks for name, group_ranks in ranks.items() if name in _POLICIES}
     if not measure:
         # On CPUs a policy is small compared with the simulators, whose memory is unknown, too.
-        return [Account(name, unknown=_WHY) for name, one in policy_groups.items() if one.accelerated]
+        return [Account(name, unknown=_WHY) for name, group_ranks in policy_groups.items() if group_ranks.accelerated]
     try:
-        trained, frozen = _parameters(cfg, any(one.accelerated for one in policy_groups.values()))
+        num_trained, frozen_bytes = _parameters(
+            cfg, any(group_ranks.accelerated for group_ranks in policy_groups.values())
+        )
     except RlhpcError as error:
         return [Account(name, unknown=str(error)) for name in policy_groups]
-    return [_account(cfg, name, one, trained, frozen) for name, one in policy_groups.items()]
+    return [_account(cfg, name, group_ranks, num_trained, frozen_bytes) for name, group_ranks in policy_groups.items()]
 
 
 def _parameters(cfg: Any, accelerated: bool) -> tuple[int, float]:
-    """Returns the number of trained parameters, and the bytes of the others, in the ranks' precision."""
+    """Returns the number of trained parameters, and the bytes of the frozen ones in the ranks' precision."""
     import torch
 
     from rlhpc.config.typed import changed
@@ -43,15 +45,15 @@ def _parameters(cfg: Any, accelerated: bool) -> tuple[int, float]:
     from rlhpc.embodied.models.registry import policy_dtype
     from rlhpc.embodied.training.blueprint import PolicyBlueprint
 
-    side = getattr(cfg.env, "train", None) or cfg.env.eval
+    env_cfg = getattr(cfg.env, "train", None) or cfg.env.eval
     actor = cfg.actor
     if hasattr(actor.model, "dtype"):  # accelerators are assumed to compute in bfloat16
         actor = changed(actor, "model", changed(actor.model, "dtype", policy_dtype(actor, accelerated)))
-    blueprint = PolicyBlueprint(actor, check_env(side), torch.device("cpu"), seed=cfg.runner.seed, look=False)
+    blueprint = PolicyBlueprint(actor, check_env(env_cfg), torch.device("cpu"), seed=cfg.runner.seed, look=False)
     policy = list(blueprint.build(empty=True).parameters())
     return (
-        sum(p.numel() for p in policy if p.requires_grad),
-        float(sum(p.numel() * p.element_size() for p in policy if not p.requires_grad)),
+        sum(parameter.numel() for parameter in policy if parameter.requires_grad),
+        float(sum(parameter.numel() * parameter.element_size() for parameter in policy if not parameter.requires_grad)),
     )
 
 
@@ -64,11 +66,14 @@ def _account(cfg: Any, name: str, ranks: GroupRanks, trained: int, frozen: float
         if ranks.accelerated
         else MemoryTerm("libraries' work space", _ON_HOST)
     )
-    held = (*terms(weights=4.0 * trained * shard_fraction, frozen_weights=frozen * shard_fraction), process)
+    resident_terms = (*terms(weights=4.0 * trained * shard_fraction, frozen_weights=frozen * shard_fraction), process)
     if name == "actor":
-        held = (*held, *terms(gradients=4.0 * trained * shard_fraction, optimizer=8.0 * trained * shard_fraction))
+        resident_terms = (
+            *resident_terms,
+            *terms(gradients=4.0 * trained * shard_fraction, optimizer=8.0 * trained * shard_fraction),
+        )
     return Account(
         name,
         about=f"{cfg.actor.model.model_type}: {trained} parameters are trained; without activations",
-        moments=(Moment("update" if name == "actor" else "acting", held),),
+        moments=(Moment("update" if name == "actor" else "acting", resident_terms),),
     )

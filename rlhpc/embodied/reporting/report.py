@@ -56,13 +56,15 @@ def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
     if series(rows, _SUCCESS)[0]:
         quantities.append(("success", _SUCCESS, "Success (once)", "share of episodes"))
     charts: dict[str, str] = {}
-    for word, name, title, label in quantities:
-        when, values = series(rows, name, "time/wall_s")
+    for curve_name, name, title, label in quantities:
+        wall_times, values = series(rows, name, "time/wall_s")
         color = color_of(name)
         over_steps = Line("", *series(rows, name, x_name), color=color, smooth=True)
-        over_time = Line("", [t / seconds for t in when], values, color=color, smooth=True)
-        charts[f"{word}_vs_env_steps"] = line_chart(f"{title} over experience", x_label, label, [over_steps])
-        charts[f"{word}_vs_time"] = line_chart(f"{title} over wall time", f"wall time ({unit})", label, [over_time])
+        over_time = Line("", [t / seconds for t in wall_times], values, color=color, smooth=True)
+        charts[f"{curve_name}_vs_env_steps"] = line_chart(f"{title} over experience", x_label, label, [over_steps])
+        charts[f"{curve_name}_vs_time"] = line_chart(
+            f"{title} over wall time", f"wall time ({unit})", label, [over_time]
+        )
     return charts | metric_charts(rows, _DIAGNOSTICS, always, (x_name, x_label))
 
 
@@ -75,9 +77,11 @@ def imitation_curves(rows: Rows) -> dict[str, str]:
         for color, (name, label) in enumerate(
             (("train/loss", "trained on"), ("train/holdout_loss", "held out")), start=1
         ):
-            x, y = series(rows, name, against)
-            if x:
-                lines_with_data.append(Line(label, [value / scale for value in x], y, color=color, smooth=True))
+            x_values, y_values = series(rows, name, against)
+            if x_values:
+                lines_with_data.append(
+                    Line(label, [x_value / scale for x_value in x_values], y_values, color=color, smooth=True)
+                )
         return lines_with_data
 
     return {
@@ -105,7 +109,7 @@ def time_curves(rows: Rows) -> dict[str, str]:
     cloning = bool(series(rows, "train/demonstrations")[0])
     rate, unit = ("samples", "demonstrated steps") if cloning else ("env_steps", "environment steps")
     phases = phase_columns(rows)
-    bins, stacks = binned(rows, phases)
+    bins, seconds_by_phase = binned(rows, phases)
     return {
         "throughput": line_chart(
             "Throughput",
@@ -113,7 +117,7 @@ def time_curves(rows: Rows) -> dict[str, str]:
             f"{unit} / s",
             [Line("", *series(rows, f"time/{rate}_per_s"), color=5, smooth=True)],
         ),
-        "time_per_phase": stacked_bars("Time per phase", "global step", "seconds per step", bins, stacks),
+        "time_per_phase": stacked_bars("Time per phase", "global step", "seconds per step", bins, seconds_by_phase),
     }
 
 
@@ -122,10 +126,10 @@ def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
 
     Ordered by suite and step.
     """
-    results = typed_results(paths, "return_mean")
-    for result in results:
-        result["low"], result["high"] = interval_of(result, "return_mean")
-    return results
+    evaluations = typed_results(paths, "return_mean")
+    for evaluation in evaluations:
+        evaluation["low"], evaluation["high"] = interval_of(evaluation, "return_mean")
+    return evaluations
 
 
 def read_judged(paths: RunPaths) -> list[dict[str, Any]]:
@@ -137,13 +141,13 @@ def evaluation_curves(paths: RunPaths, rows: Rows, size: Size = CHART) -> dict[s
     """Draws the success (if it is known) and the mean return of all evaluations, during training and of checkpoints, with 95 %
     intervals; by file name.
     """
-    results = read_evaluations(paths)
+    evaluations = read_evaluations(paths)
     charts = {}
     for file, name, title, label in (
         ("evaluation_success", "success_once", "Success (once) in evaluations", "share of episodes, 95 % interval"),
         ("evaluation", "return_mean", "Return in evaluations", "mean return, 95 % interval"),
     ):
-        suites = evaluations_by_suite(paths, rows, results, name)
+        suites = evaluations_by_suite(paths, rows, evaluations, name)
         if suites or name == "return_mean":
             charts[file] = evaluation_chart(title, label, suites, name, size)
     return charts
@@ -160,24 +164,28 @@ _MAX_VIDEOS = 6
 
 def parts(paths: RunPaths, rows: Sequence[Mapping[str, Any]], *, always: Container[str], linked: bool) -> Parts:
     """Builds the parts of the report (`Reporting.parts`); `always` names curves that are drawn even without data."""
-    evaluations, judged = read_evaluations(paths), read_judged(paths)
-    suite = judging_suite(paths, [*evaluations, *judged])
-    evaluated: dict[int, str] = {}
-    for result in of_suite(judged, suite):
-        evaluated[result["global_step"]] = f"{result['accuracy']:.1%}"
-    for result in of_suite(evaluations, suite):
-        rate = result.get("success_once")
-        text = f"{result['return_mean']:.1f}" if rate is None else f"{rate:.0%}, {result['return_mean']:.1f}"
-        evaluated.setdefault(result["global_step"], text)
+    evaluations, judgements = read_evaluations(paths), read_judged(paths)
+    suite = judging_suite(paths, [*evaluations, *judgements])
+    text_by_step: dict[int, str] = {}
+    for evaluation in of_suite(judgements, suite):
+        text_by_step[evaluation["global_step"]] = f"{evaluation['accuracy']:.1%}"
+    for evaluation in of_suite(evaluations, suite):
+        rate = evaluation.get("success_once")
+        evaluation_text = (
+            f"{evaluation['return_mean']:.1f}" if rate is None else f"{rate:.0%}, {evaluation['return_mean']:.1f}"
+        )
+        text_by_step.setdefault(evaluation["global_step"], evaluation_text)
     return Parts(
         subject=_env_id(paths),
         cards=_key_figures(
-            rows, judged_results(paths, rows, evaluations, suite, "return_mean"), of_suite(judged, suite), suite
+            rows, judged_results(paths, rows, evaluations, suite, "return_mean"), of_suite(judgements, suite), suite
         ),
         curves=list(learning_curves(rows, always).values()),
-        evaluation=_success_model_table(judged) if judged else _evaluation(paths, rows, evaluations, films=linked),
+        evaluation=_success_model_table(judgements)
+        if judgements
+        else _evaluation(paths, rows, evaluations, films=linked),
         times=list(time_curves(rows).values())[::-1],
-        evaluated=evaluated,
+        evaluated=text_by_step,
         trained=("train/episode_return", "training return"),
     )
 
@@ -201,37 +209,48 @@ def _key_figures(
     suite: str,
 ) -> str:
     """Builds the cards at the head of the page, from the results of one suite."""
-    best = max(evaluations, key=lambda r: (r.get("success_once") or 0.0, r["return_mean"]), default=None)
-    last = max(evaluations, key=lambda result: result["global_step"], default=None)
-    env_steps, wall, returned = (_last(rows, k) for k in ("rollout/env_steps", "time/wall_s", "train/episode_return"))
+    best_evaluation = max(evaluations, key=lambda r: (r.get("success_once") or 0.0, r["return_mean"]), default=None)
+    last_evaluation = max(evaluations, key=lambda result: result["global_step"], default=None)
+    env_steps, wall_s, episode_return = (
+        _last(rows, column) for column in ("rollout/env_steps", "time/wall_s", "train/episode_return")
+    )
     demonstrations, loss = _last(rows, "train/demonstrations"), _last(rows, "train/loss")
     rates = series(rows, "time/env_steps_per_s")[1]
-    rate = env_steps / wall if env_steps and wall else (sum(rates) / len(rates) if rates else None)
+    rate = env_steps / wall_s if env_steps and wall_s else (sum(rates) / len(rates) if rates else None)
 
-    on = f"suite {suite}"
+    suite_text = f"suite {suite}"
 
     def evaluated(title: str, result: Mapping[str, Any] | None) -> str:
         if judged:
-            of = {"Best evaluation": max(judged, key=lambda one: one["accuracy"]), "Last evaluation": judged[-1]}[title]
-            return card(title, f"{of['accuracy']:.1%}", f"of steps judged rightly, step {of['global_step']}, {on}")
+            judgement = {
+                "Best evaluation": max(judged, key=lambda one: one["accuracy"]),
+                "Last evaluation": judged[-1],
+            }[title]
+            return card(
+                title,
+                f"{judgement['accuracy']:.1%}",
+                f"of steps judged rightly, step {judgement['global_step']}, {suite_text}",
+            )
         if result is None:
             return card(title, "–", "not evaluated yet")
         if isinstance(result.get("success_once"), (int, float)):
-            return card(title, f"{result['success_once']:.0%}", f"success (once), step {result['global_step']}, {on}")
-        return card(title, f"{result['return_mean']:.1f}", f"mean return, step {result['global_step']}, {on}")
+            return card(
+                title, f"{result['success_once']:.0%}", f"success (once), step {result['global_step']}, {suite_text}"
+            )
+        return card(title, f"{result['return_mean']:.1f}", f"mean return, step {result['global_step']}, {suite_text}")
 
     return (
         '<div class="cards">'
-        + evaluated("Best evaluation", best)
-        + evaluated("Last evaluation", last)
+        + evaluated("Best evaluation", best_evaluation)
+        + evaluated("Last evaluation", last_evaluation)
         + (
-            card("Training return", "–" if returned is None else f"{returned:.1f}", "at the last step")
+            card("Training return", "–" if episode_return is None else f"{episode_return:.1f}", "at the last step")
             + card("Environment steps", "–" if env_steps is None else number(env_steps), f"{len(rows)} training steps")
             if demonstrations is None
             else card("Demonstrations", number(demonstrations), f"{len(rows)} training steps")
             + card("Imitation loss", "–" if loss is None else f"{loss:.3g}", "at the last step")
         )
-        + card("Wall time", "–" if wall is None else duration(wall), "training")
+        + card("Wall time", "–" if wall_s is None else duration(wall_s), "training")
         + (
             card("Env steps / s", "–" if rate is None else f"{rate:,.0f}", "mean over the run")
             if demonstrations is None
@@ -259,28 +278,35 @@ def _evaluation(
     evaluations.
     """
     charts = evaluation_curves(paths, rows, TALL)
-    first, *further = charts
-    html = figures([charts[file] for file in further], lambda size: evaluation_curves(paths, rows, size)[first])
+    first_chart, *further_charts = charts
+    html = figures(
+        [charts[file] for file in further_charts], lambda size: evaluation_curves(paths, rows, size)[first_chart]
+    )
     html += hollow_points(evaluations_by_suite(paths, rows, evaluations, "return_mean"))
     if not evaluations and html:
         return html
     if not evaluations:
         return missing("No evaluation yet: <code>rlhpc eval</code> on a checkpoint, or the workflow's eval rule.")
-    best: dict[str, float] = {}
-    for result in evaluations:
-        best[str(result["suite"])] = max(result["return_mean"], best.get(str(result["suite"]), result["return_mean"]))
-    rates = [name for name in ("success_once", "success_at_end") if any(name in result for result in evaluations)]
+    best_returns: dict[str, float] = {}
+    for evaluation in evaluations:
+        best_returns[str(evaluation["suite"])] = max(
+            evaluation["return_mean"], best_returns.get(str(evaluation["suite"]), evaluation["return_mean"])
+        )
+    rates = [
+        name for name in ("success_once", "success_at_end") if any(name in evaluation for evaluation in evaluations)
+    ]
     body: list[list[Cell]] = [
         [
-            str(result["suite"]),
-            result["global_step"],
-            result.get("episodes", "–"),
-            *(_rate(result, name) for name in rates),
-            f"{result['return_mean']:.2f}" + (" ★" if result["return_mean"] == best[str(result["suite"])] else ""),
-            f"{result['return_std']:.2f}" if isinstance(result.get("return_std"), (int, float)) else "–",
-            interval_text((result["low"], result["high"]), ".2f") or "–",
+            str(evaluation["suite"]),
+            evaluation["global_step"],
+            evaluation.get("episodes", "–"),
+            *(_rate(evaluation, name) for name in rates),
+            f"{evaluation['return_mean']:.2f}"
+            + (" ★" if evaluation["return_mean"] == best_returns[str(evaluation["suite"])] else ""),
+            f"{evaluation['return_std']:.2f}" if isinstance(evaluation.get("return_std"), (int, float)) else "–",
+            interval_text((evaluation["low"], evaluation["high"]), ".2f") or "–",
         ]
-        for result in evaluations
+        for evaluation in evaluations
     ]
     head = [
         "suite",
@@ -300,17 +326,18 @@ def _success_model_table(results: Sequence[Mapping[str, Any]]) -> str:
     figures_of = ("accuracy", "recall", "specificity")
     rows: list[list[Cell]] = [
         [
-            str(one["suite"]), one["global_step"], one.get("episodes", "–"), one.get("steps", "–"), one.get("successes", "–"),
-            *(f"{one[name]:.1%}" if isinstance(one.get(name), (int, float)) else "–" for name in figures_of),
+            str(judgement["suite"]), judgement["global_step"],
+            judgement.get("episodes", "–"), judgement.get("steps", "–"), judgement.get("successes", "–"),
+            *(f"{judgement[name]:.1%}" if isinstance(judgement.get(name), (int, float)) else "–" for name in figures_of),
         ]
-        for one in results
+        for judgement in results
     ]  # fmt: skip
     head = ["suite", "step", "episodes", "steps", "with success", "judged rightly", "of success", "of the others"]
     return f'<div class="scroll">{table(head, rows, text_columns={0})}</div>'
 
 
 def _rate(result: Mapping[str, Any], name: str) -> str:
-    """Formats a share of the episodes with its interval."""
+    """Formats a success rate with its interval."""
     if not isinstance(result.get(name), (int, float)):
         return "–"
     return f"{result[name]:.1%}" + in_parentheses(result.get(f"{name}_ci95"), ".1%", to=" … ")
@@ -318,12 +345,12 @@ def _rate(result: Mapping[str, Any], name: str) -> str:
 
 def _videos(evaluations: Sequence[Mapping[str, Any]]) -> str:
     """Builds the newest film of each suite; the files are in the folders of the evaluations' results."""
-    newest = {str(result["suite"]): result for result in evaluations if result.get("video")}
-    films = [
+    newest_by_suite = {str(evaluation["suite"]): evaluation for evaluation in evaluations if evaluation.get("video")}
+    film_figures = [
         f'<figure><video controls muted loop preload="metadata" width="100%" '
-        f'src="../eval/{step_name(result["global_step"])}/{escape(str(result["video"]), quote=True)}"></video>'
-        f"<figcaption>{escape(suite)}, step {result['global_step']}: first episodes; a green frame means success"
+        f'src="../eval/{step_name(evaluation["global_step"])}/{escape(str(evaluation["video"]), quote=True)}"></video>'
+        f"<figcaption>{escape(suite)}, step {evaluation['global_step']}: first episodes; a green frame means success"
         "</figcaption></figure>"
-        for suite, result in list(newest.items())[:_MAX_VIDEOS]
+        for suite, evaluation in list(newest_by_suite.items())[:_MAX_VIDEOS]
     ]
-    return f'<div class="figures videos">{"".join(films)}</div>' if films else ""
+    return f'<div class="figures videos">{"".join(film_figures)}</div>' if film_figures else ""

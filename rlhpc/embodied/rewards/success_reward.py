@@ -41,9 +41,9 @@ class SuccessModel(Policy):
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
         options = dict(cfg.kwargs)
-        if unknown := sorted(set(options) - {_ENCODER, _CHANNELS}):
+        if unknown_options := sorted(set(options) - {_ENCODER, _CHANNELS}):
             raise ConfigError(
-                f"actor.model.kwargs of success has {', '.join(unknown)}; allowed: {_ENCODER}, {_CHANNELS}"
+                f"actor.model.kwargs of success has {', '.join(unknown_options)}; allowed: {_ENCODER}, {_CHANNELS}"
             )
         self.encoder = encoder_of(cfg, observation_space, action_space, options)
         sizes = [flat_width(observation_space), *cfg.hidden_sizes] if self.encoder is None else [self.encoder.hidden]
@@ -145,17 +145,17 @@ class SuccessRewardEnv(VectorEnv):
     @torch.no_grad()
     def _replace_rewards(self, step: Step) -> Step:
         obs, _, terminations, truncations, infos = step
-        done = terminations | truncations
-        last_obs = _last(as_arrays(obs), as_arrays(infos["final_obs"]), done) if done.any() else as_arrays(obs)
-        probable = self.model.value(to_tensors(last_obs, self.device)).cpu().numpy().astype(np.float32)
-        rewards = self._scale * (probable - self._before if self._relative else probable)
+        is_done = terminations | truncations
+        last_obs = _last(as_arrays(obs), as_arrays(infos["final_obs"]), is_done) if is_done.any() else as_arrays(obs)
+        success_probability = self.model.value(to_tensors(last_obs, self.device)).cpu().numpy().astype(np.float32)
+        rewards = self._scale * (success_probability - self._before if self._relative else success_probability)
         rewards[env_failed(infos, self.num_envs)] = 0
-        self._before = np.where(done, np.float32(0), probable)
+        self._before = np.where(is_done, np.float32(0), success_probability)
         if "chunk" in infos:
             mask = infos["chunk"]["mask"]
-            last, executed = np.zeros(mask.shape, np.float32), mask.any(1)
-            last[executed, mask.sum(1)[executed] - 1] = rewards[executed]
-            infos["chunk"]["rewards"] = last
+            last_rewards, executed = np.zeros(mask.shape, np.float32), mask.any(1)
+            last_rewards[executed, mask.sum(1)[executed] - 1] = rewards[executed]
+            infos["chunk"]["rewards"] = last_rewards
         return obs, rewards, terminations, truncations, infos
 
     def state_dict(self) -> Any:
@@ -194,5 +194,5 @@ class SuccessRewardEnv(VectorEnv):
 def _last(obs: Any, final: Any, done: np.ndarray) -> Any:
     """Returns the last observation of each slot's episode: for finished ones, the one before the reset."""
     if isinstance(obs, dict):
-        return {key: _last(part, final[key], done) for key, part in obs.items()}
+        return {key: _last(array, final[key], done) for key, array in obs.items()}
     return np.where(done.reshape(-1, *[1] * (obs.ndim - 1)), final, obs)

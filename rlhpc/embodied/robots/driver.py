@@ -17,7 +17,7 @@ class Observation(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Reward of a step, and whether the task is done; None where nobody knows."""
+    """Reward of a step, and whether the task is done; None for unknown values."""
 
     reward: float
     success: bool | None = None
@@ -67,7 +67,7 @@ class Robot(ABC):
         return None
 
     def unsafe(self, obs: Any) -> str:
-        """Returns why the robot must stop now; empty if it need not."""
+        """Returns the reason why the robot must stop now; empty if it is safe."""
         del obs
         return ""
 
@@ -81,4 +81,4 @@ class Robot(ABC):
         return None
 
     def close(self) -> None:  # noqa: B027 (not all have something to free)
-        """Lets go of the hardware."""
+        """Releases the hardware."""

@@ -33,7 +33,7 @@ _KEY_POLL_S = 0.2
 
 
 class RobotRefused(ConfigError):
-    """The run rejects the robot; the message says why."""
+    """Error of a robot that the run rejects; the message gives the reason."""
 
 
 def proof(secret: str, role: str, *parts: str) -> str:
@@ -67,13 +67,13 @@ class _RobotMeetingPoint:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> _RobotMeetingPoint:
         """Reads what `to_json` returned."""
-        values = dict(content)
-        return cls(connected=values.pop("there"), **values)
+        fields = dict(content)
+        return cls(connected=fields.pop("there"), **fields)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the content of its file; the key of `connected` is `there`."""
-        values = asdict(self)
-        return {"there": values.pop("connected"), **values}
+        fields = asdict(self)
+        return {"there": fields.pop("connected"), **fields}
 
     def publish(self, folder: Path) -> None:
         replace_durably(_place(folder, self.slot), json.dumps(self.to_json()).encode(), mode=0o600, sync=False)
@@ -151,21 +151,21 @@ def invite(folder: Path, output: Path, *, slot: int | None, minutes: float, wait
     if output.exists():
         raise ConfigError(f"--output is {output}, which exists: a key is written once; name another file")
     deadline = time.monotonic() + wait_s
-    while not (matches := [place for place in places(folder) if slot in (None, place.slot)]):
+    while not (matches := [meeting_point for meeting_point in places(folder) if slot in (None, meeting_point.slot)]):
         if time.monotonic() >= deadline:
-            which = "no robot" if slot is None else f"no robot of slot {slot}"
+            robot_text = "no robot" if slot is None else f"no robot of slot {slot}"
             raise ConfigError(
-                f"{run} waits for {which} (waited {wait_s:g} s): a run does once its env rank has started, where "
+                f"{run} waits for {robot_text} (waited {wait_s:g} s): a run does once its env rank has started, where "
                 f"env.train.env_type is distant_robot; see rlhpc status {run}"
             )
         time.sleep(_KEY_POLL_S)
     if len(matches) > 1:
-        slots_text = ", ".join(f"{place.slot} ({place.robot})" for place in matches)
+        slots_text = ", ".join(f"{meeting_point.slot} ({meeting_point.robot})" for meeting_point in matches)
         raise ConfigError(f"{run} waits for several robots: say which with --slot; there are {slots_text}")
-    [place] = matches
-    key = Key(secrets.token_hex(8), secrets.token_hex(32), time.time() + 60 * minutes, place)
-    entry = {"secret": key.secret, "until": key.until, "used": False}
-    replace_durably(_entry(folder, place.slot, key.id), json.dumps(entry).encode(), mode=0o600)
+    [meeting_point] = matches
+    key = Key(secrets.token_hex(8), secrets.token_hex(32), time.time() + 60 * minutes, meeting_point)
+    key_record = {"secret": key.secret, "until": key.until, "used": False}
+    replace_durably(_entry(folder, meeting_point.slot, key.id), json.dumps(key_record).encode(), mode=0o600)
     output.parent.mkdir(parents=True, exist_ok=True)
     replace_durably(
         output, json.dumps({"form": _FORM, **asdict(key), "place": key.place.to_json()}).encode(), mode=0o600
@@ -196,13 +196,13 @@ def _use(folder: Path, slot: int, name: str, fits: Callable[[], None]) -> None:
         RobotRefused: The key has been used, or has expired; says when.
     """
     path = _entry(folder, slot, name)
-    entry = read_json(path.read_bytes())
-    if entry["used"]:
-        raise RobotRefused(f"this key has been used {_ago(entry['used'])} ago: one key is for one joining")
-    if time.time() > entry["until"]:
-        raise RobotRefused(f"this key ended {_ago(entry['until'])} ago")
+    key_record = read_json(path.read_bytes())
+    if key_record["used"]:
+        raise RobotRefused(f"this key has been used {_ago(key_record['used'])} ago: one key is for one joining")
+    if time.time() > key_record["until"]:
+        raise RobotRefused(f"this key ended {_ago(key_record['until'])} ago")
     fits()
-    replace_durably(path, json.dumps({**entry, "used": time.time()}).encode(), mode=0o600)
+    replace_durably(path, json.dumps({**key_record, "used": time.time()}).encode(), mode=0o600)
 
 
 def _ago(when: float) -> str:
@@ -272,8 +272,8 @@ class Meeting:
         while True:
             with self._changed:
                 if self._line is not None and not self._line.loss_reason:
-                    fresh, self._fresh = self._fresh, False
-                    return self._line, fresh
+                    is_fresh, self._fresh = self._fresh, False
+                    return self._line, is_fresh
                 self._publish_presence(connected=False)
                 self._changed.wait(_POLL_S)
             check()
@@ -323,30 +323,30 @@ class Meeting:
         nonce = secrets.token_hex(32)
         greet(sock, {"rlhpc robot": _VERSION, "nonce": nonce})
         greeting = hear_greeting(sock, GREETING_S)
-        name, peer_nonce, about = str(greeting["name"]), str(greeting["nonce"]), str(greeting["about"])
+        name, peer_nonce, spaces_text = str(greeting["name"]), str(greeting["nonce"]), str(greeting["about"])
         with self._changed:
-            again = bool(self._session[0]) and hmac.compare_digest(name, self._session[0])
-            secret = self._session[1] if again else _secret_of(self._folder, self._slot, name)
+            is_rejoin = bool(self._session[0]) and hmac.compare_digest(name, self._session[0])
+            secret = self._session[1] if is_rejoin else _secret_of(self._folder, self._slot, name)
             if secret is None or not hmac.compare_digest(
-                str(greeting["proof"]), proof(secret, "robot", nonce, peer_nonce, name, about)
+                str(greeting["proof"]), proof(secret, "robot", nonce, peer_nonce, name, spaces_text)
             ):
                 log.warning("somebody who connected has no key of this run")
                 greet(sock, {"refused": "the run knows no such key"})
                 return False
             self._forget(sock)
             try:
-                self._admit(name, again, about)
+                self._admit(name, is_rejoin, spaces_text)
             except RobotRefused as error:
                 greet(sock, {"refused": str(error), "proof": proof(secret, "no", nonce, peer_nonce, str(error))})
                 return False
             greet(sock, {"proof": proof(secret, "run", nonce, peer_nonce)})
-            if not again:
+            if not is_rejoin:
                 self._session = _session_of(secret, nonce, peer_nonce)
                 self._fresh = True
             self._line = RobotConnection(sock, _line_key(secret, nonce, peer_nonce), b"run", b"robot")
             self._publish_presence(connected=True)
             self._changed.notify_all()
-        log.info("%s %s", self.place.robot, "is back" if again else "has joined")
+        log.info("%s %s", self.place.robot, "is back" if is_rejoin else "has joined")
         return True
 
     def _admit(self, name: str, again: bool, about: str) -> None:
@@ -370,13 +370,13 @@ class Meeting:
 
 def _refuse_two(folder: Path, slot: int) -> None:
     """Raises `ConfigError` if another process waits for the same robot."""
-    for place in places(folder):
+    for meeting_point in places(folder):
         with contextlib.suppress(OSError):
-            if place.slot == slot:
-                socket.create_connection((place.address, place.port), GREETING_S).close()
+            if meeting_point.slot == slot:
+                socket.create_connection((meeting_point.address, meeting_point.port), GREETING_S).close()
                 raise ConfigError(
-                    f"the robot of slot {slot} is already waited for, at {place.address} port {place.port} of "
-                    f"{place.node}: a robot is in one place at a time (no evaluation during training: "
+                    f"the robot of slot {slot} is already waited for, at {meeting_point.address} port {meeting_point.port} of "
+                    f"{meeting_point.node}: a robot is in one place at a time (no evaluation during training: "
                     "runner.val_check_interval=-1)"
                 )
 

@@ -14,11 +14,11 @@ RESUME_MODES = ("person", "auto")
 
 
 class RobotStopped(RlhpcError):
-    """A call was refused, or cut short: the robot is stopped, and waits for a person."""
+    """Error of a call that was refused or interrupted: the robot is stopped and waits for a person."""
 
 
 class StaleObservation(RlhpcError):
-    """A command was refused: it was chosen from an observation that is too old."""
+    """Error of a refused command, which was chosen from an observation that is too old."""
 
 
 class CommandLimits(NamedTuple):
@@ -37,14 +37,17 @@ class CommandLimits(NamedTuple):
 
 def why_no_max_change(driver: Robot) -> str:
     """Returns why `max_change` cannot be kept with a driver; empty if it can."""
-    kind = f"{type(driver).__module__}:{type(driver).__name__}"
+    driver_name = f"{type(driver).__module__}:{type(driver).__name__}"
     if driver.control_mode not in CONTROL_MODES:
         return (
-            f"{kind}.control_mode is {driver.control_mode!r}, which does not say from what a change is counted: set it in the "
-            "class to absolute (with position()), delta or velocity, or leave max_change out"
+            f"{driver_name}.control_mode is {driver.control_mode!r}, which does not say from what a change is counted: set it "
+            "in the class to absolute (with position()), delta or velocity, or leave max_change out"
         )
     if driver.control_mode == "absolute" and type(driver).position is Robot.position:
-        return f"{kind}.control_mode is absolute: position() must return the measured position, which a change is counted from"
+        return (
+            f"{driver_name}.control_mode is absolute: position() must return the measured position, which a change is "
+            "counted from"
+        )
     return ""
 
 
@@ -55,5 +58,5 @@ def nearest_command(action: np.ndarray, space: Any, here: np.ndarray | None, cha
     if change is None or here is None:
         return np.clip(action, low, high).astype(space.dtype)
     command = np.clip(np.clip(action, here - change, here + change), low, high).astype(space.dtype)
-    reached = np.abs(command - here) <= change + 1e-5 * np.maximum(1.0, np.abs(here))  # for float32
-    return command if reached.all() else None
+    is_within = np.abs(command - here) <= change + 1e-5 * np.maximum(1.0, np.abs(here))  # for float32
+    return command if is_within.all() else None

@@ -51,7 +51,7 @@ class Notice:
 
     def __init__(self, robot: str) -> None:
         self.robot = robot
-        self._path, self._word = (notices_folder() / f"{robot}.{kind}" for kind in ("json", "resume"))
+        self._path, self._word = (notices_folder() / f"{robot}.{suffix}" for suffix in ("json", "resume"))
         make_private(self._path.parent, parents=True)
         self._id, self._reason = 0, ""
         self._lock = threading.Lock()
@@ -60,23 +60,24 @@ class Notice:
         """Returns why the robot must stay still according to the process before; empty if it need not."""
         try:
             record = read_json(self._path.read_bytes())
-            reason, node, pid, number = str(record["reason"]), record["node"], int(record["pid"]), record["id"]
+            reason, node, pid, notice_id = str(record["reason"]), record["node"], int(record["pid"]), record["id"]
         except FileNotFoundError:
             return ""
         except (OSError, ValueError, KeyError, TypeError):
             return "the notice of the process before cannot be read"
         if reason:
-            return "" if self._has_word(number) else reason
+            return "" if self._has_word(notice_id) else reason
         if node == node_name() and _process_began(pid) == record.get("began"):
             return ""
         return f"process {pid} on {node} ended without closing it"
 
     def post(self, reason: Callable[[], str]) -> None:
-        """Writes the notice, if it is not there; without a reason it counts only once this process has ended."""
+        """Writes the notice if it does not exist; a notice without a reason takes effect when this process has
+        ended."""
         with self._lock:  # whoever comes last writes what holds then
-            current = reason()
-            if not self._id or self._reason != current:
-                self._reason, self._id = current, time.time_ns()
+            current_reason = reason()
+            if not self._id or self._reason != current_reason:
+                self._reason, self._id = current_reason, time.time_ns()
                 self._write()
 
     def _write(self) -> None:
@@ -85,7 +86,7 @@ class Notice:
         replace_durably(self._path, json.dumps(record).encode(), mode=0o600, sync=False)
 
     def resumed(self) -> bool:
-        """Returns whether a person has taken back this very notice."""
+        """Returns whether a person has withdrawn exactly this notice."""
         return self._has_word(self._id)
 
     def _has_word(self, number: int) -> bool:

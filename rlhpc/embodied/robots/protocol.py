@@ -39,7 +39,7 @@ _LOOK_S = 0.1
 
 
 class LineLost(ConnectionError):
-    """The other side is gone; the message says how that was detected."""
+    """Error of a lost connection; the message says how the loss was detected."""
 
 
 class Message(NamedTuple):
@@ -51,13 +51,13 @@ class Message(NamedTuple):
 
 def packed(words: Mapping[str, Any], arrays: Mapping[str, np.ndarray], max_text_bytes: int = _MAX_WORDS) -> list[bytes]:
     """Serializes a message, without its HMAC."""
-    plain = {name: np.ascontiguousarray(value) for name, value in arrays.items()}
-    described = {name: [value.dtype.name, list(value.shape)] for name, value in plain.items()}
-    body = b"".join(value.tobytes() for value in plain.values())
-    text = json.dumps({"words": dict(words), "arrays": described}).encode()
-    if len(text) > max_text_bytes or len(body) > _MAX_BYTES:
-        raise ValueError(f"a message of {len(text)} and {len(body)} bytes is too long")
-    return [_HEAD.pack(len(text), len(body)), text, body]
+    contiguous_arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    array_headers = {name: [array.dtype.name, list(array.shape)] for name, array in contiguous_arrays.items()}
+    body = b"".join(array.tobytes() for array in contiguous_arrays.values())
+    header = json.dumps({"words": dict(words), "arrays": array_headers}).encode()
+    if len(header) > max_text_bytes or len(body) > _MAX_BYTES:
+        raise ValueError(f"a message of {len(header)} and {len(body)} bytes is too long")
+    return [_HEAD.pack(len(header), len(body)), header, body]
 
 
 def unpacked(text: bytes, body: bytes) -> Message:
@@ -73,23 +73,23 @@ def unpacked(text: bytes, body: bytes) -> Message:
         or not isinstance(content.get("arrays"), dict)
     ):
         raise ValueError("no message")
-    arrays, at = {}, 0
-    for name, described in content["arrays"].items():
-        kind, shape = described
-        if kind not in _KINDS or not all(isinstance(size, int) and size >= 0 for size in shape):
-            raise ValueError(f"no array of {kind!r}{shape!r}")
+    arrays, offset = {}, 0
+    for name, array_header in content["arrays"].items():
+        dtype_name, shape = array_header
+        if dtype_name not in _KINDS or not all(isinstance(size, int) and size >= 0 for size in shape):
+            raise ValueError(f"no array of {dtype_name!r}{shape!r}")
         count = math.prod(shape)
-        if at + count * _KINDS[kind].itemsize > len(body):
+        if offset + count * _KINDS[dtype_name].itemsize > len(body):
             raise ValueError("an array is longer than its message")
-        arrays[name] = np.frombuffer(body, _KINDS[kind], count, at).reshape(shape).copy()
-        at += arrays[name].nbytes
+        arrays[name] = np.frombuffer(body, _KINDS[dtype_name], count, offset).reshape(shape).copy()
+        offset += arrays[name].nbytes
     return Message(content["words"], arrays)
 
 
 def take(obs: Any, name: str) -> dict[str, np.ndarray]:
     """Returns an observation as named arrays; inverse of `give`."""
     if isinstance(obs, Mapping):
-        return {f"{name}.{key}": np.asarray(part) for key, part in obs.items()}
+        return {f"{name}.{key}": np.asarray(array) for key, array in obs.items()}
     return {name: np.asarray(obs)}
 
 
@@ -97,7 +97,7 @@ def give(arrays: Mapping[str, np.ndarray], name: str) -> Any:
     """Returns the observation that `take` turned into arrays."""
     if name in arrays:
         return arrays[name]
-    return {key[len(name) + 1 :]: part for key, part in arrays.items() if key.startswith(f"{name}.")}
+    return {key[len(name) + 1 :]: array for key, array in arrays.items() if key.startswith(f"{name}.")}
 
 
 def greet(sock: socket.socket, words: Mapping[str, Any]) -> None:
@@ -122,19 +122,19 @@ def hear_greeting(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
 
 
 def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < size:
+    content = b""
+    while len(content) < size:
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         try:
-            part = sock.recv(size - len(data))
+            chunk = sock.recv(size - len(content))
         except TimeoutError:
             raise LineLost("it did not answer in time") from None
         except OSError as error:
             raise LineLost(str(error.strerror or error)) from None
-        if not part:
+        if not chunk:
             raise LineLost("it closed the connection")
-        data += part
-    return data
+        content += chunk
+    return content
 
 
 class RobotConnection:
@@ -170,11 +170,11 @@ class RobotConnection:
         Raises:
             LineLost: The other side is gone.
         """
-        parts = packed(words, arrays or {})
+        buffers = packed(words, arrays or {})
         with self._sending:
             if not self.loss_reason:
                 try:
-                    self._sock.sendall(b"".join([*parts, self._mac(0, parts)]))
+                    self._sock.sendall(b"".join([*buffers, self._mac(0, buffers)]))
                 except OSError as error:
                     self._lose("it takes no message" if isinstance(error, BlockingIOError) else str(error.strerror))
         if self.loss_reason:
@@ -215,18 +215,18 @@ class RobotConnection:
         return hmac.digest(self._key, b"".join([head, *parts]), "sha256")
 
     def _listen(self) -> None:
-        poll, buffer, last_received, last_sign = select.poll(), bytearray(), time.monotonic(), 0.0
-        poll.register(self._sock, select.POLLIN)
+        poller, buffer, last_received, last_sign = select.poll(), bytearray(), time.monotonic(), 0.0
+        poller.register(self._sock, select.POLLIN)
         try:
             while not self.loss_reason:
                 if time.monotonic() - last_sign > SIGN_S:
                     last_sign = time.monotonic()
                     self.say({"sign": last_sign})
-                if poll.poll(_LOOK_S * 1000):
-                    data = self._sock.recv(1 << 18)
-                    if not data:
+                if poller.poll(_LOOK_S * 1000):
+                    received = self._sock.recv(1 << 18)
+                    if not received:
                         raise LineLost("its connection ended")
-                    buffer += data
+                    buffer += received
                     last_received = time.monotonic()
                     while (message := self._next(buffer)) is not None:
                         self._hear(message)
@@ -246,18 +246,18 @@ class RobotConnection:
     def _next(self, buffer: bytearray) -> Message | None:
         if len(buffer) < _HEAD.size:
             return None
-        words, body = _HEAD.unpack_from(buffer)
-        if words > _MAX_WORDS or body > _MAX_BYTES:
+        header_bytes, body_bytes = _HEAD.unpack_from(buffer)
+        if header_bytes > _MAX_WORDS or body_bytes > _MAX_BYTES:
             raise LineLost("a message is too long")
-        length = _HEAD.size + words + body + _MAC
+        length = _HEAD.size + header_bytes + body_bytes + _MAC
         if len(buffer) < length:
             return None
-        data = bytes(buffer[:length])
+        frame = bytes(buffer[:length])
         del buffer[:length]
-        cut = _HEAD.size + words
-        if not hmac.compare_digest(data[-_MAC:], self._mac(1, [data[:-_MAC]])):
+        body_start = _HEAD.size + header_bytes
+        if not hmac.compare_digest(frame[-_MAC:], self._mac(1, [frame[:-_MAC]])):
             raise LineLost("a message is not the other side's")
-        return unpacked(data[_HEAD.size : cut], data[cut:-_MAC])
+        return unpacked(frame[_HEAD.size : body_start], frame[body_start:-_MAC])
 
 
 _KEY = "env.train.kwargs"
@@ -308,10 +308,10 @@ def action_space_of(description: Any) -> spaces.Box:
 
 def describe_spaces(observation: Any, action: Any) -> dict[str, Any]:
     """Returns a description of a robot's spaces that JSON can represent."""
-    parts = observation.spaces if isinstance(observation, spaces.Dict) else {"": observation}
+    subspaces = observation.spaces if isinstance(observation, spaces.Dict) else {"": observation}
     observes = {
-        name: ["pictures" if part.dtype == np.uint8 else "numbers", list(part.shape or ())]
-        for name, part in parts.items()
+        name: ["pictures" if subspace.dtype == np.uint8 else "numbers", list(subspace.shape or ())]
+        for name, subspace in subspaces.items()
     }
     bounds = {name: np.asarray(getattr(action, name), float).reshape(-1).tolist() for name in ("low", "high")}
     return {"observes": observes, "acts": bounds}

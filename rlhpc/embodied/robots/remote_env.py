@@ -112,8 +112,8 @@ class DistantRobotVectorEnv(OneRobotEnv):
         if self._interface is not None:
             return address_of(str(self._interface))
         run = installed()
-        far = str(run.service.endpoint["tcp"]) if run is not None else ""
-        return far.removeprefix("tcp://").rpartition(":")[0].strip("[]") or "127.0.0.1"
+        endpoint = str(run.service.endpoint["tcp"]) if run is not None else ""
+        return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]") or "127.0.0.1"
 
     def _misfit(self, about: Any) -> str:
         """Returns why a robot cannot be this one; empty if it can."""
@@ -126,22 +126,22 @@ class DistantRobotVectorEnv(OneRobotEnv):
         )
 
     def _until_there(self, deadline: float) -> tuple[RobotConnection, bool]:
-        meeting, place = self._open_meeting(), self._open_meeting().place
-        if (arrival := meeting.wait(0.0, check_run)) is None:
+        meeting, meeting_point = self._open_meeting(), self._open_meeting().place
+        if (connection := meeting.wait(0.0, check_run)) is None:
             log.warning(
-                "%s waits for %s, at %s port %d of %s: rlhpc robot invite makes a key for it", place.run, self._name,
-                place.address, place.port, place.node,
+                "%s waits for %s, at %s port %d of %s: rlhpc robot invite makes a key for it", meeting_point.run, self._name,
+                meeting_point.address, meeting_point.port, meeting_point.node,
             )  # fmt: skip
-            arrival = meeting.wait(max(0.0, deadline - time.monotonic()), check_run)
-        if arrival is None:
-            since = (
+            connection = meeting.wait(max(0.0, deadline - time.monotonic()), check_run)
+        if connection is None:
+            problem = (
                 f"it was lost ({self._lost_reason}) and has not come back" if self._lost_reason else "it has not come"
             )
             raise DeadlineExceeded(
-                f"waited {self._wait_s:g} s (kwargs.wait_s) for the robot {self._name} of slot {self._slot}: {since}; "
-                f"rlhpc robot invite {place.run} --output FILE makes its key, rlhpc robot serve FILE brings it"
+                f"waited {self._wait_s:g} s (kwargs.wait_s) for the robot {self._name} of slot {self._slot}: {problem}; "
+                f"rlhpc robot invite {meeting_point.run} --output FILE makes its key, rlhpc robot serve FILE brings it"
             )
-        return arrival
+        return connection
 
     # -- episodes -------------------------------------------------------------------------------------------------
 
@@ -154,19 +154,19 @@ class DistantRobotVectorEnv(OneRobotEnv):
     def _begin(self, seed: int | None) -> Any:
         deadline = time.monotonic() + self._wait_s
         while True:
-            line, fresh = self._until_there(deadline)
-            self._trips = 0 if line is not self._line else self._trips
-            self._line = line
+            connection, is_fresh = self._until_there(deadline)
+            self._trips = 0 if connection is not self._line else self._trips
+            self._line = connection
             try:
-                self._owes_begin |= fresh
+                self._owes_begin |= is_fresh
                 if self._owes_begin:
                     # with the same seed, another process would play the same episodes again
-                    words = [self._seed, self._num_begins] if self._num_begins else [self._seed]
+                    entropy = [self._seed, self._num_begins] if self._num_begins else [self._seed]
                     self._num_begins += 1
                     begin_seed = (
-                        int(np.random.SeedSequence(words).generate_state(1)[0]) if len(words) > 1 else self._seed
+                        int(np.random.SeedSequence(entropy).generate_state(1)[0]) if len(entropy) > 1 else self._seed
                     )
-                    line.say({"begin": self._settings, "seed": begin_seed})
+                    connection.say({"begin": self._settings, "seed": begin_seed})
                 answer = self._request({"do": "reset", "seed": seed}, {}, deadline)
                 self._owes_begin, self._obs = False, self._observation_from(answer, "obs")
                 return self._obs
@@ -192,25 +192,25 @@ class DistantRobotVectorEnv(OneRobotEnv):
             return self._stepped(answer)
         except LineLost as error:
             self._lose(error)
-        final, obs = self._obs, self._begin(None)
+        final_obs, obs = self._obs, self._begin(None)
         mask = np.array([False])
         episode = {"return": np.zeros(1), "length": np.zeros(1, np.int64), "mask": mask}
-        infos = {"final_obs": final, "episode": episode, "lost": np.array([True])}
+        infos = {"final_obs": final_obs, "episode": episode, "lost": np.array([True])}
         return obs, np.zeros(1, np.float32), np.array([False]), np.array([True]), infos
 
     def _stepped(self, answer: Message) -> Step:
-        words, arrays = answer
+        fields, arrays = answer
         self.timing.add({name: np.asarray(arrays[name], float).reshape(-1) for name in TIMED})
         self._obs = self._observation_from(answer, "obs")
-        rewards = np.array([words["reward"]], np.float32)
-        terminations, truncations = np.array([words["ended"] is True]), np.array([words["cut"] is True])
+        rewards = np.array([fields["reward"]], np.float32)
+        terminations, truncations = np.array([fields["ended"] is True]), np.array([fields["cut"] is True])
         infos: dict[str, Any] = {}
         if terminations[0] or truncations[0]:
-            statistics = words["episode"]
+            statistics = fields["episode"]
             episode = {name: np.array([float(statistics[name])]) for name in _EPISODE if name in statistics}
             infos = {"final_obs": self._observation_from(answer, "final_obs"), "episode": episode}
-            infos["episode"]["mask"] = np.array([words["lost"] is not True])
-            infos |= {"lost": np.array([True])} if words["lost"] is True else {}
+            infos["episode"]["mask"] = np.array([fields["lost"] is not True])
+            infos |= {"lost": np.array([True])} if fields["lost"] is True else {}
         return self._obs, rewards, terminations, truncations, infos
 
     def _request(self, words: dict[str, Any], arrays: dict[str, np.ndarray], deadline: float) -> Message:
@@ -219,15 +219,15 @@ class DistantRobotVectorEnv(OneRobotEnv):
         Raises:
             LineLost: The robot is gone, or does not finish.
         """
-        line = self._line
-        assert line is not None
+        connection = self._line
+        assert connection is not None
         self._num_requests += 1
-        line.say({**words, "number": self._num_requests}, arrays)
+        connection.say({**words, "number": self._num_requests}, arrays)
         while True:
-            answer = line.hear(_LOOK_S)
-            trips = line.trips_s[self._trips :]
-            self._trips += len(trips)
-            self.timing.record_round_trips(trips)
+            answer = connection.hear(_LOOK_S)
+            round_trips_s = connection.trips_s[self._trips :]
+            self._trips += len(round_trips_s)
+            self.timing.record_round_trips(round_trips_s)
             if answer is not None and answer.words.get("number") == self._num_requests:
                 if "waits" in answer.words:  # for a person, without a deadline
                     deadline = time.monotonic() + self._wait_s
@@ -260,14 +260,14 @@ class DistantRobotVectorEnv(OneRobotEnv):
 
     def _observation_from(self, answer: Message, name: str) -> Any:
         obs, space = give(answer.arrays, name), self.observation_space
-        parts = space.spaces if hasattr(space, "spaces") else {"": space}
+        subspaces = space.spaces if hasattr(space, "spaces") else {"": space}
         obs_parts = obs if isinstance(obs, dict) else {"": obs}
-        for key, part in parts.items():
-            if key not in obs_parts or obs_parts[key].shape != part.shape:
+        for key, subspace in subspaces.items():
+            if key not in obs_parts or obs_parts[key].shape != subspace.shape:
                 raise LineLost(
-                    f"it showed { ({key: each.shape for key, each in obs_parts.items()})!r}, which is not what it said"
+                    f"it showed { ({key: array.shape for key, array in obs_parts.items()})!r}, which is not what it said"
                 )
-        rows = {key: obs_parts[key].astype(part.dtype)[None] for key, part in parts.items()}
+        rows = {key: obs_parts[key].astype(subspace.dtype)[None] for key, subspace in subspaces.items()}
         return rows if isinstance(obs, dict) else rows[""]
 
     def close(self) -> None:

@@ -45,8 +45,8 @@ class OneRobotEnv(VectorEnv):
             return self.step(actions[:, 0])
         rewards, executed = np.zeros((1, length), np.float32), np.zeros((1, length), bool)
         for i in range(length):
-            obs, reward, terminations, truncations, infos = self.step(actions[:, i])
-            rewards[:, i], executed[:, i] = reward, "lost" not in infos
+            obs, step_rewards, terminations, truncations, infos = self.step(actions[:, i])
+            rewards[:, i], executed[:, i] = step_rewards, "lost" not in infos
             if not executed[0, i] or terminations[0] or truncations[0]:
                 break
         infos["chunk"] = {"rewards": rewards, "mask": executed}
@@ -103,13 +103,13 @@ class RobotVectorEnv(OneRobotEnv):
     def _begin(self) -> Any:
         """Begins an episode, once the robot may move; returns its first observation."""
         (seed,) = self.episodes.begin(np.array([0]))
-        for stops in range(1 << 62):
+        for num_stops in range(1 << 62):
             self._core.wait_for_person(self.on_wait)
             try:
                 observation = self._core.begin(seed)
                 break
             except RobotStopped:
-                if stops + 1 >= _STOPS and self._core.limits.resume == "auto":
+                if num_stops + 1 >= _STOPS and self._core.limits.resume == "auto":
                     raise
         self._tick = time.monotonic()
         return _row(observation.obs)
@@ -160,16 +160,16 @@ class RobotVectorEnv(OneRobotEnv):
 
     def _move(self, actions: np.ndarray) -> Verdict:
         """Sends the command and waits for the end of the step; returns its reward."""
-        before = self._core.observation
+        previous_observation = self._core.observation
         ends_at = self._tick + self._period
         within_s = max(ends_at - time.monotonic(), 0.0) + self._period if self._stops_late else None
         sent_at = self._core.command(actions[0], within_s)
         self._tick = max(ends_at, sent_at)
-        assert before is not None
-        self.timing.record_command(sent_at - before.taken_at, is_late=sent_at > ends_at)
+        assert previous_observation is not None
+        self.timing.record_command(sent_at - previous_observation.taken_at, is_late=sent_at > ends_at)
         if (pause_s := self._tick - time.monotonic()) > 0:
             time.sleep(pause_s)
-        self.timing.record_step(dropped=self._core.observe().taken_at == before.taken_at)
+        self.timing.record_step(dropped=self._core.observe().taken_at == previous_observation.taken_at)
         return self._core.judge()
 
     def _newest(self) -> Any:
@@ -193,8 +193,8 @@ class Pace(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the values by their keys in `kwargs`, as a remote robot gets them."""
-        values = self._asdict()
-        return {"late": values.pop("late_action"), **values}
+        fields = self._asdict()
+        return {"late": fields.pop("late_action"), **fields}
 
     @property
     def limits(self) -> CommandLimits:
@@ -212,9 +212,9 @@ class Pace(NamedTuple):
             raise ConfigError(
                 f"a robot is one slot: set env.train.num_envs, env.eval.num_envs to 1 (a rank has {num_envs})"
             )
-        hz = above_0("hz", kwargs.pop("hz", 10.0))
+        rate_hz = above_0("hz", kwargs.pop("hz", 10.0))
         stale_s = above_0("stale_s", kwargs.pop("stale_s", 0.5))
-        change = kwargs.pop("max_change", None)
+        max_change = kwargs.pop("max_change", None)
         if (late_action := kwargs.pop("late", "keep")) not in ("keep", "stop"):
             raise ConfigError(
                 f"env.train.kwargs.late is {late_action!r}; a robot may keep to its last command, or stop"
@@ -223,7 +223,9 @@ class Pace(NamedTuple):
             raise ConfigError(
                 f"env.train.kwargs.resume is {resume!r}; after a stop for safety a robot waits for a person, or goes on (auto)"
             )
-        return cls(hz, stale_s, None if change is None else above_0("max_change", change), late_action, resume)
+        return cls(
+            rate_hz, stale_s, None if max_change is None else above_0("max_change", max_change), late_action, resume
+        )
 
 
 def above_0(name: str, value: Any) -> float:
@@ -238,4 +240,4 @@ def above_0(name: str, value: Any) -> float:
 
 
 def _row(obs: Any) -> Any:
-    return {key: part[None] for key, part in obs.items()} if isinstance(obs, dict) else np.asarray(obs)[None]
+    return {key: array[None] for key, array in obs.items()} if isinstance(obs, dict) else np.asarray(obs)[None]

@@ -107,8 +107,7 @@ class SafetyCore:
     def begin(self, seed: int) -> Observation:
         """Stops the robot and resets it; returns its first observation.
 
-        Raises:
-            RobotStopped: It is stopped, or was so meanwhile.
+        Raises: RobotStopped: The robot is stopped, or was stopped during the reset.
         """
         with self._calls:
             self._states.require()
@@ -149,12 +148,12 @@ class SafetyCore:
                 self._states.require()
             while True:
                 self._states.require(State.HELD, State.MOVING)
-                before = self.state
-                limited = self._limited(action, before)
+                previous_state = self.state
+                limited_action = self._limited(action, previous_state)
                 now = self._require_fresh()
-                until = now + min(self.limits.stale_s, np.inf if within_s is None else within_s)
-                if self._move("act", limited, before, State.MOVING, until):
-                    self._last = limited.astype(np.float64)
+                deadline = now + min(self.limits.stale_s, np.inf if within_s is None else within_s)
+                if self._move("act", limited_action, previous_state, State.MOVING, deadline):
+                    self._last = limited_action.astype(np.float64)
                     return now
 
     def judge(self) -> Verdict:
@@ -182,14 +181,14 @@ class SafetyCore:
 
     def _limited(self, action: np.ndarray, state: State) -> np.ndarray:
         """Returns the command nearest to `action` that is within the limits."""
-        change, here = self.limits.max_change, None
-        if change is not None and self.__driver.control_mode == "absolute":
-            here = self._position()
-        elif change is not None:
-            here = self._last if state is State.MOVING else np.zeros(self.action_space.shape)
-        command = nearest_command(action, self.action_space, here, change)
+        max_change, origin = self.limits.max_change, None
+        if max_change is not None and self.__driver.control_mode == "absolute":
+            origin = self._position()
+        elif max_change is not None:
+            origin = self._last if state is State.MOVING else np.zeros(self.action_space.shape)
+        command = nearest_command(action, self.action_space, origin, max_change)
         if command is None:
-            self.stop(f"it is outside of the bounds of its commands by more than max_change ({change:g}): {here}")
+            self.stop(f"it is outside of the bounds of its commands by more than max_change ({max_change:g}): {origin}")
             self._states.require()
         assert command is not None
         return command
@@ -251,20 +250,21 @@ class SafetyCore:
         return True
 
     def _heed_process(self, *, moving: bool) -> None:
-        """Tells the watchdog process, if there is one, that this one lives; stops if that one has."""
+        """Sends the watchdog process a heartbeat, if there is one; stops the robot if the watchdog process has stopped
+        it."""
         if self._process is not None:
             self._process.beat(moving=moving, silence_s=self.limits.stale_s)
             if self._process.fired():
                 self.stop("the watchdog process has stopped it: this process was blocked, or that one ended")
 
     def _stop_driver(self) -> None:
-        """Calls the driver's `stop`: behind a movement that just begins, but never waiting long for it."""
-        call, wait_s = self._call_under_way, _SENDING_S
-        if call is None:
+        """Calls the driver's `stop`, after a short wait for a movement that is just beginning."""
+        pending_call, wait_s = self._call_under_way, _SENDING_S
+        if pending_call is None:
             wait_s = _BEGINNING_S  # one that has not begun must not begin after the stop
-        elif call[0] == "act":
-            wait_s = max(wait_s, call[1] + call[2] - time.monotonic())
-        sent = self._sending.acquire(timeout=wait_s)
+        elif pending_call[0] == "act":
+            wait_s = max(wait_s, pending_call[1] + pending_call[2] - time.monotonic())
+        has_lock = self._sending.acquire(timeout=wait_s)
         try:
             self.__driver.stop()
             self._unconfirmed = False
@@ -275,36 +275,37 @@ class SafetyCore:
             if self.state is not State.STOPPED:
                 self.stop(f"stop raised {type(error).__name__}: {error}")
         finally:
-            if sent:
+            if has_lock:
                 self._sending.release()
 
     # -- states ---------------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Holds still until the next command; its episode goes on."""
+        """Makes the robot hold still until the next command; its episode continues."""
         self._states.hold()
         if self.state is not State.CLOSED:
             self._stop_driver()
 
     def end(self) -> None:
-        """Ends the episode: it holds still, and takes no command before a reset."""
+        """Ends the episode: the robot holds still and accepts no command before a reset."""
         self._states.end()
         if self.state is not State.CLOSED:
             self._stop_driver()
 
     def stop(self, reason: str) -> None:
-        """Stops it for safety: nothing moves it until a person has said so. Works from any thread, also again."""
-        first = self._states.stop(reason)
+        """Stops the robot for safety: nothing moves it until a person allows it. Any thread may call this,
+        repeatedly."""
+        is_new = self._states.stop(reason)
         if self.state is State.CLOSED:
             return
         self._stop_driver()
-        if first:
+        if is_new:
             self.timing.record_stop()
             log.warning("%s was stopped: %s", self.name, reason)
             self._post_notice()
 
     def _post_notice(self) -> None:
-        """Leaves a notice for later processes that this one has the robot, and why it is stopped if it is."""
+        """Leaves a notice for later processes: this process has the robot, and the reason if it is stopped."""
         if self._notice is not None:
             self._notice.post(lambda: self._states.reason if self.limits.resume == "person" else "")
 
@@ -312,12 +313,12 @@ class SafetyCore:
         """Waits until a stopped robot may move again, without a deadline; returns at once if it is not stopped.
 
         Args:
-            check: Hears again and again why it is stopped; cancels the wait by raising.
+            check: Called repeatedly with the reason of the stop; cancels the wait by raising.
 
         Raises:
             RobotStopped: It was closed.
         """
-        reminded = -np.inf
+        last_reminder = -np.inf
         while self.state is State.STOPPED:
             if not self._unconfirmed and (self.limits.resume == "auto" or self._person_is_ready()):
                 if self._notice is not None:
@@ -326,10 +327,12 @@ class SafetyCore:
                 log.info("%s may move again", self.name)
                 return
             reason = self._states.reason
-            if time.monotonic() - reminded > _REMIND_S:
-                reminded = time.monotonic()
-                how = f"rlhpc robot resume {self.name}" if self._notice is not None else "its ready() says so"
-                log.warning("%s is stopped (%s) and waits for a person who looks at it: %s", self.name, reason, how)
+            if time.monotonic() - last_reminder > _REMIND_S:
+                last_reminder = time.monotonic()
+                resume_hint = f"rlhpc robot resume {self.name}" if self._notice is not None else "its ready() says so"
+                log.warning(
+                    "%s is stopped (%s) and waits for a person who looks at it: %s", self.name, reason, resume_hint
+                )
             check(reason)
             self._closed.wait(_WORD_S)
         self._states.require()
@@ -344,21 +347,22 @@ class SafetyCore:
             return False
 
     def close(self) -> None:
-        """Stops the robot and lets go of it; waits at most a few seconds for its driver, also if another thread closes it."""
+        """Stops and releases the robot; waits at most a few seconds for its driver, also if another thread closes
+        it."""
         self.end()
-        before = self._states.close()
-        if before is State.CLOSED:
+        previous_state = self._states.close()
+        if previous_state is State.CLOSED:
             self._let_go.wait(_CLOSE_S)
             return
         self._closed.set()
         if self._process is not None:
             self._process.close()
-        stays_stopped = self._unconfirmed or (before is State.STOPPED and self.limits.resume == "person")
+        stays_stopped = self._unconfirmed or (previous_state is State.STOPPED and self.limits.resume == "person")
         if self._notice is not None and not stays_stopped:
             self._notice.take_down()
-        closing = threading.Thread(target=self.__driver.close, name="robot-close", daemon=True)
-        closing.start()
-        closing.join(_CLOSE_S)
+        close_thread = threading.Thread(target=self.__driver.close, name="robot-close", daemon=True)
+        close_thread.start()
+        close_thread.join(_CLOSE_S)
         self._let_go.set()
 
     # -- watchdog -------------------------------------------------------------------------------------------------
@@ -371,11 +375,11 @@ class SafetyCore:
                 log.exception("%s: the watchdog goes on", self.name)
 
     def _look_after(self) -> None:
-        """Holds a robot whose last command is over, and stops one whose driver hangs."""
-        now, call = time.monotonic(), self._call_under_way
+        """Makes the robot hold still once its last command is over, and stops it if its driver hangs."""
+        now, pending_call = time.monotonic(), self._call_under_way
         self._heed_process(moving=self.state in (State.RESETTING, State.MOVING))
-        if call is not None and self.state in LIVE and now - call[1] > call[2]:
-            self.stop(f"its driver hangs: {call[0]} has not returned for {now - call[1]:.2f} s")
+        if pending_call is not None and self.state in LIVE and now - pending_call[1] > pending_call[2]:
+            self.stop(f"its driver hangs: {pending_call[0]} has not returned for {now - pending_call[1]:.2f} s")
         elif self._states.is_over(now):
             self.timing.record_hold()
             self.hold()

@@ -77,17 +77,17 @@ class Way:
             return self._tunnel(Path(folder) / "run")
 
     def _tunnel(self, end: Path) -> socket.socket:
-        to = f"{self._to[0]}:{self._to[1]}"
+        target = f"{self._to[0]}:{self._to[1]}"
         # With a session, even an idle one, ssh and sshd send data at once; without one (-W, -N) the end of a message may
         # wait 40 ms for an acknowledgement of its beginning. The session ends with this process, and ssh with the session.
-        options = ("-T", "-o", "ExitOnForwardFailure=yes", "-o", "ControlPath=none", "-L", f"{end}:{to}")
+        options = ("-T", "-o", "ExitOnForwardFailure=yes", "-o", "ControlPath=none", "-L", f"{end}:{target}")
         self._child = start_bound_to_parent(
             ["ssh", *options, *self._ssh, "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
         )
         deadline = time.monotonic() + _LOGIN_S
         while not end.exists():
-            if (code := self._child.poll()) is not None:
-                raise ConnectionError(f"ssh ended with {code}; what it said is above")
+            if (exit_code := self._child.poll()) is not None:
+                raise ConnectionError(f"ssh ended with {exit_code}; what it said is above")
             if time.monotonic() > deadline:
                 raise ConnectionError(f"ssh has not logged in in {_LOGIN_S:g} s")
             time.sleep(0.02)
@@ -141,13 +141,13 @@ class Served:
             RlhpcError: The run is gone, or cannot be reached.
         """
         spaces = describe_spaces(self._core.observation_space, self._core.action_space)
-        about = json.dumps({**spaces, "no_max_change": self._core.why_no_max_change()})
+        description = json.dumps({**spaces, "no_max_change": self._core.why_no_max_change()})
         name, secret, has_joined = key.id, key.secret, False
         deadline, reason, pause = time.monotonic() + patience_s, "", _AGAIN_S[0]
         try:
             while True:
-                line, session, reason = self._join(way, name, secret, about)
-                if line is None:
+                connection, session, reason = self._join(way, name, secret, description)
+                if connection is None:
                     if time.monotonic() > deadline:
                         state = "has not come back" if has_joined else "could not be reached"
                         raise RlhpcError(
@@ -161,7 +161,7 @@ class Served:
                     name, secret, has_joined = *session, True
                     self._tell(f"{key.place.robot} has joined {key.place.run} ({way})")
                 try:
-                    if self._serve_requests(line):
+                    if self._serve_requests(connection):
                         self._tell(f"{key.place.run} has let {key.place.robot} go after {self.steps} steps")
                         return
                 except LineLost as error:
@@ -170,7 +170,7 @@ class Served:
                         f"the line to {key.place.run} is lost ({error}): the robot is stopped, and tries to come back"
                     )
                 finally:
-                    line.close()
+                    connection.close()
                 deadline, pause = time.monotonic() + patience_s, _AGAIN_S[0]
         finally:
             self._core.close()
@@ -203,25 +203,25 @@ class Served:
             message = line.hear(_LOOK_S)
             if message is None:
                 continue
-            words = message.words
-            if "begin" in words:
-                self._begin(words["begin"], int(words["seed"]))
-            elif words["do"] == "leave":
-                return self._leave(line, words["number"])
+            fields = message.words
+            if "begin" in fields:
+                self._begin(fields["begin"], int(fields["seed"]))
+            elif fields["do"] == "leave":
+                return self._leave(line, fields["number"])
             else:
                 try:
                     self._do(line, message)
                 except LineLost:
                     raise
-                except _LetGo as let_go:
-                    return self._leave(line, let_go.args[0])
+                except _LetGo as release:
+                    return self._leave(line, release.args[0])
                 except Exception as error:
                     self._core.end()
                     error_text = f"{type(error).__name__}: {error}"[:500]
                     with contextlib.suppress(LineLost):
-                        line.say({"number": words["number"], "broken": error_text})
+                        line.say({"number": fields["number"], "broken": error_text})
                     raise RlhpcError(
-                        f"the robot's own code failed in {words['do']}, and it is stopped: {error_text}"
+                        f"the robot's own code failed in {fields['do']}, and it is stopped: {error_text}"
                     ) from error
 
     def _leave(self, line: RobotConnection, number: int) -> bool:
@@ -232,12 +232,12 @@ class Served:
 
     def _remind(self, line: RobotConnection, number: int) -> Callable[[str], None]:
         """Returns a function that tells the run that the robot waits for a person, and ends the wait when the run is gone."""
-        reminded = 0.0
+        last_reminder = 0.0
 
         def remind(reason: str) -> None:
-            nonlocal reminded
-            if time.monotonic() - reminded > _REMIND_S:
-                reminded = time.monotonic()
+            nonlocal last_reminder
+            if time.monotonic() - last_reminder > _REMIND_S:
+                last_reminder = time.monotonic()
                 line.say({"number": number, "waits": reason[:500]})
             message = line.hear(0.0)
             if message is not None and message.words.get("do") == "leave":
@@ -246,33 +246,35 @@ class Served:
         return remind
 
     def _begin(self, settings: Mapping[str, Any], seed: int) -> None:
-        pace: dict[str, Any] = {"late": settings["late"], "resume": self._core.limits.resume}
+        robot_kwargs: dict[str, Any] = {"late": settings["late"], "resume": self._core.limits.resume}
         for name in BOUNDS:
-            bounds = [value for value in (settings[name], self._bounds.get(name)) if value is not None]
-            pace[name] = float(min(bounds)) if bounds else None
+            bounds = [bound for bound in (settings[name], self._bounds.get(name)) if bound is not None]
+            robot_kwargs[name] = float(min(bounds)) if bounds else None
         run_settings = {name: settings[name] for name in SETTINGS}
         limit = int(settings["max_episode_steps"]) or None
-        section = EnvSideConfig(env_type="robot", max_episode_steps=limit, kwargs=pace, **run_settings)
+        section = EnvSideConfig(env_type="robot", max_episode_steps=limit, kwargs=robot_kwargs, **run_settings)
         self._core.end()
-        self._core.set_limits(CommandLimits(pace["stale_s"], pace["max_change"], self._core.limits.resume))
+        self._core.set_limits(
+            CommandLimits(robot_kwargs["stale_s"], robot_kwargs["max_change"], self._core.limits.resume)
+        )
         self._env = RobotVectorEnv(section, 1, int(settings["slot"]), seed, self._core)
 
     def _do(self, line: RobotConnection, message: Message) -> None:
-        words, env = message.words, self._env
+        fields, env = message.words, self._env
         if env is None:
             raise LineLost("the run did not say how the robot is moved")
-        env.on_wait = self._remind(line, words["number"])
-        if words["do"] in ("reset", "refresh"):
-            if words["do"] == "refresh":
+        env.on_wait = self._remind(line, fields["number"])
+        if fields["do"] in ("reset", "refresh"):
+            if fields["do"] == "refresh":
                 obs = env.refresh()
             else:
-                obs, _ = env.reset(None if words["seed"] is None else int(words["seed"]))
-            line.say({"number": words["number"]}, take(_first(obs), "obs"))
+                obs, _ = env.reset(None if fields["seed"] is None else int(fields["seed"]))
+            line.say({"number": fields["number"]}, take(_first(obs), "obs"))
             return
         obs, rewards, terminations, truncations, infos = env.step(give(message.arrays, "action")[None])
         self.steps += 1
         answer: dict[str, Any] = {
-            "number": words["number"],
+            "number": fields["number"],
             "reward": float(rewards[0]),
             "ended": bool(terminations[0]),
             "cut": bool(truncations[0]),
@@ -280,11 +282,13 @@ class Served:
         }
         arrays = take(_first(obs), "obs") | env.timing.news()
         if "episode" in infos:
-            answer["episode"] = {name: float(value[0]) for name, value in infos["episode"].items() if name != "mask"}
+            answer["episode"] = {
+                name: float(statistic[0]) for name, statistic in infos["episode"].items() if name != "mask"
+            }
             arrays |= take(_first(infos["final_obs"]), "final_obs")
         line.say(answer, arrays)
 
 
 def _first(obs: Any) -> Any:
     """Returns the observation of the one slot."""
-    return {key: part[0] for key, part in obs.items()} if isinstance(obs, dict) else np.asarray(obs)[0]
+    return {key: array[0] for key, array in obs.items()} if isinstance(obs, dict) else np.asarray(obs)[0]

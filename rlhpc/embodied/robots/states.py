@@ -24,7 +24,7 @@ LIVE = (State.RESETTING, State.HELD, State.MOVING)
 
 
 class StateMachine:
-    """State of one robot, which any thread may change. `STOPPED` leads to `IDLE` by a person's word alone.
+    """State of one robot, which any thread may change. Only a person can lead from `STOPPED` to `IDLE`.
 
     Args:
         name: Name of the robot.
@@ -90,7 +90,7 @@ class StateMachine:
                 self.current = State.IDLE
 
     def stop(self, reason: str) -> bool:
-        """Enters `STOPPED`; returns whether this is the first reason to."""
+        """Enters `STOPPED`; returns False if the robot was stopped before."""
         with self._lock:
             if self.current in (State.STOPPED, State.CLOSED):
                 return False
@@ -98,7 +98,7 @@ class StateMachine:
             return True
 
     def resume(self) -> None:
-        """Leaves `STOPPED` for `IDLE`: a person has said so."""
+        """Leaves `STOPPED` for `IDLE`, because a person allows it."""
         with self._lock:
             if self.current is State.STOPPED:
                 self.current, self.reason = State.IDLE, ""
@@ -106,8 +106,8 @@ class StateMachine:
     def close(self) -> State:
         """Enters `CLOSED`; returns the state before."""
         with self._lock:
-            before, self.current, self._until = self.current, State.CLOSED, None
-            return before
+            previous_state, self.current, self._until = self.current, State.CLOSED, None
+            return previous_state
 
     def is_over(self, now: float) -> bool:
         """Returns whether the command that is carried out is over."""

@@ -38,22 +38,22 @@ class WatchdogProcess:
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:
-        self._sock, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock, child_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
-            run_module("rlhpc.embodied.robots.watchdog", str(other.fileno())),
-            pass_fds=(other.fileno(),),
+            run_module("rlhpc.embodied.robots.watchdog", str(child_sock.fileno())),
+            pass_fds=(child_sock.fileno(),),
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": python_path(foreign=False)},
             start_new_session=True,  # what kills the group of the driver's process must not kill this one
         )
-        other.close()
+        child_sock.close()
         self._sock.settimeout(_START_S)
         try:
             self._sock.send(cloudpickle.dumps(stop))
-            started = self._sock.recv(64) == _READY
+            has_started = self._sock.recv(64) == _READY
         except OSError:
-            started = False
-        if not started:
+            has_started = False
+        if not has_started:
             self.close()
             raise RuntimeError("the robot's watchdog process did not start; its messages are above")
         self._sock.setblocking(False)
@@ -68,7 +68,7 @@ class WatchdogProcess:
                 self._fired = True
 
     def fired(self) -> bool:
-        """Returns whether it has stopped the robot since this was last asked, or has ended itself."""
+        """Returns whether the process has stopped the robot since the last call, or has ended."""
         with contextlib.suppress(BlockingIOError):
             try:
                 self._fired |= self._sock.recv(64) in (_STOPPED, b"")
@@ -76,8 +76,8 @@ class WatchdogProcess:
                 raise
             except OSError:
                 self._fired = True
-        fired, self._fired = self._fired, False
-        return fired
+        has_fired, self._fired = self._fired, False
+        return has_fired
 
     def close(self) -> None:
         """Ends the process."""
@@ -102,11 +102,11 @@ def watch(sock: socket.socket) -> None:
     """Stops the robot when heartbeats cease while it may be moving, and when their sender is gone."""
     stop = cloudpickle.loads(sock.recv(1 << 20))
     sock.send(_READY)
-    moving, silence_s = False, 1.0
+    is_moving, silence_s = False, 1.0
     while True:
         if not readable([sock.fileno()], silence_s):
-            if moving:
-                moving = False
+            if is_moving:
+                is_moving = False
                 _stop(stop)
                 with contextlib.suppress(OSError):
                     sock.send(_STOPPED)
@@ -120,13 +120,13 @@ def watch(sock: socket.socket) -> None:
         if not message:
             _stop(stop)
             return
-        moving, silence_s = _BEAT.unpack(message)
+        is_moving, silence_s = _BEAT.unpack(message)
 
 
 def main() -> None:
     """Runs the process."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the driver's process, and after it
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)  # it ends with the driver's process, and after it
     watch(socket.socket(fileno=int(sys.argv[1])))
 
 

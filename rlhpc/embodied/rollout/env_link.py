@@ -39,7 +39,7 @@ Peer = tuple[str, int]
 
 
 class PeerLeft(Exception):
-    """The peer rank has left, and the run continues without it."""
+    """Error of an exchange with a rank that has left; the run continues without it."""
 
 
 def until_left(group: str, rank: int) -> Callable[[], None]:
@@ -64,7 +64,7 @@ def until_left(group: str, rank: int) -> Callable[[], None]:
 
 
 def get_until_left(channel: Any, key: str, peer: Peer, check: Callable[[], None]) -> Any:
-    """Returns what a rank has sent through a channel that this process stores.
+    """Receives an item that a rank has sent through a channel stored by this process.
 
     Args:
         channel: The channel.
@@ -137,8 +137,8 @@ class EnvLinks:
 
     def put(self, stage: int, part_of: Callable[[range], Any]) -> None:
         """Sends each peer the part for their common slots; a peer that has gone gets nothing."""
-        for index, (_, common, _) in enumerate(self._stages[stage]):
-            self.put_to(stage, index, part_of(common))
+        for index, (_, peer_slots, _) in enumerate(self._stages[stage]):
+            self.put_to(stage, index, part_of(peer_slots))
 
     def put_to(self, stage: int, index: int, part: Any) -> None:
         """Sends one peer, by its index in the stage, the part for their common slots."""
@@ -149,7 +149,9 @@ class EnvLinks:
 
     def get(self, stage: int) -> list[tuple[range, Any]]:
         """Receives from each peer; returns the common slots and the array, which is None if the peer has gone."""
-        return [(common, self.get_from(stage, index)) for index, (_, common, _) in enumerate(self._stages[stage])]
+        return [
+            (peer_slots, self.get_from(stage, index)) for index, (_, peer_slots, _) in enumerate(self._stages[stage])
+        ]
 
     def get_from(self, stage: int, index: int) -> Any:
         """Receives from one peer; returns None if it has gone."""
@@ -172,7 +174,7 @@ class EnvLinks:
             DeadlineExceeded: Nothing came; names the peers.
         """
         start = last_check = time.monotonic()
-        while not (ready := [at for at in peers if self._stages[at[0]][at[1]][2].ready()]):
+        while not (ready := [peer for peer in peers if self._stages[peer[0]][peer[1]][2].ready()]):
             now = time.monotonic()
             if now - last_check > _LOOK_S:
                 last_check = now
@@ -182,8 +184,8 @@ class EnvLinks:
                         self.lose(stage, index)
                 if now - start > current().wait_deadline:
                     ranks = sorted({self._stages[stage][index][0] for stage, index in peers})
-                    whom = ", ".join(f"{self._group}-{rank}" for rank in ranks)
-                    raise DeadlineExceeded(f"waited {current().wait_deadline:.0f} s for observations from {whom}")
+                    peer_names = ", ".join(f"{self._group}-{rank}" for rank in ranks)
+                    raise DeadlineExceeded(f"waited {current().wait_deadline:.0f} s for observations from {peer_names}")
             if (waited := now - start) < _SPIN_S:
                 os.sched_yield()
             else:
@@ -196,10 +198,10 @@ class EnvLinks:
 
     def lose(self, stage: int, index: int) -> None:
         """Marks a peer as gone: later sends to it are dropped, and nothing is received from it."""
-        rank, common, link = self._stages[stage][index]
+        rank, peer_slots, link = self._stages[stage][index]
         if not isinstance(link, ClosedLink):
-            self._log.warning("%s-%d has gone: its slots %s bring nothing", self._group, rank, common)
-            self._stages[stage][index] = rank, common, ClosedLink()
+            self._log.warning("%s-%d has gone: its slots %s bring nothing", self._group, rank, peer_slots)
+            self._stages[stage][index] = rank, peer_slots, ClosedLink()
 
 
 class ChannelLink:
@@ -258,16 +260,16 @@ class MailboxLink:
         if not self._is_env:
             self._first.put(array)
             return
-        for key, box in self._boxes.items():
-            box.put(array[key])
+        for key, mailbox in self._boxes.items():
+            mailbox.put(array[key])
 
     def get(self) -> Any:
         """Waits for the other end's array (`EnvLink.get`)."""
-        return self._first.get() if self._is_env else {key: box.get() for key, box in self._boxes.items()}
+        return self._first.get() if self._is_env else {key: mailbox.get() for key, mailbox in self._boxes.items()}
 
     def ready(self) -> bool:
         """Returns whether all entries have arrived (`EnvLink.ready`)."""
-        return self._first.ready() if self._is_env else all(box.ready() for box in self._boxes.values())
+        return self._first.ready() if self._is_env else all(mailbox.ready() for mailbox in self._boxes.values())
 
 
 def agree_on_device(worker: Worker, slots: SlotMap, made_there: Sequence[bool] = ()) -> list[list[bool]]:
@@ -285,18 +287,22 @@ def agree_on_device(worker: Worker, slots: SlotMap, made_there: Sequence[bool] =
     observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
     near_by_stage, rank, stages = [], worker.rank, range(slots.stages)
     if is_env:
-        here = Taker(current().host, address())
+        local_taker = Taker(current().host, address())
         for stage in stages:
             peers = [peer for peer, _ in slots.rollouts_of(stage, rank)]
             devices = [
                 _receive(actions, slots.to_env_key(stage, peer, rank), (slots.rollout_name, peer)) for peer in peers
             ]
-            near = bool(here.device and made_there[stage] and all(one and Taker(*one) == here for one in devices))
+            is_near = bool(
+                local_taker.device
+                and made_there[stage]
+                and all(device_taker and Taker(*device_taker) == local_taker for device_taker in devices)
+            )
             for peer in peers:
                 with contextlib.suppress(PeerLeft):  # the link detects it, too
                     key = slots.to_rollout_key(stage, rank, peer)
-                    put_until_left(observations, near, key, (slots.rollout_name, peer))
-            near_by_stage.append([near] * len(peers))
+                    put_until_left(observations, is_near, key, (slots.rollout_name, peer))
+            near_by_stage.append([is_near] * len(peers))
         return near_by_stage
     env_peers = [[peer for peer, _ in slots.envs_of(stage, rank)] for stage in stages]
     for stage in stages:
@@ -338,20 +344,20 @@ def open_links(worker: Worker, slots: SlotMap, observation_space: Any, near: lis
     for stage in range(slots.stages):
         peers = slots.rollouts_of(stage, worker.rank) if is_env else slots.envs_of(stage, worker.rank)
         links: list[tuple[int, range, EnvLink]] = []
-        for (rank, common), on_device in zip(peers, near[stage], strict=True):
+        for (rank, peer_slots), on_device in zip(peers, near[stage], strict=True):
             env, rollout = (worker.rank, rank) if is_env else (rank, worker.rank)
             if env in slots.absent:
-                links.append((rank, common, ClosedLink()))
+                links.append((rank, peer_slots, ClosedLink()))
                 continue
             link: EnvLink | None = (
-                None if on_device else _mailbox(slots, stage, env, rollout, len(common), bytes_a_slot, is_env)
+                None if on_device else _mailbox(slots, stage, env, rollout, len(peer_slots), bytes_a_slot, is_env)
             )
             if link is None:
                 to_rollout = (observations, slots.to_rollout_key(stage, env, rollout))
                 to_env = (actions, slots.to_env_key(stage, env, rollout))
                 endpoints = (*to_rollout, *to_env) if is_env else (*to_env, *to_rollout)
                 link = ChannelLink(*endpoints, (peer_group, rank))
-            links.append((rank, common, link))
+            links.append((rank, peer_slots, link))
         links_by_stage.append(links)
     return EnvLinks(worker, peer_group, links_by_stage)
 
@@ -359,17 +365,17 @@ def open_links(worker: Worker, slots: SlotMap, observation_space: Any, near: lis
 def _mailbox(
     slots: SlotMap, stage: int, env: int, rollout: int, size: int, bytes_a_slot: dict[str, int], is_env: bool
 ) -> EnvLink | None:
-    """Opens a mailbox for a pair of ranks on one host, or returns None; both ends decide alike."""
+    """Opens a mailbox for a pair of ranks on one host, or returns None; both ends make the same decision."""
     context = current()
     peer = (slots.rollout_name, rollout) if is_env else (slots.env_name, env)
     if not available() or context.member(*peer)["host"] != context.host or size * sum(bytes_a_slot.values()) > _LARGEST:
         return None
-    boxes: dict[str, Mailbox] = {}
+    mailboxes: dict[str, Mailbox] = {}
     for index, (key, count) in enumerate(bytes_a_slot.items()):
         path = context.service.scratch.shm / f"mailbox-{slots.token}-{stage}-{env}-{rollout}{f'-{index}' * bool(key)}"
         capacity = size * max(count, 0 if index else _ACTION_BYTES)
         name = f"{peer[0]}-{peer[1]}"
-        boxes[key] = Mailbox(
+        mailboxes[key] = Mailbox(
             path,
             capacity,
             first=is_env,
@@ -377,4 +383,4 @@ def _mailbox(
             deadline=context.wait_deadline,
             check=until_left(*peer),
         )
-    return boxes[""] if "" in boxes else MailboxLink(boxes, is_env)
+    return mailboxes[""] if "" in mailboxes else MailboxLink(mailboxes, is_env)

@@ -25,7 +25,7 @@ def overlap(a: range, b: range) -> range:
 
 
 class Homes(NamedTuple):
-    """Ranks of a group that store a channel's messages, in turn."""
+    """Ranks of a group that share the storage of a channel's messages."""
 
     group: str
     ranks: tuple[int, ...]
@@ -76,12 +76,12 @@ class SlotMap:
                 f"{envs} / {stages} = {self.per_stage}, which env.train.group_size({self.group_size}) does not divide: a "
                 "group must not be split"
             )
-        for role, ranks in (("env", self.env_ranks), ("rollout", self.rollout_ranks)):
+        for group_name, ranks in (("env", self.env_ranks), ("rollout", self.rollout_ranks)):
             if ranks > self.max_ranks:
                 raise ConfigError(
                     f"a stage has {envs} / {stages} / env.train.group_size({self.group_size}) = {self.max_ranks} shares "
-                    f"to give, and there are {role} ranks({ranks}): raise env.train.num_envs or change "
-                    f"cluster.component_placement.{role}"
+                    f"to give, and there are {group_name} ranks({ranks}): raise env.train.num_envs or change "
+                    f"cluster.component_placement.{group_name}"
                 )
         if self.num_envs % self.actor_ranks:
             raise ConfigError(
@@ -132,8 +132,8 @@ class SlotMap:
 
     def rollout_share(self, stage: int, rank: int) -> range:
         """Returns the global slots that rollout rank `rank` serves in `stage`; empty if it does not act."""
-        acting = self.acting_ranks
-        return self._share(stage, acting.index(rank), len(acting)) if rank in acting else range(0)
+        acting_ranks = self.acting_ranks
+        return self._share(stage, acting_ranks.index(rank), len(acting_ranks)) if rank in acting_ranks else range(0)
 
     def actor_share(self, rank: int) -> range:
         """Returns the global slots whose transitions actor rank `rank` trains on."""
@@ -145,33 +145,40 @@ class SlotMap:
         order.
         """
         env_slots = self.env_share(stage, env_rank)
-        shares = ((r, overlap(env_slots, self.rollout_share(stage, r))) for r in self.acting_ranks)
-        return [(r, common) for r, common in shares if common]
+        overlaps = (
+            (rollout_rank, overlap(env_slots, self.rollout_share(stage, rollout_rank)))
+            for rollout_rank in self.acting_ranks
+        )
+        return [(rollout_rank, slots) for rollout_rank, slots in overlaps if slots]
 
     def envs_of(self, stage: int, rollout_rank: int) -> list[tuple[int, range]]:
         """Returns the env ranks that simulate a rollout rank's share of a stage, each with its slots of the share, in slot
         order.
         """
         rollout_slots = self.rollout_share(stage, rollout_rank)
-        shares = ((e, overlap(rollout_slots, self.env_share(stage, e))) for e in range(self.env_ranks))
-        return [(e, common) for e, common in shares if common]
+        overlaps = (
+            (env_rank, overlap(rollout_slots, self.env_share(stage, env_rank))) for env_rank in range(self.env_ranks)
+        )
+        return [(env_rank, slots) for env_rank, slots in overlaps if slots]
 
     def actors_of(self, stage: int, rollout_rank: int) -> list[tuple[int, range]]:
         """Returns the actor ranks that train on a rollout rank's share of a stage, each with its slots of the share, in
         slot order.
         """
         rollout_slots = self.rollout_share(stage, rollout_rank)
-        shares = ((a, overlap(rollout_slots, self.actor_share(a))) for a in range(self.actor_ranks))
-        return [(a, common) for a, common in shares if common]
+        overlaps = (
+            (actor_rank, overlap(rollout_slots, self.actor_share(actor_rank))) for actor_rank in range(self.actor_ranks)
+        )
+        return [(actor_rank, slots) for actor_rank, slots in overlaps if slots]
 
     def sources_of(self, actor_rank: int) -> list[tuple[int, int, range]]:
         """Returns (stage, rollout rank, slots) of all messages an actor rank gets per step, in slot order."""
         actor_slots = self.actor_share(actor_rank)
         sources = [
-            (s, r, common)
-            for s in range(self.stages)
-            for r in self.acting_ranks
-            if (common := overlap(actor_slots, self.rollout_share(s, r)))
+            (stage, rollout_rank, slots)
+            for stage in range(self.stages)
+            for rollout_rank in self.acting_ranks
+            if (slots := overlap(actor_slots, self.rollout_share(stage, rollout_rank)))
         ]
         return sorted(sources, key=lambda source: source[2].start)
 
@@ -183,8 +190,8 @@ class SlotMap:
     def unit_share(self, unit: int) -> range:
         """Returns the global slots of a unit. There are as many units as env ranks, and they are contiguous."""
         groups = self.num_envs // self.group_size
-        first, last = (groups * bound // self.env_ranks * self.group_size for bound in (unit, unit + 1))
-        return range(first, last)
+        start, stop = (groups * bound // self.env_ranks * self.group_size for bound in (unit, unit + 1))
+        return range(start, stop)
 
     def unit_for(self, unit: int, actor_rank: int) -> slice:
         """Returns the slots of a unit that an actor rank trains on."""
@@ -193,8 +200,8 @@ class SlotMap:
 
     def units_of(self, actor_rank: int) -> list[int]:
         """Returns the units that have slots of an actor rank, in slot order."""
-        parts = ((unit, self.unit_for(unit, actor_rank)) for unit in range(self.env_ranks))
-        return [unit for unit, part in parts if part.stop > part.start]
+        local_units = ((unit, self.unit_for(unit, actor_rank)) for unit in range(self.env_ranks))
+        return [unit for unit, local_slots in local_units if local_slots.stop > local_slots.start]
 
     # Keys are numbers whose remainder is the consumer's rank: a distributed channel keeps key k at rank k % size of its
     # home group, so the consumer's `get` needs no socket. The actors' keys do not depend on which ranks act, because a step
@@ -202,8 +209,8 @@ class SlotMap:
 
     def to_rollout_key(self, stage: int, env_rank: int, rollout_rank: int) -> str:
         """Returns the key of a message from an env rank to a rollout rank."""
-        acting = self.acting_ranks
-        return str((stage * self.env_ranks + env_rank) * len(acting) + acting.index(rollout_rank))
+        acting_ranks = self.acting_ranks
+        return str((stage * self.env_ranks + env_rank) * len(acting_ranks) + acting_ranks.index(rollout_rank))
 
     def to_env_key(self, stage: int, env_rank: int, rollout_rank: int) -> str:
         """Returns the key of a message from a rollout rank to an env rank."""
@@ -227,16 +234,20 @@ class SlotMap:
         one.
         """
         rollout = Homes(self.rollout_name, self.acting_ranks)
-        present = [rank for rank in range(self.env_ranks) if rank not in self.absent]
-        keep = tuple(rank if rank in present else present[0] for rank in range(self.env_ranks)) if present else ()
-        return {OBSERVATIONS: rollout, OUTCOMES: rollout, ACTIONS: Homes(self.env_name, keep)}
+        present_ranks = [rank for rank in range(self.env_ranks) if rank not in self.absent]
+        home_ranks = (
+            tuple(rank if rank in present_ranks else present_ranks[0] for rank in range(self.env_ranks))
+            if present_ranks
+            else ()
+        )
+        return {OBSERVATIONS: rollout, OUTCOMES: rollout, ACTIONS: Homes(self.env_name, home_ranks)}
 
     def _share(self, stage: int, index: int, count: int) -> range:
         # The remainder goes to different ranks in each stage, so that ranks have equal work over all stages.
         groups_per_rank, remainder = divmod(self.per_stage // self.group_size, count)
-        sizes = [groups_per_rank + ((other - stage * remainder) % count < remainder) for other in range(index + 1)]
-        last = stage * self.per_stage + sum(sizes) * self.group_size
-        return range(last - sizes[-1] * self.group_size, last)
+        sizes = [groups_per_rank + ((rank - stage * remainder) % count < remainder) for rank in range(index + 1)]
+        stop = stage * self.per_stage + sum(sizes) * self.group_size
+        return range(stop - sizes[-1] * self.group_size, stop)
 
 
 @dataclass(frozen=True)

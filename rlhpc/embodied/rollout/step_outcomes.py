@@ -73,7 +73,9 @@ class SlotOutcomes:
 
     def columns(self) -> dict[str, Any]:
         """Returns the message, by column; fields that are None have none."""
-        columns = {_COLUMNS.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
+        columns = {
+            _COLUMNS.get(attribute.name, attribute.name): getattr(self, attribute.name) for attribute in fields(self)
+        }
         return {name: column for name, column in columns.items() if column is not None}
 
     def transition_columns(self) -> dict[str, np.ndarray]:
@@ -84,18 +86,22 @@ class SlotOutcomes:
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any]) -> SlotOutcomes:
         """Builds the outcomes from a message."""
-        values: dict[str, Any] = {each.name: columns.get(_COLUMNS.get(each.name, each.name)) for each in fields(cls)}
+        values: dict[str, Any] = {
+            attribute.name: columns.get(_COLUMNS.get(attribute.name, attribute.name)) for attribute in fields(cls)
+        }
         return cls(**values)
 
     def shifted(self, slots: int) -> SlotOutcomes:
-        """Returns the outcomes with the slots of ended episodes counted from `slots` slots earlier."""
+        """Returns the outcomes with `slots` added to the slot numbers of ended episodes."""
         return replace(self, final_slot=self.final_slot + slots)
 
     @staticmethod
     def join(parts: Sequence[SlotOutcomes]) -> SlotOutcomes:
         """Concatenates the outcomes of consecutive slots; `final_slot` of all parts counts from the same slot."""
-        columns = [part.columns() for part in parts]
-        return SlotOutcomes.from_columns({name: join([each[name] for each in columns]) for name in columns[0]})
+        columns = [outcomes.columns() for outcomes in parts]
+        return SlotOutcomes.from_columns(
+            {name: join([outcome_columns[name] for outcome_columns in columns]) for name in columns[0]}
+        )
 
 
 class Outcomes:
@@ -175,17 +181,17 @@ class Outcomes:
         if not is_finite(self.rewards[:, t]):
             self._spoil("reward", t, bad_rows(self.rewards[:, t]), (t,))
             self.rewards[:, t] = cleaned(self.rewards[:, t])
-        done = np.flatnonzero(self.terminations[:, t] | self.truncations[:, t])
-        if not done.size:
+        ended_slots = np.flatnonzero(self.terminations[:, t] | self.truncations[:, t])
+        if not ended_slots.size:
             return None
-        final = take(as_given(infos["final_obs"]), done)
-        if not all_finite(final):
+        final_obs = take(as_given(infos["final_obs"]), ended_slots)
+        if not all_finite(final_obs):
             rows = np.zeros(len(self.rewards), bool)
-            rows[done] = bad_slots(final)
+            rows[ended_slots] = bad_slots(final_obs)
             self._spoil("last observation of an episode", t, rows, (t,))
-            final = cleaned(final)
-        self._finals.append((t, done, final))
-        return done
+            final_obs = cleaned(final_obs)
+        self._finals.append((t, ended_slots, final_obs))
+        return ended_slots
 
     def _spoil(self, quantity: str, t: int, rows: np.ndarray, at: tuple[int, ...]) -> None:
         if self._spoiled is None:
@@ -218,13 +224,13 @@ class Outcomes:
             The outcomes; slots count from the first of the part.
         """
         slots, steps, rows = [], [], []
-        for t, done, final in self._finals:
-            inside = (done >= part.start) & (done < part.stop)
-            if inside.any():
-                slots.append(done[inside] - part.start)
-                steps.append(np.full(int(inside.sum()), t))
-                rows.append(take(final, inside))
-        empty = np.zeros(0, np.int64)
+        for t, ended_slots, final_obs in self._finals:
+            is_in_part = (ended_slots >= part.start) & (ended_slots < part.stop)
+            if is_in_part.any():
+                slots.append(ended_slots[is_in_part] - part.start)
+                steps.append(np.full(int(is_in_part.sum()), t))
+                rows.append(take(final_obs, is_in_part))
+        no_ends = np.zeros(0, np.int64)
         optional = {name: column[part, :num_decisions] for name, column in self._optional.items()}
         return SlotOutcomes(
             rewards=self.rewards[part, :num_decisions],
@@ -235,8 +241,8 @@ class Outcomes:
             env_failed=optional["env_failed"],
             nonfinite=optional.get("nonfinite"),
             last_obs=last_obs,
-            final_slot=np.concatenate(slots) if slots else empty,
-            final_step=np.concatenate(steps) if steps else empty,
+            final_slot=np.concatenate(slots) if slots else no_ends,
+            final_step=np.concatenate(steps) if steps else no_ends,
             final_obs=join(rows) if rows else take(last_obs, slice(0)),
         )
 
@@ -271,18 +277,18 @@ def next_values(
             observation.
         executed: `[n, T, chunk]`, marks the executed actions; needed for values of actions.
     """
-    result = np.empty_like(values)
+    following_values = np.empty_like(values)
     if values.ndim == 3:
         assert executed is not None
-        result[:, :, :-1] = values[:, :, 1:]
-        result[:, :-1, -1], result[:, -1, -1] = values[:, 1:, 0], last_values[:, 0]
+        following_values[:, :, :-1] = values[:, :, 1:]
+        following_values[:, :-1, -1], following_values[:, -1, -1] = values[:, 1:, 0], last_values[:, 0]
         last_action = executed[final_slot, final_step].sum(-1) - 1
-        result[final_slot, final_step, last_action] = final_values[:, 0]
-        return result
-    result[:, :-1] = values[:, 1:]
-    result[:, -1] = last_values
-    result[final_slot, final_step] = final_values
-    return result
+        following_values[final_slot, final_step, last_action] = final_values[:, 0]
+        return following_values
+    following_values[:, :-1] = values[:, 1:]
+    following_values[:, -1] = last_values
+    following_values[final_slot, final_step] = final_values
+    return following_values
 
 
 class EpisodeLog:
@@ -315,9 +321,9 @@ class EpisodeLog:
         rows[:, 2], rows[:, 3] = np.asarray(episode["return"])[finished], np.asarray(episode["length"])[finished]
         rows[:, 4] = np.nan if success is None else np.asarray(success)[finished]
         if not is_finite(rows[:, 2]):
-            sound = np.isfinite(rows[:, 2])
-            self.spoiled += int((~sound).sum())
-            rows = rows[sound]
+            has_finite_return = np.isfinite(rows[:, 2])
+            self.spoiled += int((~has_finite_return).sum())
+            rows = rows[has_finite_return]
         self._rows.append(rows)
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -359,6 +365,6 @@ COUNTS = ("restarts", "spoiled", "skipped", "by_device", "by_host", "busy_s")
 def in_order(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Merges the ranks' episodes by step and then slot; the result does not depend on which rank had which slot."""
     parts = parts or [EpisodeLog().report()]
-    merged = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    order = np.lexsort((merged["slot"], merged["step"]))
-    return {name: column if name in (*COUNTS, *TIMED) else column[order] for name, column in merged.items()}
+    columns = {name: np.concatenate([log_columns[name] for log_columns in parts]) for name in parts[0]}
+    order = np.lexsort((columns["slot"], columns["step"]))
+    return {name: column if name in (*COUNTS, *TIMED) else column[order] for name, column in columns.items()}

@@ -177,7 +177,7 @@ class ShardTracker:
             self._open.appendleft((shard.step, shard.unit, shard.decisions))
 
     def is_complete(self, step: int) -> bool:
-        """Returns whether all of a step has been delivered."""
+        """Returns whether all shards of a step have been delivered."""
         return not self._missing[step]
 
     def close(self, step: int) -> list[list[DeliveredShard]]:
@@ -186,16 +186,16 @@ class ShardTracker:
         """
         units = self._done.pop(step)
         del self._missing[step]
-        self._free += [part.key for unit in units for part in unit]
+        self._free += [shard.key for unit in units for shard in unit]
         return units
 
     def give_up(self, step: int) -> None:
         """Ends a step that is produced without these ranks: their shards of it, delivered or in progress, are not used."""
-        for part in (part for unit in self._done.pop(step) for part in unit):
-            self.useless.append(part.key)
-            self.delivered[part.rank] -= part.decisions
+        for delivered_shard in (delivered_shard for unit in self._done.pop(step) for delivered_shard in unit):
+            self.useless.append(delivered_shard.key)
+            self.delivered[delivered_shard.rank] -= delivered_shard.decisions
         del self._missing[step]
-        self._open = deque(work for work in self._open if work[0] != step)
+        self._open = deque(open_shard for open_shard in self._open if open_shard[0] != step)
         for shard in [shard for shard, _ in self._under_way.values() if shard.step == step]:
             del self._under_way[shard.number]
             self.useless.append(shard.key)
@@ -216,13 +216,13 @@ def divisible(cfg: PlayingConfig) -> bool:
 
 
 def cuts(cfg: PlayingConfig) -> int:
-    """Returns the number of parts in which the decisions of a step are played, one after the other."""
+    """Returns the number of consecutive parts in which the decisions of a step are played."""
     ppo: Any = cfg
     return int(ppo.algorithm.rollout_parts) if hasattr(cfg.algorithm, "adv_type") else 1
 
 
 def most_sharing(decisions: int, units: int) -> int:
-    """Returns the largest number of ranks that get work in shared steps."""
+    """Returns the maximum number of joined ranks that can get work in a shared step."""
     return units * max(1, decisions // _MIN_DECISIONS)
 
 
@@ -251,4 +251,4 @@ def shares(decisions: int, units: int, ranks: int) -> tuple[int, int, float]:
 
 def keys_of(units: Sequence[Sequence[DeliveredShard]]) -> list[list[int]]:
     """Returns the shards' keys, by unit."""
-    return [[part.key for part in unit] for unit in units]
+    return [[shard.key for shard in unit] for unit in units]

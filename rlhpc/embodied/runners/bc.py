@@ -37,20 +37,20 @@ class BcRunner(Runner[BcConfig]):
         timers, begin = PhaseTimers(), active_s()
         progress = self.step / max(self.folder.total, 1)
         with timers("update"):
-            trained = self.actor.imitate(self.step + 1, progress).wait(self.timeout)[0]
+            train_metrics = self.actor.imitate(self.step + 1, progress).wait(self.timeout)[0]
         self.step += 1
         num_samples = int(self.demos["transitions"]) * self.cfg.algorithm.update_epochs
         self.samples += num_samples
-        row = {f"train/{name}": value for name, value in trained.items()}
+        row = {f"train/{name}": metric for name, metric in train_metrics.items()}
         row |= {"train/samples": float(self.samples), "train/demonstrations": self.demos["episodes"]}
         if self.demos["left_out"]:
             row["train/nonfinite_demonstrations"] = self.demos["left_out"]
-        every = self.cfg.runner.val_check_interval
-        if every > 0 and self.step % every == 0:
+        eval_interval = self.cfg.runner.val_check_interval
+        if eval_interval > 0 and self.step % eval_interval == 0:
             with timers("eval"):
                 metrics = self.actor.evaluate().wait(self.timeout)[0]
             self.evaluated = metrics.get("return_mean", self.evaluated)
-            row.update({f"eval/{name}": value for name, value in metrics.items()})
+            row.update({f"eval/{name}": metric for name, metric in metrics.items()})
         row.update(timers.pop())
         row["time/samples_per_s"] = num_samples / max(row["time/update_s"], 1e-9)
         row["time/step_s"] = active_s() - begin

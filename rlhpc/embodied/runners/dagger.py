@@ -1,5 +1,5 @@
-"""DAgger (Ross et al. 2011): the clone plays, the expert labels the visited states with its actions, and the clone is trained
-on all of it again.
+"""DAgger (Ross et al. 2011): the clone plays, the expert labels the visited states with its actions, and the clone is
+trained on all data again.
 
 Every round is an ordinary run of behaviour cloning, `<name>-round<k>`, that starts from the weights of the round before and
 trains on all data so far; the data of a round are a file of trajectories. Existing data and runs are used again.
@@ -59,40 +59,45 @@ def dagger(
         named_intervention(intervene)  # before the first round, which may take long
     # The workflow's expert records what a run trains on; here that is the data of the rounds.
     user_overrides, overrides = overrides, [*overrides, "workflow.demos_expert=null"]
-    if kind_of(plain := load_config(config, user_overrides, check=False)) is not BC:
-        raise ConfigError(f"runner.task_type is {plain.runner.task_type!r}; dagger takes runs of {BC.name}")
-    first = _load(config, [*overrides, "demos.path=expert.h5"] if not _path(config, overrides) else overrides)
+    if kind_of(unchecked_cfg := load_config(config, user_overrides, check=False)) is not BC:
+        raise ConfigError(f"runner.task_type is {unchecked_cfg.runner.task_type!r}; dagger takes runs of {BC.name}")
+    base_cfg = _load(config, [*overrides, "demos.path=expert.h5"] if not _path(config, overrides) else overrides)
     if intervene is not None:
-        require_single(first.actor.model.num_action_chunks)
-    name = first.runner.name
-    folder = RunPaths.of(first.runner.run_dir, f"{name}-dagger").root
+        require_single(base_cfg.actor.model.num_action_chunks)
+    name = base_cfg.runner.name
+    folder = RunPaths.of(base_cfg.runner.run_dir, f"{name}-dagger").root
     demos_path = _path(config, overrides)
-    data = [demos_path] if isinstance(demos_path, str) else [str(one) for one in demos_path or ()]
-    if not data:
+    dataset_paths = [demos_path] if isinstance(demos_path, str) else [str(item) for item in demos_path or ()]
+    if not dataset_paths:
         if expert is None:
             raise ConfigError(
                 "demos.path is null; --intervene goes on from a first clone: record demonstrations, and name them"
             )
-        data = [_labelled(folder, 0, expert, first, episodes, None, None, trust_code, options) or ""]
+        dataset_paths = [_labelled(folder, 0, expert, base_cfg, episodes, None, None, trust_code, options) or ""]
     runs: list[dict[str, Any]] = []
     start: list[str] = []
     for k in range(rounds + 1):
-        words = [*overrides, f"runner.name={name}-round{k}", f"demos.path=[{','.join(map(_quoted, data))}]", *start]
-        cfg = _load(config, words)
+        round_overrides = [
+            *overrides,
+            f"runner.name={name}-round{k}",
+            f"demos.path=[{','.join(map(_quoted, dataset_paths))}]",
+            *start,
+        ]
+        cfg = _load(config, round_overrides)
         paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
         checkpoint = newest_valid(paths)
         if checkpoint.path is None or checkpoint.step < total_steps(cfg):
             if checkpoint.path is not None:
-                cfg = _load(config, [*words, "runner.resume_dir=auto"])
+                cfg = _load(config, [*round_overrides, "runner.resume_dir=auto"])
             if train(cfg)["exit_code"]:
                 raise RlhpcError(f"{paths.root} was stopped; the same command goes on from there")
             checkpoint = newest_valid(paths)
-        runs.append({"name": paths.root.name, "checkpoint": str(checkpoint.path), "data": list(data)})
+        runs.append({"name": paths.root.name, "checkpoint": str(checkpoint.path), "data": list(dataset_paths)})
         start = [f"runner.init_from={_quoted(str(checkpoint.path))}"]
         if k < rounds:
             student = str(checkpoint.path)
             round_data = _labelled(folder, k + 1, expert, cfg, episodes, student, intervene, trust_code, options)
-            data.append(round_data or "")
+            dataset_paths.append(round_data or "")
             if round_data is None:
                 note(f"nobody took over in {episodes} episodes; {runs[-1]['checkpoint']} is the last policy")
                 return runs

@@ -149,8 +149,8 @@ class SyncRolloutLoop:
         with timers(self.receiving):
             counts = RolloutCounts.sum(receiving.wait(self.timeout))
         with timers("update"):
-            trained = training.wait(self.timeout)[0]
-        return RolloutStepResults(counts, episodes, act_s, simulate_s, trained)
+            train_metrics = training.wait(self.timeout)[0]
+        return RolloutStepResults(counts, episodes, act_s, simulate_s, train_metrics)
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Plays evaluation episodes with the weights of the update that was made last, as `version`."""
@@ -209,8 +209,8 @@ class AsyncRolloutLoop(SyncRolloutLoop):
         with timers(self.receiving):
             counts = RolloutCounts.sum(receiving.wait(self.timeout))
         with timers("update"):
-            trained = training.wait(self.timeout)[0]
-        return RolloutStepResults(counts, episodes, act_s, simulate_s, trained, self.sources.joined(shards))
+            train_metrics = training.wait(self.timeout)[0]
+        return RolloutStepResults(counts, episodes, act_s, simulate_s, train_metrics, self.sources.joined(shards))
 
     def _await_weights(self, weights: list[Any], *, confirms: bool) -> None:
         """Waits until weights are received, or only until they are sent, if the rollout ranks are busy with a later step."""
@@ -272,8 +272,8 @@ class ColocatedRolloutLoop(SyncRolloutLoop):
             counts = RolloutCounts.sum(receiving.wait(self.timeout))
         with timers("update"):
             self._switch_to_actor()
-            trained = self.actor.update(step, progress).wait(self.timeout)[0]
-        return RolloutStepResults(counts, episodes, act_s, simulate_s, trained)
+            train_metrics = self.actor.update(step, progress).wait(self.timeout)[0]
+        return RolloutStepResults(counts, episodes, act_s, simulate_s, train_metrics)
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Plays evaluation episodes (`SyncRolloutLoop.evaluate`) on the accelerators that the actors leave for it."""
@@ -415,13 +415,13 @@ class PlayingRunner(Runner[Cfg]):
     def one_step(self) -> dict[str, float]:
         """Runs one step: weight sync, rollout, receiving, update."""
         step, timers, start = self.step + 1, PhaseTimers(), active_s()
-        results = self.loop.step(step, self.step / max(self.folder.total, 1), timers)
-        counts, chunk = results.counts, self.cfg.actor.model.num_action_chunks
-        executed = counts.received * chunk - int(results.episodes["skipped"].sum())
+        outcome = self.loop.step(step, self.step / max(self.folder.total, 1), timers)
+        counts, chunk = outcome.counts, self.cfg.actor.model.num_action_chunks
+        executed = counts.received * chunk - int(outcome.episodes["skipped"].sum())
         self._count_gone(counts.dropped[DropReason.RANK_LOST] * chunk)
-        row = self._row(step, start, results.trained, results.episodes, float(counts.version), executed, timers)
-        row |= {"time/simulate_s": results.simulate_s, "time/act_s": results.act_s}
-        row |= joined(results.joined_decisions, chunk)
+        row = self._row(step, start, outcome.trained, outcome.episodes, float(counts.version), executed, timers)
+        row |= {"time/simulate_s": outcome.simulate_s, "time/act_s": outcome.act_s}
+        row |= joined(outcome.joined_decisions, chunk)
         self._count_nonfinite(step, row, counts.dropped[DropReason.NONFINITE])
         if failed := counts.dropped[DropReason.ENV_FAILED]:
             row["env/failed"] = failed
@@ -460,8 +460,8 @@ class PlayingRunner(Runner[Cfg]):
 
     def _stop_before(self, step: int) -> int:
         """Returns the last step that may be played before a later step's weights are saved or evaluated."""
-        every = (self.cfg.runner.save_interval, self.cfg.runner.val_check_interval)
-        ends = [-(-step // interval) * interval for interval in every if interval > 0]
+        intervals = (self.cfg.runner.save_interval, self.cfg.runner.val_check_interval)
+        ends = [-(-step // interval) * interval for interval in intervals if interval > 0]
         return min([self.folder.end_step, *ends])
 
     def _save(self, logger: Any) -> None:
@@ -488,7 +488,7 @@ class PlayingRunner(Runner[Cfg]):
         self.env_steps += transitions
         self._recent.append((seconds, transitions))
         self._count(episodes)
-        row: dict[str, float] = {f"train/{name}": value for name, value in trained.items() if name != "update_s"}
+        row: dict[str, float] = {f"train/{name}": metric for name, metric in trained.items() if name != "update_s"}
         if "update_s" in trained:  # some updates have nothing to train on
             row["time/train_s"] = trained["update_s"]
         row.update(self._episode_metrics())
@@ -503,7 +503,9 @@ class PlayingRunner(Runner[Cfg]):
         self._validate(step, row, timers)
         row.update(timers.pop())
         row["time/step_s"] = seconds
-        row["time/env_steps_per_s"] = sum(n for _, n in self._recent) / sum(s for s, _ in self._recent)
+        row["time/env_steps_per_s"] = sum(num_env_steps for _, num_env_steps in self._recent) / sum(
+            s for s, _ in self._recent
+        )
         return row
 
     def _transitions(self) -> int:
@@ -532,20 +534,22 @@ class PlayingRunner(Runner[Cfg]):
         return metrics
 
     def _validate(self, step: int, row: dict[str, float], timers: PhaseTimers) -> None:
-        every = self.cfg.runner.val_check_interval
-        if every <= 0 or step % every:
+        eval_interval = self.cfg.runner.val_check_interval
+        if eval_interval <= 0 or step % eval_interval:
             return
         with timers("eval"):
-            row.update({f"eval/{name}": value for name, value in self.loop.evaluate(step).items()})
+            row.update({f"eval/{name}": metric for name, metric in self.loop.evaluate(step).items()})
 
     # -- hooks of the base class ----------------------------------------------------------------------------------
 
     def goal(self) -> str:
         """Returns "stop_return" if `runner.stop_return` is reached over a full window, else ""."""
-        stop_return, reached = self.cfg.runner.stop_return, self._return()
-        full = len(self.window) == WINDOW
+        stop_return, mean_return = self.cfg.runner.stop_return, self._return()
+        is_full = len(self.window) == WINDOW
         return (
-            "stop_return" if stop_return is not None and full and reached is not None and reached >= stop_return else ""
+            "stop_return"
+            if stop_return is not None and is_full and mean_return is not None and mean_return >= stop_return
+            else ""
         )
 
     def state(self) -> dict[str, Any]:
@@ -631,8 +635,8 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         step, timers, begin = self.step + 1, PhaseTimers(), active_s()
         with timers("update"):
             update = self.actor.update_offline(step, self.step / max(self.folder.total, 1))
-            trained = update.wait(self.timeout)[0]
-        row = self._row(step, begin, trained, in_order([]), 0.0, 0, timers)
+            train_metrics = update.wait(self.timeout)[0]
+        row = self._row(step, begin, train_metrics, in_order([]), 0.0, 0, timers)
         del row["rollout/version"]
         self.players.forget(step)
         return row

@@ -66,7 +66,7 @@ class JoinedEnvRanks:
         self._left_ranks: list[int] = []
 
     def open(self) -> None:
-        """Starts anew, without ranks and without shards in progress."""
+        """Resets the state: no ranks, and no shards in progress."""
         self._played = Channel.create(PLAYED)
         self.ledger.clear()
         self._left_ranks += self._sent_versions
@@ -83,13 +83,13 @@ class JoinedEnvRanks:
 
     def poll(self) -> None:
         """Receives reports, and returns undelivered shards of lost ranks to the unassigned work."""
-        present = set(self._env.present)
+        present_ranks = set(self._env.present)
         while True:  # reports that a rank sent before it went were confirmed, so they count
             try:
                 self.ledger.accept(self._played.get_nowait())
             except QueueEmpty:
                 break
-        for rank in [rank for rank in self.ranks if rank not in present]:
+        for rank in [rank for rank in self.ranks if rank not in present_ranks]:
             self.ranks.remove(rank)
             self.ledger.lose(rank)
             if self._sent_versions.pop(rank, None) is not None:
@@ -108,8 +108,8 @@ class JoinedEnvRanks:
         """
         units = self._slots.env_ranks
         idle = sum(self.ledger.held(rank) == 0 for rank in self.ranks)
-        enough = len(self.ranks) * (self._ahead + 1) >= units
-        return bool(self.ranks) and enough and not self.ledger.waiting and idle >= min(units, len(self.ranks))
+        has_capacity = len(self.ranks) * (self._ahead + 1) >= units
+        return bool(self.ranks) and has_capacity and not self.ledger.waiting and idle >= min(units, len(self.ranks))
 
     def give(self, step: int, decisions: int | None = None, pieces: int = 1) -> None:
         """Assigns a step, or its last decisions, to these ranks (`ShardTracker.give`). A rank may have shards of as many
@@ -119,7 +119,8 @@ class JoinedEnvRanks:
         self._parts, self._steps_per_rank = self._slots.env_ranks * pieces, 1 if decisions is None else self._ahead + 1
 
     def ask(self, version: int) -> None:
-        """Makes these ranks play the unassigned work, with these weights, which the actor has."""
+        """Assigns the unassigned shards to the ranks with the least work, which play them with the actor's weights of
+        `version`."""
         if not self.ledger.waiting or not self.ranks:
             if self._left_ranks:
                 self._actor.lend_weights(version, self._env.name, [], self._left_ranks)
@@ -134,10 +135,10 @@ class JoinedEnvRanks:
             shard = self.ledger.ask(rank, version)
             assert shard is not None
             assigned.append((rank, shard))
-        outdated = sorted({rank for rank, _ in assigned if self._sent_versions.get(rank, -1) < version})
-        if outdated or self._left_ranks:
-            self._actor.lend_weights(version, self._env.name, outdated, self._left_ranks)
-            self._sent_versions |= dict.fromkeys(outdated, version)
+        outdated_ranks = sorted({rank for rank, _ in assigned if self._sent_versions.get(rank, -1) < version})
+        if outdated_ranks or self._left_ranks:
+            self._actor.lend_weights(version, self._env.name, outdated_ranks, self._left_ranks)
+            self._sent_versions |= dict.fromkeys(outdated_ranks, version)
             self._left_ranks = []
         for rank, shard in assigned:
             self._env.execute_on(rank).play(shard, self._at_random(shard.step))
@@ -177,9 +178,9 @@ class JoinedEnvRanks:
     def taken_from(self, units: Sequence[Sequence[DeliveredShard]]) -> Counter[int]:
         """Returns the transitions of a step's shards by rank, in decisions of slots."""
         transitions: Counter[int] = Counter()
-        for number, unit in enumerate(units):
-            for part in unit:
-                transitions[part.rank] += part.decisions * len(self._slots.unit_share(number))
+        for unit_index, unit in enumerate(units):
+            for shard in unit:
+                transitions[shard.rank] += shard.decisions * len(self._slots.unit_share(unit_index))
         return transitions
 
 
@@ -257,10 +258,10 @@ class RolloutSources:
         self._started = range(env.world_size)
         self._present_envs, self._acting = list(self._started), list(range(rollout.world_size))
         self._joined_envs = JoinedEnvRanks(env, actor, slots, decisions, ahead, at_random, timeout)
-        cost = "what it had not delivered is played by others or left out, and no step is made anew"
-        self._env_ranks = Replicas(env, self._open_env, self._join_env, restarts, cost)
-        cost = "others act on its slots from the next step on, and no step is made anew"
-        self._rollout_ranks = Replicas(rollout, self._open_rollout, self._join_rollout, restarts, cost)
+        loss_text = "what it had not delivered is played by others or left out, and no step is made anew"
+        self._env_ranks = Replicas(env, self._open_env, self._join_env, restarts, loss_text)
+        loss_text = "others act on its slots from the next step on, and no step is made anew"
+        self._rollout_ranks = Replicas(rollout, self._open_rollout, self._join_rollout, restarts, loss_text)
         self._spaces: tuple[Any, Any] = (None, None)
         self._done, self._stale = 0, False
         self._num_lost = 0
@@ -270,15 +271,15 @@ class RolloutSources:
 
     def build(self) -> tuple[Any, Any]:
         """Builds the environments; returns the observation space and action space of a slot."""
-        facts = self.env.init_worker(self.slots).wait(self._timeout)[0]
-        self._spaces = facts["observation_space"], facts["action_space"]
+        env_facts = self.env.init_worker(self.slots).wait(self._timeout)[0]
+        self._spaces = env_facts["observation_space"], env_facts["action_space"]
         return self._spaces
 
     def connect(self) -> None:
         """Connects all ranks that the run started with."""
         self._present_envs, self._acting = list(self._started), list(range(self._rollouts.world_size))
-        for name, home in self.slots.channels().items():
-            Channel.create(name, home=home.group, ranks=home.ranks)
+        for name, homes in self.slots.channels().items():
+            Channel.create(name, home=homes.group, ranks=homes.ranks)
         self._joined_envs.open()
         slots = self.slots
         for handle in (self.env.connect(slots), self._actor.connect(), self.rollout.connect(slots)):
@@ -306,9 +307,7 @@ class RolloutSources:
 
     @staticmethod
     def _to_build(group: WorkerGroup, present: list[int], lost_ranks: list[int]) -> list[int]:
-        """Returns the original ranks that must be built: also those that were lost, or were about to take part again, before
-        the failure.
-        """
+        """Returns the original ranks that must be built after a failure: the lost ones, and those that are not present."""
         return [rank for rank in range(group.world_size) if rank in lost_ranks or rank not in present]
 
     def begin(self, step: int) -> None:
@@ -347,30 +346,30 @@ class RolloutSources:
 
     def _remove_lost(self) -> bool:
         """Removes lost ranks; returns whether a rank has gone since the last call."""
-        before = len(self._present_envs) + len(self._acting)
+        num_before = len(self._present_envs) + len(self._acting)
         envs, rollouts = self._envs.present, self._rollouts.present
         self._present_envs = [rank for rank in self._present_envs if rank in envs]
         lost_ranks = [rank for rank in self._acting if rank not in rollouts]
         if lost_ranks:
             self._acting = [rank for rank in self._acting if rank in rollouts]
             self._stale = True
-            for playing in self._played:
-                playing.lost_ranks.update(lost_ranks)
-        num_lost = before - len(self._present_envs) - len(self._acting)
+            for pending_turn in self._played:
+                pending_turn.lost_ranks.update(lost_ranks)
+        num_lost = num_before - len(self._present_envs) - len(self._acting)
         self._num_lost += num_lost
         return num_lost > 0
 
     def pop_num_lost(self) -> int:
         """Returns the number of ranks lost since the last call."""
-        number, self._num_lost = self._num_lost, 0
-        return number
+        num_lost, self._num_lost = self._num_lost, 0
+        return num_lost
 
     def _release_leaving(self) -> None:
         """Excludes rollout ranks that were told to leave, if others can act."""
-        leaving = self._rollouts.leaving
-        if stays := [rank for rank in self._acting if rank not in leaving]:
-            self._stale = self._stale or len(stays) < len(self._acting)
-            self._acting = stays
+        leaving_ranks = self._rollouts.leaving
+        if remaining_ranks := [rank for rank in self._acting if rank not in leaving_ranks]:
+            self._stale = self._stale or len(remaining_ranks) < len(self._acting)
+            self._acting = remaining_ranks
 
     def _open_env(self, rank: int) -> Any:
         """Makes an env rank that was restarted, or has joined, build its simulators."""
@@ -401,9 +400,9 @@ class RolloutSources:
         """
         if not self._stale:
             return
-        for playing in self._played:
-            playing.acting.wait(self._timeout)
-            playing.simulating.wait(self._timeout)
+        for pending_turn in self._played:
+            pending_turn.acting.wait(self._timeout)
+            pending_turn.simulating.wait(self._timeout)
         while self._stale:
             self._remove_lost()
             self._await_rollouts()
@@ -433,11 +432,16 @@ class RolloutSources:
             time.sleep(_POLL_S)
 
     def _connect_playing(self) -> None:
-        absent, acting = frozenset(self._started) - {*self._present_envs}, self._acting[: self.slots.max_ranks]
+        absent_ranks, acting_ranks = (
+            frozenset(self._started) - {*self._present_envs},
+            self._acting[: self.slots.max_ranks],
+        )
         token = secrets.token_hex(4)
-        self.slots = slots = dataclasses.replace(self.slots, token=token, absent=absent, acting=tuple(acting))
-        for name, home in slots.playing_channels().items():
-            Channel.create(name, home=home.group, ranks=home.ranks)
+        self.slots = slots = dataclasses.replace(
+            self.slots, token=token, absent=absent_ranks, acting=tuple(acting_ranks)
+        )
+        for name, homes in slots.playing_channels().items():
+            Channel.create(name, home=homes.group, ranks=homes.ranks)
         for handle in (self._call_envs("connect", slots), self._acting_group().connect(slots)):
             handle.wait(self._timeout)
 
@@ -465,13 +469,13 @@ class RolloutSources:
         calls = collections.deque([self._rollouts.execute_on(self.slots.acting_ranks[0]).evaluate()])
 
         def wait() -> dict[str, float]:
-            tried = 0
-            while not (results := calls.pop().wait(self._timeout)):  # it has gone
-                tried += 1
-                if tried == len(self.slots.acting_ranks):
+            num_tried = 0
+            while not (metrics_by_rank := calls.pop().wait(self._timeout)):  # it has gone
+                num_tried += 1
+                if num_tried == len(self.slots.acting_ranks):
                     raise ChannelError(f"all ranks of {self._rollouts.name} ended during an evaluation")
-                calls.append(self._rollouts.execute_on(self.slots.acting_ranks[tried]).evaluate())
-            metrics: dict[str, float] = results[0]
+                calls.append(self._rollouts.execute_on(self.slots.acting_ranks[num_tried]).evaluate())
+            metrics: dict[str, float] = metrics_by_rank[0]
             return metrics
 
         return wait
@@ -496,12 +500,14 @@ class RolloutSources:
 
     def _give(self, step: int) -> None:
         """Starts a step: shared by all ranks, or, if it cannot be shared, by the original or by the joined ranks alone."""
-        original, pieces, takes = self._decisions, 1, math.inf
+        original_decisions, pieces, duration = self._decisions, 1, math.inf
         if self._joined_envs.ranks and self._present_envs and self._divisible:
-            original, pieces, takes = shares(self._decisions, self.slots.env_ranks, len(self._joined_envs.ranks))
-        if original < self._decisions and takes <= _MAX_IMBALANCE:
-            self._play(step, 0, original)
-            self._joined_envs.give(step, self._decisions - original, pieces)
+            original_decisions, pieces, duration = shares(
+                self._decisions, self.slots.env_ranks, len(self._joined_envs.ranks)
+            )
+        if original_decisions < self._decisions and duration <= _MAX_IMBALANCE:
+            self._play(step, 0, original_decisions)
+            self._joined_envs.give(step, self._decisions - original_decisions, pieces)
         elif (self._joined_envs.would_take() and self._played) or (self._joined_envs.ranks and not self._present_envs):
             self._joined_envs.give(step)
         else:
@@ -512,8 +518,8 @@ class RolloutSources:
         while begin < end:
             self._turns += 1
             turn = FullRollout(self._turns, step, begin, min(end, (begin // self._part + 1) * self._part) - begin)
-            acting = self._generate(self._acting_group(), turn)
-            self._played.append(_PendingTurn(turn, self.slots, acting, self._call_envs("interact", turn)))
+            acting_handle = self._generate(self._acting_group(), turn)
+            self._played.append(_PendingTurn(turn, self.slots, acting_handle, self._call_envs("interact", turn)))
             begin += turn.decisions
 
     def plays(self, step: int) -> bool:
@@ -521,7 +527,7 @@ class RolloutSources:
         return bool(self._turns_of(step))
 
     def _turns_of(self, step: int) -> list[_PendingTurn]:
-        return [playing for playing in self._played if playing.turn.step == step]
+        return [pending_turn for pending_turn in self._played if pending_turn.turn.step == step]
 
     def parts_of(self, step: int) -> list[list[DeliveredShard]] | None:
         """Waits for the shards of a step from ranks that joined; returns None if the original ranks play all of it."""
@@ -530,7 +536,7 @@ class RolloutSources:
         parts = self._joined_envs.make(step, self._done)
         if parts is None:
             note(f"all ranks that joined have gone: step {step} is played by those that the run started with")
-            begin = sum(playing.turn.decisions for playing in self._turns_of(step))
+            begin = sum(pending_turn.turn.decisions for pending_turn in self._turns_of(step))
             self._play(step, begin, self._decisions - begin)
         return parts
 
@@ -544,15 +550,19 @@ class RolloutSources:
         return self._receive(step, units, tuple(self._joined_envs.useless()))
 
     def _receive(self, step: int, units: list[list[int]] | None, useless: tuple[int, ...]) -> Any:
-        present = self._rollouts.present
+        present_ranks = self._rollouts.present
 
         def acted(playing: _PendingTurn) -> Acted:
-            lost_ranks = playing.lost_ranks.union(rank for rank in playing.slots.acting_ranks if rank not in present)
+            lost_ranks = playing.lost_ranks.union(
+                rank for rank in playing.slots.acting_ranks if rank not in present_ranks
+            )
             return Acted(playing.turn, playing.slots, frozenset(lost_ranks))
 
-        turns = tuple(acted(playing) for playing in self._turns_of(step))
-        later = frozenset(playing.turn.number for playing in self._played if playing.turn.step != step)
-        return self._actor.receive(step, Source(self.slots, turns, later, units, useless))
+        turns = tuple(acted(pending_turn) for pending_turn in self._turns_of(step))
+        later_turns = frozenset(
+            pending_turn.turn.number for pending_turn in self._played if pending_turn.turn.step != step
+        )
+        return self._actor.receive(step, Source(self.slots, turns, later_turns, units, useless))
 
     def outcome(
         self, step: int, parts: list[list[DeliveredShard]] | None = None
@@ -564,16 +574,16 @@ class RolloutSources:
             step: The step.
             parts: The step's result of `parts_of`, in runs that ranks may join.
         """
-        episodes = [part.episodes for unit in parts or () for part in unit]
-        joined_s, act_s, simulate_s = max((float(part["busy_s"].max()) for part in episodes), default=0.0), 0.0, 0.0
+        episodes = [report.episodes for unit in parts or () for report in unit]
+        joined_s, act_s, simulate_s = max((float(report["busy_s"].max()) for report in episodes), default=0.0), 0.0, 0.0
         turns = self._turns_of(step)
-        for playing in turns:
-            reports = playing.simulating.wait(self._timeout)
-            simulate_s += max((float(part["busy_s"].max()) for part in reports), default=0.0)
-            act_s += max((facts["busy_s"] for facts in playing.acting.wait(self._timeout)), default=0.0)
+        for turn in turns:
+            reports = turn.simulating.wait(self._timeout)
+            simulate_s += max((float(report["busy_s"].max()) for report in reports), default=0.0)
+            act_s += max((acting_report["busy_s"] for acting_report in turn.acting.wait(self._timeout)), default=0.0)
             # Restarts are counted since the rank's start.
-            episodes += reports if playing is turns[-1] else [{**part, "restarts": np.zeros(1)} for part in reports]
-            self._played.remove(playing)
+            episodes += reports if turn is turns[-1] else [{**report, "restarts": np.zeros(1)} for report in reports]
+            self._played.remove(turn)
         return in_order(episodes), act_s, max(joined_s, simulate_s)
 
     def joined(self, parts: list[list[DeliveredShard]] | None) -> collections.Counter[int]:

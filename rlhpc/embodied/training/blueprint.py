@@ -27,8 +27,8 @@ Result = TypeVar("Result")
 
 def passed(called: nn.Module, work: Callable[[Any], Result]) -> Result:
     """Runs `work(policy)` as one forward pass of the module that a backend passes to a loss."""
-    result: Result = called(work)
-    return result
+    output: Result = called(work)
+    return output
 
 
 class PolicyBlueprint(Blueprint):
@@ -88,8 +88,8 @@ class PolicyBlueprint(Blueprint):
         """Yields the weights (`Blueprint.named_weights`) under the policy's names, which the rollout ranks use, too."""
         for name, tensor in module.state_dict(keep_vars=True).items():
             if name not in without:
-                value = full(tensor).detach()
-                yield name, value.to(self._dtypes.get(name, value.dtype))
+                weight = full(tensor).detach()
+                yield name, weight.to(self._dtypes.get(name, weight.dtype))
 
     def frozen_names(self, module: nn.Module) -> frozenset[str]:
         """Returns the names of the weights that never change (`Blueprint.frozen_names`)."""
@@ -111,8 +111,8 @@ def _dtype(actor: EmbodiedActorConfig, device: torch.device) -> torch.dtype:
     if actor.training_backend.lower() == "local" or policy_dtype(actor, computes_bfloat16(device.type)) != "bfloat16":
         return torch.float32
     factory = MODELS.find(actor.model.model_type)
-    able = isinstance(factory, type) and issubclass(factory, Policy) and factory.mixed_precision
-    return torch.bfloat16 if able else torch.float32
+    has_mixed_precision = isinstance(factory, type) and issubclass(factory, Policy) and factory.mixed_precision
+    return torch.bfloat16 if has_mixed_precision else torch.float32
 
 
 def without_weights() -> contextlib.AbstractContextManager[None]:

@@ -229,12 +229,12 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
             NonFinite: A weight, or the optimizer's state, is not finite.
         """
         path = Path(folder)
-        where = f"{path.name.partition('-')[0].removeprefix('.tmp_')} (actor-{self.rank})"
+        weights_name = f"{path.name.partition('-')[0].removeprefix('.tmp_')} (actor-{self.rank})"
         weights = self._weights() if self.rank == 0 or self.learner.lockstep else {}
         if self.rank == 0:
-            require_finite(weights.items(), where)
+            require_finite(weights.items(), weights_name)
         if self.rank == 0 or self.learner.lockstep:
-            require_finite(self.learner.held_tensors(), where)
+            require_finite(self.learner.held_tensors(), weights_name)
         if self.rank == 0:
             save_tensors(path / WEIGHTS, weights)
             write_durably(path / SPEC, json.dumps(self.policy.spec(), indent=2, sort_keys=True).encode() + b"\n")
@@ -305,11 +305,14 @@ class TrajectoryReceiver:
         """
         slots = source.slots
         self._discard(slots, source.useless)
-        numbers = [acted.turn.number for acted in source.acted]
-        turns = [self._turn(acted, source.later.union(numbers[at + 1 :])) for at, acted in enumerate(source.acted)]
+        rollout_numbers = [acted.turn.number for acted in source.acted]
+        turns = [
+            self._turn(acted, source.later.union(rollout_numbers[index + 1 :]))
+            for index, acted in enumerate(source.acted)
+        ]
         if source.units is not None:
             turns.append([self._unit(slots, source.units[unit]) for unit in slots.units_of(self._rank)])
-        batch = RolloutBatch.join([RolloutBatch.join(parts, axis=0) for parts in turns], axis=1)
+        batch = RolloutBatch.join([RolloutBatch.join(unit_batches, axis=0) for unit_batches in turns], axis=1)
         bad_by_column = batch.nonfinite_columns()
         if bad_by_column and not self._skip:
             raise self._nonfinite(step, bad_by_column)
@@ -319,29 +322,31 @@ class TrajectoryReceiver:
     def _turn(self, acted: Acted, later: frozenset[int]) -> list[RolloutBatch[np.ndarray]]:
         """Returns the rollout ranks' transitions of a turn, in slot order."""
         sources = acted.slots.sources_of(self._rank)
-        parts = [(common, self._from(acted, later, stage, rank)) for stage, rank, common in sources]
+        unit_batches = [(slots, self._from(acted, later, stage, rank)) for stage, rank, slots in sources]
         decisions = acted.turn.decisions
-        return [self._missing(len(common), decisions) if part is None else part for common, part in parts]
+        return [self._missing(len(slots), decisions) if batch is None else batch for slots, batch in unit_batches]
 
     def _from(self, acted: Acted, later: frozenset[int], stage: int, rank: int) -> RolloutBatch[np.ndarray] | None:
         """Returns a rollout rank's transitions of a turn's stage; None if it has gone without sending them."""
         slots, turn_number = acted.slots, acted.turn.number
         key, peer = slots.to_actor_key(stage, rank, self._rank), (slots.rollout_name, rank)
-        early = self._early[key] = {
-            number: received for number, received in self._early[key].items() if number in {turn_number, *later}
+        early_batches = self._early[key] = {
+            rollout_number: received
+            for rollout_number, received in self._early[key].items()
+            if rollout_number in {turn_number, *later}
         }
-        batch = early.pop(turn_number, None)
+        batch = early_batches.pop(turn_number, None)
         try:
             while batch is None:
                 # such a message is from the rank that replaced one that has gone
-                if any(number > turn_number for number in early):
+                if any(rollout_number > turn_number for rollout_number in early_batches):
                     return None
                 message = self._next(key, peer, has_left=rank in acted.lost_ranks)
-                number = message.pop("turn")
-                if number == turn_number:
+                rollout_number = message.pop("turn")
+                if rollout_number == turn_number:
                     batch = RolloutBatch.from_columns(message)
-                elif number in later:
-                    early[number] = RolloutBatch.from_columns(message)
+                elif rollout_number in later:
+                    early_batches[rollout_number] = RolloutBatch.from_columns(message)
                 # else it belongs to a turn that is already over
         except PeerLeft:
             return None

@@ -38,11 +38,11 @@ Batch = dict[str, Any]
 def environment_of(cfg: BcConfig) -> EnvSideConfig:
     """Returns the section of the demonstrations' environment."""
     task = cfg.env.train
-    side = EnvSideConfig(
+    env_cfg = EnvSideConfig(
         env_type=task.env_type, env_id=task.env_id, max_episode_steps=task.max_episode_steps, kwargs=plain(task.kwargs),
         wrappers=plain(task.wrappers), ignore_terminations=task.ignore_terminations, simulator_python=task.simulator_python,
     )  # fmt: skip
-    return typed(EnvSideConfig, OmegaConf.structured(side))
+    return typed(EnvSideConfig, OmegaConf.structured(env_cfg))
 
 
 def spaces_of(cfg: BcConfig) -> tuple[Any, Any]:
@@ -86,10 +86,10 @@ class BcActor(PolicyTrainer[BcConfig]):
         self.backend = self.build_backend(cfg.actor, spaces, look=skip)
         self.skips = Skips(skip)
         self.loss_type, self.value_coef = cfg.algorithm.bc_loss.lower(), cfg.algorithm.bc_value_coef
-        faults: list[str] | None = [] if skip else None
-        trajectories = list(read_demos(cfg, faults))
-        for fault in faults or ():
-            self.log.warning("left out: %s", fault)
+        problems: list[str] | None = [] if skip else None
+        trajectories = list(read_demos(cfg, problems))
+        for problem in problems or ():
+            self.log.warning("left out: %s", problem)
         for trajectory in trajectories:
             check_fit(trajectory, observation_space, action_space)
             trajectory["obs"] = windows_of(trajectory["obs"], observation_space)
@@ -101,11 +101,11 @@ class BcActor(PolicyTrainer[BcConfig]):
             "clones %d episodes with %d parameters of %s on %s", self.episodes, parameters, cfg.actor.model.model_type,
             self.device,
         )  # fmt: skip
-        facts = {"parameters": parameters, "episodes": float(self.episodes), "transitions": float(self.total)}
-        return {**facts, "left_out": float(len(faults or ()))}
+        metrics = {"parameters": parameters, "episodes": float(self.episodes), "transitions": float(self.total)}
+        return {**metrics, "left_out": float(len(problems or ()))}
 
     def _condition(self, trajectories: Sequence[Trajectory], observation_space: Any) -> None:
-        """Labels each step of the episodes as an improvement or not."""
+        """Labels each step of the episodes as an improvement or no improvement."""
         labels = label(self.cfg, trajectories, value_model(self.cfg, observation_space), self.device)
         for trajectory, improvement in zip(trajectories, labels, strict=True):
             trajectory[IMPROVEMENT] = improvement
@@ -118,9 +118,9 @@ class BcActor(PolicyTrainer[BcConfig]):
         Raises:
             ConfigError: The improvement labels have changed.
         """
-        before = self.labels
+        previous_labels = self.labels
         super().load(folder)
-        if self.labels != before:
+        if self.labels != previous_labels:
             raise ConfigError(
                 f"{KEY} or demos.path: what is there now makes other steps improvements than what {folder} was trained "
                 "on; name what the run began with (a checkpoint in place of a run that goes on)"
@@ -129,12 +129,17 @@ class BcActor(PolicyTrainer[BcConfig]):
     def _keep(self, trajectories: Sequence[Trajectory]) -> None:
         """Stores the episodes as transitions, this rank's share on its device."""
         held_out = held_out_of(len(trajectories), self.cfg)
-        train = [each for i, each in enumerate(trajectories) if i not in held_out]
-        self.episodes, self.total = len(train), sum(len(each["actions"]) for each in train)
+        train_trajectories = [trajectory for i, trajectory in enumerate(trajectories) if i not in held_out]
+        self.episodes, self.total = (
+            len(train_trajectories),
+            sum(len(trajectory["actions"]) for trajectory in train_trajectories),
+        )
         self.held = range(self.total * self.rank // self.world_size, self.total * (self.rank + 1) // self.world_size)
-        self.demos = self._batch(train, self.held)
-        other = [trajectories[i] for i in sorted(held_out)]
-        self.holdout = self._batch(other, None) if other and self._computes_holdout else None
+        self.demos = self._batch(train_trajectories, self.held)
+        holdout_trajectories = [trajectories[i] for i in sorted(held_out)]
+        self.holdout = (
+            self._batch(holdout_trajectories, None) if holdout_trajectories and self._computes_holdout else None
+        )
 
     @property
     def _computes_holdout(self) -> bool:
@@ -149,14 +154,18 @@ class BcActor(PolicyTrainer[BcConfig]):
 
         # A success model gets the observation after a step, an acting policy the one before it.
         obs_steps = slice(1, None) if self.policy.judges else slice(-1)
-        batch = {"obs": joined([take(each["obs"], obs_steps) for each in trajectories])}
-        actions, beyond = zip(*(chunks_of(each["actions"], self.policy.imitated) for each in trajectories), strict=True)
-        batch["actions"], batch["is_pad"] = joined(list(actions)), joined(list(beyond))
+        batch = {"obs": joined([take(trajectory["obs"], obs_steps) for trajectory in trajectories])}
+        actions, pad_masks = zip(
+            *(chunks_of(trajectory["actions"], self.policy.imitated) for trajectory in trajectories), strict=True
+        )
+        batch["actions"], batch["is_pad"] = joined(list(actions)), joined(list(pad_masks))
         for name in self._extra_columns(trajectories[0]):
-            batch[name] = joined([np.asarray(each[name], np.float32) for each in trajectories])
+            batch[name] = joined([np.asarray(trajectory[name], np.float32) for trajectory in trajectories])
         if self.value_coef:
             scale, gamma = self.cfg.env.train.reward_scale, self.cfg.algorithm.gamma
-            batch["returns"] = joined([scale * returns_to_go(each["rewards"], gamma) for each in trajectories])
+            batch["returns"] = joined(
+                [scale * returns_to_go(trajectory["rewards"], gamma) for trajectory in trajectories]
+            )
         return batch
 
     def _extra_columns(self, available: Container[str]) -> list[str]:
@@ -185,49 +194,58 @@ class BcActor(PolicyTrainer[BcConfig]):
         sums, norms, updates = torch.zeros(2, dtype=torch.float64, device=self.device), 0.0, 0
         for epoch in range(cfg.algorithm.update_epochs):
             order = permutation(self.total, self.seed, step, epoch)
-            chosen = local_minibatches(order, size, self.held)
-            micros = [list(part.split(micro)) if part.numel() else [] for part in chosen]
+            minibatches = local_minibatches(order, size, self.held)
+            micro_batches = [list(rows.split(micro)) if rows.numel() else [] for rows in minibatches]
             if self.backend.lockstep:
-                num_passes = passes([len(parts) for parts in micros], self.rank, self.world_size, self.all_reduce)
+                num_passes = passes(
+                    [len(minibatch) for minibatch in micro_batches], self.rank, self.world_size, self.all_reduce
+                )
                 idle = torch.zeros(0, dtype=torch.int64)
-                micros = [parts + [idle] * (num - len(parts)) for parts, num in zip(micros, num_passes, strict=True)]
-            for number, parts in enumerate(micros):
-                count = min(size, self.total - number * size)
-                part = torch.zeros_like(sums)
-                for facts in self.backend.forward_backward([(indices, count) for indices in parts], self._loss):
-                    part += facts["losses"].double()
+                micro_batches = [
+                    minibatch + [idle] * (minibatch_passes - len(minibatch))
+                    for minibatch, minibatch_passes in zip(micro_batches, num_passes, strict=True)
+                ]
+            for index, index_chunks in enumerate(micro_batches):
+                count = min(size, self.total - index * size)
+                minibatch_sums = torch.zeros_like(sums)
+                for outputs in self.backend.forward_backward(
+                    [(indices, count) for indices in index_chunks], self._loss
+                ):
+                    minibatch_sums += outputs["losses"].double()
                 norm = float(self.backend.optimizer_step(rate))
                 if not math.isfinite(norm):
-                    bad = listed(self.backend.bad_gradients()) or "all together"
+                    names = listed(self.backend.bad_gradients()) or "all together"
                     self.skips.left_out(
-                        lambda: f"step {step}, epoch {epoch}, minibatch {number}: the gradient of {bad} is not finite"  # noqa: B023
+                        lambda: f"step {step}, epoch {epoch}, minibatch {index}: the gradient of {names} is not finite"  # noqa: B023
                     )
                     continue
                 self.skips.took()
-                sums += part
+                sums += minibatch_sums
                 norms += norm
                 updates += 1
         if self.world_size > 1:
             sums = self.all_reduce(sums)
         num_updates = max(updates, 1)
-        policy, value = (sums / num_updates).tolist()
+        policy_loss, mean_value_loss = (sums / num_updates).tolist()
         self.updates += 1
-        metrics = {"loss": policy, "grad_norm": norms / num_updates, "lr": rate, "updates": float(updates)}
+        metrics = {"loss": policy_loss, "grad_norm": norms / num_updates, "lr": rate, "updates": float(updates)}
         metrics |= self.skips.counted()
         if "returns" in self.demos:
-            metrics["value_loss"] = value
+            metrics["value_loss"] = mean_value_loss
         if self.holdout is not None:
             rows = torch.arange(len(self.holdout["actions"]), device=self.device)
-            parts = rows.split(self.cfg.actor.micro_batch_size or self.cfg.actor.global_batch_size)
-            losses = [self.backend.evaluate(self._losses, (self.holdout, part, len(rows)))[0] for part in parts]
+            index_chunks = rows.split(self.cfg.actor.micro_batch_size or self.cfg.actor.global_batch_size)
+            losses = [
+                self.backend.evaluate(self._losses, (self.holdout, indices, len(rows)))[0] for indices in index_chunks
+            ]
             metrics["holdout_loss"] = float(sum(losses))
         return metrics
 
     def _loss(self, called: nn.Module, micro_batch: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, Metrics]:
         """Returns the loss of the demonstrations at these indices, as part of a minibatch of `count`; 0 without indices."""
         indices, count = micro_batch
-        chosen = indices.to(self.device) if indices.numel() else torch.zeros(1, dtype=torch.int64, device=self.device)
-        losses = self._losses(called, (self.demos, chosen, count))
+        rows = indices.to(self.device) if indices.numel() else torch.zeros(1, dtype=torch.int64, device=self.device)
+        losses = self._losses(called, (self.demos, rows, count))
         loss = losses[0] + self.value_coef * losses[1]
         if not indices.numel():
             return 0.0 * loss, {"losses": torch.zeros(2, device=self.device)}
@@ -238,12 +256,12 @@ class BcActor(PolicyTrainer[BcConfig]):
         rows.
         """
         batch, indices, count = rows_of_batch
-        obs, actions, values = take(batch["obs"], indices), batch["actions"][indices], "returns" in batch
+        obs, actions, has_returns = take(batch["obs"], indices), batch["actions"][indices], "returns" in batch
         inputs = {"obs": obs, "actions": actions, "is_pad": batch["is_pad"][indices]}
         inputs |= {name: batch[name][indices] for name in self._extra_columns(batch)}
 
         def work(policy: Policy) -> list[torch.Tensor]:
-            out = policy.default_forward(inputs, compute_logprobs=False, compute_values=True) if values else {}
+            outputs = policy.default_forward(inputs, compute_logprobs=False, compute_values=True) if has_returns else {}
             if self.loss_type == "nll":
                 loss = policy.bc_loss(inputs).sum() / count
             else:
@@ -254,14 +272,14 @@ class BcActor(PolicyTrainer[BcConfig]):
                         "gradient; choose nll"
                     )
                 loss = (mean - actions[:, : policy.chunk]).square().mean((1, 2)).sum() / count
-            if not values:
+            if not has_returns:
                 return [loss, torch.zeros_like(loss)]
-            mask = torch.ones_like(out["values"], dtype=torch.bool)[:, None]
-            value, _ = value_loss(
-                values=out["values"][:, None], returns=batch["returns"][indices][:, None], loss_mask=mask,
+            mask = torch.ones_like(outputs["values"], dtype=torch.bool)[:, None]
+            value_term, _ = value_loss(
+                values=outputs["values"][:, None], returns=batch["returns"][indices][:, None], loss_mask=mask,
                 global_tokens=torch.tensor(float(count), device=self.device),
             )  # fmt: skip
-            return [loss, value]
+            return [loss, value_term]
 
         return passed(called, work)
 

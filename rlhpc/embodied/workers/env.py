@@ -39,7 +39,7 @@ Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
 class SimulatingWorker(SavingWorker, Generic[Cfg]):
-    """Base of env ranks; a subclass defines what rewards and log-probabilities belong to."""
+    """Base of env ranks; a subclass defines the level (action or chunk) of rewards and log-probabilities."""
 
     envs: list[VectorEnv]
 
@@ -72,16 +72,16 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         device = own_device(self)
         seed_process(self.seed, "env", self.rank)
         self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
-        self.envs = [self._build_env(len(share), share.start, device) for share in self.shares]
+        self.envs = [self._build_env(len(env_slots), env_slots.start, device) for env_slots in self.shares]
         self.obs: list[Obs] = [as_arrays(env.reset()[0]) for env in self.envs]
         #: Slots of each stage whose episode contains actions that are not the policy's.
-        self._mixed = [np.zeros(len(share), bool) for share in self.shares]
-        first = self.envs[0]
+        self._mixed = [np.zeros(len(env_slots), bool) for env_slots in self.shares]
+        first_env = self.envs[0]
         count = sum(map(len, self.shares))
         self.log.info("simulates %d of %d slots of %s", count, slots.num_envs, cfg.env_id)
         return {
-            "observation_space": first.observation_space,
-            "action_space": first.action_space,
+            "observation_space": first_env.observation_space,
+            "action_space": first_env.action_space,
             "supports_state": all(env.supports_state for env in self.envs),
         }
 
@@ -99,10 +99,10 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         """Connects to the channels, once the driver has created them; again, with a new map, as ranks join and leave."""
         self.slots = slots
         self.peers = [slots.rollouts_of(stage, self.rank) for stage in range(slots.stages)]
-        near = agree_on_device(self, slots, [env.can_stay_on_device for env in self.envs])
-        for env, peers in zip(self.envs, near, strict=True):
+        device_peers = agree_on_device(self, slots, [env.can_stay_on_device for env in self.envs])
+        for env, peers in zip(self.envs, device_peers, strict=True):
             env.on_device = all(peers)
-        self.links = open_links(self, self.slots, self.envs[0].observation_space, near)
+        self.links = open_links(self, self.slots, self.envs[0].observation_space, device_peers)
         if any(env.on_device for env in self.envs):
             self.log.info("observations stay on the accelerator on their way to the policy")
         self._outcomes = self.connect_channel(OUTCOMES)
@@ -124,13 +124,13 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             NonFinite: A simulator returned a number that is not finite, and `runner.on_nonfinite` is stop.
         """
         stages, start, self._waited = range(self.slots.stages), time.perf_counter(), 0.0
-        outcomes = [self.outcomes_of(turn.step, share) for share in self.shares]
+        outcomes = [self.outcomes_of(turn.step, slots) for slots in self.shares]
         if self.shape().single_episode:
             self.new_episodes(turn.step, turn.begin)
-        episodes, before = EpisodeLog(), current().service.lane.crossed
+        episodes, num_crossed_before = EpisodeLog(), current().service.lane.crossed
         for stage in stages:
-            if (fresh := self.envs[stage].refresh()) is not None:  # a robot has gone on since the last rollout
-                self.obs[stage] = fresh
+            if (refreshed_obs := self.envs[stage].refresh()) is not None:  # a robot has gone on since the last rollout
+                self.obs[stage] = refreshed_obs
             self._send(stage, outcomes[stage], 0)
         for t in range(turn.decisions):
             for stage in stages:
@@ -149,14 +149,14 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
                     )
         for stage in stages:
             self._send_outcomes(stage, outcomes[stage], turn.decisions)
-        by_device = current().service.lane.crossed - before
+        num_crossed = current().service.lane.crossed - num_crossed_before
         on_accelerator = sum(
             len(peers) for env, peers in zip(self.envs, self.peers, strict=True) if env.can_stay_on_device
         )
         return episodes.report(
             restarts=sum(env.restarts for env in self.envs),
-            by_device=by_device,
-            by_host=max(0, on_accelerator * (turn.decisions + 1) - by_device),
+            by_device=num_crossed,
+            by_host=max(0, on_accelerator * (turn.decisions + 1) - num_crossed),
             busy_s=time.perf_counter() - start - self._waited,
             timing=[env.timing for env in self.envs],
         )
@@ -188,13 +188,13 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
 
     def new_episodes(self, step: int, begin: int = 0) -> None:
         """Begins new episodes, whose starts depend only on seed, step, and the number of the step's earlier decisions."""
-        words = [self.seed, step, begin] if begin else [self.seed, step]
-        seed = int(np.random.SeedSequence(words).generate_state(1)[0])
+        entropy = [self.seed, step, begin] if begin else [self.seed, step]
+        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         if self.cfg.env.train.use_fixed_reset_state_ids:
             seed = self.seed
         self.obs = [as_given(env.reset(seed=seed)[0]) for env in self.envs]
-        for mixed in self._mixed:
-            mixed[:] = False
+        for is_mixed in self._mixed:
+            is_mixed[:] = False
 
     def _send(self, stage: int, outcomes: Outcomes, t: int) -> None:
         obs = outcomes.cleaned_obs(t, self.obs[stage])
@@ -203,38 +203,41 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
     def _receive(self, stage: int) -> np.ndarray | None:
         """Returns the actions in all slots of a stage, or None if no rollout rank is left."""
         start = time.perf_counter()
-        parts = self.links.get(stage)
+        actions_by_peer = self.links.get(stage)
         self._waited += time.perf_counter() - start
-        chosen = [part for _, part in parts if part is not None]
-        if not chosen:
+        received_actions = [peer_actions for _, peer_actions in actions_by_peer if peer_actions is not None]
+        if not received_actions:
             return None
-        for common, part in parts if len(chosen) < len(parts) else ():
-            if part is None:
-                self._mixed[stage][within(common, self.shares[stage])] = True
-        shape = chosen[0].shape[1:]
+        for slots, peer_actions in actions_by_peer if len(received_actions) < len(actions_by_peer) else ():
+            if peer_actions is None:
+                self._mixed[stage][within(slots, self.shares[stage])] = True
+        shape = received_actions[0].shape[1:]
         actions: np.ndarray = join(
-            [np.resize(chosen[0], (len(common), *shape)) if part is None else part for common, part in parts]
+            [
+                np.resize(received_actions[0], (len(slots), *shape)) if peer_actions is None else peer_actions
+                for slots, peer_actions in actions_by_peer
+            ]
         )
         return actions
 
     def _acted_by_policy(self, stage: int, ended_slots: np.ndarray) -> np.ndarray:
-        """Returns the slots, of some whose episodes have ended, in which only the policy acted."""
-        mixed = self._mixed[stage]
-        policy_slots: np.ndarray = ended_slots[~mixed[ended_slots]]
-        mixed[ended_slots] = False
+        """Returns those of the ended slots in whose episode only the policy acted."""
+        is_mixed = self._mixed[stage]
+        policy_slots: np.ndarray = ended_slots[~is_mixed[ended_slots]]
+        is_mixed[ended_slots] = False
         return policy_slots
 
     def _send_outcomes(self, stage: int, outcomes: Outcomes, num_decisions: int) -> None:
         """Sends a stage's outcomes to the rollout ranks."""
-        last = outcomes.cleaned_obs(num_decisions, self.obs[stage])
-        for index, (rank, common) in enumerate(self.peers[stage]):
+        last_obs = outcomes.cleaned_obs(num_decisions, self.obs[stage])
+        for index, (rank, peer_slots) in enumerate(self.peers[stage]):
             if self.links.has_gone(stage, index):
                 continue
-            part, key = within(common, self.shares[stage]), self.slots.to_rollout_key(stage, self.rank, rank)
+            rows, key = within(peer_slots, self.shares[stage]), self.slots.to_rollout_key(stage, self.rank, rank)
             try:
                 put_until_left(
                     self._outcomes,
-                    outcomes.part(part, take(last, part), num_decisions).columns(),
+                    outcomes.part(rows, take(last_obs, rows), num_decisions).columns(),
                     key,
                     (self.slots.rollout_name, rank),
                 )
@@ -249,12 +252,12 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         """
         units = [
             {
-                "start": share.start,
-                "stop": share.stop,
+                "start": slots.start,
+                "stop": slots.stop,
                 "obs": as_arrays(obs),
                 "state": env.state_dict() if env.supports_state else None,
             }
-            for share, obs, env in zip(self.shares, self.obs, self.envs, strict=True)
+            for slots, obs, env in zip(self.shares, self.obs, self.envs, strict=True)
         ]
         save_state(Path(folder) / FILE.format(rank=self.rank), {"rng": rng_state(), "units": units})
 
@@ -274,24 +277,28 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         return all(restored)
 
     def _restore(self, stage: int, units: list[dict[str, Any]], folder: Path) -> bool:
-        share, env = self.shares[stage], self.envs[stage]
+        stage_slots, env = self.shares[stage], self.envs[stage]
         units_by_slot = {
             slot: (unit, slot - unit["start"]) for unit in units for slot in range(unit["start"], unit["stop"])
         }
-        same_layout = any(range(unit["start"], unit["stop"]) == share and unit["state"] is not None for unit in units)
+        same_layout = any(
+            range(unit["start"], unit["stop"]) == stage_slots and unit["state"] is not None for unit in units
+        )
         if not same_layout and not all(
-            slot in units_by_slot and units_by_slot[slot][0]["state"] is not None for slot in share
+            slot in units_by_slot and units_by_slot[slot][0]["state"] is not None for slot in stage_slots
         ):
             return False
         try:
             if same_layout:
-                unit = units_by_slot[share.start][0]
+                unit = units_by_slot[stage_slots.start][0]
                 env.load_state_dict(unit["state"])
             else:
-                env.load_state_dict(env.merge_states([_slot_state(env, *units_by_slot[slot]) for slot in share]))
+                env.load_state_dict(env.merge_states([_slot_state(env, *units_by_slot[slot]) for slot in stage_slots]))
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder}: the environments' state does not fit this run: {error!r}") from error
-        rows = [take(unit["obs"], slice(index, index + 1)) for unit, index in (units_by_slot[slot] for slot in share)]
+        rows = [
+            take(unit["obs"], slice(index, index + 1)) for unit, index in (units_by_slot[slot] for slot in stage_slots)
+        ]
         self.obs[stage] = join(rows)
         return True
 
@@ -328,7 +335,7 @@ def unit_map(slots: SlotMap, rank: int) -> UnitMap:
 
 
 def words_of(seed: int, rank: int, start_step: int) -> list[int]:
-    """Returns the words from which the seeds of a rank that has joined are derived.
+    """Returns the entropy from which the seeds of a rank that has joined are derived.
 
     Its slots begin other episodes than those of any other rank, also of an earlier start of the run.
     """
@@ -375,9 +382,9 @@ class Replica:
         self._acting.draws(random)
         num_decisions, batch, episodes = self._roll(shard)
         for actor in range(self._slots.actor_ranks if batch is not None else 0):
-            part = self._slots.unit_for(shard.unit, actor)
-            if batch is not None and part.stop > part.start:
-                message: dict[str, Any] = batch.of_slots(part).columns()
+            local_unit = self._slots.unit_for(shard.unit, actor)
+            if batch is not None and local_unit.stop > local_unit.start:
+                message: dict[str, Any] = batch.of_slots(local_unit).columns()
                 message["version"] = self._version
                 self._parts.entrust(message, key=self._slots.part_key(shard.key, actor))
         self._played.entrust(
@@ -388,39 +395,39 @@ class Replica:
     def _roll(self, shard: RolloutShard) -> tuple[int, RolloutBatch[np.ndarray] | None, dict[str, np.ndarray]]:
         """Returns the number of decisions made, their transitions (None without a decision), and episodes."""
         rank, acting, start = self._simulating, self._acting, time.perf_counter()
-        env, share, single_episode = rank.envs[0], rank.shares[0], rank.shape().single_episode
+        env, env_slots, single_episode = rank.envs[0], rank.shares[0], rank.shape().single_episode
         num_slots = len(self._slots.unit_share(shard.unit))  # the actors do not use further slots
-        outcomes, episodes = rank.outcomes_of(shard.step, share), EpisodeLog()
+        outcomes, episodes = rank.outcomes_of(shard.step, env_slots), EpisodeLog()
         if single_episode:
             rank.new_episodes(shard.step)
-        t, chosen = 0, list[np.ndarray]()
+        t, pending_actions = 0, list[np.ndarray]()
         while t < shard.decisions and not rank.told_to_leave:
             observation = outcomes.cleaned_obs(t, rank.obs[0])
             with torch.inference_mode():
-                acting.decide(0, [(slice(None), t)], self._noise(shard, t), observation, chosen.append)
-            obs, rewards, terminations, truncations, infos = env.chunk_step(chosen.pop())
+                acting.decide(0, [(slice(None), t)], self._noise(shard, t), observation, pending_actions.append)
+            obs, rewards, terminations, truncations, infos = env.chunk_step(pending_actions.pop())
             rank.obs[0] = obs
             episodes.count_skipped(infos, slice(num_slots))
             ended_slots = outcomes.add(t, rewards, terminations, truncations, infos)
             if ended_slots is not None:
-                episodes.add(t, share.start, infos, ended_slots[ended_slots < num_slots])
+                episodes.add(t, env_slots.start, infos, ended_slots[ended_slots < num_slots])
             t += 1
         if single_episode and t < shard.decisions:
             t = 0
             episodes.skipped = 0
         batch: RolloutBatch[np.ndarray] | None = None
         if t:
-            everything = slice(0, len(share))
-            last = take(outcomes.cleaned_obs(t, rank.obs[0]), everything)
+            all_rows = slice(0, len(env_slots))
+            last_obs = take(outcomes.cleaned_obs(t, rank.obs[0]), all_rows)
             acting.buffers[0].num_decisions = t
             with torch.inference_mode():
-                (batch,) = acting.batches([outcomes.part(everything, last, t)])
-        report = episodes.report(restarts=env.restarts, busy_s=time.perf_counter() - start, timing=[env.timing])
-        return t, batch, report
+                (batch,) = acting.batches([outcomes.part(all_rows, last_obs, t)])
+        episode_report = episodes.report(restarts=env.restarts, busy_s=time.perf_counter() - start, timing=[env.timing])
+        return t, batch, episode_report
 
     def _noise(self, part: RolloutShard, t: int) -> torch.Tensor:
-        words, slots = (*self._words, part.number, t), range(len(self._simulating.shares[0]))
-        return noise_of_slots(self._acting.policy.sample_noise, words, slots).to(self._acting.device)
+        entropy, slots = (*self._words, part.number, t), range(len(self._simulating.shares[0]))
+        return noise_of_slots(self._acting.policy.sample_noise, entropy, slots).to(self._acting.device)
 
     def _take_weights(self, version: int) -> None:
         """Receives the weights that the actor has sent, and waits until they are new enough, unless this rank is to leave.
@@ -465,15 +472,15 @@ def open_replica(
     """
     unit = unit_map(slots, simulating.rank)
     seed = int(np.random.SeedSequence(words_of(simulating.run_seed, simulating.rank, start_step)).generate_state(1)[0])
-    facts = simulating.init_worker(unit, seed)
-    if (facts["observation_space"], facts["action_space"]) != spaces:
+    env_facts = simulating.init_worker(unit, seed)
+    if (env_facts["observation_space"], env_facts["action_space"]) != spaces:
         raise ConfigError(
             f"on {simulating.node}, env.train.env_id {simulating.cfg.env.train.env_id} shows or takes something else than "
             "where the run was started; have the same packages there"
         )
-    acting = make()
-    acting.init_worker(unit, *spaces)
-    return Replica(simulating, acting, slots, start_step)
+    acting_worker = make()
+    acting_worker.init_worker(unit, *spaces)
+    return Replica(simulating, acting_worker, slots, start_step)
 
 
 class JoiningWorker(SimulatingWorker[Cfg]):

@@ -42,7 +42,8 @@ class Gathering(Protocol):
 
 
 class Incomplete:
-    """Regrouping of transitions when some slots brought none, so that each row of the table is again a decision in every slot.
+    """Regrouping of transitions if some slots delivered none, so that each row of the table is again a decision in
+    every slot.
 
     Transitions change slots: in an off-policy buffer nothing depends on the slot. Transitions that do not fill a row wait for
     the next such step.
@@ -68,24 +69,30 @@ class Incomplete:
             present: Mask of the transitions that exist, `[n, T]`.
             ranks: This rank, which reaches the others.
         """
-        times, slots = np.nonzero(present.T)
-        position = times * self._num_envs + slots + self._share.start
-        rows_here = {name: column[slots, times] for name, column in columns.items()}
-        parts: Any = [(position, rows_here)]
+        steps, slots = np.nonzero(present.T)
+        positions = steps * self._num_envs + slots + self._share.start
+        local_rows = {name: column[slots, steps] for name, column in columns.items()}
+        rank_rows: Any = [(positions, local_rows)]
         if ranks.world_size > 1:
-            parts = ranks.all_gather_object(parts[0])
-        order = np.argsort(np.concatenate([position for position, _ in parts]))  # the same for any number of ranks
-        flat = {name: np.concatenate([part[name] for _, part in parts])[order] for name in columns}
+            rank_rows = ranks.all_gather_object(rank_rows[0])
+        order = np.argsort(
+            np.concatenate([positions for positions, _ in rank_rows])
+        )  # the same for any number of ranks
+        pending_columns = {
+            name: np.concatenate([columns_of_rank[name] for _, columns_of_rank in rank_rows])[order] for name in columns
+        }
         if self._waiting:
-            flat = {name: np.concatenate([self._waiting[name], column]) for name, column in flat.items()}
-        rows = len(next(iter(flat.values()))) // self._num_envs
-        used = rows * self._num_envs
-        self._waiting = {name: column[used:].copy() for name, column in flat.items()}
+            pending_columns = {
+                name: np.concatenate([self._waiting[name], column]) for name, column in pending_columns.items()
+            }
+        rows = len(next(iter(pending_columns.values()))) // self._num_envs
+        num_used = rows * self._num_envs
+        self._waiting = {name: column[num_used:].copy() for name, column in pending_columns.items()}
         return {
-            name: column[:used]
+            name: column[:num_used]
             .reshape(rows, self._num_envs, *column.shape[1:])
             .swapaxes(0, 1)[self._share.start : self._share.stop]
-            for name, column in flat.items()
+            for name, column in pending_columns.items()
         }
 
 
@@ -133,16 +140,16 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         self, obs: Any, noise: torch.Tensor, requests: Sequence[tuple[slice, int]]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         inputs = self._tensor(obs)
-        at_random = [part for part, t in requests if t * self.slots.num_envs < self._random]
-        if len(at_random) == len(requests):
-            chosen = self.policy.head.uniform(noise)
+        random_parts = [rows for rows, t in requests if t * self.slots.num_envs < self._random]
+        if len(random_parts) == len(requests):
+            actions = self.policy.head.uniform(noise)
         else:
             features, _ = self.policy.features(inputs, True, False)
             assert features is not None
-            chosen = self.policy.head.act(features, noise)[0]
-            for part in at_random:
-                chosen[part] = self.policy.head.uniform(noise)[part]
-        return self.policy.executed(inputs, chosen), {"actions": chosen}
+            actions = self.policy.head.act(features, noise)[0]
+            for rows in random_parts:
+                actions[rows] = self.policy.head.uniform(noise)[rows]
+        return self.policy.executed(inputs, actions), {"actions": actions}
 
     def shape(self) -> OutcomeShape:
         """Returns the shape of the outcomes."""
@@ -153,11 +160,11 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         batches = []
         for outcome, buffer in zip(outcomes, self.buffers, strict=True):
             columns = buffer.columns()
-            last, final = (columns_of("obs", as_arrays(obs)) for obs in (outcome.last_obs, outcome.final_obs))
-            for name in last:
-                following = columns[f"next_{name}"] = np.empty_like(columns[name])
-                following[:, :-1], following[:, -1] = columns[name][:, 1:], last[name]
-                following[outcome.final_slot, outcome.final_step] = final[name]
+            last_obs, final_obs = (columns_of("obs", as_arrays(obs)) for obs in (outcome.last_obs, outcome.final_obs))
+            for name in last_obs:
+                next_obs = columns[f"next_{name}"] = np.empty_like(columns[name])
+                next_obs[:, :-1], next_obs[:, -1] = columns[name][:, 1:], last_obs[name]
+                next_obs[outcome.final_slot, outcome.final_step] = final_obs[name]
             batch: RolloutBatch[np.ndarray] = RolloutBatch.from_columns({**columns, **outcome.transition_columns()})
             batches.append(
                 replace(batch, truncations=None)
@@ -186,11 +193,11 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         self.settle_in()
         self.slots, self.steps = slots, cfg.algorithm.rollout_steps
         self.intake = TrajectoryReceiver(cfg, slots, self.rank)
-        built = build_model(cfg.actor.model, observation_space, action_space, seed=self.seed)
-        learns = algorithm_for(cfg.algorithm.name, built, cfg.actor.model.model_type)
-        assert isinstance(built, ActorCritic)
-        self.policy = settle(built, self.device).train()
-        self.learner = self.off_policy = learns(
+        model = build_model(cfg.actor.model, observation_space, action_space, seed=self.seed)
+        update_class = algorithm_for(cfg.algorithm.name, model, cfg.actor.model.model_type)
+        assert isinstance(model, ActorCritic)
+        self.policy = settle(model, self.device).train()
+        self.learner = self.off_policy = update_class(
             cfg.algorithm,
             cfg.actor.optim,
             self.policy,
@@ -208,7 +215,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
             _demos(cfg, observation_space, action_space),
             batch_size=cfg.actor.global_batch_size,
             demo_ratio=cfg.algorithm.demo_buffer.ratio,
-            action_dim=built.head.dim,
+            action_dim=model.head.dim,
             seed=self.seed,
             rank=self.rank,
             ranks=self.world_size,
@@ -218,9 +225,9 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         self.transitions = 0
         self.updates_due = 0
         self.open_sync(slots, cfg.rollout)
-        trained = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
-        self.log.info("trains %d parameters of %s on %s", trained, cfg.actor.model.model_type, self.device)
-        return trained
+        num_parameters = sum(parameter.numel() for parameter in self.policy.parameters() if parameter.requires_grad)
+        self.log.info("trains %d parameters of %s on %s", num_parameters, cfg.actor.model.model_type, self.device)
+        return num_parameters
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
@@ -233,7 +240,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         self.off_policy.reset_targets()
 
     def sent_weights(self, without: Container[str]) -> Named:
-        """Yields the weights that act."""
+        """Yields the weights that rollout ranks need for acting."""
         yield from ((name, tensor) for name, tensor in self.policy.acting() if name not in without)
 
     def receive(self, step: int, source: Source) -> RolloutCounts:
@@ -253,8 +260,8 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         columns = batch.transition_columns()
         count = torch.tensor([float(sum(batch.dropped.values()))])
         if (self.all_reduce(count) if self.world_size > 1 else count).item():  # then all ranks exchange transitions
-            present = np.ones(batch.rewards.shape[:2], bool) if batch.drops is None else ~batch.drops
-            columns = self.incomplete.table(columns, present, self)
+            present_mask = np.ones(batch.rewards.shape[:2], bool) if batch.drops is None else ~batch.drops
+            columns = self.incomplete.table(columns, present_mask, self)
         rows = next(iter(columns.values())).shape[1] if columns else 0
         if rows:
             self.replay.add(columns)

@@ -57,9 +57,9 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
             skip=skips(cfg),
         )
         self.open_sync(slots, cfg.rollout)
-        trained = self.backend.parameters_trained
-        self.log.info("trains %d parameters of %s on %s", trained, cfg.actor.model.model_type, self.device)
-        return trained
+        num_parameters = self.backend.parameters_trained
+        self.log.info("trains %d parameters of %s on %s", num_parameters, cfg.actor.model.model_type, self.device)
+        return num_parameters
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
@@ -85,9 +85,11 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         counts_by_part: list[RolloutCounts] = []
 
         def part(number: int) -> TrainBatch:
-            later = (acted.turn.number for acted in source.acted[number + 1 :])
-            one = replace(source, acted=source.acted[number : number + 1], later=source.later.union(later))
-            batch, counts = self._take(step, one)
+            later_turns = (acted.turn.number for acted in source.acted[number + 1 :])
+            shard_source = replace(
+                source, acted=source.acted[number : number + 1], later=source.later.union(later_turns)
+            )
+            batch, counts = self._take(step, shard_source)
             counts_by_part.append(counts)
             return batch
 
@@ -146,17 +148,17 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         # Where nothing is left to train on, Adam would move by its momentum alone.
         if arriving is None and not self.all_reduce(batch.mask.sum()).item():
             return {"lr": rate, "epochs": 0.0}
-        held = range(self.share.start * self.steps, self.share.stop * self.steps)
+        local_indices = range(self.share.start * self.steps, self.share.stop * self.steps)
         total = self.slots.num_envs * self.steps
-        waited = 0.0 if arriving is None else arriving.waited
-        metrics = self.update_policy.run(batch, held, total, step, rate, arriving)
-        explained = self._explained_variance(batch)
+        waited_before_s = 0.0 if arriving is None else arriving.waited
+        metrics = self.update_policy.run(batch, local_indices, total, step, rate, arriving)
+        explained_variance = self._explained_variance(batch)
         self._observe(batch)
         self.updates += 1
-        took = time.perf_counter() - start
+        update_s = time.perf_counter() - start
         if arriving is not None:
-            took -= arriving.waited - waited
-        return {**metrics, "explained_variance": explained, "update_s": took}
+            update_s -= arriving.waited - waited_before_s
+        return {**metrics, "explained_variance": explained_variance, "update_s": update_s}
 
     def _observe(self, batch: TrainBatch) -> None:
         """Adds this step's observations to the policy's running statistics, once its update is done: until then, the

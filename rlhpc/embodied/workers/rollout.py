@@ -94,11 +94,11 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         self.slots = slots
         self.shares = [slots.rollout_share(stage, self.rank) for stage in range(slots.stages)]
         self.peers = [slots.envs_of(stage, self.rank) for stage in range(slots.stages)]
-        self.buffers = [StageBuffer(share, self.steps) for share in self.shares]
+        self.buffers = [StageBuffer(slots_of_stage, self.steps) for slots_of_stage in self.shares]
         if slots.acting_ranks != self._receivers:
             self._receivers, config = slots.acting_ranks, self.cfg.rollout
-            to = [(slots.rollout_name, list(self._receivers))]
-            self.sync = make_sync(config.weight_sync, self, (slots.actor_name, 0), to, config.weight_delta)
+            receivers = [(slots.rollout_name, list(self._receivers))]
+            self.sync = make_sync(config.weight_sync, self, (slots.actor_name, 0), receivers, config.weight_delta)
 
     @abstractmethod
     def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
@@ -116,10 +116,10 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         self._take_shares(slots)
         model, count = self.cfg.actor.model.model_type, sum(map(len, self.shares))
         self.log.info("acts with %s on %s for %d of %d slots", model, self.device, count, slots.num_envs)
-        near = agree_on_device(self, slots)
-        self.links = open_links(self, self.slots, self.policy.observation_space, near)
-        watched = {rank for peers in self.peers for rank, _ in peers} - slots.absent
-        self._watches = {rank: until_left(slots.env_name, rank) for rank in watched}
+        device_peers = agree_on_device(self, slots)
+        self.links = open_links(self, self.slots, self.policy.observation_space, device_peers)
+        env_ranks = {rank for peers in self.peers for rank, _ in peers} - slots.absent
+        self._watches = {rank: until_left(slots.env_name, rank) for rank in env_ranks}
         self._outcomes = self.connect_channel(OUTCOMES)
         self._trajectories = self.connect_channel(TRAJECTORIES)
         self.stay_until_let_go()  # env ranks wait for its actions, also in steps that it has not begun
@@ -162,16 +162,16 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
 
     def _noise(self, t: int, slots: range) -> torch.Tensor:
         """Returns the noise of the turn's decision `t` in slots (global numbers), on the policy's device."""
-        words = (self.seed, self._turn.step, self._turn.begin + t)
-        return noise_of_slots(self.policy.sample_noise, words, slots).to(self.device)
+        entropy = (self.seed, self._turn.step, self._turn.begin + t)
+        return noise_of_slots(self.policy.sample_noise, entropy, slots).to(self.device)
 
     def _act(self, stage: int, t: int) -> None:
         noise = self._noise(t, self.shares[stage])  # while the simulators are busy
         start = time.perf_counter()
         observations = self.links.get(stage)
         self._waited += time.perf_counter() - start
-        parts = [self._observation(common, part) for common, part in observations]
-        self.decide(stage, [(EVERY, t)], noise, join(parts), partial(self._send_actions, stage))
+        observations_by_peer = [self._observation(peer_slots, peer_obs) for peer_slots, peer_obs in observations]
+        self.decide(stage, [(EVERY, t)], noise, join(observations_by_peer), partial(self._send_actions, stage))
 
     def _answer(self) -> None:
         """Acts for env ranks in the order in which their observations arrive; each pass serves all that have arrived by then.
@@ -179,7 +179,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         A pass always covers all slots of a stage; slots without a request use their last observation. So an action does not
         depend on which other slots are served, to the last bit.
         """
-        latest = [[self._observation(common, None) for _, common in peers] for peers in self.peers]
+        latest = [[self._observation(peer_slots, None) for _, peer_slots in peers] for peers in self.peers]
         next_decisions = {(stage, index): 0 for stage, peers in enumerate(self.peers) for index in range(len(peers))}
         while next_decisions:
             start = time.perf_counter()
@@ -187,26 +187,28 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             self._waited += time.perf_counter() - start
             for stage in sorted({stage for stage, _ in ready}):
                 self._answer_stage(stage, {i: next_decisions[s, i] for s, i in ready if s == stage}, latest[stage])
-            for at in ready:
-                next_decisions[at] += 1
-                if next_decisions[at] == self._turn.decisions:
-                    del next_decisions[at]
+            for peer_key in ready:
+                next_decisions[peer_key] += 1
+                if next_decisions[peer_key] == self._turn.decisions:
+                    del next_decisions[peer_key]
 
     def _answer_stage(self, stage: int, asking: dict[int, int], latest: list[Any]) -> None:
         """Acts for the env ranks `asking`, by index, each for its own decision; stores their observations in `latest`."""
-        parts = {i: within(common, self.shares[stage]) for i, (_, common) in enumerate(self.peers[stage])}
-        drawn = {index: self._noise(t, self.peers[stage][index][1]) for index, t in asking.items()}
-        like = next(iter(drawn.values()))
-        rows = like.new_zeros(len(self.shares[stage]), *like.shape[1:])  # slots without a request: any value
-        for index, noise in drawn.items():
+        rows_by_peer = {
+            i: within(peer_slots, self.shares[stage]) for i, (_, peer_slots) in enumerate(self.peers[stage])
+        }
+        noise_by_peer = {index: self._noise(t, self.peers[stage][index][1]) for index, t in asking.items()}
+        example = next(iter(noise_by_peer.values()))
+        rows = example.new_zeros(len(self.shares[stage]), *example.shape[1:])  # slots without a request: any value
+        for index, noise in noise_by_peer.items():
             latest[index] = self._observation(self.peers[stage][index][1], self.links.get_from(stage, index))
-            rows[parts[index]] = noise
+            rows[rows_by_peer[index]] = noise
 
         def tell(chosen: np.ndarray) -> None:
             for index in asking:
-                self.links.put_to(stage, index, chosen[parts[index]])
+                self.links.put_to(stage, index, chosen[rows_by_peer[index]])
 
-        self.decide(stage, [(parts[index], t) for index, t in asking.items()], rows, join(latest), tell)
+        self.decide(stage, [(rows_by_peer[index], t) for index, t in asking.items()], rows, join(latest), tell)
 
     def _observation(self, common: range, part: Any) -> Any:
         """Returns the observation of slots: zeros, if the env rank has gone or has sent nothing yet."""
@@ -230,12 +232,12 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             send: Sends the actions.
         """
         actions, extras = self._choose(obs, noise, requests)
-        chosen = actions.cpu().numpy()
-        send(chosen)
+        actions_array = actions.cpu().numpy()
+        send(actions_array)
         # The environments are busy now; what follows costs no time.
-        rows = {name: extra.cpu().numpy() for name, extra in extras.items()}
-        for part, t in requests:
-            self.buffers[stage].write(t, part, **columns_of("obs", obs), **{"actions": chosen, **rows})
+        rows = {name: column.cpu().numpy() for name, column in extras.items()}
+        for request_rows, t in requests:
+            self.buffers[stage].write(t, request_rows, **columns_of("obs", obs), **{"actions": actions_array, **rows})
 
     def _send_actions(self, stage: int, chosen: np.ndarray) -> None:
         self.links.put(stage, lambda common: chosen[within(common, self.shares[stage])])
@@ -247,14 +249,14 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         del requests
         actions, extras = self.policy.predict_action_batch(self._tensor(obs), mode="train", noise=noise)
         rows = {"logprobs": extras["prev_logprobs"], "values": extras["prev_values"]}
-        return actions, rows | {f"inputs.{name}": part for name, part in extras.get("inputs", {}).items()}
+        return actions, rows | {f"inputs.{name}": model_input for name, model_input in extras.get("inputs", {}).items()}
 
     def _tensor(self, obs: Any) -> Any:
         """Returns an observation, or another array, on the policy's device."""
         return to_tensors(obs, self.device)
 
     def _hand_over(self) -> None:
-        """Sends every actor rank the slots it trains on."""
+        """Sends every actor rank the transitions of the slots that it trains on."""
         outcomes = [self._merge_outcomes(stage) for stage in range(self.slots.stages)]
         for stage, batch in enumerate(self.batches(outcomes)):
             self._send(stage, batch)
@@ -271,13 +273,13 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         """Returns the transitions of each stage from its outcomes: with rewards, ends and next values."""
         batches = []
         # Observations without an action need values: the next ones, and the last ones of episodes that ended.
-        unvalued = [part for outcome in outcomes for part in (outcome.last_obs, outcome.final_obs)]
-        values = np.split(self._value(join(unvalued)), np.cumsum([count_rows(part) for part in unvalued])[:-1])
+        observations = [obs for outcome in outcomes for obs in (outcome.last_obs, outcome.final_obs)]
+        values = np.split(self._value(join(observations)), np.cumsum([count_rows(obs) for obs in observations])[:-1])
         for stage, outcome in enumerate(outcomes):
-            last, final = values[2 * stage], values[2 * stage + 1]
+            last_values, final_values = values[2 * stage], values[2 * stage + 1]
             columns = self.buffers[stage].columns()
             columns["next_values"] = next_values(
-                columns["values"], last, outcome.final_slot, outcome.final_step, final, outcome.executed
+                columns["values"], last_values, outcome.final_slot, outcome.final_step, final_values, outcome.executed
             )
             batches.append(RolloutBatch.from_columns({**columns, **outcome.transition_columns()}))
         return batches
@@ -287,9 +289,9 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         until they are stored.
         """
         send = self._trajectories.put if self.rank < self.slots.rollout_ranks else self._trajectories.entrust
-        for rank, common in self.slots.actors_of(stage, self.rank):
-            part = within(common, self.shares[stage])
-            message: dict[str, Any] = batch.of_slots(part).columns()
+        for rank, actor_slots in self.slots.actors_of(stage, self.rank):
+            rows = within(actor_slots, self.shares[stage])
+            message: dict[str, Any] = batch.of_slots(rows).columns()
             message["version"], message["turn"] = self.version, self._turn.number
             send(message, key=self.slots.to_actor_key(stage, self.rank, rank))
 
@@ -297,19 +299,19 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         """Merges the env ranks' outcomes of a stage, with slots counted from this rank's first. `missing` marks the slots of
         env ranks that have gone.
         """
-        share, merged, is_gone = self.shares[stage], [], []
-        for index, (_, common) in enumerate(self.peers[stage]):
+        stage_slots, outcomes_by_peer, is_gone = self.shares[stage], [], []
+        for index, (_, peer_slots) in enumerate(self.peers[stage]):
             start = time.perf_counter()
-            part = self._outcomes_from(stage, index)
+            outcomes = self._outcomes_from(stage, index)
             self._waited += time.perf_counter() - start
-            is_gone.append(part is None)
-            if part is None:
-                last = blank(self.policy.observation_space, len(common))
-                part = unknown_outcomes(common, self._turn.decisions, self.shape(), last)
-            merged.append(part.shifted(common.start - share.start))
-        outcome = SlotOutcomes.join(merged)
+            is_gone.append(outcomes is None)
+            if outcomes is None:
+                last_obs = blank(self.policy.observation_space, len(peer_slots))
+                outcomes = unknown_outcomes(peer_slots, self._turn.decisions, self.shape(), last_obs)
+            outcomes_by_peer.append(outcomes.shifted(peer_slots.start - stage_slots.start))
+        outcome = SlotOutcomes.join(outcomes_by_peer)
         if any(is_gone):
-            sizes = [len(common) for _, common in self.peers[stage]]
+            sizes = [len(peer_slots) for _, peer_slots in self.peers[stage]]
             missing = np.repeat(np.repeat(is_gone, sizes)[:, None], self._turn.decisions, axis=1)
             outcome = replace(outcome, missing=missing)
         return outcome
@@ -331,8 +333,10 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     def _value(self, obs: Any) -> np.ndarray:
         """Returns values of any number of observations, in passes of no more rows than a stage has."""
         size, count = max([1, *map(len, self.shares)]), count_rows(obs)
-        parts = (take(obs, slice(at, at + size)) for at in range(0, count, size))
-        return np.concatenate([self.policy.value(self._tensor(part)).float().cpu().numpy() for part in parts])
+        obs_batches = (take(obs, slice(start, start + size)) for start in range(0, count, size))
+        return np.concatenate(
+            [self.policy.value(self._tensor(obs_batch)).float().cpu().numpy() for obs_batch in obs_batches]
+        )
 
     # -- evaluation and checkpoint --------------------------------------------------------------------------------
 

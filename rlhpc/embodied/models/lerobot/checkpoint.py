@@ -69,9 +69,9 @@ def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Des
     """
     path, config = _read(cfg.model_path)
     family = _family(path, config)
-    if unknown := sorted(set(cfg.kwargs) - set(OPTIONS[family])):
+    if unknown_options := sorted(set(cfg.kwargs) - set(OPTIONS[family])):
         raise ConfigError(
-            f"actor.model.kwargs of lerobot's {family} has {', '.join(unknown)}; allowed: {', '.join(OPTIONS[family])}"
+            f"actor.model.kwargs of lerobot's {family} has {', '.join(unknown_options)}; allowed: {', '.join(OPTIONS[family])}"
         )
     num_obs_steps = int(config.get("n_obs_steps") or 1)
     if num_obs_steps != 1 and family != "diffusion":
@@ -138,14 +138,14 @@ def _check_actions(
             f"{_KEY}: {path}/config.json has actions of shape {shape}, the environment {list(space.shape)}"
         )
     if cfg.num_action_chunks > int(config[horizon_key]) - (num_obs_steps - 1):
-        before = (
+        reason = (
             f", {num_obs_steps - 1} of which are before the present one (n_obs_steps {num_obs_steps})"
             if num_obs_steps > 1
             else ""
         )
         raise ConfigError(
             f"actor.model.num_action_chunks is {cfg.num_action_chunks}; {path}/config.json has {horizon_key} "
-            f"{config[horizon_key]}{before}"
+            f"{config[horizon_key]}{reason}"
         )
 
 
@@ -181,31 +181,35 @@ def match_cameras(
     Raises:
         ConfigError: An input's camera is ambiguous, or a camera is unused.
     """
-    short = {name: name.removeprefix("observation.").removeprefix("images.") for name in inputs}
-    lists = (
-        f"{path}/config.json has cameras {', '.join(short.values())}, the environment {', '.join(cameras) or 'none'}"
+    short_names = {name: name.removeprefix("observation.").removeprefix("images.") for name in inputs}
+    cameras_text = (
+        f"{path}/config.json has cameras {', '.join(short_names.values())}, the environment "
+        f"{', '.join(cameras) or 'none'}"
     )
     if chosen is not None:
         if not isinstance(chosen, Mapping):
             raise ConfigError(f"actor.model.kwargs.cameras is {chosen!r}; it is a mapping: {{theirs: ours}}")
-        named = {
+        user_cameras = {
             str(name).removeprefix("observation.").removeprefix("images."): str(camera)
             for name, camera in chosen.items()
         }
-        if set(named) != set(short.values()) or not set(named.values()) <= set(cameras):
+        if set(user_cameras) != set(short_names.values()) or not set(user_cameras.values()) <= set(cameras):
             raise ConfigError(
-                f"actor.model.kwargs.cameras is {named}; it names one of the environment's for each of the folder's: {lists}"
+                f"actor.model.kwargs.cameras is {user_cameras}; it names one of the environment's for each of the "
+                f"folder's: {cameras_text}"
             )
-        return {name: cameras[named[short[name]]] for name in inputs}
-    if set(short.values()) == set(cameras):
-        return {name: cameras[short[name]] for name in inputs}
-    parts = {part for part, _ in cameras.values()}
-    by_position = len(parts) <= 1 and not set(short.values()) & set(cameras) and len(inputs) == len(cameras)
+        return {name: cameras[user_cameras[short_names[name]]] for name in inputs}
+    if set(short_names.values()) == set(cameras):
+        return {name: cameras[short_names[name]] for name in inputs}
+    obs_keys = {obs_key for obs_key, _ in cameras.values()}
+    by_position = len(obs_keys) <= 1 and not set(short_names.values()) & set(cameras) and len(inputs) == len(cameras)
     if not by_position:
-        ours = list(cameras)
-        example = ", ".join(f"{name}: {ours[i % len(ours)]}" for i, name in enumerate(short.values()))
+        env_cameras = list(cameras)
+        example = ", ".join(
+            f"{name}: {env_cameras[i % len(env_cameras)]}" for i, name in enumerate(short_names.values())
+        )
         raise ConfigError(
-            f"{_KEY}: {lists}; which is which does not follow from their names: set "
+            f"{_KEY}: {cameras_text}; which is which does not follow from their names: set "
             f"actor.model.kwargs.cameras={{{example}}}, each with the right one"
         )
     return dict(zip(inputs, cameras.values(), strict=True))

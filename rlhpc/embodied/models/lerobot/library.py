@@ -36,14 +36,14 @@ def load(described: Described, vlm: str | None = None) -> Any:
     try:
         config = PreTrainedConfig.from_pretrained(described.path)
         # The folder has the weights: none are downloaded.
-        here = {"device": "cpu", "pretrained_backbone_weights": None, "load_vlm_weights": False}
-        here |= {"vlm_model_name": vlm} if vlm else {}
+        overrides = {"device": "cpu", "pretrained_backbone_weights": None, "load_vlm_weights": False}
+        overrides |= {"vlm_model_name": vlm} if vlm else {}
         pi = described.family in ("pi0", "pi05")
         if pi:  # bfloat16 loses small steps
-            here |= {"dtype": "float32", "compile_model": False}
-        saved_values = {name: getattr(config, name) for name in here if hasattr(config, name)}
+            overrides |= {"dtype": "float32", "compile_model": False}
+        saved_values = {name: getattr(config, name) for name in overrides if hasattr(config, name)}
         for name in saved_values:
-            setattr(config, name, here[name])
+            setattr(config, name, overrides[name])
         if pi:
             from rlhpc.embodied.models.lerobot import openpi
 
@@ -55,8 +55,8 @@ def load(described: Described, vlm: str | None = None) -> Any:
         raise ConfigError(
             f"actor.model.model_path: lerobot cannot load {described.path}: {type(error).__name__}: {first_line(error)}"
         ) from error
-    for name, value in saved_values.items():  # `save_pretrained` writes the folder's values
-        setattr(policy.config, name, value)
+    for name, saved_value in saved_values.items():  # `save_pretrained` writes the folder's values
+        setattr(policy.config, name, saved_value)
     return policy
 
 
@@ -94,7 +94,7 @@ class Processors:
         return self._by_device[str(device)]
 
     def before(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Processes a batch for the policy's network."""
+        """Converts a batch to the inputs of the policy's network."""
         processed: dict[str, Any] = self.on(_device_of(batch))[0](batch)
         return processed
 
@@ -115,7 +115,7 @@ class Processors:
         from lerobot.policies.factory import make_pre_post_processors
 
         stats: dict[str, Any] = {} if self._stats is None else {"stats": self._stats}
-        words = {"tokenizer_processor": {"tokenizer_name": self._vlm}} if self._vlm else {}
+        tokenizer_overrides = {"tokenizer_processor": {"tokenizer_name": self._vlm}} if self._vlm else {}
         kwargs: dict[str, Any] = {"dataset_stats": self._stats}
         if (self._path / "policy_preprocessor.json").is_file():
             kwargs = {
@@ -123,19 +123,19 @@ class Processors:
                 "preprocessor_overrides": {
                     "device_processor": {"device": device},
                     "normalizer_processor": stats,
-                    **words,
+                    **tokenizer_overrides,
                 },
                 "postprocessor_overrides": {"unnormalizer_processor": stats},
             }
         try:
-            before, after = make_pre_post_processors(self._config, **kwargs)
+            preprocessor, postprocessor = make_pre_post_processors(self._config, **kwargs)
         except Exception as error:  # whatever its steps raise
             raise ConfigError(
                 f"actor.model.model_path: lerobot cannot load the processors of {self._path}: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
 
-        return before, after
+        return preprocessor, postprocessor
 
 
 def _tokenizer_of(folder: Path) -> str | None:
@@ -148,7 +148,7 @@ def _tokenizer_of(folder: Path) -> str | None:
 
 
 def _device_of(batch: dict[str, Any]) -> torch.device:
-    return next(value.device for value in batch.values() if isinstance(value, Tensor))
+    return next(tensor.device for tensor in batch.values() if isinstance(tensor, Tensor))
 
 
 def _statistics(path: Path) -> dict[str, dict[str, Tensor]]:
@@ -156,8 +156,8 @@ def _statistics(path: Path) -> dict[str, dict[str, Tensor]]:
     try:
         content = read_json(file.read_bytes())
         stats = {
-            name: {key: torch.tensor(value, dtype=torch.float32) for key, value in parts.items()}
-            for name, parts in content.items()
+            name: {key: torch.tensor(value, dtype=torch.float32) for key, value in column_statistics.items()}
+            for name, column_statistics in content.items()
         }
         if "action" not in stats:
             raise KeyError("action")

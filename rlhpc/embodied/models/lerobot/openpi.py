@@ -55,11 +55,11 @@ class AdaptedNorm(nn.Module):
 
     def forward(self, x: Tensor, cond: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Normalises `[B, S, width]`, by a condition `[B, width]`; also returns the gate `[B, 1, width]`."""
-        normed = x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        normalized = x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
         if cond is None or self.dense is None:
-            return (normed * (1 + self.weight.float())).to(x.dtype), None
+            return (normalized * (1 + self.weight.float())).to(x.dtype), None
         scale, shift, gate = self.dense(cond)[:, None].chunk(3, -1)
-        return (normed * (1 + scale.float()) + shift.float()).to(x.dtype), gate.to(x.dtype)
+        return (normalized * (1 + scale.float()) + shift.float()).to(x.dtype), gate.to(x.dtype)
 
 
 def gated_residual(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
@@ -70,10 +70,10 @@ def gated_residual(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
 class _Layer(GemmaDecoderLayer):
     def forward(self, *args: Any, **attention: Any) -> Tensor:
         x, cond = args  # positional: hidden states, and the condition of the norms
-        normed, gate = self.input_layernorm(x, cond)
-        x = gated_residual(x, self.self_attn(hidden_states=normed, **attention)[0], gate)
-        normed, gate = self.post_attention_layernorm(x, cond)
-        return gated_residual(x, self.mlp(normed), gate)
+        normalized, gate = self.input_layernorm(x, cond)
+        x = gated_residual(x, self.self_attn(hidden_states=normalized, **attention)[0], gate)
+        normalized, gate = self.post_attention_layernorm(x, cond)
+        return gated_residual(x, self.mlp(normalized), gate)
 
 
 class _Read:
@@ -100,10 +100,16 @@ class _Gemma(GemmaModel):
         if use_cache:
             past_key_values = modeling_gemma.DynamicCache(config=self.config)
         cache = past_key_values if use_cache or past_key_values is None else _Read(past_key_values)
-        turned = self.rotary_emb(inputs_embeds, position_ids)
+        rotary_embeddings = self.rotary_emb(inputs_embeds, position_ids)
         x = inputs_embeds
         for layer in self.layers:
-            x = layer(x, adarms_cond, attention_mask=attention_mask, past_key_values=cache, position_embeddings=turned)
+            x = layer(
+                x,
+                adarms_cond,
+                attention_mask=attention_mask,
+                past_key_values=cache,
+                position_embeddings=rotary_embeddings,
+            )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x, adarms_cond)[0], past_key_values=past_key_values)
 
 
@@ -149,9 +155,9 @@ def provide() -> None:
     for name in ("pi0", "pi05"):
         module: Any = importlib.import_module(f"lerobot.policies.{name}.modeling_{name}")
         module.GemmaForCausalLM, module.PaliGemmaForConditionalGeneration = gemma, paligemma
-    check: Any = ModuleType(_CHECK)
-    check.check_whether_transformers_replace_is_installed_correctly = lambda: True
-    sys.modules[_CHECK] = check
+    check_module: Any = ModuleType(_CHECK)
+    check_module.check_whether_transformers_replace_is_installed_correctly = lambda: True
+    sys.modules[_CHECK] = check_module
 
 
 def load(kind: Any, config: Any, weights: Path) -> Any:
@@ -168,14 +174,14 @@ def load(kind: Any, config: Any, weights: Path) -> Any:
     """
     policy = kind(config)
     state = policy._fix_pytorch_state_dict_keys(load_file(weights), config)
-    state = {name if name.startswith("model.") else f"model.{name}": value for name, value in state.items()}
+    state = {name if name.startswith("model.") else f"model.{name}": weight for name, weight in state.items()}
     missing, unexpected = policy.load_state_dict(state, strict=False)
     parameters = policy.state_dict()
     loaded = {parameters[name].data_ptr() for name in state.keys() & parameters.keys()}
     # Words' embeddings and the head are one: a file has either.
-    wrong = [*unexpected, *(name for name in missing if parameters[name].data_ptr() not in loaded)]
-    if wrong:
+    mismatches = [*unexpected, *(name for name in missing if parameters[name].data_ptr() not in loaded)]
+    if mismatches:
         raise ValueError(
-            f"{weights.name} and its configuration do not fit: {', '.join(wrong[:3])} ({len(wrong)} in all)"
+            f"{weights.name} and its configuration do not fit: {', '.join(mismatches[:3])} ({len(mismatches)} in all)"
         )
     return policy.eval()

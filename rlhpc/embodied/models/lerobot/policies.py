@@ -76,11 +76,11 @@ class LerobotPolicy(Policy):
             actions: `[B, imitated, dim]`, as the environment takes them.
             is_pad: `[B, imitated]`, marks the actions outside of the episode; none by default.
         """
-        parts = obs if isinstance(obs, dict) else {"": obs}
+        obs_arrays = obs if isinstance(obs, dict) else {"": obs}
         batch: dict[str, Any] = {}
         for name, source in self.described.sources.items():
-            batch[name] = self._camera(name, parts) if source is None else self._numbers(parts[source])
-        batch["task"] = self._tasks(parts, count_rows(obs))
+            batch[name] = self._camera(name, obs_arrays) if source is None else self._numbers(obs_arrays[source])
+        batch["task"] = self._tasks(obs_arrays, count_rows(obs))
         if actions is not None:
             batch["action"] = actions.reshape(len(actions), -1, self.dim).float()
             batch["action_is_pad"] = torch.zeros(batch["action"].shape[:2], dtype=torch.bool, device=actions.device)
@@ -97,27 +97,27 @@ class LerobotPolicy(Policy):
 
     def _camera(self, name: str, parts: dict[str, Tensor]) -> Tensor:
         """Returns the pictures of an input, channels first, 0 to 1."""
-        key, number = self.described.cameras[name]
-        picture = parts[key][..., 3 * number : 3 * number + 3]
-        return (picture.movedim(-1, -3).float() / 255).contiguous()
+        key, camera_index = self.described.cameras[name]
+        image = parts[key][..., 3 * camera_index : 3 * camera_index + 3]
+        return (image.movedim(-1, -3).float() / 255).contiguous()
 
     def _tasks(self, parts: dict[str, Tensor], rows: int) -> list[str]:
         if "instruction" not in parts:
             return [self._task] * rows
-        words = parts["instruction"] if self.described.num_obs_steps == 1 else parts["instruction"][:, -1]
-        return [decode_text(bytes(row)) for row in words.cpu().numpy()]
+        instructions = parts["instruction"] if self.described.num_obs_steps == 1 else parts["instruction"][:, -1]
+        return [decode_text(bytes(row)) for row in instructions.cpu().numpy()]
 
     @contextmanager
     def settled(self) -> Iterator[Any]:
         """Yields LeRobot's policy without dropout and random crops, so that acting and training by log-probs see the
         same.
         """
-        was = self.inner.training
+        was_training = self.inner.training
         self.inner.eval()
         try:
             yield self.inner
         finally:
-            self.inner.train(was)
+            self.inner.train(was_training)
 
     # -- learning and files ---------------------------------------------------------------------------------------
 
@@ -239,16 +239,16 @@ class DenoisingPolicy(LerobotPolicy):
         """Runs the training pass (`Policy.default_forward`); `inputs` has the `chain` of states of
         `predict_action_batch`.
         """
-        out: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
         with self.settled():
             encoded, hidden = self.see(inputs["obs"])
             if compute_logprobs:
-                out["logprobs"] = self._leveled(self.chain_logprobs(encoded, inputs["chain"]))
+                outputs["logprobs"] = self._leveled(self.chain_logprobs(encoded, inputs["chain"]))
         if compute_entropy:
-            out["entropy"] = self._leveled(hidden.new_full((len(hidden), *self.state_shape), self.noise_entropy()))
+            outputs["entropy"] = self._leveled(hidden.new_full((len(hidden), *self.state_shape), self.noise_entropy()))
         if compute_values:
-            out["values"] = self._values(hidden)
-        return out
+            outputs["values"] = self._values(hidden)
+        return outputs
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
@@ -325,36 +325,39 @@ class DiffusionPolicy(DenoisingPolicy):
     def _coefficients(self, t: int) -> tuple[float, float, float]:
         """Returns the coefficients of x_0 and x_t in the posterior's mean at `t`, and its variance."""
         scheduler = self.inner.diffusion.noise_scheduler
-        s = t - int(scheduler.config.num_train_timesteps) // self.steps
-        now = float(scheduler.alphas_cumprod[t])
-        then = float(scheduler.alphas_cumprod[s]) if s >= 0 else 1.0
-        ratio = now / then
-        of_end, of_now = math.sqrt(then) * (1 - ratio) / (1 - now), math.sqrt(ratio) * (1 - then) / (1 - now)
-        return of_end, of_now, (1 - then) / (1 - now) * (1 - ratio)
+        previous_t = t - int(scheduler.config.num_train_timesteps) // self.steps
+        current_alpha = float(scheduler.alphas_cumprod[t])
+        previous_alpha = float(scheduler.alphas_cumprod[previous_t]) if previous_t >= 0 else 1.0
+        ratio = current_alpha / previous_alpha
+        predicted_scale, state_scale = (
+            math.sqrt(previous_alpha) * (1 - ratio) / (1 - current_alpha),
+            math.sqrt(ratio) * (1 - previous_alpha) / (1 - current_alpha),
+        )
+        return predicted_scale, state_scale, (1 - previous_alpha) / (1 - current_alpha) * (1 - ratio)
 
     def _predict(self, encoded: Tensor, x: Tensor, t: int) -> Tensor:
-        predicted: Tensor = self.inner.diffusion.unet(
+        prediction: Tensor = self.inner.diffusion.unet(
             x, x.new_full((len(x),), t, dtype=torch.long), global_cond=encoded
         )
-        return predicted
+        return prediction
 
     def _mean(self, encoded: Tensor, x: Tensor, t: int) -> Tensor:
         """Returns μ of the step from `t`."""
         scheduler = self.inner.diffusion.noise_scheduler
-        predicted, now = self._predict(encoded, x, t), float(scheduler.alphas_cumprod[t])
+        prediction, alpha = self._predict(encoded, x, t), float(scheduler.alphas_cumprod[t])
         if scheduler.config.prediction_type == "epsilon":
-            predicted = (x - math.sqrt(1 - now) * predicted) / math.sqrt(now)
+            prediction = (x - math.sqrt(1 - alpha) * prediction) / math.sqrt(alpha)
         if scheduler.config.clip_sample:
             clip_range = float(scheduler.config.clip_sample_range)
-            predicted = predicted.clamp(-clip_range, clip_range)
-        of_end, of_now, _ = self._coefficients(t)
-        return of_end * predicted + of_now * x
+            prediction = prediction.clamp(-clip_range, clip_range)
+        predicted_scale, state_scale, _ = self._coefficients(t)
+        return predicted_scale * prediction + state_scale * x
 
     def framed(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Adds the axis of time to observations (`LerobotPolicy.framed`)."""
         if self.before:
             return batch
-        return {name: each[:, None] if name.startswith("observation.") else each for name, each in batch.items()}
+        return {name: tensor[:, None] if name.startswith("observation.") else tensor for name, tensor in batch.items()}
 
     # -- acting and learning --------------------------------------------------------------------------------------
 
@@ -377,8 +380,8 @@ class DiffusionPolicy(DenoisingPolicy):
         """Returns log-probabilities of the steps (`DenoisingPolicy.chain_logprobs`)."""
         total = torch.zeros_like(chain[:, 0])
         for k, (t, std) in enumerate(zip(self._times, self._stds, strict=True)):
-            off = (chain[:, k + 1] - self._mean(encoded, chain[:, k], t)) / std
-            total = total - 0.5 * off**2 - math.log(std) - 0.5 * _LOG_2PI
+            deviation = (chain[:, k + 1] - self._mean(encoded, chain[:, k], t)) / std
+            total = total - 0.5 * deviation**2 - math.log(std) - 0.5 * _LOG_2PI
         return total
 
     def noise_entropy(self) -> float:
@@ -471,15 +474,15 @@ class PiPolicy(LeRobotFlowPolicy):
         from lerobot.policies.pi0.modeling_pi0 import make_att_2d_masks
 
         inner, model, batch = self.inner, self.inner.model, self.batch(obs)
-        words, spoken = (batch[f"observation.language.{name}"] for name in ("tokens", "attention_mask"))
-        embedded, mask, causal = model.embed_prefix(*inner._preprocess_images(batch), words, spoken)
-        both = model.paligemma_with_expert
+        token_ids, token_mask = (batch[f"observation.language.{name}"] for name in ("tokens", "attention_mask"))
+        prefix_embeddings, mask, causal = model.embed_prefix(*inner._preprocess_images(batch), token_ids, token_mask)
+        joint_model = model.paligemma_with_expert
         # As in `sample_actions`, whose other steps compute no gradient.
-        both.paligemma.language_model.config._attn_implementation = "eager"
-        (read, _), cache = both.forward(
+        joint_model.paligemma.language_model.config._attn_implementation = "eager"
+        (prefix_hidden, _), cache = joint_model.forward(
             attention_mask=model._prepare_attention_masks_4d(make_att_2d_masks(mask, causal)),
             position_ids=mask.cumsum(1) - 1,
-            inputs_embeds=[embedded, None],
+            inputs_embeds=[prefix_embeddings, None],
             use_cache=True,
         )
         state = [inner.prepare_state(batch)] if self._has_state else []
@@ -488,8 +491,8 @@ class PiPolicy(LeRobotFlowPolicy):
             velocities: Tensor = model.denoise_step(*state, mask, cache, x, t)
             return velocities
 
-        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
-        return velocity, torch.cat([read[torch.arange(len(read)), last].float(), *state], 1)
+        last_token = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+        return velocity, torch.cat([prefix_hidden[torch.arange(len(prefix_hidden)), last_token].float(), *state], 1)
 
 
 class SmolVlaPolicy(LeRobotFlowPolicy):
@@ -508,16 +511,16 @@ class SmolVlaPolicy(LeRobotFlowPolicy):
         from lerobot.policies.smolvla.modeling_smolvla import make_att_2d_masks
 
         inner, batch = self.inner, self.batch(obs)
-        pictures, picture_mask = inner.prepare_images(batch)
-        words, spoken = (batch[f"observation.language.{name}"] for name in ("tokens", "attention_mask"))
-        embedded, mask, causal = inner.model.embed_prefix(
-            pictures, picture_mask, words, spoken, state=inner.prepare_state(batch)
+        images, image_mask = inner.prepare_images(batch)
+        token_ids, token_mask = (batch[f"observation.language.{name}"] for name in ("tokens", "attention_mask"))
+        prefix_embeddings, mask, causal = inner.model.embed_prefix(
+            images, image_mask, token_ids, token_mask, state=inner.prepare_state(batch)
         )
-        (read, _), cache = inner.model.vlm_with_expert.forward(
+        (prefix_hidden, _), cache = inner.model.vlm_with_expert.forward(
             attention_mask=make_att_2d_masks(mask, causal),
             position_ids=mask.cumsum(1) - 1,
             past_key_values=None,
-            inputs_embeds=[embedded, None],
+            inputs_embeds=[prefix_embeddings, None],
             use_cache=True,
             fill_kv_cache=True,
         )
@@ -526,8 +529,8 @@ class SmolVlaPolicy(LeRobotFlowPolicy):
             velocities: Tensor = inner.model.denoise_step(mask, cache, x, t)
             return velocities
 
-        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
-        return velocity, read[torch.arange(len(read)), last].float()
+        last_token = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+        return velocity, prefix_hidden[torch.arange(len(prefix_hidden)), last_token].float()
 
 
 _KINDS: dict[str, type[LerobotPolicy]] = {
