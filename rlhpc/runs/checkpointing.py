@@ -49,7 +49,7 @@ class _Save:
 
     def take(self, role: str, answers: Sequence[Checksums | None]) -> None:
         """Stores the answers of a group, unless one of its ranks is still writing."""
-        checksums = [answer for answer in answers if answer is not None]
+        checksums = [rank_checksums for rank_checksums in answers if rank_checksums is not None]
         if len(checksums) == len(answers):
             self.sums[role] = merge_checksums(checksums)
 
@@ -84,9 +84,9 @@ class Saves:
             CheckpointError: The filesystem refused.
             RlhpcError: A rank failed.
         """
-        began = time.perf_counter()
-        with contextlib.ExitStack() as opened:
-            folder = str(opened.enter_context(writer).staging)
+        started_at = time.perf_counter()
+        with contextlib.ExitStack() as exit_stack:
+            folder = str(exit_stack.enter_context(writer).staging)
             handles = {
                 role: group.begin_save(folder, self._async_save) if _sums(group) else group.save(folder)
                 for role, group in self._groups.items()
@@ -97,7 +97,7 @@ class Saves:
                     writer.add_bytes(name, content)
                 else:
                     writer.add_file(name, content)
-            self._now = _Save(writer, opened.pop_all(), meta, began)
+            self._now = _Save(writer, exit_stack.pop_all(), meta, started_at)
         for role, group in self._groups.items():
             if _sums(group):
                 self._now.take(role, answers[role])
@@ -221,26 +221,26 @@ class BestCheckpoint:
         """Records a step's row of metrics and returns whether the step is now the best. A non-finite value never is, and the
         first of equal values stays the best.
         """
-        value = row.get(self.metric or "", math.nan if self.metric and NONFINITE in row else None)
-        if value is None:
+        metric_value = row.get(self.metric or "", math.nan if self.metric and NONFINITE in row else None)
+        if metric_value is None:
             self._require_measured(row)
             return False
-        better = math.isfinite(value) and (
+        is_better = math.isfinite(metric_value) and (
             self.step is None
-            or (value > self.value if goal_of(self.metric or "") == "maximize" else value < self.value)
+            or (metric_value > self.value if goal_of(self.metric or "") == "maximize" else metric_value < self.value)
         )
-        if not better:
+        if not is_better:
             self.waited += 1
             return False
-        self._before, self.step, self.value, self.waited = self.step, step, float(value), 0
+        self._before, self.step, self.value, self.waited = self.step, step, float(metric_value), 0
         return True
 
     def _require_measured(self, row: Mapping[str, float]) -> None:
-        measured = sorted(name for name in row if name.startswith("eval/"))
-        if measured and self.metric is not None and self.step is None and not self.waited:
+        eval_metrics = sorted(name for name in row if name.startswith("eval/"))
+        if eval_metrics and self.metric is not None and self.step is None and not self.waited:
             raise ConfigError(
                 f"runner.keep_best is {self.metric!r}, which this run's evaluation does not measure; allowed: "
-                f"{', '.join(measured)}"
+                f"{', '.join(eval_metrics)}"
             )
 
     def is_over(self) -> bool:
@@ -262,8 +262,8 @@ class BestCheckpoint:
         """Returns the state that a resumed run continues from, as JSON values."""
         if self.metric is None:
             return {}
-        value = self.value if self.step is not None else None
-        return {"best": {"metric": self.metric, "step": self.step, "value": value, "waited": self.waited}}
+        best_value = self.value if self.step is not None else None
+        return {"best": {"metric": self.metric, "step": self.step, "value": best_value, "waited": self.waited}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores the state that `state` returned; a run with another metric starts anew."""
@@ -290,9 +290,9 @@ class BestCheckpoint:
         try:
             if target is not None and is_complete(target):
                 if not (link.is_symlink() and link.readlink() == Path(target.name)):
-                    new = link.with_name(f".{link.name}-{secrets.token_hex(4)}")
-                    new.symlink_to(target.name)
-                    new.replace(link)
+                    temporary_link = link.with_name(f".{link.name}-{secrets.token_hex(4)}")
+                    temporary_link.symlink_to(target.name)
+                    temporary_link.replace(link)
             elif link.is_symlink() and (target is None or not link.exists()):
                 link.unlink()
         except OSError as error:
@@ -314,7 +314,7 @@ def check_best(kind: TaskType[Cfg], cfg: Cfg, fail: Fail) -> None:
         return
     names = list(kind.checks.evaluation_metrics(cfg))
     if not names:
-        evaluates = "runner.val_check_interval" in kind.schema
-        way_out = "set runner.val_check_interval, such as 10" if evaluates else "leave it out"
+        has_evaluation = "runner.val_check_interval" in kind.schema
+        way_out = "set runner.val_check_interval, such as 10" if has_evaluation else "leave it out"
         raise fail("runner.keep_best", f"this run evaluates nothing while it trains: {way_out}")
     check_name("runner.keep_best", metric, names, fail)

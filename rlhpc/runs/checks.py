@@ -56,10 +56,10 @@ def validate(
     def fail(key: str, rule: str) -> ConfigError:
         return ConfigError(f"{(sources or {}).get(key, source)}: {key} is {short_repr(select(cfg, key))}; {rule}")
 
-    kind = kind_of(cfg)
-    _numbers(cfg, kind, fail)
-    check_choices(cfg, kind.keys.by_path, fail)
-    if STRATEGIES.key in kind.schema:
+    task_type = kind_of(cfg)
+    _numbers(cfg, task_type, fail)
+    check_choices(cfg, task_type.keys.by_path, fail)
+    if STRATEGIES.key in task_type.schema:
         _find(STRATEGIES, str(select(cfg, STRATEGIES.key)))
     if training:
         _loggers(cfg)
@@ -67,17 +67,17 @@ def validate(
         if not re.fullmatch(_NAME, suite):
             raise fail("workflow.eval_suites", f"a suite's name becomes a file's: {_NAME_RULE}")
     _node_groups(cfg, fail)
-    for index, raw in enumerate(read_key(cfg.cluster, "elastic", ())):
-        _directives(mapping(raw), f"cluster.elastic[{index}]", fail)
-    policies = kind.groups.policies(cfg)
+    for index, helper_section in enumerate(read_key(cfg.cluster, "elastic", ())):
+        _directives(mapping(helper_section), f"cluster.elastic[{index}]", fail)
+    policies = task_type.groups.policies(cfg)
     check_elastic(cfg.cluster, policies.elastic, fail, policies.closed_reason)
     for key in ("cluster", "workflow.eval_job", "workflow.convert_job"):
         _directives(select(cfg, key), key, fail)
-    kind.checks.check(cfg, fail, training=training)
+    task_type.checks.check(cfg, fail, training=training)
     if training:
-        check_best(kind, cfg, fail)
+        check_best(task_type, cfg, fail)
         _runner(cfg, fail)
-        _placement(cfg, kind)
+        _placement(cfg, task_type)
 
 
 def _loggers(cfg: RunConfig) -> None:
@@ -138,7 +138,9 @@ def _writable(folder: Path, fail: Fail) -> None:
 
 def _node_groups(cfg: RunConfig, fail: Fail) -> None:
     """Checks the values that enter a job's directives (walltimes, and words that stay on one line) and accelerator memory."""
-    if (common := cfg.cluster.accelerator_memory) is not None and not re.fullmatch(_MEMORY[0], str(common)):
+    if (accelerator_memory := cfg.cluster.accelerator_memory) is not None and not re.fullmatch(
+        _MEMORY[0], str(accelerator_memory)
+    ):
         raise fail("cluster.accelerator_memory", _MEMORY[1])
     for index, group in enumerate(cfg.cluster.node_groups):
         if (group_memory := group.accelerator_memory) is not None and not re.fullmatch(_MEMORY[0], str(group_memory)):
@@ -147,9 +149,9 @@ def _node_groups(cfg: RunConfig, fail: Fail) -> None:
 
 
 def _directives(section: DictConfig, path: str, fail: Fail) -> None:
-    for name, rule in _DIRECTIVES.items():
-        if section[name] is not None and not re.fullmatch(rule[0], str(section[name])):
-            raise fail(f"{path}.{name}", rule[1])
+    for name, pattern_rule in _DIRECTIVES.items():
+        if section[name] is not None and not re.fullmatch(pattern_rule[0], str(section[name])):
+            raise fail(f"{path}.{name}", pattern_rule[1])
 
 
 def _placement(cfg: Cfg, kind: TaskType[Cfg]) -> None:
@@ -177,10 +179,10 @@ def _placement(cfg: Cfg, kind: TaskType[Cfg]) -> None:
                 f"components: {', '.join(components)}"
             )
     sizes = {name: placement.get_world_size(name) for name in roles}
-    placed = {name: placement.get_strategy(name).place(cluster) for name in roles}
+    ranks_by_role = {name: placement.get_strategy(name).place(cluster) for name in roles}
     engine = {name: placement.get_strategy(name).replica for name in roles}
     kind.groups.check_placement(
-        cfg, sizes, {name: len(ranks[0].accelerators) * engine[name] for name, ranks in placed.items()}
+        cfg, sizes, {name: len(ranks[0].accelerators) * engine[name] for name, ranks in ranks_by_role.items()}
     )
 
 
@@ -200,13 +202,15 @@ def check_planned(cfg: RunConfig, resources: Collection[Need] = FILES_ALONE) -> 
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import HybridComponentPlacement
 
-    kind = kind_of(cfg)
+    task_type = kind_of(cfg)
     placement = HybridComponentPlacement(cfg, Cluster.planned(cfg.cluster))
-    strategies = {role: placement.get_strategy(role) for role in kind.groups.roles_of(cfg)}
+    strategies = {role: placement.get_strategy(role) for role in task_type.groups.roles_of(cfg)}
     ranks = {role: placement.get_world_size(role) for role in strategies}
-    with kind.checks.trial(cfg) as prepared:
-        prepared = kind.groups.placed(prepared, {role: strategy.replica for role, strategy in strategies.items()})
-        return run_checks(kind.checks.preflight(prepared, ranks), resources)
+    with task_type.checks.trial(cfg) as trial_cfg:
+        trial_cfg = task_type.groups.placed(
+            trial_cfg, {role: strategy.replica for role, strategy in strategies.items()}
+        )
+        return run_checks(task_type.checks.preflight(trial_cfg, ranks), resources)
 
 
 class Estimating(Protocol):

@@ -47,27 +47,32 @@ def labels_of(named: Sequence[tuple[str | None, RunPaths]]) -> list[tuple[str, R
     members: dict[str, list[RunPaths]] = {}
     for label, paths in named:
         members.setdefault(label if label is not None else label_of(paths.root.name), []).append(paths)
-    unlike = {label: key for label, runs in members.items() if (key := _difference(runs))}
+    mixed = {label: key for label, runs in members.items() if (key := _difference(runs))}
     for label, _ in named:
-        if label is not None and label in unlike:
+        if label is not None and label in mixed:
             raise ConfigError(
-                f"runs of label {label!r} differ in {unlike[label]}: they are no seeds of one configuration; give each "
+                f"runs of label {label!r} differ in {mixed[label]}: they are no seeds of one configuration; give each "
                 "configuration a label of its own (LABEL=FOLDER)"
             )
     shared = [label_of(paths.root.name) for _, paths in named]
     return [
-        (label if label is not None else paths.root.name if short in unlike else short, paths)
-        for (label, paths), short in zip(named, shared, strict=True)
+        (label if label is not None else paths.root.name if is_ambiguous in mixed else is_ambiguous, paths)
+        for (label, paths), is_ambiguous in zip(named, shared, strict=True)
     ]
 
 
 def _difference(runs: Sequence[RunPaths]) -> str:
     """Returns the first key other than the seed in which runs differ; "" if they differ in no other key."""
     try:
-        first, *later = [read_yaml(read_file(run.config), UniqueKeys) for run in runs]
+        first_config, *other_configs = [read_yaml(read_file(run.config), UniqueKeys) for run in runs]
     except (OSError, ValueError, RlhpcError):
         return "what their config.yaml, which cannot be read, would say" if len(runs) > 1 else ""
-    changes = [change for other in later for change in training_changes(first, other) if change.key != "runner.seed"]
+    changes = [
+        change
+        for other_config in other_configs
+        for change in training_changes(first_config, other_config)
+        if change.key != "runner.seed"
+    ]
     return changes[0].key if changes else ""
 
 
@@ -97,11 +102,11 @@ def spread(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[floa
     if len(curves) == 1:
         x, y = curves[0]
         return list(x), list(y), [], []
-    start, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
-    if end <= start:  # no common range, such as one evaluation each: show how each run ended
+    start, end_x = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    if end_x <= start:  # no common range, such as one evaluation each: show how each run ended
         x, y = ([curve[i][-1] for curve in curves] for i in (0, 1))
         return [statistics.fmean(x)], [statistics.fmean(y)], [min(y)], [max(y)]
-    grid = np.unique(np.linspace(start, end, min(_GRID, max(len(x) for x, _ in curves))))
+    grid = np.unique(np.linspace(start, end_x, min(_GRID, max(len(x) for x, _ in curves))))
     values = np.stack([np.interp(grid, x, y) for x, y in curves])
     return grid.tolist(), values.mean(0).tolist(), values.min(0).tolist(), values.max(0).tolist()
 
@@ -110,26 +115,26 @@ def _chart(
     groups: Mapping[str, list[RunMetrics]], title: str, y_label: str, x: tuple[str, str, float], get: Any
 ) -> str:
     """Draws one metric of all groups against one axis; returns "" if no run has it."""
-    against, x_label, scale = x
+    x_metric, x_label, scale = x
     lines = []
     for color, (label, runs) in enumerate(groups.items()):
-        curves = [curve for run in runs if (curve := get(run, against))[0]]
+        curves = [curve for run in runs if (curve := get(run, x_metric))[0]]
         if not curves:
             continue
-        at, mean, low, high = spread(curves)
+        x_values, means, minima, maxima = spread(curves)
         lines.append(
             Line(
                 label,
-                [value / scale for value in at],
-                mean,
-                low,
-                high,
+                [value / scale for value in x_values],
+                means,
+                minima,
+                maxima,
                 color=color,
-                band=len(at) > 1,
-                markers=len(at) <= 12,
+                band=len(x_values) > 1,
+                markers=len(x_values) <= 12,
             )
         )
-    title += " over wall time" if against == "time/wall_s" else " over experience"
+    title += " over wall time" if x_metric == "time/wall_s" else " over experience"
     return line_chart(title, x_label, y_label, lines, key=len(groups) > 1) if lines else ""
 
 
@@ -142,30 +147,44 @@ def charts(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
         ("rollout/env_steps", "environment steps", 1.0) if steps else ("step", "global step", 1.0),
         ("time/wall_s", f"wall time ({unit})", length),
     ]
-    drawings = []
-    for name, title, label in dict.fromkeys(one for run in runs for one in kind_of_run(run.paths).reporting.compared):
-        drawings += [_chart(groups, title, label, axis, lambda run, x, n=name: run.curve(n, x)) for axis in axes]
-    return [chart for chart in drawings if chart]
+    charts_html = []
+    for name, title, label in dict.fromkeys(
+        chart_spec for run in runs for chart_spec in kind_of_run(run.paths).reporting.compared
+    ):
+        charts_html += [_chart(groups, title, label, axis, lambda run, x, n=name: run.curve(n, x)) for axis in axes]
+    return [chart for chart in charts_html if chart]
 
 
 def final_table(groups: Mapping[str, list[RunMetrics]]) -> str:
     """Returns a table of the final results of each label, over its seeds: wall time, and the headline numbers of their task
     types.
     """
-    last = [[result for run in runs if (result := _last_result(run)) is not None] for runs in groups.values()]
+    results_by_group = [
+        [eval_result for run in runs if (eval_result := _last_result(run)) is not None] for runs in groups.values()
+    ]
     columns: dict[str, list[Cell]] = {
         "runs": list(groups),
         "seeds": [len(runs) for runs in groups.values()],
         "wall time": [mean_text([_end(run, "time/wall_s") for run in runs], duration) for runs in groups.values()],
     }
-    columns |= {title: [*texts] for title, texts in headline_columns(groups).items()}
+    columns |= {title: [*cells] for title, cells in headline_columns(groups).items()}
     for key, unit in (("episodes", "episodes"), ("n", "problems")):
-        counts = [sum(int(result.get(key, 0)) for result in results) for results in last]
+        counts = [
+            sum(int(eval_result.get(key, 0)) for eval_result in group_results) for group_results in results_by_group
+        ]
         if any(counts):
-            title = next((str(r["unit"]) for results in last for r in results if key in r and "unit" in r), unit)
+            title = next(
+                (
+                    str(r["unit"])
+                    for group_results in results_by_group
+                    for r in group_results
+                    if key in r and "unit" in r
+                ),
+                unit,
+            )
             columns[title] = [count or NO_VALUE for count in counts]
-    body = [list(row) for row in zip(*columns.values(), strict=True)]
-    return f'<div class="scroll">{table([*columns], body, text_columns={0})}</div>'
+    table_rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    return f'<div class="scroll">{table([*columns], table_rows, text_columns={0})}</div>'
 
 
 def _last_result(run: RunMetrics) -> dict[str, Any] | None:
@@ -223,7 +242,9 @@ def _scores(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
             step, values = scores_at(runs, metric)
             if step is not None:
                 remaining = iter(values)
-                scored = [ConfigScores(label, [next(remaining) for _ in of], len(of)) for label, of in groups.items()]
+                scored = [
+                    ConfigScores(label, [next(remaining) for _ in seeds], len(seeds)) for label, seeds in groups.items()
+                ]
                 title = f"{metric} at step {step}"
                 sections.append(section(f"Over seeds: {title}", scores_part(scored, title, goal_of(metric), metric)))
     return sections
@@ -236,9 +257,9 @@ def curves_part(groups: Mapping[str, list[RunMetrics]], of: int | None = None) -
         groups: The runs by label.
         of: Total number of labels, if these are the best of them.
     """
-    drawn = charts(groups)
-    if not drawn:
+    charts_html = charts(groups)
+    if not charts_html:
         return missing("No curve that these runs have in common.")
-    some = f" The {len(groups)} best of {of} configurations." if of is not None and of > len(groups) else ""
-    legend = f"<p>Lines are means over seeds, bands and error bars go from the lowest seed to the highest.{some}</p>"
-    return legend + figures(drawn)
+    selection_note = f" The {len(groups)} best of {of} configurations." if of is not None and of > len(groups) else ""
+    legend = f"<p>Lines are means over seeds, bands and error bars go from the lowest seed to the highest.{selection_note}</p>"
+    return legend + figures(charts_html)

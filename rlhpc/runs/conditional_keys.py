@@ -35,8 +35,8 @@ def estimator_conditions(applies: Rule = lambda cfg: True) -> tuple[Condition, .
     """
 
     def read_by(*names: str) -> Rule:
-        unread = [name for name in ADVANTAGES.built_in if name not in names]
-        return lambda cfg: not applies(cfg) or cfg.algorithm.adv_type.lower() not in unread
+        other_estimators = [name for name in ADVANTAGES.built_in if name not in names]
+        return lambda cfg: not applies(cfg) or cfg.algorithm.adv_type.lower() not in other_estimators
 
     return (
         Condition(("algorithm.gamma",), read_by(*DISCOUNTED), f"by algorithm.adv_type {', '.join(DISCOUNTED)}"),
@@ -69,12 +69,12 @@ def find_unused(config: ConfigSource, overrides: Sequence[str], *, site: str | N
     """
     layers = read_layers(config, overrides, keys_of, site=site)
     cfg = typed(RunConfig, layers.cfg)
-    kind, (source, content) = kind_of(cfg), read_files(config)[-1]
+    task_type, (source, content) = kind_of(cfg), read_files(config)[-1]
     return unused_keys(
         cfg,
         user_sources(layers, source, content),
-        kind.checks.conditions,
-        _defaults(kind.schema),
+        task_type.checks.conditions,
+        _defaults(task_type.schema),
     )
 
 

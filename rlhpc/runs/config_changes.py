@@ -66,26 +66,30 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
     A key that only one side has does not count, because a version of rlhpc added or removed it. A key that the user chose does
     count, where both sides have its mapping.
     """
-    old, new = _plain(before), _plain(after)
-    kind = find_kind(new.get("runner.task_type"))
-    shared = {path for key in old if (path := open_mapping_of(key))} & {
-        path for key in new if (path := open_mapping_of(key))
+    old_values, new_values = _plain(before), _plain(after)
+    task_type = find_kind(new_values.get("runner.task_type"))
+    shared = {path for key in old_values if (path := open_mapping_of(key))} & {
+        path for key in new_values if (path := open_mapping_of(key))
     }
-    for one, other in ((old, new), (new, old)):
+    for values, other_values in ((old_values, new_values), (new_values, old_values)):
         for path in shared:
-            if one.get(path) == {}:  # an empty mapping is a key itself
-                del one[path]
-        one.update(
-            {key: None for key in other if key not in one and open_mapping_of(key) in shared and other[key] != {}}
+            if values.get(path) == {}:  # an empty mapping is a key itself
+                del values[path]
+        values.update(
+            {
+                key: None
+                for key in other_values
+                if key not in values and open_mapping_of(key) in shared and other_values[key] != {}
+            }
         )
     return [
-        KeyChange(key, old[key], new[key])
-        for key in old
-        if key in new
-        and not _agree(key, old[key], new[key])
-        and kind.keys.on_resume(key) is OnResume.FIXED
+        KeyChange(key, old_values[key], new_values[key])
+        for key in old_values
+        if key in new_values
+        and not _agree(key, old_values[key], new_values[key])
+        and task_type.keys.on_resume(key) is OnResume.FIXED
         # A file keeps values from the environment as `${oc.env:…}`: what they were then is unknown.
-        and "${" not in str(old[key])
+        and "${" not in str(old_values[key])
     ]
 
 
@@ -96,7 +100,7 @@ def _agree(key: str, before: Any, after: Any) -> bool:
     if before == after or (key.rpartition(".")[2] == "dtype" and "auto" in (before, after)):
         return True
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        return all(_agree(key, *pair) for pair in zip(before, after, strict=True))
+        return all(_agree(key, *states) for states in zip(before, after, strict=True))
     if isinstance(before, Mapping) and isinstance(after, Mapping) and before.keys() == after.keys():
         return all(_agree(f"{key}.{name}", before[name], after[name]) for name in before)
     return False
@@ -104,14 +108,14 @@ def _agree(key: str, before: Any, after: Any) -> bool:
 
 def training_fingerprint(cfg: RunConfig) -> str:
     """Returns the fingerprint of all keys that determine the training."""
-    kind = kind_of(cfg)
-    return _digest({k: v for k, v in _plain(cfg).items() if kind.keys.on_resume(k) is OnResume.FIXED})
+    task_type = kind_of(cfg)
+    return _digest({k: v for k, v in _plain(cfg).items() if task_type.keys.on_resume(k) is OnResume.FIXED})
 
 
 def evaluation_fingerprint(cfg: RunConfig) -> str:
     """Returns the fingerprint of all keys, other than the policy's, that determine the evaluation of a checkpoint."""
-    kind = kind_of(cfg)
-    return _digest({k: v for k, v in _plain(cfg).items() if kind.keys.on_resume(k) is OnResume.EVALUATION})
+    task_type = kind_of(cfg)
+    return _digest({k: v for k, v in _plain(cfg).items() if task_type.keys.on_resume(k) is OnResume.EVALUATION})
 
 
 def _digest(facts: dict[str, Any]) -> str:
@@ -140,8 +144,10 @@ def require_same_run(saved: Path, cfg: RunConfig, *, subject: str, way_out: str)
     if not changes:
         return
     lines = "".join(f"\n  {change}" for change in changes[:_MAX_LISTED])
-    more = f"\n  and {len(changes) - _MAX_LISTED} more" if len(changes) > _MAX_LISTED else ""
-    raise ConfigError(f"{subject} has another configuration ({shlex.quote(str(saved))}):{lines}{more}\n{way_out}")
+    omission_note = f"\n  and {len(changes) - _MAX_LISTED} more" if len(changes) > _MAX_LISTED else ""
+    raise ConfigError(
+        f"{subject} has another configuration ({shlex.quote(str(saved))}):{lines}{omission_note}\n{way_out}"
+    )
 
 
 def differing(cfg: RunConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
@@ -154,9 +160,9 @@ def differing(cfg: RunConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> 
     """
     differences = []
     for key in keys:
-        saved_value, value = saved.get(key), plain(select(cfg, key), resolve=False)
-        if saved_value is not None and str(saved_value).lower() != str(value).lower():
-            differences.append(f"{key} is {saved_value!r} there and {value!r} here")
+        saved_value, new_value = saved.get(key), plain(select(cfg, key), resolve=False)
+        if saved_value is not None and str(saved_value).lower() != str(new_value).lower():
+            differences.append(f"{key} is {saved_value!r} there and {new_value!r} here")
     return differences
 
 
@@ -187,10 +193,10 @@ def check_resume(kind: TaskType[Cfg], cfg: Cfg, checkpoint: Path) -> None:
         CheckpointError: Names the keys, with the values of the checkpoint and of the configuration.
     """
     # The ranks that read a checkpoint without config.yaml accept or refuse it.
-    differ = differing(cfg, saved_values(checkpoint / CONFIG, _KIND), _KIND)
-    differ = differ or kind.checks.differences(cfg, checkpoint)
-    if differ:
+    differing_keys = differing(cfg, saved_values(checkpoint / CONFIG, _KIND), _KIND)
+    differing_keys = differing_keys or kind.checks.differences(cfg, checkpoint)
+    if differing_keys:
         raise CheckpointError(
-            f"runner.resume_dir: {checkpoint} is not of this run: {'; '.join(differ)}. Go on with the checkpoint's "
+            f"runner.resume_dir: {checkpoint} is not of this run: {'; '.join(differing_keys)}. Go on with the checkpoint's "
             f"configuration, or start fresh with another runner.name.{kind.checks.other_start}"
         )

@@ -63,8 +63,8 @@ def _check_suites(layers: ConfigLayers, source: str) -> None:
     for name, changes in typed(RunConfig, layers.cfg).workflow.suites.items():
         suite_layers = layers.copy()
         try:
-            for text in changes:
-                suite_layers.override(text)
+            for override_text in changes:
+                suite_layers.override(override_text)
             cfg = typed(RunConfig, suite_layers.cfg)
             require(suite_layers, kind_of(cfg).keys, source)
             validate(cfg, source, suite_layers.sources, training=False)

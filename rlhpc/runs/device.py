@@ -29,10 +29,10 @@ def own_device(worker: Worker) -> torch.device:
 
 def seed_process(seed: int, role: str, rank: int) -> None:
     """Seeds the process's global generators, for external environments and models that use them."""
-    words = np.random.SeedSequence([seed, zlib.crc32(role.encode()), rank]).generate_state(3)
-    random.seed(int(words[0]))
-    np.random.seed(int(words[1]))
-    torch.manual_seed(int(words[2]))
+    seed_words = np.random.SeedSequence([seed, zlib.crc32(role.encode()), rank]).generate_state(3)
+    random.seed(int(seed_words[0]))
+    np.random.seed(int(seed_words[1]))
+    torch.manual_seed(int(seed_words[2]))
 
 
 def settle(module: nn.Module, device: torch.device) -> Any:

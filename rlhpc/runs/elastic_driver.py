@@ -86,8 +86,10 @@ class HelperJobs:
         """Records a step's metrics: the actor's wait for rollouts shows whether there are too few rollout ranks."""
         step_s = row.get("time/step_s", 0.0)
         if step_s > 0:
-            share = min(1.0, row.get("time/rollout_s", 0.0) / step_s)
-            self._waited = share if self._waited is None else (1 - _FRESH) * self._waited + _FRESH * share
+            waited_fraction = min(1.0, row.get("time/rollout_s", 0.0) / step_s)
+            self._waited = (
+                waited_fraction if self._waited is None else (1 - _FRESH) * self._waited + _FRESH * waited_fraction
+            )
 
     def stop(self, *, again: bool, killed: bool = False) -> None:
         """Stops to manage the jobs when the driver ends.
@@ -145,23 +147,25 @@ class HelperJobs:
 
     def _reconcile(self, queue: Sequence[QueuedJob], now: float) -> None:
         """Updates the records from the queue, including jobs that an earlier driver submitted or whose id was not recorded."""
-        present, record = self._present(), self._record
+        joined_ranks, record = self._present(), self._record
         queued = {job.id: job for job in queue}
         for job in queue:
             job_record = record.jobs.get(job.id) or HelperJobRecord(job.id, self.plan.group, self.plan.counted, now)
-            job_record = job_record.observe(job, _max_joined(present, job.id))
+            job_record = job_record.observe(job, _max_joined(joined_ranks, job.id))
             record.jobs[job.id] = job_record.leave(now) if job.state in _ENDING else job_record
             self._last_seen[job.id] = now
             if job.state in _ENDING:
                 self._job_gone(job.id)
-        ended_jobs = [live for live in record.live() if live.id not in queued]
-        reports = SlurmProbe(command_timeout_s=10.0).query([live.id for live in ended_jobs]) if ended_jobs else {}
-        for live in ended_jobs:
-            job_record = record.jobs[live.id] = live.finish(
-                reports[live.id].state.value,
-                _max_joined(present, live.id),
+        ended_jobs = [live_job for live_job in record.live() if live_job.id not in queued]
+        reports = (
+            SlurmProbe(command_timeout_s=10.0).query([live_job.id for live_job in ended_jobs]) if ended_jobs else {}
+        )
+        for live_job in ended_jobs:
+            job_record = record.jobs[live_job.id] = live_job.finish(
+                reports[live_job.id].state.value,
+                _max_joined(joined_ranks, live_job.id),
                 now=now,
-                last_seen=self._last_seen.pop(live.id, live.submitted),
+                last_seen=self._last_seen.pop(live_job.id, live_job.submitted),
                 walltime_s=60.0 * self.plan.minutes,
             )
             self._job_gone(job_record.id)
@@ -180,11 +184,11 @@ class HelperJobs:
                 )
 
     def _cluster_state(self, now: float) -> ClusterState:
-        present = self._present()
+        joined_ranks = self._present()
         jobs = [
             LiveHelperJob(
                 job.id, "leaving" if job.leaving is not None else "running" if job.started is not None else "queued",
-                present.get(job.id, 0), job.hours(now),
+                joined_ranks.get(job.id, 0), job.hours(now),
             )
             for job in self._record.live()
         ]  # fmt: skip
@@ -207,10 +211,10 @@ class HelperJobs:
         if not decision.submit:
             return
         if decision.only_soon:
-            seconds, words = starts_in(dict(self.plan.options))
+            seconds, start_note = starts_in(dict(self.plan.options))
             if seconds is None or seconds > self.plan.start_within_s:
                 self._rule.not_soon(len([job for job in self._record.live() if job.leaving is None]))
-                self._say(f"no further ranks for now: {words}")
+                self._say(f"no further ranks for now: {start_note}")
                 return
         for _ in range(decision.submit):
             if self._stopping.is_set():
@@ -301,10 +305,10 @@ class Elastic:
         """Ends the helpers' jobs after the session. A job that was told to end may be requeued, which only Slurm knows:
         `rlhpc cancel` ends the helpers' jobs itself.
         """
-        again = self._restarts or stop.exit_code == EXIT_REQUEUE
+        is_restarting = self._restarts or stop.exit_code == EXIT_REQUEUE
         for helpers in self._helpers:
-            helpers.stop(again=again, killed=stop.exit_code > 128 and in_slurm_job(os.environ))
-        self._attendance.close("its driver ended, and another takes the run up" if again else "the run ended")
+            helpers.stop(again=is_restarting, killed=stop.exit_code > 128 and in_slurm_job(os.environ))
+        self._attendance.close("its driver ended, and another takes the run up" if is_restarting else "the run ended")
         if self._helpers:
             jobs = [job.to_json() for helpers in self._helpers for job in helpers.jobs]
             update_provenance(self._paths, helpers=jobs)

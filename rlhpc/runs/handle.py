@@ -77,8 +77,8 @@ def train(config: ConfigSource, /, **overrides: Any) -> TrainingRun:
         ConfigError: A key or value is wrong, or the run has checkpoints already (pass `runner.resume_dir="auto"`).
         UserError: Another process trains this run.
     """
-    words = [override(key, plain_value(value, key)) for key, value in overrides.items()]
-    cfg = load_for_training(config, words)
+    override_words = [override(key, plain_value(value, key)) for key, value in overrides.items()]
+    cfg = load_for_training(config, override_words)
     check_planned(cfg)
     require_no_driver(RunPaths.of(cfg.runner.run_dir, cfg.runner.name))
     resolve_resume(cfg)
@@ -118,7 +118,7 @@ class TrainingRun:
         started it, and the caller's thread may end at any time.
         """
         environment = {MAX_RESTARTS: "0", "PYTHONPATH": python_path()}
-        tried, errors = threading.Event(), list[BaseException]()
+        attempted, errors = threading.Event(), list[BaseException]()
 
         def keep() -> None:
             try:
@@ -128,7 +128,7 @@ class TrainingRun:
                 errors.append(error)
                 return
             finally:
-                tried.set()
+                attempted.set()
             code = self._process.wait()
             if code == UserError.exit_code:
                 self._remove_traces()
@@ -137,7 +137,7 @@ class TrainingRun:
             self._finished.set()
 
         threading.Thread(target=keep, name=f"rlhpc {self.name}", daemon=True).start()
-        tried.wait()
+        attempted.wait()
         if errors:
             raise errors[0]
 
@@ -229,21 +229,21 @@ class TrainingRun:
             DriverFailed: The run failed, with its first error; or it was ended from elsewhere.
             DeadlineExceeded: `timeout_s` has passed; the run continues.
         """
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            with contextlib.ExitStack() as stack:
+            with contextlib.ExitStack() as exit_stack:
                 bar = None
                 while not self._finished.wait(
-                    _POLL_S if end is None else max(0.0, min(_POLL_S, end - time.monotonic()))
+                    _POLL_S if deadline is None else max(0.0, min(_POLL_S, deadline - time.monotonic()))
                 ):
-                    if end is not None and time.monotonic() >= end:
+                    if deadline is not None and time.monotonic() >= deadline:
                         raise DeadlineExceeded(
                             f"run {self.folder} has not ended within {timeout_s:g} s; it goes on (step {self.step} of "
                             f"{self._total}): wait again, or end it with cancel()"
                         )
                     if row := self._last_row():
                         step = int(row["step"])
-                        bar = bar or stack.enter_context(ProgressBar(self._total, step - 1, name=self.name))
+                        bar = bar or exit_stack.enter_context(ProgressBar(self._total, step - 1, name=self.name))
                         bar.update(step, _numbers(row))
                 if bar is not None and (row := self._last_row()):
                     bar.update(int(row["step"]), _numbers(row))
@@ -337,10 +337,10 @@ def _end_all(owner: int = os.getpid()) -> None:
     """Ends the runs of this process at its exit, and lets them save."""
     if os.getpid() != owner:  # a forked process
         return
-    for run in (living := list(_living)):
+    for run in (living_runs := list(_living)):
         note(f"{run.folder} saves and ends with the program that started it; wait() for it to train to its end")
         run._signal(signal.SIGTERM)  # all at once
-    for run in living:
+    for run in living_runs:
         run.cancel()
 
 

@@ -45,9 +45,13 @@ class RunMetrics:
     def curve(self, name: str, against: str) -> Curve:
         """Returns a training metric, smoothed as in reports, or a result of evaluations (`eval/`)."""
         if name.startswith("eval/"):
-            at = dict(zip(*series(self.rows, against), strict=True))  # step → x
-            pairs = [(at[one.step], one.value) for one in self.evaluated(name) if one.step in at]
-            return [x for x, _ in pairs], [y for _, y in pairs]
+            x_by_step = dict(zip(*series(self.rows, against), strict=True))  # step → x
+            points = [
+                (x_by_step[evaluation.step], evaluation.value)
+                for evaluation in self.evaluated(name)
+                if evaluation.step in x_by_step
+            ]
+            return [x for x, _ in points], [y for _, y in points]
         x, y = series(self.rows, name, against)
         return x, running_mean(y) if len(y) >= 60 else y
 
@@ -62,22 +66,25 @@ class RunMetrics:
         if name.startswith("eval/"):
             evaluated = self.evaluated(name)
             best = self.paths.best_step()
-            return next((one for one in evaluated if one.step == best), evaluated[-1] if evaluated else None)
+            return next(
+                (evaluation for evaluation in evaluated if evaluation.step == best),
+                evaluated[-1] if evaluated else None,
+            )
         x, y = series(self.rows, name)
         return Evaluated(int(x[-1]), y[-1], y[-1], y[-1], 0, True) if x else None
 
 
 def read_run(paths: RunPaths) -> RunMetrics:
     """Reads the inputs of a run's headline numbers: its last rows, and its evaluations on the suite that judges it."""
-    results = read_all_results(paths)
-    suites = {str(result["suite"]) for result in results}
-    suite = next(iter(suites)) if len(suites) == 1 else judging_suite(paths, results)
+    suite_results = read_all_results(paths)
+    suites = {str(result["suite"]) for result in suite_results}
+    suite = next(iter(suites)) if len(suites) == 1 else judging_suite(paths, suite_results)
     return RunMetrics(paths, read_last_metrics(paths.metrics), read_results(paths, suite))
 
 
 def run_headlines(folders: Sequence[RunPaths]) -> dict[str, list[str]]:
     """Returns the headline numbers of single runs as columns: title → a text for each run."""
-    return headline_columns({str(number): [read_run(paths)] for number, paths in enumerate(folders)})
+    return headline_columns({str(index): [read_run(paths)] for index, paths in enumerate(folders)})
 
 
 def headline_columns(groups: Mapping[str, Sequence[RunMetrics]]) -> dict[str, list[str]]:
@@ -91,13 +98,15 @@ def headline_columns(groups: Mapping[str, Sequence[RunMetrics]]) -> dict[str, li
     runs = [run for group in groups.values() for run in group]
     headlines: dict[Headline, None] = {}
     for run in runs:
-        kind = kind_of_run(run.paths)
-        candidates = kind.reporting.headlines or [
-            Headline(name, title.lower()) for name, title, _ in kind.reporting.compared
+        task_type = kind_of_run(run.paths)
+        candidates = task_type.reporting.headlines or [
+            Headline(name, title.lower()) for name, title, _ in task_type.reporting.compared
         ]
-        headlines |= dict.fromkeys(one for headline in candidates if (one := _insert_k(headline, runs)) is not None)
-    columns = {one.title: [_cell(one, group) for group in groups.values()] for one in headlines}
-    return {title: texts for title, texts in columns.items() if any(text != NO_VALUE for text in texts)}
+        headlines |= dict.fromkeys(
+            with_k for headline in candidates if (with_k := _insert_k(headline, runs)) is not None
+        )
+    columns = {with_k.title: [_cell(with_k, group) for group in groups.values()] for with_k in headlines}
+    return {title: cells for title, cells in columns.items() if any(cell != NO_VALUE for cell in cells)}
 
 
 #: Placeholder in a table for a missing number.
@@ -108,9 +117,9 @@ def _insert_k(headline: Headline, runs: Sequence[RunMetrics]) -> Headline | None
     """Returns a headline with its k, if it is pass@k; None if no run has several samples of a problem."""
     if headline.metric != f"eval/{PASS_AT_K}":
         return headline
-    results = {name for run in runs for result in run.evaluations for name in result}
+    result_names = {name for run in runs for result in run.evaluations for name in result}
     logged = {name for run in runs for row in run.rows for name in row if name.startswith("eval/pass_at_")}
-    name = largest_pass_at(results | logged)
+    name = largest_pass_at(result_names | logged)
     return dataclasses.replace(headline, metric=f"eval/{name}", title=metric_title(name)) if name else None
 
 
@@ -118,10 +127,10 @@ def _cell(headline: Headline, runs: Sequence[RunMetrics]) -> str:
     """Returns the number of a group. A share is the mean with its 95 % interval, over seeds or, for one run, from its
     evaluation; another number is the mean with the lowest and the highest value, if they differ.
     """
-    finals = [final for run in runs if (final := run.final(headline.metric)) is not None]
+    finals = [final_result for run in runs if (final_result := run.final(headline.metric)) is not None]
     if not finals:
         return NO_VALUE
-    values = [final.value for final in finals]
+    values = [final_result.value for final_result in finals]
     if headline.form == "share":
         return f"{statistics.fmean(values):.1%}{in_parentheses(_share_ends(finals), '.1%', to=' … ')}"
     return mean_text(values, number if headline.form == "count" else decimals)
@@ -133,7 +142,7 @@ def _share_ends(finals: Sequence[Evaluated]) -> tuple[float, float]:
     from rlhpc.metrics.statistics import mean  # imports numpy
 
     # As in the table of scores; the episodes of one seed are not independent.
-    _, low, high = mean([final.value for final in finals]).of_share()
+    _, low, high = mean([final_result.value for final_result in finals]).of_share()
     return low, high
 
 
@@ -142,5 +151,5 @@ def mean_text(values: Sequence[float | None], show: Callable[[float], str]) -> s
     available = [value for value in values if value is not None]
     if not available:
         return NO_VALUE
-    text, low, high = show(statistics.fmean(available)), show(min(available)), show(max(available))
-    return text if low == high else f"{text} ({low} … {high})"
+    formatted_mean, low, high = show(statistics.fmean(available)), show(min(available)), show(max(available))
+    return formatted_mean if low == high else f"{formatted_mean} ({low} … {high})"

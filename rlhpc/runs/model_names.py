@@ -22,8 +22,8 @@ def is_hub_name(name: str) -> bool:
 
 def cached_config(name: str) -> Path | None:
     """Returns the newest config.json of a hub name in the hub's cache."""
-    home = Path(os.environ.get("HF_HOME", expand_home("~/.cache/huggingface")))
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    hf_home = Path(os.environ.get("HF_HOME", expand_home("~/.cache/huggingface")))
+    cache = Path(os.environ.get("HF_HUB_CACHE", hf_home / "hub"))
     files = (cache / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json")
     try:
         return max(files, key=lambda path: path.stat().st_mtime, default=None)

@@ -57,12 +57,14 @@ def path_resource(cfg: RunConfig, path: str, maker: str = "") -> Resource:
         path: Path as the user wrote it; may be a pattern.
         maker: Writer of the path before the start; empty if it must exist.
     """
-    place, scratch = expand_home(path).absolute(), cfg.cluster.scratch
-    if place.exists() or any(Path(place.anchor).glob(str(place.relative_to(place.anchor)))):
+    resource_path, scratch = expand_home(path).absolute(), cfg.cluster.scratch
+    if resource_path.exists() or any(
+        Path(resource_path.anchor).glob(str(resource_path.relative_to(resource_path.anchor)))
+    ):
         return FILES
     if maker:
         return Resource(Need.LATER_FILES, f"{maker} writes {path}")
-    if scratch is not None and place.is_relative_to(expand_home(scratch).absolute()):
+    if scratch is not None and resource_path.is_relative_to(expand_home(scratch).absolute()):
         return Resource(Need.LATER_FILES, f"{path} is below cluster.scratch, a node's own disk")
     return FILES
 

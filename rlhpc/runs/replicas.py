@@ -99,16 +99,16 @@ class Replicas:
 
     def present(self) -> list[int]:
         """Returns the ranks that take part and have not been lost since."""
-        alive = self._group.present
-        return self._complete_replicas([rank for rank in self.ranks if rank in alive])
+        present_ranks = self._group.present
+        return self._complete_replicas([rank for rank in self.ranks if rank in present_ranks])
 
     def firsts(self) -> list[int]:
         """Returns the first ranks of the replicas that are present."""
         return self.present()[:: self._size]
 
     def _replica(self, rank: int) -> tuple[int, ...]:
-        first = rank - rank % self._size
-        return tuple(range(first, first + self._size))
+        leader = rank - rank % self._size
+        return tuple(range(leader, leader + self._size))
 
     def _complete_replicas(self, ranks: Collection[int]) -> list[int]:
         """Returns, in order, the ranks whose complete replica is among them."""
@@ -120,9 +120,9 @@ class Replicas:
 
     def tend(self) -> None:
         """Updates the replicas before a step: removes lost ranks, restarts them, and adds ranks that are ready."""
-        alive = self._group.present
-        self._opening = {ranks: handle for ranks, handle in self._opening.items() if {*ranks} <= {*alive}}
-        self._arrived &= {*alive}
+        present_ranks = self._group.present
+        self._opening = {ranks: handle for ranks, handle in self._opening.items() if {*ranks} <= {*present_ranks}}
+        self._arrived &= {*present_ranks}
         if lost_ranks := sorted({*self.ranks} - {*self.present()}):
             self.ranks = [rank for rank in self.ranks if rank not in lost_ranks]
             note(f"{self._describe_lost(lost_ranks)}; {self._cost}")
@@ -131,8 +131,8 @@ class Replicas:
             }  # the others joined during the run
         self._restart_lost()
         self._arrived |= {*self._group.admit()}
-        for first in self._complete_replicas(self._arrived)[:: self._size]:
-            ranks = self._replica(first)
+        for leader in self._complete_replicas(self._arrived)[:: self._size]:
+            ranks = self._replica(leader)
             self._arrived -= {*ranks}
             self._opening[ranks] = self._opens(*ranks)
         for ranks in [ranks for ranks, handle in self._opening.items() if handle.done()]:
@@ -147,17 +147,17 @@ class Replicas:
         """Restarts lost ranks whose processes have ended; retries the others before the next step."""
         if not self._awaiting_restart or self._restarted >= self._restarts():
             return
-        if again := self._restart():
-            self._restarted += len(again) // self._size
-            self._awaiting_restart -= {*again}
-            note(f"{self._named(again)} starts again")
+        if restarted_ranks := self._restart():
+            self._restarted += len(restarted_ranks) // self._size
+            self._awaiting_restart -= {*restarted_ranks}
+            note(f"{self._named(restarted_ranks)} starts again")
 
     def _describe_lost(self, ranks: Collection[int]) -> str:
         """Formats which ranks ended, and which left on request."""
         reasons = {rank: self._group.why_left(rank) for rank in ranks}
         ended_ranks = [rank for rank in ranks if not reasons[rank]]
-        words = [f"{self._named([rank])} left ({reason})" for rank, reason in reasons.items() if reason]
-        return ", ".join([*([f"{self._named(ended_ranks)} ended"] if ended_ranks else []), *words])
+        phrases = [f"{self._named([rank])} left ({reason})" for rank, reason in reasons.items() if reason]
+        return ", ".join([*([f"{self._named(ended_ranks)} ended"] if ended_ranks else []), *phrases])
 
     def _named(self, ranks: Collection[int]) -> str:
         return ", ".join(f"{self._group.name}[{rank}]" for rank in ranks)

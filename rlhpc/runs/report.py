@@ -59,32 +59,34 @@ def _grid(placement: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     # A node is identified by rank and name: virtual nodes on one machine may share the name.
     cells: dict[tuple[int, str], dict[int, dict[str, list[int]]]] = {}
     for component, ranks in placement.items():
-        for entry in ranks:
-            node_rank = int(entry.get("node_rank", 0))
-            slots_of = cells.setdefault((node_rank, str(entry.get("node", f"node {node_rank}"))), {})
-            for slot in entry.get("accelerators") or [_CPU]:
-                slots_of.setdefault(int(slot), {}).setdefault(component, []).append(int(entry["rank"]))
-    used = {slot for slots_of in cells.values() for slot in slots_of}
-    slots = [*range(max(used) + 1), *([_CPU] if _CPU in used else [])]
+        for rank_entry in ranks:
+            node_rank = int(rank_entry.get("node_rank", 0))
+            slots_of = cells.setdefault((node_rank, str(rank_entry.get("node", f"node {node_rank}"))), {})
+            for slot in rank_entry.get("accelerators") or [_CPU]:
+                slots_of.setdefault(int(slot), {}).setdefault(component, []).append(int(rank_entry["rank"]))
+    used_slots = {slot for slots_of in cells.values() for slot in slots_of}
+    slots = [*range(max(used_slots) + 1), *([_CPU] if _CPU in used_slots else [])]
     colors = {component: index % 8 for index, component in enumerate(placement)}
     head = "".join(f"<th>{'CPU' if slot == _CPU else f'accelerator {slot}'}</th>" for slot in slots)
     names = [name for _, name in cells]
-    body = ""
+    rows_html = ""
     for node_rank, name in sorted(cells):
         label = name if names.count(name) == 1 else f"{name} ({node_rank})"
-        body += f'<tr><td class="name">{escape(label)}</td>'
+        rows_html += f'<tr><td class="name">{escape(label)}</td>'
         for slot in slots:
-            inside = cells[node_rank, name].get(slot, {})
-            chips = "".join(_chips(component, ranks, colors[component]) for component, ranks in inside.items())
-            body += f"<td>{chips}</td>" if chips else '<td class="free"></td>'
-        body += "</tr>"
+            ranks_by_component = cells[node_rank, name].get(slot, {})
+            chips = "".join(
+                _chips(component, ranks, colors[component]) for component, ranks in ranks_by_component.items()
+            )
+            rows_html += f"<td>{chips}</td>" if chips else '<td class="free"></td>'
+        rows_html += "</tr>"
     legend = "".join(
         f"<span>{_chip(component, colors[component])}{len(ranks)} process{'es' if len(ranks) != 1 else ''}</span>"
         for component, ranks in placement.items()
     )
     return (
         f'<p class="legend">{legend}</p><div class="scroll"><table class="grid"><thead><tr><th></th>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f"<tbody>{rows_html}</tbody></table></div>"
     )
 
 
@@ -99,7 +101,7 @@ def _chips(component: str, ranks: Sequence[int], color: int) -> str:
             stretches[-1].append(rank)
         else:
             stretches.append([rank])
-    spans = ", ".join(f"{part[0]}–{part[-1]}" if len(part) > 1 else str(part[0]) for part in stretches)
+    spans = ", ".join(f"{stretch[0]}–{stretch[-1]}" if len(stretch) > 1 else str(stretch[0]) for stretch in stretches)
     return _chip(f"{component} {spans}", color)
 
 
@@ -122,15 +124,15 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
         The files: always those of `Reporting.curves`, others if their metrics were logged.
     """
     charts = kind_of_run(paths).reporting.charts(paths, read_metrics(paths.metrics))
-    written = []
+    chart_files = []
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         for name, svg in charts.items():
-            written.append(out_dir / f"{name}.svg")
-            written[-1].write_text(standalone(svg))
+            chart_files.append(out_dir / f"{name}.svg")
+            chart_files[-1].write_text(standalone(svg))
     except OSError as error:
         raise unwritten(error, out_dir) from error
-    return written
+    return chart_files
 
 
 def write_report(paths: RunPaths, output: Path | None = None) -> Path:
@@ -154,21 +156,21 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
     rows = read_metrics(paths.metrics)
     provenance = read_provenance(paths)
     accounting = write_accounting(paths)
-    parts = kind_of_run(paths).reporting.parts(paths, rows, linked=output is None)
+    task_parts = kind_of_run(paths).reporting.parts(paths, rows, linked=output is None)
     page_file = output or paths.report
     html = page(
         title=paths.root.name,
-        subtitle=_subtitle(parts.subject, rows, provenance),
+        subtitle=_subtitle(task_parts.subject, rows, provenance),
         body=[
-            parts.cards,
+            task_parts.cards,
             _left_out(paths),
-            section("Evaluation", parts.evaluation),
-            section("Learning curves", _learning(rows, parts.curves)),
+            section("Evaluation", task_parts.evaluation),
+            section("Learning curves", _learning(rows, task_parts.curves)),
             section("Placement", placement_grid(provenance.get("placement"))),
-            section("Time", _time(rows, parts.times)),
+            section("Time", _time(rows, task_parts.times)),
             section("Accounting", accounting_tables(accounting)) if accounting else "",
-            section("Ranks that joined", joined) if (joined := joined_section(paths)) else "",
-            section("Checkpoints", _checkpoints(paths, rows, parts.evaluated, *parts.trained)),
+            section("Ranks that joined", joined_html) if (joined_html := joined_section(paths)) else "",
+            section("Checkpoints", _checkpoints(paths, rows, task_parts.evaluated, *task_parts.trained)),
             section("Configuration", _configuration(paths)),
             section("Provenance", _provenance(provenance)),
         ],
@@ -185,15 +187,15 @@ def _left_out(paths: RunPaths) -> str:
 
 
 def _subtitle(subject: str, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]) -> str:
-    parts = [subject]
+    phrases = [subject]
     if rows:
-        parts.append(f"step {rows[-1]['step']}")
+        phrases.append(f"step {rows[-1]['step']}")
     if provenance.get("created"):
-        parts.append(f"started {str(provenance['created']).replace('T', ' ')[:16]}")
+        phrases.append(f"started {str(provenance['created']).replace('T', ' ')[:16]}")
     if provenance.get("host"):
-        parts.append(f"on {provenance['host']}")
-    parts.append(f"report of {time.strftime('%Y-%m-%d %H:%M')}")
-    return " · ".join(part for part in parts if part)
+        phrases.append(f"on {provenance['host']}")
+    phrases.append(f"report of {time.strftime('%Y-%m-%d %H:%M')}")
+    return " · ".join(phrase for phrase in phrases if phrase)
 
 
 def _learning(rows: Sequence[Mapping[str, Any]], curves: list[str]) -> str:
@@ -207,13 +209,15 @@ def _time(rows: Sequence[Mapping[str, Any]], charts: list[str]) -> str:
         return missing("No metrics yet.")
     phases = {name: sum(values) for name, values in phase_columns(rows).items()}
     total = sum(phases.values())
-    body: list[list[Cell]] = [
+    table_rows: list[list[Cell]] = [
         [name, duration(seconds), f"{seconds / len(rows):.4f}", f"{seconds / total:.1%}" if total else "–"]
         for name, seconds in phases.items()
     ]
     unit, length = time_unit(total)
     head = ["phase", "total", "s per step", f"share of {total / length:.1f} {unit}"]
-    return figures(charts) + (f'<div class="scroll">{table(head, body, text_columns={0})}</div>' if body else "")
+    return figures(charts) + (
+        f'<div class="scroll">{table(head, table_rows, text_columns={0})}</div>' if table_rows else ""
+    )
 
 
 def _checkpoints(
@@ -223,26 +227,26 @@ def _checkpoints(
     if not checkpoints:
         return missing("No checkpoint yet.")
     by_step = {row["step"]: row for row in rows}
-    body: list[list[Cell]] = []
+    table_rows: list[list[Cell]] = []
     for step, path in checkpoints:
         faults = verify(path, checksums=False)
         count, total = _contents(path)
-        trained = by_step.get(step, {}).get(metric)
-        body.append(
+        train_metric = by_step.get(step, {}).get(metric)
+        table_rows.append(
             [
                 path.name,
                 "complete" if not faults else f"faulty: {faults[0]}",
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime)),
                 count,
                 size(total),
-                decimals(trained) if isinstance(trained, (int, float)) else "–",
+                decimals(train_metric) if isinstance(train_metric, (int, float)) else "–",
                 evaluated.get(step, "–"),
             ]
         )
     head = ["checkpoint", "state", "saved", "files", "size", label, "evaluation"]
     best = best_words(read_json_file(paths.driver_state) or {})
-    note = f'<p class="legend">Best: {escape(best)} (<code>runner.keep_best</code>).</p>' if best else ""
-    return f'<div class="scroll">{table(head, body, text_columns={0, 1, 2})}</div>{note}'
+    best_note = f'<p class="legend">Best: {escape(best)} (<code>runner.keep_best</code>).</p>' if best else ""
+    return f'<div class="scroll">{table(head, table_rows, text_columns={0, 1, 2})}</div>{best_note}'
 
 
 def _contents(checkpoint: Path) -> tuple[int, int]:
@@ -251,16 +255,16 @@ def _contents(checkpoint: Path) -> tuple[int, int]:
     except CheckpointError:
         sizes = [path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()]
         return len(sizes), sum(sizes)
-    return len(files), sum(entry["size"] for entry in files.values())
+    return len(files), sum(file_entry["size"] for file_entry in files.values())
 
 
 def _configuration(paths: RunPaths) -> str:
     try:
-        text = read_file(paths.config).decode(errors="replace")
+        config_text = read_file(paths.config).decode(errors="replace")
     except OSError:
         return missing("config.yaml is missing.")
-    lines = text.count("\n")
-    return f"<details><summary>config.yaml, as run ({lines} lines)</summary><pre>{escape(text)}</pre></details>"
+    lines = config_text.count("\n")
+    return f"<details><summary>config.yaml, as run ({lines} lines)</summary><pre>{escape(config_text)}</pre></details>"
 
 
 def _provenance(record: Mapping[str, Any]) -> str:

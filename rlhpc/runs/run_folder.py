@@ -74,19 +74,19 @@ class RunFolder:
             CheckpointError: `runner.resume_dir` names a checkpoint that cannot be used.
         """
         paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
-        resume_from, have = resolve_resume(cfg, segment, resume_with=resume_with)
+        resume_from, checkpoints = resolve_resume(cfg, segment, resume_with=resume_with)
         total, segments = total_steps(cfg), cfg.runner.segments
         resume = find_resumable(paths, resume_from)
         for path, reason in resume.skipped:
             note(f"skipped {path.name}: {reason}")
-        if str(resume_from).lower() == "auto" and resume.path is None and have:
+        if str(resume_from).lower() == "auto" and resume.path is None and checkpoints:
             raise ConfigError(
-                f"runner.resume_dir=auto: none of the {len(have)} checkpoints in {paths.checkpoints} can be used (see "
+                f"runner.resume_dir=auto: none of the {len(checkpoints)} checkpoints in {paths.checkpoints} can be used (see "
                 "above). Restore one, or start fresh with another runner.name"
             )
         foreign = resume.path is not None and resume.path.parent.resolve() != paths.checkpoints.resolve()
-        end = total if segment is None else segment_end(total, segment, segments)
-        return cls(paths, segment, end, total, resume, foreign)
+        end_step = total if segment is None else segment_end(total, segment, segments)
+        return cls(paths, segment, end_step, total, resume, foreign)
 
     def open(self, cfg: RunConfig) -> None:
         """Creates the folder and writes config.yaml and provenance.json; called once per start.
@@ -103,8 +103,8 @@ class RunFolder:
                 f"{advice(error, self.paths.root)}, or choose another runner.run_dir"
             ) from error
         if self.resume.path is not None and not self.foreign:
-            for moved in move_newer_aside(self.paths, self.resume.step):
-                note(f"kept a newer checkpoint as {moved.name}")
+            for moved_checkpoint in move_newer_aside(self.paths, self.resume.step):
+                note(f"kept a newer checkpoint as {moved_checkpoint.name}")
         write_provenance(self.paths, cfg, [*sys.orig_argv])
 
     def mark(self, name: str) -> None:
@@ -200,16 +200,16 @@ def resolve_resume(
     if segment is not None and not 0 <= segment < segments:
         raise ConfigError(f"segment {segment} does not exist: runner.segments is {segments} (0 to {segments - 1})")
     resume_from = cfg.runner.resume_dir
-    have = [path for _, path in paths.complete_steps()]
-    if segment is not None and (resume_from is None or have):
+    complete_checkpoints = [path for _, path in paths.complete_steps()]
+    if segment is not None and (resume_from is None or complete_checkpoints):
         resume_from = "auto"  # a restarted segment continues from where it was
-    if resume_from is None and have:
+    if resume_from is None and complete_checkpoints:
         raise ConfigError(
-            f"{paths.root} has checkpoints already (newest: {have[-1].name}). To continue them pass "
+            f"{paths.root} has checkpoints already (newest: {complete_checkpoints[-1].name}). To continue them pass "
             "runner.resume_dir=auto; to start fresh pass another runner.name, or remove the folder"
         )
     check_same_run(paths, cfg, resume_with=resume_with)
-    return resume_from, have
+    return resume_from, complete_checkpoints
 
 
 def read_segment_done(paths: RunPaths, segment: int) -> dict[str, Any] | None:
@@ -235,12 +235,12 @@ def fail_status(folder: RunFolder, step: int, error: BaseException) -> None:
     """Writes the reason for a failure to status.json, if the folder can be written."""
     try:
         if folder.paths.root.is_dir():
-            ours = error if isinstance(error, RlhpcError) else None
-            text = str(error) if ours is not None else f"{type(error).__name__}: {error}"
+            failure = error if isinstance(error, RlhpcError) else None
+            message = str(error) if failure is not None else f"{type(error).__name__}: {error}"
             notes = getattr(error, "__notes__", ())
             folder.write_status(
-                "failed", step, force=True, stop_reason="; ".join([*text.splitlines()[:1], *notes]),
-                restartable=ours is not None and ours.restartable, node=ours.node if ours is not None else "",
+                "failed", step, force=True, stop_reason="; ".join([*message.splitlines()[:1], *notes]),
+                restartable=failure is not None and failure.restartable, node=failure.node if failure is not None else "",
             )  # fmt: skip
     except (OSError, StorageError):
         pass

@@ -63,8 +63,8 @@ def make_longer(paths: RunPaths, cfg: RunConfig, segment: int, *, wait: bool = F
     if paths.config.exists():
         saved = load_config(paths.config, check=False, site="")
         goal = kind_of(saved).checks.goal(saved)
-    moved = goal is not None and goal != kind_of(cfg).checks.goal(cfg)
-    if segment_to_reopen(paths, segment_ends(cfg), goal_moved=moved) == segment:
+    is_goal_moved = goal is not None and goal != kind_of(cfg).checks.goal(cfg)
+    if segment_to_reopen(paths, segment_ends(cfg), goal_moved=is_goal_moved) == segment:
         if wait:
             wait_for_end(paths, segment)
         reopen(paths, segment)

@@ -199,14 +199,14 @@ class Runner(Generic[Cfg]):
                 resumed = self._recover(error)
         finished = self.stop_reason != "signal"
         reason = self.stop_reason or ("max_steps" if self.step >= folder.total else "segment_end")
-        why = self.stop.reason if reason == "signal" else reason
+        stop_reason = self.stop.reason if reason == "signal" else reason
         state = "finished" if finished and reason != "segment_end" else "stopped"
-        result = self.result()
-        folder.write_status(state, self.step, force=True, stop_reason=why, elapsed_s=self.elapsed,
-                            **{"return": result.get("episode_return")}, **self.best.facts())  # fmt: skip
+        run_result = self.result()
+        folder.write_status(state, self.step, force=True, stop_reason=stop_reason, elapsed_s=self.elapsed,
+                            **{"return": run_result.get("episode_return")}, **self.best.facts())  # fmt: skip
         return {
             "global_step": self.step,
-            **result,
+            **run_result,
             "stop_reason": reason,
             "finished": finished,
             "checkpoint": str(folder.paths.checkpoint(self.step)),
@@ -216,13 +216,17 @@ class Runner(Generic[Cfg]):
     def _train(self, resumed: int | None, on_step: Callable[[dict[str, float]], None] | None) -> None:
         """Runs the loop from the present step to the end of this start."""
         cfg, folder = self.cfg, self.folder
-        public = public_config(plain(cfg, resolve=False), plain(cfg))
+        recorded_config = public_config(plain(cfg, resolve=False), plain(cfg))
         self._started, self._before = active_s(), self.elapsed
         # A goal that was reached stays reached, unless the goal was raised since.
         self.stop_reason = self._end() if self.stop_reason in ("stop_return", PATIENCE) else ""
         with (
             MetricLogger(
-                folder.paths, cfg.runner.logger.logger_backends, resumed, plain(cfg.runner.logger.kwargs), public
+                folder.paths,
+                cfg.runner.logger.logger_backends,
+                resumed,
+                plain(cfg.runner.logger.kwargs),
+                recorded_config,
             ) as logger,
             ProgressBar(folder.end_step, self.step, name=cfg.runner.name) as bar,
         ):
@@ -257,9 +261,9 @@ class Runner(Generic[Cfg]):
             self._saved(self.saves.finish)
 
     def _timed_step(self) -> dict[str, float]:
-        begin = active_s()
+        started_s = active_s()
         row = self.one_step()
-        seconds = active_s() - begin
+        seconds = active_s() - started_s
         self._steps_s.append(seconds)
         self._count_time()
         row["time/wall_s"] = self.elapsed
@@ -284,14 +288,14 @@ class Runner(Generic[Cfg]):
                 repeatedly.
         """
         session = Session.running()
-        stateless = error.group in self.stateless
+        is_stateless = error.group in self.stateless
         if session is None or not session.failures.policies.restartable or self.stop.requested:
             raise error
         newest_checkpoint = newest_valid(self.folder.paths, checksums=False)
         saving = self.saves.under_way
-        if newest_checkpoint.path is None and not stateless and saving is None:
+        if newest_checkpoint.path is None and not is_stateless and saving is None:
             raise error
-        step = self.step if stateless else max(newest_checkpoint.step, saving or 0)
+        step = self.step if is_stateless else max(newest_checkpoint.step, saving or 0)
         self._num_futile = self._num_futile + 1 if step <= self._recovered_from else 1
         self._recovered_from = step
         if self._num_futile > self.max_recoveries:
@@ -305,7 +309,7 @@ class Runner(Generic[Cfg]):
             newest = newest_valid(self.folder.paths, checksums=False).path
             if saving is not None and newest != self.folder.paths.checkpoint(saving):
                 self._saved_step = -1
-            before = self.state()
+            state_before = self.state()
             if self.unharmed(lost_ranks):
                 note(f"{reason}; {ranks} start again, and step {self.step + 1} with them; nothing else is lost")
             elif newest is None:
@@ -313,7 +317,7 @@ class Runner(Generic[Cfg]):
             else:
                 note(f"{reason}; {ranks} start again from {newest.name}, all other ranks stay")
                 self._restore_run_state(newest)
-        self.count_lost(sum(map(len, lost_ranks.values())), before)
+        self.count_lost(sum(map(len, lost_ranks.values())), state_before)
         self.recoveries += 1
         return self.step
 
@@ -336,13 +340,13 @@ class Runner(Generic[Cfg]):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save_is_due(self) -> bool:
-        every = self.cfg.runner.save_interval
-        return every > 0 and self.step % every == 0
+        save_interval = self.cfg.runner.save_interval
+        return save_interval > 0 and self.step % save_interval == 0
 
     def _save(self, logger: MetricLogger) -> None:
         """Saves the current step: first its rows, then its checkpoint, which appears when the ranks have written it."""
         self._saved(self.saves.finish)
-        begin = active_s()
+        started_s = active_s()
         current().registry.check_current()  # a driver that has been replaced by another commits nothing
         state = {
             "step": self.step,
@@ -359,16 +363,16 @@ class Runner(Generic[Cfg]):
         }
         self.saves.begin(CheckpointWriter(self.folder.paths, self.step), files, self.result())
         self._saved_step = self.step
-        self._still_s += active_s() - begin
+        self._still_s += active_s() - started_s
 
     def _saved(self, end: Callable[[], float | None]) -> None:
         """Counts a save that `end` has committed, and prunes older checkpoints."""
-        begin = active_s()
+        started_s = active_s()
         if (seconds := end()) is not None:
             self._saves_s.append(seconds)
             self.best.link(self.folder.paths)
             prune(self.folder.paths, self.cfg.runner.keep_checkpoints, self._protected(), checksums=False)
-            self._still_s += active_s() - begin
+            self._still_s += active_s() - started_s
 
     def _protected(self) -> list[int]:
         """Returns the best step and the last steps of segments: evaluation and conversion may still read their checkpoints."""

@@ -62,8 +62,8 @@ _LESS_IS_BETTER = frozenset(
 
 def goal_of(metric: str) -> str:
     """Returns the direction in which a metric is better, by its name: `maximize` or `minimize`."""
-    words = metric.rpartition("/")[2].split("_")
-    return "maximize" if _LESS_IS_BETTER.isdisjoint(words) or "per" in words else "minimize"
+    name_words = metric.rpartition("/")[2].split("_")
+    return "maximize" if _LESS_IS_BETTER.isdisjoint(name_words) or "per" in name_words else "minimize"
 
 
 class HasScores(Protocol):
@@ -86,8 +86,8 @@ def scores_at(runs: Sequence[HasScores], metric: str) -> tuple[int | None, list[
         The step, None without a common one; and a score for each run.
     """
     for scores in ([_evaluated(run, metric) for run in runs], [_logged(run, metric) for run in runs]):
-        if common := set.intersection(*map(set, scores)) if scores else set():
-            step = max(common)
+        if common_steps := set.intersection(*map(set, scores)) if scores else set():
+            step = max(common_steps)
             return int(step), [by_step[step] for by_step in scores]
     return None, []
 
@@ -113,7 +113,8 @@ def ranked(configurations: Sequence[ConfigScores], goal: str) -> list[ConfigScor
     """Returns the configurations with scores, the best interquartile mean first."""
     sign = -1 if goal == "maximize" else 1
     return sorted(
-        (one for one in configurations if one.scores), key=lambda one: sign * interquartile_mean(one.scores).value
+        (config_scores for config_scores in configurations if config_scores.scores),
+        key=lambda one: sign * interquartile_mean(one.scores).value,
     )
 
 
@@ -129,37 +130,45 @@ def scores_part(configurations: Sequence[ConfigScores], title: str, goal: str, m
     order = ranked(configurations, goal)
     if not order:
         return ""
-    colors = {one.label: index for index, one in enumerate(configurations)}  # as in the curves
+    colors = {config_scores.label: index for index, config_scores in enumerate(configurations)}  # as in the curves
     best, sign = order[0], 1 if goal == "maximize" else -1
-    middles = [interquartile_mean(one.scores) for one in order]
-    means = [mean(one.scores) for one in order]
+    iqms = [interquartile_mean(config_scores.scores) for config_scores in order]
+    means = [mean(config_scores.scores) for config_scores in order]
     if is_share(metric.rpartition("/")[2]):
-        middles, means = ([estimate.of_share() for estimate in estimates] for estimates in (middles, means))
-    body: list[list[Cell]] = []
-    for one, average, middle in zip(order, means, middles, strict=True):
-        ahead = "–"
-        if one is not best and min(len(one.scores), len(best.scores)) < _ENOUGH_SEEDS:
-            ahead = "too few seeds"
-        elif one is not best:
-            ahead = f"{improvement([sign * s for s in best.scores], [sign * s for s in one.scores]):.0%}"
-        seeds = str(len(one.scores)) if len(one.scores) == one.planned else f"{len(one.scores)} of {one.planned}"
-        body.append([one.label, seeds, estimate_text(average), estimate_text(middle), ahead])
-    none = [one.label for one in configurations if not one.scores]
-    left_out = f"<p>Without a score yet: {len(none)} of {len(configurations)} configurations.</p>" if none else ""
+        iqms, means = ([estimate.of_share() for estimate in estimates] for estimates in (iqms, means))
+    table_rows: list[list[Cell]] = []
+    for config_scores, average, iqm in zip(order, means, iqms, strict=True):
+        comparison = "–"
+        if config_scores is not best and min(len(config_scores.scores), len(best.scores)) < _ENOUGH_SEEDS:
+            comparison = "too few seeds"
+        elif config_scores is not best:
+            comparison = f"{improvement([sign * s for s in best.scores], [sign * s for s in config_scores.scores]):.0%}"
+        seeds = (
+            str(len(config_scores.scores))
+            if len(config_scores.scores) == config_scores.planned
+            else f"{len(config_scores.scores)} of {config_scores.planned}"
+        )
+        table_rows.append([config_scores.label, seeds, estimate_text(average), estimate_text(iqm), comparison])
+    unscored_labels = [config_scores.label for config_scores in configurations if not config_scores.scores]
+    left_out = (
+        f"<p>Without a score yet: {len(unscored_labels)} of {len(configurations)} configurations.</p>"
+        if unscored_labels
+        else ""
+    )
     rows = [
-        ChartRow(one.label, *middle, dots=one.scores, color=colors[one.label])
-        for one, middle in zip(order[:MAX_DRAWN], middles, strict=False)
+        ChartRow(config_scores.label, *iqm, dots=config_scores.scores, color=colors[config_scores.label])
+        for config_scores, iqm in zip(order[:MAX_DRAWN], iqms, strict=False)
     ]
-    more = f", the best {MAX_DRAWN} of {len(order)}" if len(order) > MAX_DRAWN else ""
-    chart = interval_chart(f"IQM over seeds{more}", f"{title} (dots: single runs)", rows)
+    selection_note = f", the best {MAX_DRAWN} of {len(order)}" if len(order) > MAX_DRAWN else ""
+    chart = interval_chart(f"IQM over seeds{selection_note}", f"{title} (dots: single runs)", rows)
     head = ["configuration", "seeds", "mean", "IQM", "P(best > this)"]
     return (
-        f'<div class="scroll">{table(head, body, text_columns={0})}</div>{left_out}{figures([chart])}'
+        f'<div class="scroll">{table(head, table_rows, text_columns={0})}</div>{left_out}{figures([chart])}'
         f'<p class="legend">{_METHOD}</p>'
     )
 
 
 def estimate_text(estimate: Estimate) -> str:
     """Formats a number with its interval; without an interval of zero width, from one seed or from equal values."""
-    value, low, high = map(number, estimate)
-    return f"{value} ({low} … {high})" if estimate.low < estimate.high else value
+    value_text, low, high = map(number, estimate)
+    return f"{value_text} ({low} … {high})" if estimate.low < estimate.high else value_text

@@ -96,10 +96,10 @@ class StartTimes:
         """Sort key: sooner ends first, or sooner starts without ends; then fewer jobs, no idle GPUs, and the configured
         shape.
         """
-        at = self.start.at if self.end is None else self.end
+        ready_at = self.start.at if self.end is None else self.end
         return (
-            at is None or self.never_ends,
-            round((at or 0.0) / SAME_S),
+            ready_at is None or self.never_ends,
+            round((ready_at or 0.0) / SAME_S),
             self.shape.jobs or 0,
             self.shape.idle_gpus,
             not self.shape.configured,
@@ -155,8 +155,8 @@ def outlook(
         except RlhpcError as error:
             left_out.append(f"{count} node{'s' * (count != 1)}: {error}")
             continue
-        tried = [StartTimes(shape, ask(shape.script)) for shape in shapes]
-        answers.append(min(tried, key=lambda answer: answer.rank))
+        candidates = [StartTimes(shape, ask(shape.script)) for shape in shapes]
+        answers.append(min(candidates, key=lambda answer: answer.rank))
     answers.sort(key=lambda answer: answer.rank)
     return StartEstimate(answers, allowance(cfg.cluster.account), reason, left_out, now)
 
@@ -180,7 +180,11 @@ def _site_partitions(site: str | None) -> list[str]:
     names: list[str] = []
     for _, content in read_files(find_site(site)):
         cluster = typed_value(content.get("cluster") or {}, ClusterConfig)
-        names += [part["partition"] for part in (cluster, *(cluster.get("node_groups") or ())) if part.get("partition")]
+        names += [
+            section["partition"]
+            for section in (cluster, *(cluster.get("node_groups") or ()))
+            if section.get("partition")
+        ]
     return list(dict.fromkeys(names))
 
 
@@ -215,31 +219,31 @@ def _shapes(
         ConfigError, PlacementError: The configuration cannot be placed on them.
     """
     is_configured_nodes, is_configured_partition = nodes == cfg.cluster.num_nodes, partition == cfg.cluster.partition
-    words = [] if is_configured_nodes else [f"cluster.num_nodes={nodes}"]
-    words += [] if is_configured_partition else [f"cluster.partition={partition}"]
+    override_words = [] if is_configured_nodes else [f"cluster.num_nodes={nodes}"]
+    override_words += [] if is_configured_partition else [f"cluster.partition={partition}"]
     step_s = None
     if space is not None:
-        here = dataclasses.replace(request, nodes=None if is_configured_nodes else nodes)
-        one = space_of(here, space.model.workload, space.model.costs, cfg, here=False)
+        shape_request = dataclasses.replace(request, nodes=None if is_configured_nodes else nodes)
+        shape_space = space_of(shape_request, space.model.workload, space.model.costs, cfg, here=False)
         if is_configured_nodes:
-            step_s = one.model.predict(one.configured).step_s
-        elif best := search(one, 1, lambda candidate: is_allowed(here, candidate, here=False)):
+            step_s = shape_space.model.predict(shape_space.configured).step_s
+        elif best := search(shape_space, 1, lambda candidate: is_allowed(shape_request, candidate, here=False)):
             step_s = best[0].prediction.step_s
-            words += best[0].candidate.overrides()[:1]
+            override_words += best[0].candidate.overrides()[:1]
         else:
             raise ConfigError("no placement is allowed on them")
-    changed = load_config(request.config, [*request.overrides, *words], site=request.site)
+    shape_cfg = load_config(request.config, [*request.overrides, *override_words], site=request.site)
     train_s = None if step_s is None else step_s * total_steps(cfg)
     shapes = []
-    for walltime in walltimes(changed, train_s):
-        timed = [] if walltime == _walltime(changed) else [f"cluster.time={walltime}"]
-        sized = load_config(request.config, [*request.overrides, *words, *timed], site=request.site)
+    for walltime in walltimes(shape_cfg, train_s):
+        timed = [] if walltime == _walltime(shape_cfg) else [f"cluster.time={walltime}"]
+        sized = load_config(request.config, [*request.overrides, *override_words, *timed], site=request.site)
         plan = build_plan(sized, launcher="slurm")
         accelerators = sum(node.accelerators for node in plan.nodes)
         usable = None if walltime is None else max(0.0, 60.0 * walltime - _reserve_s(sized))
         shapes.append(
             JobShape(
-                nodes, accelerators, str(partition or ""), walltime, (*words, *timed), not (words or timed),
+                nodes, accelerators, str(partition or ""), walltime, (*override_words, *timed), not (override_words or timed),
                 plan.test_script(), train_s, usable,
                 not accelerators and not sized.cluster.node_groups and has_gpus(partition),
             )
@@ -248,8 +252,8 @@ def _shapes(
 
 
 def _walltime(cfg: RunConfig) -> int | None:
-    times: list[str | None] = [group.time for group in cfg.cluster.node_groups if group.time]
-    minutes = [minutes_of(str(text)) for text in times or [cfg.cluster.time] if text]
+    time_limits: list[str | None] = [group.time for group in cfg.cluster.node_groups if group.time]
+    minutes = [minutes_of(str(time_limit)) for time_limit in time_limits or [cfg.cluster.time] if time_limit]
     return min(minutes) if minutes else None
 
 
@@ -304,22 +308,28 @@ def render(estimate: StartEstimate) -> str:
 
 def verdict(estimate: StartEstimate) -> list[str]:
     """Formats the best shape, the shape that it is better than, and the overrides that request it."""
-    possible = [answer for answer in estimate.answers if answer.start.at is not None]
-    if not possible:
+    startable = [answer for answer in estimate.answers if answer.start.at is not None]
+    if not startable:
         return ["no shape would start: rlhpc doctor says what this cluster allows"]
-    best = possible[0]
+    best = startable[0]
     lines = []
-    other = next((answer for answer in possible[1:] if answer.rank[1] > best.rank[1]), None)
+    other = next((answer for answer in startable[1:] if answer.rank[1] > best.rank[1]), None)
     if other is not None:
-        ends = best.end is not None and other.end is not None
-        verb, count = "end" if ends else "start", best.shape.accelerators or best.shape.nodes
+        have_ends = best.end is not None and other.end is not None
+        verb, count = "end" if have_ends else "start", best.shape.accelerators or best.shape.nodes
         lines.append(
             f"{_describe(best, estimate.now)} {verb}{'s' * (count == 1)} before {_describe(other, estimate.now)}"
-            + (f": {moment(best.end or 0, estimate.now)}, not {moment(other.end or 0, estimate.now)}" if ends else "")
+            + (
+                f": {moment(best.end or 0, estimate.now)}, not {moment(other.end or 0, estimate.now)}"
+                if have_ends
+                else ""
+            )
         )
     if best.shape.idle_gpus:
-        where = best.shape.partition or "the default partition"
-        lines.append(f"the nodes of {where} have GPUs, which this run would not use: ask whether the site allows that")
+        partition_text = best.shape.partition or "the default partition"
+        lines.append(
+            f"the nodes of {partition_text} have GPUs, which this run would not use: ask whether the site allows that"
+        )
     if best.shape.overrides:
         lines.append(f"for the first: {' '.join(best.shape.overrides)}")
     return lines
@@ -328,9 +338,9 @@ def verdict(estimate: StartEstimate) -> list[str]:
 def _describe(answer: StartTimes, now: float) -> str:
     shape = answer.shape
     count = _some(shape.accelerators, "GPU") if shape.accelerators else _some(shape.nodes, "node")
-    where = f" in {shape.partition}" if shape.partition else ""
-    when = moment(answer.start.at or now, now)
-    return f"{count}{where} {when if when == 'now' else f'from {when}'}"
+    partition_text = f" in {shape.partition}" if shape.partition else ""
+    start_text = moment(answer.start.at or now, now)
+    return f"{count}{partition_text} {start_text if start_text == 'now' else f'from {start_text}'}"
 
 
 def _some(count: int, noun: str) -> str:
@@ -341,10 +351,10 @@ def moment(at: float, now: float) -> str:
     """Formats a time for a reader: now, the hour of today, a weekday, or a date."""
     if at - now < SAME_S:
         return "now"
-    local, today = time.localtime(at), time.localtime(now)
-    if local[:3] == today[:3]:
-        return time.strftime("%H:%M", local)
-    return time.strftime("%A %H:%M" if at - now < 6 * 86400 else "%Y-%m-%d %H:%M", local)
+    local_time, local_now = time.localtime(at), time.localtime(now)
+    if local_time[:3] == local_now[:3]:
+        return time.strftime("%H:%M", local_time)
+    return time.strftime("%A %H:%M" if at - now < 6 * 86400 else "%Y-%m-%d %H:%M", local_time)
 
 
 def _account(estimate: StartEstimate) -> list[str]:
@@ -352,13 +362,13 @@ def _account(estimate: StartEstimate) -> list[str]:
     allowed = estimate.allowed
     if allowed is None:
         return ["what the account may use is not known: sshare does not tell"]
-    share = "" if allowed.fair_share is None else f"; fair share {allowed.fair_share:.2f}"
-    parts = [
-        f"{(limit - used) / 60:.3g} of {limit / 60:.3g} {_word(resource)}-hours left"
-        for resource, (limit, used) in allowed.minutes.items()
+    fair_share_text = "" if allowed.fair_share is None else f"; fair share {allowed.fair_share:.2f}"
+    limit_texts = [
+        f"{(limit - used_minutes) / 60:.3g} of {limit / 60:.3g} {_word(resource)}-hours left"
+        for resource, (limit, used_minutes) in allowed.minutes.items()
         if limit > 0
     ]
-    lines = [f"account {allowed.account}: {', '.join(parts) or 'no limit'}{share}"]
+    lines = [f"account {allowed.account}: {', '.join(limit_texts) or 'no limit'}{fair_share_text}"]
     for answer in estimate.answers:
         lines += [f"  {text}" for text in _beyond(answer.shape, allowed.minutes)]
     return lines
@@ -370,16 +380,16 @@ def _word(resource: str) -> str:
 
 def _beyond(shape: JobShape, minutes: Mapping[str, tuple[float, float]]) -> list[str]:
     """Returns the limits that a shape's run would exceed."""
-    needs: dict[str, Any] = {"gres/gpu": shape.accelerators, "node": shape.nodes}
-    exceeded = []
-    for resource, count in needs.items():
+    requirements: dict[str, Any] = {"gres/gpu": shape.accelerators, "node": shape.nodes}
+    warnings = []
+    for resource, count in requirements.items():
         if shape.train_s is None or not count or resource not in minutes:
             continue
-        limit, used = minutes[resource]
+        limit, used_minutes = minutes[resource]
         hours = shape.train_s * count / 3600
-        if hours > (limit - used) / 60:
-            exceeded.append(
+        if hours > (limit - used_minutes) / 60:
+            warnings.append(
                 f"{_some(shape.nodes, 'node')} in {shape.partition or 'the default partition'}: {hours:.3g} "
                 f"{_word(resource)}-hours are more than that"
             )
-    return exceeded
+    return warnings

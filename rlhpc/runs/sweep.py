@@ -91,10 +91,10 @@ class Sweep:
         Raises:
             RlhpcError: The file cannot be written.
         """
-        text = json.dumps({**self.facts(), "written": time.time()}, indent=2, default=str)
+        record_text = json.dumps({**self.facts(), "written": time.time()}, indent=2, default=str)
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
-            replace_durably(self.paths.record, text.encode())
+            replace_durably(self.paths.record, record_text.encode())
             self.paths.cancelled.unlink(missing_ok=True)
         except OSError as error:
             raise unwritten(error, self.paths.record) from error
@@ -118,13 +118,21 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
     files = read_files(Path(source))
     if read_section(files, overrides) is None:
         return None
-    read = read_section(files, overrides, find_kind(*read_task_type(files, overrides)).schema)
-    assert read is not None
-    section, said_by = read
-    common = [*(text for text in overrides if not is_about_sweep(text)), f"{SWEEP}=null"]
-    named = points(section, said_by, common)
-    first = _load(source, [*common, *named[0].overrides], named[0], said_by, common, site, check=False)
-    name, folder = first.runner.name, first.runner.run_dir
+    sweep_section = read_section(files, overrides, find_kind(*read_task_type(files, overrides)).schema)
+    assert sweep_section is not None
+    section, said_by = sweep_section
+    common_overrides = [*(text for text in overrides if not is_about_sweep(text)), f"{SWEEP}=null"]
+    named_points = points(section, said_by, common_overrides)
+    first_cfg = _load(
+        source,
+        [*common_overrides, *named_points[0].overrides],
+        named_points[0],
+        said_by,
+        common_overrides,
+        site,
+        check=False,
+    )
+    name, folder = first_cfg.runner.name, first_cfg.runner.run_dir
     paths = SweepPaths(RunPaths.of(folder, name).root)
     if os.path.isfile(RunPaths(paths.root).config):
         raise ConfigError(
@@ -132,13 +140,15 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
         )
     if reason := unwritable(paths.root):
         raise ConfigError(f"{said_by}: the sweep's folder {paths.root}: {reason}; choose another with runner.run_dir=…")
-    below = [*common, override("runner.run_dir", os.path.normpath(f"{folder}/{name}"))]
+    run_dir_overrides = [*common_overrides, override("runner.run_dir", os.path.normpath(f"{folder}/{name}"))]
     runs = []
-    for point in named:
-        run_overrides = [*below, override("runner.name", point.name), *point.overrides]
-        cfg = _load(source, run_overrides, point, said_by, common, site)
+    for point in named_points:
+        run_overrides = [*run_dir_overrides, override("runner.name", point.name), *point.overrides]
+        cfg = _load(source, run_overrides, point, said_by, common_overrides, site)
         runs.append(
-            _place_preparations(SweepRun(point, tuple(run_overrides), cfg), source, paths, said_by, common, site)
+            _place_preparations(
+                SweepRun(point, tuple(run_overrides), cfg), source, paths, said_by, common_overrides, site
+            )
         )
     return Sweep(name, paths, source, section, tuple(_share_preparations(runs, source, said_by, site)))
 
@@ -196,22 +206,24 @@ def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Pat
     if sft.runner.segments > 1:
         raise ConfigError(f"{path}: runner.segments must be 1 for a run that another one starts from")
     run = RunPaths.of(sft.runner.run_dir, sft.runner.name)
-    last, chosen = run.export(total_steps(sft)), run.chosen_export
-    value = select(cfg, "actor.model.model_path")
-    model = expand_home(str(value)).absolute()
+    last_export, chosen = run.export(total_steps(sft)), run.chosen_export
+    model_path = select(cfg, "actor.model.model_path")
+    model = expand_home(str(model_path)).absolute()
     if model.parent.absolute() != chosen.parent.absolute() or model.name == chosen.name:
         return chosen
     reasons = {"runner.keep_best": sft.runner.keep_best, "runner.patience": sft.runner.patience}
     set_keys = [key for key, setting in reasons.items() if setting]
-    if set_keys or model.name != last.name:
+    if set_keys or model.name != last_export.name:
         reason = (
-            f"its {' and '.join(set_keys)} may choose another step" if set_keys else f"its last step is {last.name}"
+            f"its {' and '.join(set_keys)} may choose another step"
+            if set_keys
+            else f"its last step is {last_export.name}"
         )
         raise ConfigError(
-            f"{source}: actor.model.model_path is {value!r}, of the run of workflow.sft ({path}), and {reason}; name "
+            f"{source}: actor.model.model_path is {model_path!r}, of the run of workflow.sft ({path}), and {reason}; name "
             f"{chosen}, where the policy of the chosen step is exported"
         )
-    return last
+    return last_export
 
 
 def _place_preparations(
@@ -222,42 +234,45 @@ def _place_preparations(
 
     What else of its configuration names such a folder names the new one.
     """
-    kind, name = kind_of(run.cfg), run.point.name
-    moved: list[str] = []
-    first = sft_of(source, run.cfg, site)
-    if first is not None and name in first[1].runner.name:
-        sft_folder = RunPaths.of(first[1].runner.run_dir, first[1].runner.name).root
-        content = plain(first[1])
+    task_type, name = kind_of(run.cfg), run.point.name
+    moved_overrides: list[str] = []
+    sft_source = sft_of(source, run.cfg, site)
+    if sft_source is not None and name in sft_source[1].runner.name:
+        sft_folder = RunPaths.of(sft_source[1].runner.run_dir, sft_source[1].runner.name).root
+        content = plain(sft_source[1])
         content["runner"] = {k: v for k, v in content["runner"].items() if k not in ("name", "run_dir")}
         folder = paths.root / f"sft-{digest(content)}"
-        sft = kind.offline.preparation(run.cfg).sft
-        words = [
+        sft = task_type.offline.preparation(run.cfg).sft
+        sft_overrides = [
             *(sft[1] if sft else ()),
             override("runner.run_dir", os.path.normpath(f"{run.cfg.runner.run_dir}")),
             override("runner.name", folder.name),
         ]
-        moved += [override("workflow.sft_overrides", words), *_iter_moved_overrides(run.cfg, sft_folder, folder)]
-    demos = kind.offline.preparation(run.cfg).demos
+        moved_overrides += [
+            override("workflow.sft_overrides", sft_overrides),
+            *_iter_moved_overrides(run.cfg, sft_folder, folder),
+        ]
+    demos = task_type.offline.preparation(run.cfg).demos
     if demos is not None and name in demos[0]:
-        facts = [_recording(run.cfg), run.cfg.runner.seed]
-        moved += _iter_moved_overrides(
-            run.cfg, Path(demos[0]), paths.root / f"demos-{digest(facts)}{Path(demos[0]).suffix}"
+        demo_facts = [_recording(run.cfg), run.cfg.runner.seed]
+        moved_overrides += _iter_moved_overrides(
+            run.cfg, Path(demos[0]), paths.root / f"demos-{digest(demo_facts)}{Path(demos[0]).suffix}"
         )
-    if not moved:
+    if not moved_overrides:
         return run
-    overrides = (*run.overrides, *moved)
+    overrides = (*run.overrides, *moved_overrides)
     return SweepRun(run.point, overrides, _load(source, overrides, run.point, said_by, common, site))
 
 
 def _iter_moved_overrides(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]:
     """Yields overrides that replace a folder or file, or paths below it, by another."""
-    before = os.path.abspath(old)
-    place = os.path.relpath(new) if new.is_relative_to(Path.cwd()) else str(new)
+    old_path = os.path.abspath(old)
+    new_path = os.path.relpath(new) if new.is_relative_to(Path.cwd()) else str(new)
     for key, value in _texts(plain(cfg)):
         if value and not key.startswith(("runner.", "workflow.")):
             path = os.path.abspath(os.path.expanduser(value))
-            if path == before or path.startswith(f"{before}{os.sep}"):
-                yield override(key, f"{place}{path.removeprefix(before)}")
+            if path == old_path or path.startswith(f"{old_path}{os.sep}"):
+                yield override(key, f"{new_path}{path.removeprefix(old_path)}")
 
 
 def _texts(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -292,26 +307,26 @@ def _share_preparations(runs: Sequence[SweepRun], source: str, said_by: str, sit
     Raises:
         ConfigError: Two runs name one folder or file for preparations that differ.
     """
-    makers: dict[str, tuple[SweepRun, Any]] = {}
+    makers_by_path: dict[str, tuple[SweepRun, Any]] = {}
     for run in runs:
-        prepares = set()
-        first, demos = sft_of(source, run.cfg, site), kind_of(run.cfg).offline.preparation(run.cfg).demos
+        shared_kinds = set()
+        sft_source, demos = sft_of(source, run.cfg, site), kind_of(run.cfg).offline.preparation(run.cfg).demos
         preparations = []
-        if first is not None:
-            place = RunPaths.of(first[1].runner.run_dir, first[1].runner.name).root
-            preparations.append(("sft", str(place), digest(plain(first[1]))))
+        if sft_source is not None:
+            sft_folder = RunPaths.of(sft_source[1].runner.run_dir, sft_source[1].runner.name).root
+            preparations.append(("sft", str(sft_folder), digest(plain(sft_source[1]))))
         if demos is not None:
             preparations.append(("demos", os.path.abspath(demos[0]), recording_key(run.cfg)))
         for kind, path, content in preparations:
-            maker, maker_content = makers.setdefault(path, (run, content))
+            maker, maker_content = makers_by_path.setdefault(path, (run, content))
             if maker_content != content:
                 raise ConfigError(
                     f"{said_by}: {SWEEP}: runs {maker.point.name} and {run.point.name} both prepare {path}, and differently; "
                     "put ${runner.name} into its name"
                 )
             if maker is run:
-                prepares.add(kind)
-        yield SweepRun(run.point, run.overrides, run.cfg, frozenset(prepares))
+                shared_kinds.add(kind)
+        yield SweepRun(run.point, run.overrides, run.cfg, frozenset(shared_kinds))
 
 
 def rule_prefixes(names: Sequence[str]) -> dict[str, str]:
@@ -343,5 +358,5 @@ def read_sweep(paths: SweepPaths) -> dict[str, Any]:
 
 def runs_of(paths: SweepPaths) -> list[RunPaths]:
     """Returns the folders of all runs that a sweep currently names, started or not, and of their shared preparations."""
-    named = [paths.run(str(run["name"])) for run in read_sweep(paths)["runs"]]
-    return [*named, *(RunPaths(folder) for folder in sorted(paths.root.glob("sft-*")) if folder.is_dir())]
+    run_paths = [paths.run(str(run["name"])) for run in read_sweep(paths)["runs"]]
+    return [*run_paths, *(RunPaths(folder) for folder in sorted(paths.root.glob("sft-*")) if folder.is_dir())]

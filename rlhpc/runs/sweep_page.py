@@ -72,19 +72,20 @@ def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None =
         RlhpcError: `sweep.json` cannot be read.
     """
     record = read_sweep(sweep)
-    named = record["runs"]
+    run_records = record["runs"]
     suite = suite or str(record.get("suite") or "default")
-    run_states = [run_states for _, run_states in states([sweep.run(run["name"]) for run in named])]
-    state = {run["name"]: one for run, one in zip(named, run_states, strict=True)}
-    runs = {run["name"]: _read(sweep.run(run["name"]), suite) for run in named}
+    run_states = [run_states for _, run_states in states([sweep.run(run["name"]) for run in run_records])]
+    state = {run["name"]: run_state for run, run_state in zip(run_records, run_states, strict=True)}
+    runs = {run["name"]: _read(sweep.run(run["name"]), suite) for run in run_records}
     compared = {name: run for name, run in runs.items() if state[name].state == "finished" and run is not None}
     metric = metric or record.get("metric") or _compared([*compared.values()])
     goal = str(record.get("goal") or goal_of(metric or ""))
     step, values = scores_at([*compared.values()], metric) if metric else (None, [])
     scores: dict[str, float] = dict(zip(compared, values, strict=False))
-    labels = list(dict.fromkeys(str(run["label"]) for run in named))
+    labels = list(dict.fromkeys(str(run["label"]) for run in run_records))
     scored = [
-        ConfigScores(label, _of(label, named, scores), sum(run["label"] == label for run in named)) for label in labels
+        ConfigScores(label, _of(label, run_records, scores), sum(run["label"] == label for run in run_records))
+        for label in labels
     ]
     return SweepRanking(record, state, runs, metric, goal, step, scores, scored)
 
@@ -94,13 +95,19 @@ def render_ranking(ranking: SweepRanking) -> list[str]:
     best = ranked(ranking.configurations, ranking.goal)
     if not best:
         return []
-    width = max(len(one.label) for one in best)
+    width = max(len(config_scores.label) for config_scores in best)
     order = "highest" if ranking.goal == "maximize" else "lowest"
     lines = [f"  {ranking.metric} at step {ranking.step}, interquartile mean over seeds, {order} first:"]
-    for one in best:
-        seeds = f"{len(one.scores)} of {one.planned} seeds" if len(one.scores) < one.planned else f"{one.planned} seeds"
-        value = estimate_text(interquartile_mean(one.scores))
-        lines.append(f"    {one.label:<{width}}  {value}, {seeds if one.planned > 1 else '1 seed'}")
+    for config_scores in best:
+        seeds = (
+            f"{len(config_scores.scores)} of {config_scores.planned} seeds"
+            if len(config_scores.scores) < config_scores.planned
+            else f"{config_scores.planned} seeds"
+        )
+        score_text = estimate_text(interquartile_mean(config_scores.scores))
+        lines.append(
+            f"    {config_scores.label:<{width}}  {score_text}, {seeds if config_scores.planned > 1 else '1 seed'}"
+        )
     return lines
 
 
@@ -117,41 +124,47 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
         RlhpcError: `sweep.json` cannot be read, or the page cannot be written.
     """
     ranking = rank_sweep(sweep, suite, metric)
-    record, named, state, runs = ranking.record, ranking.record["runs"], ranking.states, ranking.runs
+    record, run_records, state, runs = ranking.record, ranking.record["runs"], ranking.states, ranking.runs
     metric, goal, scored, scores = ranking.metric, ranking.goal, ranking.configurations, ranking.scores
-    labels = [one.label for one in scored]
+    labels = [config_scores.label for config_scores in scored]
     suite = suite or str(record.get("suite") or "default")
-    finished_runs = [run for run in named if state[run["name"]].state == "finished" and runs[run["name"]] is not None]
+    finished_runs = [
+        run for run in run_records if state[run["name"]].state == "finished" and runs[run["name"]] is not None
+    ]
     best = ranked(scored, goal)
-    ordered_labels = [one.label for one in best] + [
-        label for label in labels if label not in {one.label for one in best}
+    ordered_labels = [config_scores.label for config_scores in best] + [
+        label for label in labels if label not in {config_scores.label for config_scores in best}
     ]
     groups = {
-        label: [run for one in named if one["label"] == label and (run := runs[one["name"]]) is not None]
+        label: [
+            run
+            for config_scores in run_records
+            if config_scores["label"] == label and (run := runs[config_scores["name"]]) is not None
+        ]
         for label in ordered_labels
     }
     groups = {label: group for label, group in groups.items() if group}
-    drawn = dict(list(groups.items())[:MAX_DRAWN])
-    failed = [run["name"] for run in named if state[run["name"]].state in _BAD]
-    finished = sum(one.state == "finished" for one in state.values())
+    drawn_groups = dict(list(groups.items())[:MAX_DRAWN])
+    failed_names = [run["name"] for run in run_records if state[run["name"]].state in _BAD]
+    finished = sum(config_scores.state == "finished" for config_scores in state.values())
     cards = [
-        card("runs finished", f"{finished} of {len(named)}", f"{len(labels)} configurations"),
-        card("failed", str(len(failed)), "named below" if failed else "none"),
+        card("runs finished", f"{finished} of {len(run_records)}", f"{len(labels)} configurations"),
+        card("failed", str(len(failed_names)), "named below" if failed_names else "none"),
     ]
     if best and metric:
         cards.append(
             card(
-                "best so far" if len(scores) < len(named) else "best", best[0].label,
+                "best so far" if len(scores) < len(run_records) else "best", best[0].label,
                 f"{'highest' if goal == 'maximize' else 'lowest'} IQM of {metric} at step {ranking.step}",
             )
         )  # fmt: skip
     title = f"{metric} at step {ranking.step}"
-    over = (
+    scores_html = (
         scores_part(sorted(scored, key=lambda one: ordered_labels.index(one.label)), title, goal, metric)
         if metric
         else ""
     )
-    subtitle = f"{len(named)} runs, evaluation suite {suite}, written {time.strftime('%Y-%m-%d %H:%M')}"
+    subtitle = f"{len(run_records)} runs, evaluation suite {suite}, written {time.strftime('%Y-%m-%d %H:%M')}"
     html = page(
         title=f"Sweep {record.get('name', sweep.root.name)}",
         subtitle=subtitle,
@@ -159,11 +172,14 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
             f'<div class="cards sweep">{"".join(cards)}</div>',
             section(
                 "Scores",
-                over or missing(_no_scores_text(metric, [run for run in runs.values() if run], len(finished_runs))),
+                scores_html
+                or missing(_no_scores_text(metric, [run for run in runs.values() if run], len(finished_runs))),
             ),
-            section("Curves", curves_part(drawn, of=len(groups)) if groups else missing("No run has a step yet.")),
+            section(
+                "Curves", curves_part(drawn_groups, of=len(groups)) if groups else missing("No run has a step yet.")
+            ),
             section("How they ended", final_table(groups) if groups else missing("No run has a step yet.")),
-            section("Runs", _runs_table(sweep, output, named, state, runs, scores, metric)),
+            section("Runs", _runs_table(sweep, output, run_records, state, runs, scores, metric)),
         ],
         css=".sweep .card b{white-space:normal;overflow-wrap:anywhere;font-size:22px}td.bad{color:var(--c3)}",
     )
@@ -209,15 +225,15 @@ def _runs_table(
     head = ["run", "state", "step", metric or "score", "note"]
     lines = []
     for run in named:
-        name, run_state, read = str(run["name"]), state[run["name"]], runs[run["name"]]
+        name, run_state, run_metrics = str(run["name"]), state[run["name"]], runs[run["name"]]
         has_started = sweep.run(name).root.is_dir()
-        report, steps = sweep.run(name).report, series(read.rows, "step")[1] if read else []
+        report, steps = sweep.run(name).report, series(run_metrics.rows, "step")[1] if run_metrics else []
         link = os.path.relpath(report, output.absolute().parent)
         run_cell = f'<a href="{escape(link, quote=True)}">{escape(name)}</a>' if report.is_file() else escape(name)
         score = scores.get(name)
-        words = run_state.state if has_started else "not started"
+        state_text = run_state.state if has_started else "not started"
         lines.append(
-            f'<tr><td class="t">{run_cell}</td><td class="t{" bad" if words in _BAD else ""}">{escape(words)}</td>'
+            f'<tr><td class="t">{run_cell}</td><td class="t{" bad" if state_text in _BAD else ""}">{escape(state_text)}</td>'
             f"<td>{f'{steps[-1]:.0f}' if steps else '–'}</td><td>{'–' if score is None else number(score)}</td>"
             f'<td class="t">{escape(run_state.why if has_started else "")}</td></tr>'
         )

@@ -140,7 +140,9 @@ class ConfigKeys:
 
     def whose(self, key: str) -> str:
         """Returns the complaint about a key that another task type has; empty if none has it."""
-        owners = [kind.name for kind in all_kinds() if kind.name != self._task_type and key in kind.schema]
+        owners = [
+            task_type.name for task_type in all_kinds() if task_type.name != self._task_type and key in task_type.schema
+        ]
         if not owners:
             return ""
         noun = "a task type" if len(owners) == 1 else "task types"

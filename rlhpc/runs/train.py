@@ -48,32 +48,32 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
         ConfigError, PlacementError, CheckpointError: A check failed; nothing was written.
         WorkerFailed: A rank failed; the error is that of the first failed rank.
     """
-    kind, user_cfg = kind_of(cfg), cfg
+    task_type, user_cfg = kind_of(cfg), cfg
     require_live_allocation()
     require_no_driver(RunPaths.of(cfg.runner.run_dir, cfg.runner.name))
     run = RunFolder.plan(cfg, segment, resume_with=resume_with)
     if segment is not None:
         make_longer(run.paths, cfg, segment)
-    if segment is not None and (done := read_segment_done(run.paths, segment)) is not None:
-        return {**done, "finished": True, "exit_code": 0}
+    if segment is not None and (segment_record := read_segment_done(run.paths, segment)) is not None:
+        return {**segment_record, "finished": True, "exit_code": 0}
     if cfg.cluster.scratch is not None:
         os.environ["RLHPC_SCRATCH"] = str(expand_home(cfg.cluster.scratch))  # of the ranks, too
-    Session.prewarm(kind.groups.preload)  # it imports torch while this process checks the run
+    Session.prewarm(task_type.groups.preload)  # it imports torch while this process checks the run
     cluster = Cluster(cfg.cluster)
     require_hosts(cluster)
     placement = HybridComponentPlacement(cfg, cluster)
-    strategies = {role: placement.get_strategy(role) for role in kind.groups.roles_of(cfg)}
+    strategies = {role: placement.get_strategy(role) for role in task_type.groups.roles_of(cfg)}
     placements = {role: strategy.place(cluster) for role, strategy in strategies.items()}
     if cluster.source == "machine":  # job steps say so themselves: this may be a login node
         torch_device(sorted({i for ranks in placements.values() for rank in ranks for i in rank.accelerators}))
-    cfg = kind.checks.prepare(cfg, resumes=run.resume.path is not None)
-    cfg = kind.groups.placed(cfg, {role: strategy.replica for role, strategy in strategies.items()})
+    cfg = task_type.checks.prepare(cfg, resumes=run.resume.path is not None)
+    cfg = task_type.groups.placed(cfg, {role: strategy.replica for role, strategy in strategies.items()})
     if run.resume.path is not None:
-        check_resume(kind, cfg, run.resume.path)
+        check_resume(task_type, cfg, run.resume.path)
         note(f"goes on from step {run.resume.step} ({run.resume.path})")
-    run_checks(kind.checks.preflight(cfg, {role: len(ranks) for role, ranks in placements.items()}))
+    run_checks(task_type.checks.preflight(cfg, {role: len(ranks) for role, ranks in placements.items()}))
     with sole_driver(run.paths):
-        return _train(kind, cfg, user_cfg, run, cluster, strategies, placements)
+        return _train(task_type, cfg, user_cfg, run, cluster, strategies, placements)
 
 
 def _train(
@@ -92,7 +92,7 @@ def _train(
     # A submitted run recovers by itself after a failure; a run at a terminal reports the failure and ends.
     policies = kind.groups.policies(cfg, max_recoveries=int(os.environ.get(MAX_RESTARTS, "0")))
     num_started = {role: len(ranks) for role, ranks in placements.items()}
-    useful = {role: n - num_started.get(role, 0) for role, n in kind.groups.most_useful(cfg, num_started).items()}
+    useful_ranks = {role: n - num_started.get(role, 0) for role, n in kind.groups.most_useful(cfg, num_started).items()}
     helper_jobs = helper_plans(cfg.cluster, placements)
     run.open(user_cfg)
     logs = run.paths.segment_logs(run.segment or 0)
@@ -100,31 +100,31 @@ def _train(
     run.record_placement({role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
     attendance = Attendance(run.paths.attendance)
     runner: Runner[Cfg] | None = None
-    with StopRequest() as stop:
+    with StopRequest() as stop_request:
         session = Session.start(
             registry_root=run.paths.registry,
             log_dir=logs,
             preload=kind.groups.preload,
             interface=cluster.interface,
             tcp_address=join_address(helper_jobs, cluster),
-            check_stop=stop.check,
+            check_stop=stop_request.check,
             on_membership=attendance.note,
         )
-        elastic = Elastic(helper_jobs, run.paths, useful, session, attendance)
+        elastic = Elastic(helper_jobs, run.paths, useful_ranks, session, attendance)
         try:
             groups = _launch(cfg, classes, cluster, strategies, run)
-            runner = active_runner = make_runner(cfg, **groups, run=run, stop=stop)
+            runner = active_runner = make_runner(cfg, **groups, run=run, stop=stop_request)
             active_runner.init_workers()
             with session.training(policies):
                 elastic.start()
-                result = active_runner.run(on_step=elastic.record_step if helper_jobs else None)
+                run_result = active_runner.run(on_step=elastic.record_step if helper_jobs else None)
             for group in groups.values():
                 group.shutdown()
-        except Stopped as stopped:
-            note(f"{stopped}; it ended while ranks were starting, so there was nothing to save")
+        except Stopped as stop_error:
+            note(f"{stop_error}; it ended while ranks were starting, so there was nothing to save")
             step = runner.step if runner else run.resume.step
-            run.write_status("stopped", step, force=True, stop_reason=stop.reason)
-            result = {"global_step": step, "stop_reason": "signal", "finished": False}
+            run.write_status("stopped", step, force=True, stop_reason=stop_request.reason)
+            run_result = {"global_step": step, "stop_reason": "signal", "finished": False}
         except BaseException as error:
             keep_traceback(run, error)
             fail_status(run, runner.step if runner else run.resume.step, error)
@@ -132,10 +132,10 @@ def _train(
             raise
         finally:
             session.stop()
-            elastic.close(stop)
-        if run.segment is not None and result["finished"]:
-            result.update(run.finish_segment(result["global_step"], result["stop_reason"]))
-        return {**result, "exit_code": 0 if result["finished"] else stop.exit_code}
+            elastic.close(stop_request)
+        if run.segment is not None and run_result["finished"]:
+            run_result.update(run.finish_segment(run_result["global_step"], run_result["stop_reason"]))
+        return {**run_result, "exit_code": 0 if run_result["finished"] else stop_request.exit_code}
 
 
 def _launch(

@@ -44,13 +44,13 @@ def accelerator_room(cfg: RunConfig, cluster: Cluster, node: int) -> tuple[float
         cluster: The nodes.
         node: Rank of the node.
     """
-    for raw in read_key(cfg.cluster, "node_groups", ()):
-        label = str(read_key(raw, "label"))
-        group_memory = read_key(raw, "accelerator_memory")
+    for group_section in read_key(cfg.cluster, "node_groups", ()):
+        label = str(read_key(group_section, "label"))
+        group_memory = read_key(group_section, "accelerator_memory")
         if group_memory is not None and node in cluster.node_group(label).node_ranks:
             return parse_bytes(str(group_memory)), f"cluster.node_groups[{label}].accelerator_memory"
-    if (common := read_key(cfg.cluster, "accelerator_memory")) is not None:
-        return parse_bytes(str(common)), "cluster.accelerator_memory"
+    if (memory_size := read_key(cfg.cluster, "accelerator_memory")) is not None:
+        return parse_bytes(str(memory_size)), "cluster.accelerator_memory"
     detected = _detect_memory() if len(cluster.nodes) == 1 else None
     return detected, "nvidia-smi" if detected else ""
 
@@ -78,10 +78,10 @@ def host_room(cfg: RunConfig, cluster: Cluster, node: int, *, here: bool) -> tup
         node: Rank of the node.
         here: True if the run starts on this machine rather than in a job.
     """
-    for raw in read_key(cfg.cluster, "node_groups", ()):
-        label = str(read_key(raw, "label"))
-        if read_key(raw, "mem") is not None and node in cluster.node_group(label).node_ranks:
-            return parse_bytes(str(mapping(raw)["mem"])), f"cluster.node_groups[{label}].mem"
+    for group_section in read_key(cfg.cluster, "node_groups", ()):
+        label = str(read_key(group_section, "label"))
+        if read_key(group_section, "mem") is not None and node in cluster.node_group(label).node_ranks:
+            return parse_bytes(str(mapping(group_section)["mem"])), f"cluster.node_groups[{label}].mem"
     if cfg.cluster.mem is not None and not here:
         return parse_bytes(cfg.cluster.mem), "cluster.mem"
     if here:
@@ -135,8 +135,8 @@ class MemoryPool:
     @property
     def nbytes(self) -> float:
         """Maximum use in bytes."""
-        always = math.fsum(n for group, n in self.held.items() if group not in self.turns)
-        return always + max((n for group, n in self.held.items() if group in self.turns), default=0.0)
+        resident_bytes = math.fsum(n for group, n in self.held.items() if group not in self.turns)
+        return resident_bytes + max((n for group, n in self.held.items() if group in self.turns), default=0.0)
 
     @property
     def fits(self) -> bool | None:
@@ -176,18 +176,18 @@ class MemoryPlan:
     def refusals(self) -> list[str]:
         """Returns the reasons why the run cannot fit, one for each group or pool."""
         reasons = [
-            f"{account.group}: {words}" + _fitting(account, self.available.get(account.group))
+            f"{account.group}: {refusal}" + _fitting(account, self.available.get(account.group))
             for account in self.accounts
-            for words in account.refusals
+            for refusal in account.refusals
         ]
         refused_groups = {account.group for account in self.accounts if account.refusals}
         return reasons + [
-            _overfull(self, place) for place in self.places if place.refused and refused_groups != set(place.held)
+            _overfull(self, pool) for pool in self.places if pool.refused and refused_groups != set(pool.held)
         ]
 
     def doubts(self) -> list[str]:
         """Returns the pools that may overflow: host memory of ranks, if micro-batches are not smaller than their limit."""
-        return [_overfull(self, place) for place in self.places if place.fits is False and not place.refused]
+        return [_overfull(self, pool) for pool in self.places if pool.fits is False and not pool.refused]
 
 
 def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: bool = False) -> MemoryPlan:
@@ -203,16 +203,16 @@ def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: b
     ranks_by_group: dict[str, GroupRanks] = {}
     for group, ranks in plan.placements.items():
         accelerated = bool(ranks[0].accelerators)
-        room, _ = accelerator_room(cfg, cluster, ranks[0].node_rank) if accelerated else (None, "")
+        available_bytes, _ = accelerator_room(cfg, cluster, ranks[0].node_rank) if accelerated else (None, "")
         nodes = [rank.node_rank for rank in ranks]
-        ranks_by_group[group] = GroupRanks(len(ranks), accelerated, room, max(map(nodes.count, nodes)))
+        ranks_by_group[group] = GroupRanks(len(ranks), accelerated, available_bytes, max(map(nodes.count, nodes)))
     accounts = _accounts(_apply_placement(cfg, cluster), ranks_by_group, build, measure)
-    places = [*_accelerators(cfg, cluster, plan, accounts), *_hosts(cfg, cluster, plan, accounts)]
+    pools = [*_accelerators(cfg, cluster, plan, accounts), *_hosts(cfg, cluster, plan, accounts)]
     available = {
-        account.group: _available_bytes(account.group, ranks_by_group[account.group], places) for account in accounts
+        account.group: _available_bytes(account.group, ranks_by_group[account.group], pools) for account in accounts
     }
     return MemoryPlan(
-        accounts, _merge_equal(places), available, {name: ranks.accelerated for name, ranks in ranks_by_group.items()}
+        accounts, _merge_equal(pools), available, {name: ranks.accelerated for name, ranks in ranks_by_group.items()}
     )
 
 
@@ -220,15 +220,15 @@ def _apply_placement(cfg: RunConfig, cluster: Cluster) -> RunConfig:
     """Returns the configuration with the values that follow from the placement: the number of ranks of an engine."""
     placement = HybridComponentPlacement(cfg, cluster)
     replicas = {name: placement.get_strategy(name).replica for name in placement.components}
-    placed: RunConfig = kind_of(cfg).groups.placed(cfg, replicas)
-    return placed
+    placed_cfg: RunConfig = kind_of(cfg).groups.placed(cfg, replicas)
+    return placed_cfg
 
 
 def _accounts(cfg: RunConfig, ranks: Mapping[str, GroupRanks], build: bool, measure: bool) -> Sequence[Account]:
-    kind = kind_of(cfg)
-    if not kind.planning.account:
+    task_type = kind_of(cfg)
+    if not task_type.planning.account:
         return ()
-    account: Accounting = load_attribute(kind.planning.account, f"the account of the kind {kind.name}")
+    account: Accounting = load_attribute(task_type.planning.account, f"the account of the kind {task_type.name}")
     return account(cfg, ranks, build=build, measure=measure)
 
 
@@ -260,21 +260,21 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
     Raises:
         ConfigError: The run does not fit; names the largest term, and the nearest sizes that fit.
     """
-    accounted = memory_at_start(cfg, launcher)
-    if accounted is None:
+    memory = memory_at_start(cfg, launcher)
+    if memory is None:
         return
-    for doubt in accounted.doubts():
+    for doubt in memory.doubts():
         log.warning("%s: memory may not suffice:\n  %s", source, doubt)
-    refusals = accounted.refusals()
+    refusals = memory.refusals()
     if not refusals:
         return
-    text = "\n  ".join(refusals)
+    reasons = "\n  ".join(refusals)
     if cfg.cluster.memory_check == WARN:
-        log.warning("%s: memory does not suffice:\n  %s", source, text)
+        log.warning("%s: memory does not suffice:\n  %s", source, reasons)
         return
     raise ConfigError(
-        f"{source}: memory does not suffice, so nothing is started:\n  {text}\n  all terms: rlhpc plan {source}; to start it "
-        "all the same: cluster.memory_check=warn"
+        f"{source}: memory does not suffice, so nothing is started:\n  {reasons}\n  all terms: rlhpc plan {source}; to start "
+        "it all the same: cluster.memory_check=warn"
     )
 
 
@@ -282,18 +282,27 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
 
 
 def _accelerators(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
-    accounted = {account.group: account for account in accounts if account.peak is not None}
+    accounts_by_group = {account.group: account for account in accounts if account.peak is not None}
     held_by_device: dict[tuple[int, int], dict[str, float]] = {}
-    for group, account in accounted.items():
+    for group, account in accounts_by_group.items():
         for rank in plan.placements[group]:
             for index in rank.accelerators:
-                held = held_by_device.setdefault((rank.node_rank, index), {})
-                held[group] = held.get(group, 0.0) + _peak(account) / len(rank.accelerators)
-    turns = frozenset(group for group, account in accounted.items() if account.turns)
+                group_bytes = held_by_device.setdefault((rank.node_rank, index), {})
+                group_bytes[group] = group_bytes.get(group, 0.0) + _peak(account) / len(rank.accelerators)
+    turns = frozenset(group for group, account in accounts_by_group.items() if account.turns)
     pools = []
-    for (node, index), held in sorted(held_by_device.items()):
-        room, source = accelerator_room(cfg, cluster, node)
-        pools.append(MemoryPool(f"node{node}, accelerator {index}", held, room, source, 1.0 - SPARE, turns & set(held)))
+    for (node, index), group_bytes in sorted(held_by_device.items()):
+        available_bytes, source = accelerator_room(cfg, cluster, node)
+        pools.append(
+            MemoryPool(
+                f"node{node}, accelerator {index}",
+                group_bytes,
+                available_bytes,
+                source,
+                1.0 - SPARE,
+                turns & set(group_bytes),
+            )
+        )
     return pools
 
 
@@ -301,31 +310,35 @@ def _hosts(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[A
     pools: list[MemoryPool] = []
     mapped: list[MemoryPool] = []
     for node in range(len(plan.nodes)):
-        held: dict[str, float] = {}
+        group_bytes: dict[str, float] = {}
         shared: dict[str, float] = {}
         sums: list[float] = []
         for account in accounts:
-            here = [rank for rank in plan.placements[account.group] if rank.node_rank == node]
-            if here and account.peak is not None:
-                held[account.group] = math.fsum(_of_host(account, rank) for rank in here)
+            local_ranks = [rank for rank in plan.placements[account.group] if rank.node_rank == node]
+            if local_ranks and account.peak is not None:
+                group_bytes[account.group] = math.fsum(_of_host(account, rank) for rank in local_ranks)
                 shared[account.group] = account.in_shared
-                sums += [account.on_host + (0.0 if rank.accelerators else account.min_nbytes) for rank in here]
-        if not held:
+                sums += [account.on_host + (0.0 if rank.accelerators else account.min_nbytes) for rank in local_ranks]
+        if not group_bytes:
             continue
-        room, source = host_room(cfg, cluster, node, here=plan.launcher == "local")
+        available_bytes, source = host_room(cfg, cluster, node, here=plan.launcher == "local")
         in_memory = max(shared.values())  # those who write and those who read share it
-        host_terms = {name: n for name, n in {**held, "/dev/shm": in_memory}.items() if n}
+        host_terms = {name: n for name, n in {**group_bytes, "/dev/shm": in_memory}.items() if n}
         if host_terms:
-            sure = math.fsum(sums) + in_memory
-            pools.append(MemoryPool(f"node{node}, host memory", host_terms, room, source, 1.0, frozenset(), sure))
+            measured_bytes = math.fsum(sums) + in_memory
+            pools.append(
+                MemoryPool(
+                    f"node{node}, host memory", host_terms, available_bytes, source, 1.0, frozenset(), measured_bytes
+                )
+            )
         if in_memory:
-            half = None if room is None else _SHM * room
+            shm_bytes = None if available_bytes is None else _SHM * available_bytes
             largest_share = dict([max(shared.items(), key=lambda one: one[1])])
             mapped.append(
                 MemoryPool(
                     f"node{node}, /dev/shm",
                     largest_share,
-                    half,
+                    shm_bytes,
                     f"half of {source}" if source else "",
                     1.0,
                     frozenset(),
@@ -344,9 +357,9 @@ def _peak(account: Account) -> float:
 
 def _available_bytes(group: str, ranks: GroupRanks, places: Sequence[MemoryPool]) -> float | None:
     """Returns the bytes that one of a group's ranks may use where it computes, in the fullest pool."""
-    word = "accelerator" if ranks.accelerated else "host memory"
-    of = [place.left_for(group) for place in places if word in place.name and group in place.held]
-    available = [nbytes for nbytes in of if nbytes is not None]
+    resource_name = "accelerator" if ranks.accelerated else "host memory"
+    free_bytes = [pool.left_for(group) for pool in places if resource_name in pool.name and group in pool.held]
+    available = [nbytes for nbytes in free_bytes if nbytes is not None]
     if not available:
         return None
     return min(available) / (1 if ranks.accelerated else ranks.per_node)
@@ -355,12 +368,12 @@ def _available_bytes(group: str, ranks: GroupRanks, places: Sequence[MemoryPool]
 def _merge_equal(places: Sequence[MemoryPool]) -> list[MemoryPool]:
     """Merges neighbouring pools with equal contents under one name."""
     groups: list[list[MemoryPool]] = []
-    for place in places:
-        is_equal = groups and _contents(groups[-1][0]) == _contents(place)
+    for pool in places:
+        is_equal = groups and _contents(groups[-1][0]) == _contents(pool)
         if is_equal:
-            groups[-1].append(place)
+            groups[-1].append(pool)
         else:
-            groups.append([place])
+            groups.append([pool])
     return [
         group[0]
         if len(group) == 1
@@ -386,18 +399,20 @@ def _overfull(plan: MemoryPlan, place: MemoryPool) -> str:
     """Formats the excess of a pool, the groups in it, and changes that would fit."""
     assert place.room is not None
     reserve = f", of which {1 - place.usable:.0%} is left free" if place.usable < 1 else ""
-    words = f"{place.name}: {gib(place.nbytes)} would be there, and it has {gib(place.room)} ({place.source}{reserve})"
+    message = (
+        f"{place.name}: {gib(place.nbytes)} would be there, and it has {gib(place.room)} ({place.source}{reserve})"
+    )
     accounts = {account.group: account for account in plan.accounts}
     for group in sorted(place.held, key=lambda name: -place.held[name]):
         account = accounts.get(group)
         if account is None or account.peak is None or "/dev/shm" in place.name:
             continue
         moment, term = account.peak, account.peak.largest
-        words += f"\n    {group}: most at the {moment.name}, {gib(moment.nbytes)} a rank; "
-        words += f"largest term: {term.name}, {gib(term.nbytes)}"
-        room = plan.available.get(group)
-        words += _fitting(account, room)
-    return words
+        message += f"\n    {group}: most at the {moment.name}, {gib(moment.nbytes)} a rank; "
+        message += f"largest term: {term.name}, {gib(term.nbytes)}"
+        available_bytes = plan.available.get(group)
+        message += _fitting(account, available_bytes)
+    return message
 
 
 def _fitting(account: Account, room: float | None) -> str:
@@ -422,14 +437,14 @@ def render_memory(plan: MemoryPlan, *, measure: bool = False) -> str:
         lines += _of_group(account, accelerated=plan.accelerated[account.group], room=plan.available[account.group])
         if measure and account.measured is not None:
             lines.append(f"    {account.measured()}")
-    lines += ["", *(f"  {_of_place(place)}" for place in plan.places)]
-    refused = plan.refusals()
-    if refused:
+    lines += ["", *(f"  {_of_place(pool)}" for pool in plan.places)]
+    refusals = plan.refusals()
+    if refusals:
         lines += ["", "does not fit; rlhpc submit, run and train refuse it (cluster.memory_check):"]
-        lines += [f"  {words}" for words in refused]
+        lines += [f"  {refusal}" for refusal in refusals]
     for doubt in plan.doubts():
         lines += ["", "may not fit:", f"  {doubt}"]
-    if any(place.room is None and "accelerator" in place.name for place in plan.places):
+    if any(pool.room is None and "accelerator" in pool.name for pool in plan.places):
         lines += [
             "",
             "  nobody says how much memory an accelerator has: set cluster.accelerator_memory, such as 80G, best in the site "
@@ -442,11 +457,12 @@ def _of_group(account: Account, *, accelerated: bool, room: float | None) -> lis
     if account.unknown:
         return ["", f"  {account.group}: not known: {account.unknown}"]
     lines = ["", f"  {account.group}: {account.about}" if account.about else f"  {account.group}"]
-    where = "on its accelerator" if accelerated else "of its node"
+    memory_label = "on its accelerator" if accelerated else "of its node"
     unit = GIB if max((moment.nbytes for moment in account.moments), default=0.0) >= GIB else MIB
-    where += ", GiB" if unit == GIB else ", MiB"
+    memory_label += ", GiB" if unit == GIB else ", MiB"
     lines.append(
-        f"    {'a rank holds ' + where:<{_NAME}}" + "".join(f"  {m.name:>{_wide(m.name)}}" for m in account.moments)
+        f"    {'a rank holds ' + memory_label:<{_NAME}}"
+        + "".join(f"  {m.name:>{_wide(m.name)}}" for m in account.moments)
     )
     for name in dict.fromkeys(term.name for moment in account.moments for term in moment.terms):
         cells = []
@@ -489,10 +505,10 @@ def _listed(terms: Sequence[MemoryTerm]) -> str:
 
 
 def _of_place(place: MemoryPool) -> str:
-    always = [f"{name} {gib(n)}" for name, n in place.held.items() if name not in place.turns]
+    resident_texts = [f"{name} {gib(n)}" for name, n in place.held.items() if name not in place.turns]
     turns = [f"{name} {gib(n)}" for name, n in place.held.items() if name in place.turns]
-    held = " + ".join([*always, *([f"{' or '.join(turns)} (in turns)"] if len(turns) > 1 else turns)])
+    sum_text = " + ".join([*resident_texts, *([f"{' or '.join(turns)} (in turns)"] if len(turns) > 1 else turns)])
     if place.room is None:
-        return f"{place.name}: {held} = {gib(place.nbytes)}"
+        return f"{place.name}: {sum_text} = {gib(place.nbytes)}"
     verdict = "fits" if place.fits else "does not fit" if place.refused else "may not fit"
-    return f"{place.name}: {held} = {gib(place.nbytes)} of {gib(place.room)} ({place.source}): {verdict}"
+    return f"{place.name}: {sum_text} = {gib(place.nbytes)} of {gib(place.room)} ({place.source}): {verdict}"

@@ -85,24 +85,24 @@ class ShortRuns:
         log = self.folder / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         count = _FIRST + self.steps + _LAST
-        words = [
+        override_words = [
             *self.always, *overrides, f"runner.run_dir={json.dumps(str(self.folder / 'runs'))}", f"runner.name={name}",
             f"runner.max_steps={count}", "runner.segments=1", "runner.save_interval=-1", "runner.resume_dir=null",
             "runner.logger.logger_backends=[jsonl]",
         ]  # fmt: skip
-        command = [sys.executable, "-P", "-m", "rlhpc.cli", "train", str(self.config), *words]
+        command = [sys.executable, "-P", "-m", "rlhpc.cli", "train", str(self.config), *override_words]
         if cores:
             command = [sys.executable, "-P", "-c", _BOUND, repr(set(cores)), *command]
         paths = RunPaths.of(self.folder / "runs", name)
         try:
             with log.open("wb") as output:
-                watched = _watch(command, output, paths, self.deadline_s)
-            if watched.code != 0:
-                raise _failure(name, watched.code, log)
+                observation = _watch(command, output, paths, self.deadline_s)
+            if observation.code != 0:
+                raise _failure(name, observation.code, log)
             rows = read_metrics(paths.metrics)
         finally:
             shutil.rmtree(paths.root, ignore_errors=True)
-        return _summed_up(rows, watched)
+        return _summed_up(rows, observation)
 
 
 @dataclass
@@ -114,7 +114,7 @@ class _Watched:
 
 def _watch(command: Sequence[str], output: Any, paths: RunPaths, deadline_s: float) -> _Watched:
     """Runs a command to its end, and samples the memory of the run's ranks."""
-    watched, started_at, sampled_at = _Watched(), time.monotonic(), 0.0
+    observation, started_at, sampled_at = _Watched(), time.monotonic(), 0.0
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
     try:
         while process.poll() is None:
@@ -126,38 +126,38 @@ def _watch(command: Sequence[str], output: Any, paths: RunPaths, deadline_s: flo
                 )
             if now - sampled_at > min(1.0, (now - started_at) / 20):  # more often in short runs
                 sampled_at = now
-                _look(paths, watched)
+                _look(paths, observation)
             time.sleep(_POLL_S)
     finally:
         _end(process)
-    watched.code = process.returncode
-    return watched
+    observation.code = process.returncode
+    return observation
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends a run that is still working; it need not save."""
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the second one ends it at once
+    for signal_number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the second one ends it at once
         if process.poll() is not None:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signal_number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_S)
 
 
 def _look(paths: RunPaths, watched: _Watched) -> None:
     """Updates the maximum memory of a rank of each group so far."""
-    here, pids = node_name(), dict[int, str]()
+    local_node, pids = node_name(), dict[int, str]()
     for file in paths.registry.glob("*/members/*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):
             record = json.loads(file.read_bytes())
-            if record["node"] == here or str(record["node"]).startswith(f"{here}-v"):
+            if record["node"] == local_node or str(record["node"]).startswith(f"{local_node}-v"):
                 pids[int(record["pid"])] = str(record["group"])
     on_devices = _device_memory() if pids else {}
     for pid, group in pids.items():
         with contextlib.suppress(psutil.Error):
-            held = float(psutil.Process(pid).memory_full_info().pss)
-            watched.memory[group] = max(watched.memory.get(group, 0.0), held)
+            pss_bytes = float(psutil.Process(pid).memory_full_info().pss)
+            watched.memory[group] = max(watched.memory.get(group, 0.0), pss_bytes)
         if pid in on_devices:
             watched.device_memory[group] = max(watched.device_memory.get(group, 0.0), on_devices[pid])
 
@@ -166,9 +166,9 @@ def _device_memory() -> dict[int, float]:
     """Returns the bytes of accelerator memory of each process that computes on one."""
     nbytes_by_pid: dict[int, float] = {}
     for line in _nvidia_smi("--query-compute-apps=pid,used_memory"):
-        pid, _, held = line.partition(",")
-        if pid.strip().isdigit() and held.strip().isdigit():
-            nbytes_by_pid[int(pid)] = nbytes_by_pid.get(int(pid), 0.0) + float(held) * 2**20
+        pid, _, used_mib = line.partition(",")
+        if pid.strip().isdigit() and used_mib.strip().isdigit():
+            nbytes_by_pid[int(pid)] = nbytes_by_pid.get(int(pid), 0.0) + float(used_mib) * 2**20
     return nbytes_by_pid
 
 
@@ -197,22 +197,27 @@ def _nvidia_smi(query: str) -> list[str]:
 def _failure(name: str, code: int, log: Path) -> RlhpcError:
     """Returns the error of a failed run, with the run's last message."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    marked = next((i for i, line in enumerate(lines) if line.startswith("rlhpc: error: ")), None)
-    words = "\n".join(lines[-1:] if marked is None else lines[marked:]).removeprefix("rlhpc: error: ")
-    kind = ConfigError if code == ConfigError.exit_code else RlhpcError
-    return kind(f"the short run {name} failed (log {log}): {words or f'exit code {code}'}")
+    error_line = next((i for i, line in enumerate(lines) if line.startswith("rlhpc: error: ")), None)
+    message = "\n".join(lines[-1:] if error_line is None else lines[error_line:]).removeprefix("rlhpc: error: ")
+    error_class = ConfigError if code == ConfigError.exit_code else RlhpcError
+    return error_class(f"the short run {name} failed (log {log}): {message or f'exit code {code}'}")
 
 
 def _summed_up(rows: Sequence[Mapping[str, Any]], watched: _Watched) -> MeasuredCosts:
-    ends = [float(row["time/wall_s"]) for row in rows]
-    apart = [after - before for before, after in zip(ends[_FIRST - 1 :], ends[_FIRST:], strict=False)]
-    counted = rows[_FIRST : len(rows) - _LAST]
-    names = {name for row in counted for name, value in row.items() if isinstance(value, (int, float))}
+    end_times = [float(row["time/wall_s"]) for row in rows]
+    step_times = [
+        end_time - previous_end
+        for previous_end, end_time in zip(end_times[_FIRST - 1 :], end_times[_FIRST:], strict=False)
+    ]
+    counted_rows = rows[_FIRST : len(rows) - _LAST]
+    names = {name for row in counted_rows for name, value in row.items() if isinstance(value, (int, float))}
     medians = {
-        name: statistics.median(float(row[name]) for row in counted if isinstance(row.get(name), (int, float)))
+        name: statistics.median(float(row[name]) for row in counted_rows if isinstance(row.get(name), (int, float)))
         for name in names
     }
-    return MeasuredCosts(statistics.median(apart[: len(counted)]), medians, watched.memory, watched.device_memory)
+    return MeasuredCosts(
+        statistics.median(step_times[: len(counted_rows)]), medians, watched.memory, watched.device_memory
+    )
 
 
 #: Makes a run of a name with overrides, on some cores.
@@ -241,10 +246,11 @@ class Calibration:
     say: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        measured_with = dict(word.split("=", 1) for word in self.workload.measured_with)
-        plain = {self.workload.stages: 1, self.workload.staleness: 0}
+        measured_with = dict(override_word.split("=", 1) for override_word in self.workload.measured_with)
+        short_run_settings = {self.workload.stages: 1, self.workload.staleness: 0}
         settings = {
-            key: plain[key] if key in measured_with else value for key, value in self.configured.settings.items()
+            key: short_run_settings[key] if key in measured_with else value
+            for key, value in self.configured.settings.items()
         }
         self.plain = dataclasses.replace(self.configured, settings=settings)
         self.samples: dict[str, list[tuple[float, float]]] = {phase.name: [] for phase in self.workload.phases}
@@ -259,9 +265,9 @@ class Calibration:
         """
         for name in ("plain", "again"):
             self._add(self._level(self._plain(name), self.first[-1].step_s))
-        for part, words in self.workload.smaller.items():
-            if (measured := self._try(f"part_{part}", words)) is not None:
-                self._add(measured, part)
+        for divisor, overrides in self.workload.smaller.items():
+            if (short_run := self._try(f"part_{divisor}", overrides)) is not None:
+                self._add(short_run, divisor)
         costs = self._without_factors()
         costs = dataclasses.replace(costs, scaling=self._scaling(costs))
         costs = dataclasses.replace(costs, together_s=self._multi_rank_costs(costs))
@@ -270,12 +276,12 @@ class Calibration:
                 if value != self.plain.settings[knob.key]:
                     costs = self._with(costs, knob, value)
         self._plain("last")
-        usual = statistics.median(measured.step_s for measured in self.first)
-        return dataclasses.replace(costs.times(usual / self.first[0].step_s), spread=self._spread())
+        median_step_s = statistics.median(short_run.step_s for short_run in self.first)
+        return dataclasses.replace(costs.times(median_step_s / self.first[0].step_s), spread=self._spread())
 
     def _spread(self) -> float:
         """Returns the relative spread of equal runs, from the beginning to the end of the calibration."""
-        steps = [measured.step_s for measured in self.first]
+        steps = [short_run.step_s for short_run in self.first]
         return (max(steps) - min(steps)) / statistics.fmean(steps)
 
     def knobs(self) -> tuple[Knob, ...]:
@@ -288,18 +294,20 @@ class Calibration:
     # -- runs -----------------------------------------------------------------------------------------------------
 
     def _run(self, name: str, words: Iterable[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts:
-        measured = self.runs.run(name, [*self.workload.measured_with, *words], cores)
-        self.say(f"{' '.join(words) or 'as it is'}: {measured.step_s:.3g} s a step")
-        return measured
+        short_run = self.runs.run(name, [*self.workload.measured_with, *words], cores)
+        self.say(f"{' '.join(words) or 'as it is'}: {short_run.step_s:.3g} s a step")
+        return short_run
 
     def _try(self, name: str, words: Sequence[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts | None:
         """Makes a run that is optional for the costs."""
         try:
-            measured = self._run(name, words, cores)
+            short_run = self._run(name, words, cores)
             if self._spread() <= _STEADY:
-                return measured
-            before = self.first[-1].step_s  # other work disturbs the machine: the runs before and after show how much
-            return self._level(measured, (before + self._plain("plain").step_s) / 2)
+                return short_run
+            step_s_before = self.first[
+                -1
+            ].step_s  # other work disturbs the machine: the runs before and after show how much
+            return self._level(short_run, (step_s_before + self._plain("plain").step_s) / 2)
         except Stopped:
             raise
         except RlhpcError as error:
@@ -322,27 +330,27 @@ class Calibration:
 
     def _add(self, measured: MeasuredCosts, part: int = 1) -> None:
         for phase in self.workload.phases:
-            share = 1.0 / self.plain.ranks(phase.group) / part
-            self.samples[phase.name].append((share, measured.metrics.get(phase.metric, 0.0)))
+            fraction = 1.0 / self.plain.ranks(phase.group) / part
+            self.samples[phase.name].append((fraction, measured.metrics.get(phase.metric, 0.0)))
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     def _without_factors(self) -> Costs:
         """Returns curves, overhead, threads and memory."""
         curves = {name: Curve.through(samples) for name, samples in self.samples.items()}
-        plain = [self._level(measured, measured.step_s) for measured in self.first]
+        levelled_runs = [self._level(short_run, short_run.step_s) for short_run in self.first]
         turns = [phase for phase in self.workload.phases if phase.turn]
-        hops = [
-            measured.metrics.get(self.workload.turns, 0.0)
-            - sum(measured.metrics.get(phase.metric, 0.0) for phase in turns)
-            for measured in plain
+        hop_times = [
+            short_run.metrics.get(self.workload.turns, 0.0)
+            - sum(short_run.metrics.get(phase.metric, 0.0) for phase in turns)
+            for short_run in levelled_runs
         ]
         costs = Costs(
             curves,
-            hop_s=max(0.0, statistics.median(hops)) if turns else 0.0,
+            hop_s=max(0.0, statistics.median(hop_times)) if turns else 0.0,
             threads=self._threads(),
-            memory=_maximum_by_group(measured.memory for measured in self.first),
-            device_memory=_maximum_by_group(measured.device_memory for measured in self.first),
+            memory=_maximum_by_group(short_run.memory for short_run in self.first),
+            device_memory=_maximum_by_group(short_run.device_memory for short_run in self.first),
             spread=self._spread(),
         )
         predicted_s = self._model(costs).predict(self.plain).step_s
@@ -353,79 +361,80 @@ class Calibration:
 
     def _threads(self) -> dict[str, int]:
         """Returns the threads of a rank of each group, as the runtime assigns them."""
-        on_node: dict[int, int] = {}
+        groups_per_node: dict[int, int] = {}
         nodes: dict[str, set[int]] = {}
-        for group, place in self.plain.places.items():
-            for ranks in place.processes:
-                node = self.shape.pools[place.label].resources[ranks[0]][0]
-                on_node[node] = on_node.get(node, 0) + 1
+        for group, placement in self.plain.places.items():
+            for ranks in placement.processes:
+                node = self.shape.pools[placement.label].resources[ranks[0]][0]
+                groups_per_node[node] = groups_per_node.get(node, 0) + 1
                 nodes.setdefault(group, set()).add(node)
         return {
-            group: min(max(1, self.shape.cores[node] // on_node[node]) for node in at) for group, at in nodes.items()
+            group: min(max(1, self.shape.cores[node] // groups_per_node[node]) for node in group_nodes)
+            for group, group_nodes in nodes.items()
         }
 
     def _scaling(self, costs: Costs) -> dict[str, float]:
         """Measures the speed-up of the phases with threads: one run in which each rank has one thread."""
-        ranks = sum(len(place.processes) for place in self.plain.places.values())
-        granted = sorted(os.sched_getaffinity(0))
+        ranks = sum(len(placement.processes) for placement in self.plain.places.values())
+        allowed_cpus = sorted(os.sched_getaffinity(0))
         if max(costs.threads.values()) < 2 or len(self.shape.cores) > 1 or "SLURM_JOB_ID" in os.environ:
             return {}
-        measured = self._try("one_thread", (), frozenset(granted[: max(1, ranks)]))
-        if measured is None:
+        short_run = self._try("one_thread", (), frozenset(allowed_cpus[: max(1, ranks)]))
+        if short_run is None:
             return {}
         scaling = {}
         for phase in self.workload.phases:
-            before = costs.curves[phase.name].at(1.0 / self.plain.ranks(phase.group))
-            now, threads = measured.metrics.get(phase.metric, 0.0), costs.threads[phase.group]
-            if before > 0 and now > before and threads > 1:
-                scaling[phase.name] = min(1.0, math.log(now / before) / math.log(threads))
+            plain_s = costs.curves[phase.name].at(1.0 / self.plain.ranks(phase.group))
+            one_thread_s, threads = short_run.metrics.get(phase.metric, 0.0), costs.threads[phase.group]
+            if plain_s > 0 and one_thread_s > plain_s and threads > 1:
+                scaling[phase.name] = min(1.0, math.log(one_thread_s / plain_s) / math.log(threads))
         return scaling
 
     def _multi_rank_costs(self, costs: Costs) -> dict[str, float]:
         """Measures the extra time of phases on two ranks over one rank with half of the work: one run with twice as many
         ranks, if they fit.
         """
-        places = {}
-        for group, place in self.plain.places.items():
-            pool, count = self.shape.pools[place.label], len(place.resources)
-            if group not in self.workload.groups or len(place.processes) != 1 or place.processes[0] != (0,):
+        placements = {}
+        for group, placement in self.plain.places.items():
+            pool, count = self.shape.pools[placement.label], len(placement.resources)
+            if group not in self.workload.groups or len(placement.processes) != 1 or placement.processes[0] != (0,):
                 continue
             node = pool.resources[0][0]
             if pool.by_node and self.shape.cores[node] > 1:
-                places[group] = GroupPlacement.of(place.label, 0, 1, 2)
+                placements[group] = GroupPlacement.of(placement.label, 0, 1, 2)
             elif not pool.by_node and len(pool.resources) >= 2 * count:
-                places[group] = GroupPlacement.of(place.label, 0, 2)
-        if not places:
+                placements[group] = GroupPlacement.of(placement.label, 0, 2)
+        if not placements:
             return {}
-        doubled = dataclasses.replace(self.plain, places={**self.plain.places, **places})
-        measured = self._try("two_ranks", [word_of("cluster.component_placement", doubled.placement())])
-        if measured is None:
+        doubled_candidate = dataclasses.replace(self.plain, places={**self.plain.places, **placements})
+        short_run = self._try("two_ranks", [word_of("cluster.component_placement", doubled_candidate.placement())])
+        if short_run is None:
             return {}
-        expected = self._model(costs).predict(doubled).phases
+        expected = self._model(costs).predict(doubled_candidate).phases
         return {
-            phase.name: max(0.0, measured.metrics.get(phase.metric, 0.0) - expected[phase.name])
+            phase.name: max(0.0, short_run.metrics.get(phase.metric, 0.0) - expected[phase.name])
             for phase in self.workload.phases
-            if phase.group in places
+            if phase.group in placements
         }
 
     def _with(self, costs: Costs, knob: Knob, value: Any) -> Costs:
         """Returns the costs with the changes by a value of a key."""
-        word = word_of(knob.key, value)
-        measured = self._try(f"{knob.key.rpartition('.')[2]}_{value}", [word])
-        if measured is None:
+        override_word = word_of(knob.key, value)
+        short_run = self._try(f"{knob.key.rpartition('.')[2]}_{value}", [override_word])
+        if short_run is None:
             return costs
-        changed = dataclasses.replace(self.plain, settings={**self.plain.settings, knob.key: value})
-        expected = self._model(costs).predict(changed).phases
+        changed_candidate = dataclasses.replace(self.plain, settings={**self.plain.settings, knob.key: value})
+        expected = self._model(costs).predict(changed_candidate).phases
         factors = {
-            phase.name: measured.metrics[phase.metric] / expected[phase.name]
+            phase.name: short_run.metrics[phase.metric] / expected[phase.name]
             for phase in self.workload.phases
             if expected[phase.name] > 0
-            and measured.metrics.get(phase.metric, 0.0) > 0
+            and short_run.metrics.get(phase.metric, 0.0) > 0
             and self._is_work(knob, phase.name)
         }
-        costs = dataclasses.replace(costs, factors={**costs.factors, word: factors})
-        extra = measured.step_s - self._model(costs).predict(changed).step_s
-        return dataclasses.replace(costs, extra_s={**costs.extra_s, word: extra})
+        costs = dataclasses.replace(costs, factors={**costs.factors, override_word: factors})
+        extra = short_run.step_s - self._model(costs).predict(changed_candidate).step_s
+        return dataclasses.replace(costs, extra_s={**costs.extra_s, override_word: extra})
 
     def _is_work(self, knob: Knob, name: str) -> bool:
         """Returns whether a phase's metric still measures the work of its group; where steps overlap, waits do not."""
@@ -437,6 +446,6 @@ def _maximum_by_group(runs: Iterable[dict[str, float] | Any]) -> dict[str, float
     """Returns group → maximum over all runs."""
     maxima: dict[str, float] = {}
     for nbytes_by_group in runs:
-        for group, held in nbytes_by_group.items():
-            maxima[group] = max(maxima.get(group, 0.0), held)
+        for group, nbytes in nbytes_by_group.items():
+            maxima[group] = max(maxima.get(group, 0.0), nbytes)
     return maxima

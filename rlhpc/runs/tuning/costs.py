@@ -26,18 +26,20 @@ class Curve:
         """Returns the curve through the medians of the measurements at each share, made monotone: more work takes no less
         time.
         """
-        shares = sorted({share for share, _ in samples})
+        fractions = sorted({fraction for fraction, _ in samples})
         points: list[tuple[float, float]] = []
-        for share in shares:
-            middle = statistics.median(seconds for at, seconds in samples if at == share)
-            points.append((share, max(middle, points[-1][1] if points else 0.0)))
+        for fraction in fractions:
+            median_s = statistics.median(seconds for sample_fraction, seconds in samples if sample_fraction == fraction)
+            points.append((fraction, max(median_s, points[-1][1] if points else 0.0)))
         return cls(tuple(points))
 
     def at(self, share: float) -> float:
         """Returns the seconds for a share of the work."""
         if len(self.points) == 1:  # the saving of a smaller share is not measured: assume proportional
             return self.points[0][1] * share / self.points[0][0]
-        upper = next((i for i, (at, _) in enumerate(self.points) if at >= share), len(self.points) - 1)
+        upper = next(
+            (i for i, (point_share, _) in enumerate(self.points) if point_share >= share), len(self.points) - 1
+        )
         (x0, y0), (x1, y1) = self.points[max(upper, 1) - 1], self.points[max(upper, 1)]
         return max(0.0, y0 + (y1 - y0) * (share - x0) / (x1 - x0))
 
@@ -79,7 +81,7 @@ class Costs:
             return {name: value * ratio for name, value in seconds.items()}
 
         curves = {
-            name: Curve(tuple((share, seconds * ratio) for share, seconds in curve.points))
+            name: Curve(tuple((point_share, seconds * ratio) for point_share, seconds in curve.points))
             for name, curve in self.curves.items()
         }
         return replace(
@@ -102,7 +104,7 @@ class Costs:
             KeyError, TypeError, ValueError: The content has another form.
         """
         curves = {
-            str(name): Curve(tuple((float(share), float(seconds)) for share, seconds in points))
+            str(name): Curve(tuple((float(point_share), float(seconds)) for point_share, seconds in points))
             for name, points in content["curves"].items()
         }
         return cls(**{**content, "curves": curves})

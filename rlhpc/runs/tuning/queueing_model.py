@@ -54,9 +54,12 @@ class QueueingModel:
 
     def lower_bound_s(self, candidate: Candidate) -> float:
         """Returns a lower bound of the seconds of a step for the candidate's numbers of ranks, wherever they are placed."""
-        cores, places = max(self.shape.cores), candidate.places
-        per = {group: len(place.processes) // max(1, len(place.resources)) for group, place in places.items()}
-        threads = {group: max(1, cores // max(1, per[group])) for group in places}
+        cores, placements = max(self.shape.cores), candidate.places
+        ranks_per_resource = {
+            group: len(placement.processes) // max(1, len(placement.resources))
+            for group, placement in placements.items()
+        }
+        threads = {group: max(1, cores // max(1, ranks_per_resource[group])) for group in placements}
         return self._period(candidate, self._seconds(candidate, threads), {})
 
     def predict(self, candidate: Candidate) -> Prediction:
@@ -68,11 +71,10 @@ class QueueingModel:
             )
             for group in candidate.places
         }
-        uncrowded_s = self._seconds(candidate, threads)
-        loads = self._loads(candidate, uncrowded_s, threads)
+        phase_s = self._seconds(candidate, threads)
+        loads = self._loads(candidate, phase_s, threads)
         seconds = {
-            phase.name: uncrowded_s[phase.name] * self._crowd(candidate, phase, threads)
-            for phase in self.workload.phases
+            phase.name: phase_s[phase.name] * self._crowd(candidate, phase, threads) for phase in self.workload.phases
         }
         step = self._period(candidate, seconds, loads)
         host, device = self._memory(candidate)
@@ -83,7 +85,7 @@ class QueueingModel:
     def _seconds(self, candidate: Candidate, threads: Mapping[str, int]) -> dict[str, float]:
         """Returns the seconds per step of each phase, for a rank that has its threads' cores to itself."""
         workload, costs = self.workload, self.costs
-        words = [word_of(key, value) for key, value in candidate.settings.items()]
+        override_words = [word_of(key, value) for key, value in candidate.settings.items()]
         seconds_by_phase = {}
         for phase in workload.phases:
             ranks, name = candidate.ranks(phase.group), phase.name
@@ -91,18 +93,20 @@ class QueueingModel:
             seconds = stages * costs.curves[name].at(1.0 / ranks / stages)
             if ranks > 1:
                 seconds += costs.together_s.get(name, 0.0) * 2.0 * (ranks - 1) / ranks
-            for word in words:
-                seconds *= costs.factors.get(word, {}).get(name, 1.0)
-            before, now = costs.threads.get(phase.group, 1), threads[phase.group]
-            seconds_by_phase[name] = seconds * (before / now) ** costs.scaling.get(name, 0.0)
+            for override_word in override_words:
+                seconds *= costs.factors.get(override_word, {}).get(name, 1.0)
+            measured_threads, candidate_threads = costs.threads.get(phase.group, 1), threads[phase.group]
+            seconds_by_phase[name] = seconds * (measured_threads / candidate_threads) ** costs.scaling.get(name, 0.0)
         return seconds_by_phase
 
     def _crowd(self, candidate: Candidate, phase: Phase, threads: Mapping[str, int]) -> float:
         """Returns the slow-down of a phase whose ranks on a node have more threads than the node has cores."""
         if not self._by_cores(candidate, phase):
             return 1.0
-        here = self._on_nodes(candidate, (phase.group,))
-        return max(1.0, *(count * threads[phase.group] / self.shape.cores[node] for node, count in here.items()))
+        groups_by_node = self._on_nodes(candidate, (phase.group,))
+        return max(
+            1.0, *(count * threads[phase.group] / self.shape.cores[node] for node, count in groups_by_node.items())
+        )
 
     def stages(self, candidate: Candidate) -> int:
         """Returns the number of stages in which alternating phases overlap."""
@@ -115,30 +119,34 @@ class QueueingModel:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def _period(self, candidate: Candidate, seconds: Mapping[str, float], loads: Mapping[object, float]) -> float:
-        stations: dict[str, float] = collections.defaultdict(float)
+        busy_by_station: dict[str, float] = collections.defaultdict(float)
         turns = {phase.name: seconds[phase.name] for phase in self.workload.phases if phase.turn}
-        chain = before = 0.0
+        chain_s = previous_s = 0.0
         if turns:
-            customers = self.stages(candidate)
-            chain = max(sum(turns.values()) / customers + self.costs.hop_s, max(turns.values()))
-            stations["turns"] = chain
+            concurrent_stages = self.stages(candidate)
+            chain_s = max(sum(turns.values()) / concurrent_stages + self.costs.hop_s, max(turns.values()))
+            busy_by_station["turns"] = chain_s
         for phase in self.workload.phases:
             if phase.turn:
                 continue
-            now = seconds[phase.name]
-            stations[phase.group] += now
-            if phase.streams and before:
-                pieces = max(1, math.ceil(self.workload.pieces / candidate.ranks(self.workload.phases[0].group)))
-                now = max(before + now / pieces, now + before / pieces) - before
-            chain += now
-            before = seconds[phase.name]
+            phase_s = seconds[phase.name]
+            busy_by_station[phase.group] += phase_s
+            if phase.streams and previous_s:
+                pieces_per_rank = max(
+                    1, math.ceil(self.workload.pieces / candidate.ranks(self.workload.phases[0].group))
+                )
+                phase_s = (
+                    max(previous_s + phase_s / pieces_per_rank, phase_s + previous_s / pieces_per_rank) - previous_s
+                )
+            chain_s += phase_s
+            previous_s = seconds[phase.name]
         overhead_s = self.costs.overhead_s
-        last = self.workload.phases[-1].group  # the driver starts its next step after it has ended one
-        stations[last] += overhead_s
+        last_group = self.workload.phases[-1].group  # the driver starts its next step after it has ended one
+        busy_by_station[last_group] += overhead_s
         concurrent_steps = self.staleness(candidate) + 1
         extra = sum(self.costs.extra_s.get(word_of(key, value), 0.0) for key, value in candidate.settings.items())
-        period = max((chain + overhead_s) / concurrent_steps, *stations.values(), *loads.values())
-        return max(period + extra, period / 2)  # measurements elsewhere correct the period, but do not determine it
+        period_s = max((chain_s + overhead_s) / concurrent_steps, *busy_by_station.values(), *loads.values())
+        return max(period_s + extra, period_s / 2)  # measurements elsewhere correct the period, but do not determine it
 
     # -- machines -------------------------------------------------------------------------------------------------
 
@@ -149,9 +157,9 @@ class QueueingModel:
         """Returns node → number of ranks of these groups."""
         counts: dict[int, int] = collections.Counter()
         for group in groups:
-            place = candidate.places[group]
-            pool = self.shape.pools[place.label]
-            for ranks in place.processes:
+            placement = candidate.places[group]
+            pool = self.shape.pools[placement.label]
+            for ranks in placement.processes:
                 counts[pool.resources[ranks[0]][0]] += 1
         return counts
 
@@ -161,10 +169,10 @@ class QueueingModel:
         """Returns the busy seconds per step of each accelerator, and of all cores of each node."""
         loads: dict[object, float] = collections.defaultdict(float)
         for phase in self.workload.phases:
-            place = candidate.places[phase.group]
-            pool = self.shape.pools[place.label]
+            placement = candidate.places[phase.group]
+            pool = self.shape.pools[placement.label]
             by_cores = self._by_cores(candidate, phase)
-            for ranks in place.processes:
+            for ranks in placement.processes:
                 node = pool.resources[ranks[0]][0]
                 width = min(threads[phase.group], self.shape.cores[node]) if by_cores else 1
                 loads[node] += seconds[phase.name] * width / self.shape.cores[node]
@@ -175,19 +183,19 @@ class QueueingModel:
 
     def _idle(self, loads: Mapping[object, float], step: float) -> float:
         if self.shape.accelerators:
-            busy = sum(load for of, load in loads.items() if isinstance(of, tuple))
-            return max(0.0, 1.0 - busy / (step * self.shape.accelerators))
+            busy_s = sum(load_s for resource, load_s in loads.items() if isinstance(resource, tuple))
+            return max(0.0, 1.0 - busy_s / (step * self.shape.accelerators))
         cores = self.shape.cores
-        busy = sum(load * cores[of] for of, load in loads.items() if isinstance(of, int))
-        return max(0.0, 1.0 - busy / (step * sum(cores)))
+        busy_s = sum(load_s * cores[resource] for resource, load_s in loads.items() if isinstance(resource, int))
+        return max(0.0, 1.0 - busy_s / (step * sum(cores)))
 
     def _memory(self, candidate: Candidate) -> tuple[float, float]:
         """Returns the bytes on the fullest node, and on the fullest accelerator."""
         host: dict[int, float] = collections.defaultdict(float)
         device: dict[tuple[int, int], float] = collections.defaultdict(float)
-        for group, place in candidate.places.items():
-            pool = self.shape.pools[place.label]
-            for ranks in place.processes:
+        for group, placement in candidate.places.items():
+            pool = self.shape.pools[placement.label]
+            for ranks in placement.processes:
                 host[pool.resources[ranks[0]][0]] += self.costs.memory.get(group, 0.0)
                 for rank in ranks:
                     device[pool.resources[rank]] += self.costs.device_memory.get(group, 0.0) / len(ranks)

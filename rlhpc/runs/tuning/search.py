@@ -53,12 +53,14 @@ class Space:
         total = len(pool.resources)
         counts = [n for n in range(1, total + 1) if total <= _SMALL or not total % n or n & (n - 1) == 0]
         divides = self.model.workload.divides.get(group, 0)
-        sizes = [(count, per) for count in counts for per in self._per(group, pool)]
+        sizes = [(count, ranks_per_resource) for count in counts for ranks_per_resource in self._per(group, pool)]
         return [size for size in sizes if not divides or divides % math.prod(size) == 0]
 
     def _per(self, group: str, pool: Pool) -> list[int]:
-        on_node = max(sum(node == other for other, _ in pool.resources) for node, _ in pool.resources)
-        cores = max(1, min(self.model.shape.cores[node] for node, _ in pool.resources) // on_node)
+        resources_per_node = max(
+            sum(node == other_node for other_node, _ in pool.resources) for node, _ in pool.resources
+        )
+        cores = max(1, min(self.model.shape.cores[node] for node, _ in pool.resources) // resources_per_node)
         if not pool.by_node and group not in self.model.workload.several:
             return [1]
         return [n for n in range(1, cores + 1) if cores <= _SMALL or not cores % n or n & (n - 1) == 0]
@@ -72,12 +74,12 @@ class Space:
         groups = self.model.workload.groups
         settings = list(self.settings())
         for sizes in itertools.product(*(self.sizes(group) for group in groups)):
-            places = {
-                group: GroupPlacement.of(self.pool(group).label, 0, count, per)
-                for group, (count, per) in zip(groups, sizes, strict=True)
+            placements = {
+                group: GroupPlacement.of(self.pool(group).label, 0, count, ranks_per_resource)
+                for group, (count, ranks_per_resource) in zip(groups, sizes, strict=True)
             }
             for chosen in settings:
-                yield Candidate({**self.configured.places, **places}, chosen)
+                yield Candidate({**self.configured.places, **placements}, chosen)
 
     def laid_out(self, counted: Candidate) -> Iterator[Candidate]:
         """Yields the same numbers of ranks at every offset."""
@@ -87,13 +89,15 @@ class Space:
             total, count = len(self.pool(group).resources), len(counted.places[group].resources)
             offsets = range(total - count + 1)
             starts.append([*offsets] if total <= _SMALL else [o for o in offsets if o in self._joints(counted, group)])
-        for firsts in itertools.product(*starts):
-            places = {}
-            for group, first in zip(groups, firsts, strict=True):
-                place = counted.places[group]
-                count = len(place.resources)
-                places[group] = GroupPlacement.of(place.label, first, count, len(place.processes) // count)
-            yield Candidate({**counted.places, **places}, counted.settings)
+        for first_resources in itertools.product(*starts):
+            placements = {}
+            for group, first_resource in zip(groups, first_resources, strict=True):
+                placement = counted.places[group]
+                count = len(placement.resources)
+                placements[group] = GroupPlacement.of(
+                    placement.label, first_resource, count, len(placement.processes) // count
+                )
+            yield Candidate({**counted.places, **placements}, counted.settings)
 
     def _joints(self, counted: Candidate, group: str) -> set[int]:
         """Returns the offsets at which a group may start in a large pool: at its beginning, after other groups, and at its
@@ -101,28 +105,37 @@ class Space:
         """
         label = counted.places[group].label
         other_counts = [
-            len(place.resources) for name, place in counted.places.items() if name != group and place.label == label
+            len(placement.resources)
+            for name, placement in counted.places.items()
+            if name != group and placement.label == label
         ]
-        sums = {sum(some) for n in range(len(other_counts) + 1) for some in itertools.combinations(other_counts, n)}
+        sums = {
+            sum(combination)
+            for n in range(len(other_counts) + 1)
+            for combination in itertools.combinations(other_counts, n)
+        }
         return sums | {len(self.pool(group).resources) - len(counted.places[group].resources)}
 
 
 def order(ranked: RankedCandidate, configured: Candidate) -> tuple[float, float, float, int, int, str]:
     """Returns the sort key of a candidate: a shorter step first; then less memory, fewer ranks and fewer changes."""
     candidate, prediction = ranked.candidate, ranked.prediction
-    ranks = sum(len(place.processes) for place in candidate.places.values())
+    ranks = sum(len(placement.processes) for placement in candidate.places.values())
     changes = sum(configured.settings.get(key) != value for key, value in candidate.settings.items())
-    changes += sum(configured.places[group].processes != place.processes for group, place in candidate.places.items())
+    changes += sum(
+        configured.places[group].processes != placement.processes for group, placement in candidate.places.items()
+    )
     return (
         round(prediction.step_s, 9), prediction.device_memory, prediction.memory, ranks, changes,
-        "".join(place.text for place in candidate.places.values()),
+        "".join(placement.text for placement in candidate.places.values()),
     )  # fmt: skip
 
 
 def _equivalence_key(ranked: RankedCandidate) -> object:
     """Returns a key that is equal for candidates that a user would not distinguish."""
     sizes = tuple(
-        (group, len(place.resources), len(place.processes)) for group, place in ranked.candidate.places.items()
+        (group, len(placement.resources), len(placement.processes))
+        for group, placement in ranked.candidate.places.items()
     )
     return sizes, ranked.candidate.mode, round(ranked.prediction.step_s, 9)
 
@@ -139,7 +152,7 @@ def search(
         allowed: Returns whether a candidate is allowed; called only for candidates to return, since it may be slow.
     """
     model, best = space.model, dict[object, RankedCandidate]()
-    refused: set[object] = set()
+    refused_keys: set[object] = set()
 
     def worst() -> float:
         rows = best_first() if len(best) >= count else []
@@ -152,15 +165,19 @@ def search(
         return list(rows.values())
 
     bounded = sorted(
-        ((model.lower_bound_s(one), index, one) for index, one in enumerate(space.counted())), key=lambda row: row[:2]
+        (
+            (model.lower_bound_s(counted_candidate), index, counted_candidate)
+            for index, counted_candidate in enumerate(space.counted())
+        ),
+        key=lambda row: row[:2],
     )
-    for bound, index, counted in bounded:
+    for lower_bound_s, index, counted in bounded:
         limit = worst()
-        if bound > limit + 1e-9:
+        if lower_bound_s > limit + 1e-9:
             break
         for candidate in space.laid_out(counted):
             key = (index, candidate.mode)
-            if key in refused:
+            if key in refused_keys:
                 continue
             ranked_candidate = RankedCandidate(candidate, model.predict(candidate))
             if ranked_candidate.prediction.step_s > limit + 1e-9 or not model.fits(ranked_candidate.prediction):
@@ -170,5 +187,5 @@ def search(
             elif allowed(candidate):
                 best[key] = ranked_candidate
             else:
-                refused.add(key)
+                refused_keys.add(key)
     return best_first()[:count]

@@ -47,11 +47,11 @@ class GroupPlacement:
     @classmethod
     def of(cls, label: str, first: int, count: int, per: int = 1) -> GroupPlacement:
         """Returns the placement on `count` resources from `first` on, with `per` ranks each."""
-        last = first + count - 1
-        resources = str(first) if count == 1 else f"{first}-{last}"
+        last_resource = first + count - 1
+        resources = str(first) if count == 1 else f"{first}-{last_resource}"
         ranks = count * per
-        text = resources if per == 1 else f"{resources}:0-{ranks - 1}"
-        return cls(label, text, tuple((first + rank // per,) for rank in range(ranks)))
+        placement_text = resources if per == 1 else f"{resources}:0-{ranks - 1}"
+        return cls(label, placement_text, tuple((first + rank // per,) for rank in range(ranks)))
 
     @property
     def resources(self) -> frozenset[int]:
@@ -106,22 +106,24 @@ class Candidate:
         """Placement mode. `collocated`: all groups share all resources; `disaggregated`: no groups share;
         otherwise `hybrid`.
         """
-        used = [{(place.label, r) for r in place.resources} for place in self.places.values()]
-        if all(one == used[0] for one in used):
+        used_resources = [{(placement.label, r) for r in placement.resources} for placement in self.places.values()]
+        if all(group_resources == used_resources[0] for group_resources in used_resources):
             return "collocated"
-        return "disaggregated" if sum(map(len, used)) == len(set().union(*used)) else "hybrid"
+        return "disaggregated" if sum(map(len, used_resources)) == len(set().union(*used_resources)) else "hybrid"
 
     def placement(self) -> dict[str, Any]:
         """Returns the value of `cluster.component_placement`."""
         return {
-            group: place.text if place.label == "cluster" else {"node_group": place.label, "placement": place.text}
-            for group, place in self.places.items()
+            group: placement.text
+            if placement.label == "cluster"
+            else {"node_group": placement.label, "placement": placement.text}
+            for group, placement in self.places.items()
         }
 
     def overrides(self) -> list[str]:
         """Returns the candidate as `key=value` overrides."""
-        words = [word_of(key, value) for key, value in self.settings.items()]
-        return [word_of("cluster.component_placement", self.placement()), *words]
+        override_words = [word_of(key, value) for key, value in self.settings.items()]
+        return [word_of("cluster.component_placement", self.placement()), *override_words]
 
 
 def placed(cfg: RunConfig) -> dict[str, GroupPlacement]:
@@ -134,9 +136,9 @@ def placed(cfg: RunConfig) -> dict[str, GroupPlacement]:
     placements = {}
     for name in placement.components:
         strategy = placement.get_strategy(name)
-        raw = next(value for names, value in cfg.cluster.component_placement.items() if name in _names(names))
-        text = raw["placement"] if hasattr(raw, "keys") else raw
-        placements[name] = GroupPlacement(strategy.node_group, str(text), strategy.processes)
+        raw_placement = next(value for names, value in cfg.cluster.component_placement.items() if name in _names(names))
+        placement_text = raw_placement["placement"] if hasattr(raw_placement, "keys") else raw_placement
+        placements[name] = GroupPlacement(strategy.node_group, str(placement_text), strategy.processes)
     return placements
 
 

@@ -75,8 +75,11 @@ class TuneRequest:
 
     def machines(self) -> tuple[str, ...]:
         """Returns the overrides for the machines."""
-        words = [] if self.nodes is None else [f"cluster.num_nodes={self.nodes}"]
-        return (*words, *([] if self.accelerators is None else [f"cluster.accelerators_per_node={self.accelerators}"]))
+        override_words = [] if self.nodes is None else [f"cluster.num_nodes={self.nodes}"]
+        return (
+            *override_words,
+            *([] if self.accelerators is None else [f"cluster.accelerators_per_node={self.accelerators}"]),
+        )
 
 
 def workload_of(cfg: RunConfig, ahead: int | None) -> Workload:
@@ -85,15 +88,15 @@ def workload_of(cfg: RunConfig, ahead: int | None) -> Workload:
     Raises:
         ConfigError: The task type has no workload.
     """
-    kind = kind_of(cfg)
-    if not kind.planning.workload:
-        tunable = ", ".join(sorted(one.name for one in all_kinds() if one.planning.workload))
+    task_type = kind_of(cfg)
+    if not task_type.planning.workload:
+        tunable = ", ".join(sorted(other_type.name for other_type in all_kinds() if other_type.planning.workload))
         raise ConfigError(
-            f"runner.task_type is {kind.name}, and what a step of such a run consists of is not known; rlhpc tune "
+            f"runner.task_type is {task_type.name}, and what a step of such a run consists of is not known; rlhpc tune "
             f"takes: {tunable}"
         )
     configured = int(select(cfg, "algorithm.max_staleness") or 0)
-    build_workload = load_attribute(kind.planning.workload, f"the workload of the kind {kind.name}")
+    build_workload = load_attribute(task_type.planning.workload, f"the workload of the kind {task_type.name}")
     workload: Workload = build_workload(cfg, configured if ahead is None else ahead)
     return workload
 
@@ -102,7 +105,7 @@ def space_of(request: TuneRequest, workload: Workload, costs: Costs, cfg: RunCon
     """Returns all candidates on the requested machines; `here` is true if these are like this machine."""
     target = load_config(request.config, [*request.overrides, *request.machines()], site=request.site, check=False)
     configured = configured_candidate(cfg, workload)
-    labels = {place.label for place in configured.places.values()}
+    labels = {placement.label for placement in configured.places.values()}
     memory = total_memory() if here else 0
     shape = ClusterShape.of(target, labels, memory, device_size() if here else 0)
     return Space(QueueingModel(workload, costs, shape), configured)
@@ -111,8 +114,8 @@ def space_of(request: TuneRequest, workload: Workload, costs: Costs, cfg: RunCon
 def configured_candidate(cfg: RunConfig, workload: Workload) -> Candidate:
     """Returns the placement and settings of the configuration."""
     roles = kind_of(cfg).groups.roles_of(cfg)
-    places = {group: place for group, place in placed(cfg).items() if group in roles}
-    return Candidate(places, {knob.key: select(cfg, knob.key) for knob in workload.knobs})
+    placements = {group: placement for group, placement in placed(cfg).items() if group in roles}
+    return Candidate(placements, {knob.key: select(cfg, knob.key) for knob in workload.knobs})
 
 
 def tune(request: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
@@ -144,8 +147,8 @@ def tune(request: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
         (folder / CONFIG).write_text(config_to_yaml(cfg))
     except OSError as error:
         raise unwritten(error, paths.tuning) from error
-    always = [f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items() if key in kind_of(cfg).schema]
-    runs = ShortRuns(folder / CONFIG, folder, tuple(always), request.steps, request.deadline_s)
+    short_run_overrides = [f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items() if key in kind_of(cfg).schema]
+    runs = ShortRuns(folder / CONFIG, folder, tuple(short_run_overrides), request.steps, request.deadline_s)
     try:
         record = _find(request, cfg, workload, configured, runs, say)
     except RlhpcError:  # it may name a log
@@ -168,7 +171,7 @@ def _find(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measures, searches, and runs the best candidates."""
-    labels = {place.label for place in configured.places.values()}
+    labels = {placement.label for placement in configured.places.values()}
     calibration = Calibration(workload, ClusterShape.of(cfg, labels), configured, runs, say)
     costs = calibration.costs()
     workload = dataclasses.replace(workload, knobs=calibration.knobs())
@@ -195,19 +198,19 @@ def is_allowed(request: TuneRequest, candidate: Candidate, *, here: bool) -> boo
         candidate: Placement and settings.
         here: True if the machines are like this one.
     """
-    words = [*request.overrides, *request.machines(), *candidate.overrides()]
+    override_words = [*request.overrides, *request.machines(), *candidate.overrides()]
     try:
-        cfg = load_config(request.config, words, site=request.site)
+        cfg = load_config(request.config, override_words, site=request.site)
     except RlhpcError:
         return False
-    accounted = memory_at_start(cfg, "local" if here and cfg.cluster.num_nodes == 1 else "slurm")
-    return accounted is None or not accounted.refusals()
+    memory = memory_at_start(cfg, "local" if here and cfg.cluster.num_nodes == 1 else "slurm")
+    return memory is None or not memory.refusals()
 
 
 def _machines(shape: ClusterShape) -> str:
     nodes = len(shape.cores)
-    each = f"{shape.accelerators // nodes} accelerators" if shape.accelerators else f"{max(shape.cores)} cores"
-    return f"{nodes} node{'s' * (nodes != 1)} with {each}"
+    node_size = f"{shape.accelerators // nodes} accelerators" if shape.accelerators else f"{max(shape.cores)} cores"
+    return f"{nodes} node{'s' * (nodes != 1)} with {node_size}"
 
 
 def _record(
@@ -267,7 +270,7 @@ def _record(
 
 
 def _is_same_candidate(one: Candidate, other: Candidate) -> bool:
-    processes = [{name: place.processes for name, place in each.places.items()} for each in (one, other)]
+    processes = [{name: placement.processes for name, placement in each.places.items()} for each in (one, other)]
     return processes[0] == processes[1] and one.settings == other.settings
 
 
@@ -296,8 +299,8 @@ def _verify(record: dict[str, Any], request: TuneRequest, runs: ShortRuns, say: 
     measured = [row for row in chosen if row["measured_step_s"] is not None]
     if measured:
         fastest = min(measured, key=lambda row: row["measured_step_s"])
-        enough = fastest["measured_step_s"] * (1 + record["costs"]["spread"])
-        configured_rows = [row for row in measured if row["configured"] and row["measured_step_s"] <= enough]
+        limit_s = fastest["measured_step_s"] * (1 + record["costs"]["spread"])
+        configured_rows = [row for row in measured if row["configured"] and row["measured_step_s"] <= limit_s]
         record["winner"] = rows.index((configured_rows or [fastest])[0])
 
 
@@ -307,12 +310,12 @@ def _write(paths: RunPaths, request: TuneRequest, record: dict[str, Any]) -> Non
     original = find_config(request.config).absolute()
     base = os.path.relpath(original, paths.tuning) if original.is_relative_to(Path.cwd()) else str(original)
     content: dict[str, Any] = {"defaults": [base]}
-    for word in winner["overrides"]:
-        key, value = word.split("=", 1)
-        section, leaf = content, key.split(".")
-        for part in leaf[:-1]:
-            section = section.setdefault(part, {})
-        section[leaf[-1]] = json.loads(value)
+    for override_word in winner["overrides"]:
+        key, value = override_word.split("=", 1)
+        section, key_parts = content, key.split(".")
+        for key_part in key_parts[:-1]:
+            section = section.setdefault(key_part, {})
+        section[key_parts[-1]] = json.loads(value)
     head = f"# Made by rlhpc tune: {winner['step_s']:.4g} s a step predicted.\n"
     try:
         replace_durably(paths.tuned, json.dumps(record, indent=1).encode() + b"\n")
@@ -352,12 +355,12 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
             seconds, error = row["measured_step_s"], row["error"]
             cells += ["-", "-"] if seconds is None else [f"{seconds:.3g}", f"{error:+.0%}"]
         table.append(cells)
-    machines, spread = record["machines"], record["costs"]["spread"]
-    with_ = f", {machines['accelerators']} accelerators" if accelerators else f", {sum(machines['cores'])} cores"
+    machines, noise = record["machines"], record["costs"]["spread"]
+    node_text = f", {machines['accelerators']} accelerators" if accelerators else f", {sum(machines['cores'])} cores"
     lines = [
-        f"{machines['nodes']} node{'s' * (machines['nodes'] != 1)}{with_}; hours for {record['samples']} {record['unit']}; "
-        f"runs of the same were up to {spread:.0%} apart",
-        *([_BUSY] if spread > _NOISY else []),
+        f"{machines['nodes']} node{'s' * (machines['nodes'] != 1)}{node_text}; hours for {record['samples']} {record['unit']}"
+        f"; runs of the same were up to {noise:.0%} apart",
+        *([_BUSY] if noise > _NOISY else []),
         *_aligned(table),
         f"* {tuned}",
         f"  {command}",
@@ -367,11 +370,15 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
 
 def _placement(placement: Mapping[str, Any]) -> str:
     """Formats a placement; groups with equal placements are listed in one entry."""
-    by_place: dict[str, list[str]] = {}
-    for group, place in placement.items():
-        text = f"{place['node_group']} {place['placement']}" if isinstance(place, Mapping) else str(place)
-        by_place.setdefault(text, []).append(group)
-    return "; ".join(f"{','.join(groups)}: {text}" for text, groups in by_place.items())
+    groups_by_placement: dict[str, list[str]] = {}
+    for group, placement_section in placement.items():
+        placement_text = (
+            f"{placement_section['node_group']} {placement_section['placement']}"
+            if isinstance(placement_section, Mapping)
+            else str(placement_section)
+        )
+        groups_by_placement.setdefault(placement_text, []).append(group)
+    return "; ".join(f"{','.join(groups)}: {placement_text}" for placement_text, groups in groups_by_placement.items())
 
 
 def _word(value: Any) -> str:
@@ -380,10 +387,10 @@ def _word(value: Any) -> str:
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    text = (0, 1, 2)
+    text_columns = (0, 1, 2)
     return [
         "  ".join(
-            cell.ljust(width) if i in text else cell.rjust(width)
+            cell.ljust(width) if i in text_columns else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in table
