@@ -286,8 +286,8 @@ def test_adapters_of_another_scale_are_refused(saved: Saved, model: Path, backen
         assert torch.equal(again["before"], report["after"])
         with pytest.raises(CheckpointError, match=r"the checkpoint has actor\.lora\.alpha 16, this configuration 32"):
             train(Worker(), cfg[32], steps=range(0), load=checkpoint)
-        assert SFT.differences(cfg[16], checkpoint) == []
-        assert SFT.differences(cfg[32], checkpoint) == ["actor.lora.alpha is 16 there and 32 here"]
+        assert SFT.checks.differences(cfg[16], checkpoint) == []
+        assert SFT.checks.differences(cfg[32], checkpoint) == ["actor.lora.alpha is 16 there and 32 here"]
         said.pop("actor.lora.alpha", None)
 
 

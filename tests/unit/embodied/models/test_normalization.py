@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,15 +37,14 @@ def observed(policies: list[Any], steps: list[tuple[np.ndarray, np.ndarray]]) ->
             actor: Any = object.__new__(EmbodiedActor)
             actor.policy, actor.share, actor.steps = policy, range(part.start, part.stop), STEPS
             actor.device, actor.world_size = torch.device("cpu"), len(policies)
-            flat = {
-                "obs": torch.from_numpy(obs[part]).flatten(0, 1),
-                "mask": torch.from_numpy(mask[part]).float().flatten(0, 1),
-            }
+            flat = SimpleNamespace(
+                obs=torch.from_numpy(obs[part]).flatten(0, 1), mask=torch.from_numpy(mask[part]).float().flatten(0, 1)
+            )
             calls.append((actor, flat))
         gathered: list[Any] = []
         for actor, flat in calls:  # first what each says, then with what all say
-            seen = flat["obs"].reshape(len(actor.share), STEPS, -1)
-            gathered.append(actor.policy.normaliser.moments(seen, flat["mask"].reshape(len(actor.share), STEPS) > 0))
+            seen = flat.obs.reshape(len(actor.share), STEPS, -1)
+            gathered.append(actor.policy.normaliser.moments(seen, flat.mask.reshape(len(actor.share), STEPS) > 0))
         for actor, flat in calls:
             actor.all_gather_object = lambda own, every=gathered: every
             actor._observe(flat)
