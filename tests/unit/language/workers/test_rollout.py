@@ -118,6 +118,9 @@ class FakeReceiver:
         fresh, self.version = self.version < 0, 0
         return fresh
 
+    def forget_version(self) -> None:
+        self.version = -1
+
 
 class FakeEncoder:
     def encode(self, prompt: Prompt) -> tuple[list[int], None]:
