@@ -52,8 +52,11 @@ def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
     if not counts:
         return 0.0
     max_count = max(counts.values())
-    won = [answer for answer, count in counts.items() if count == max_count]
-    shares = [sum(r for v, r in zip(votes, right, strict=True) if v == answer) / max_count for answer in won]
+    tied_answers = [answer for answer, count in counts.items() if count == max_count]
+    shares = [
+        sum(is_right for v, is_right in zip(votes, right, strict=True) if v == answer) / max_count
+        for answer in tied_answers
+    ]
     return sum(shares) / len(shares)
 
 
@@ -80,10 +83,10 @@ def summarize(rows: Iterable[_Row]) -> dict[str, Any]:
     if len(counts) != 1:
         raise ValueError(f"problems have {sorted(counts) or 'no'} samples; each must have equally many, at least one")
     tokens = np.asarray([row["tokens"] for problem in problems for row in problem])
-    terms = problems[0][0]["terms"]
+    term_names = problems[0][0]["terms"]
     return {
         **_scores(problems),
-        "reward_terms": {name: _overall(problems, partial(_term, name)) for name in terms},
+        "reward_terms": {name: _overall(problems, partial(_term, name)) for name in term_names},
         "response_tokens": {
             "mean": float(tokens.mean()),
             "median": float(np.median(tokens)),
@@ -98,17 +101,25 @@ def summarize(rows: Iterable[_Row]) -> dict[str, Any]:
 
 def _scores(problems: Sequence[Sequence[_Row]]) -> dict[str, Any]:
     samples = len(problems[0])
-    right = [sum(bool(row["right"]) for row in problem) for problem in problems]
-    passed = {k: [pass_at_k(samples, count, k) for count in right] for k in ks(samples)}
-    voted = any(row["vote"] for problem in problems for row in problem)
-    votes = [majority([r["vote"] for r in problem], [bool(r["right"]) for r in problem]) for problem in problems]
+    right_counts = [sum(bool(row["right"]) for row in problem) for problem in problems]
+    pass_rates = {
+        num_drawn: [pass_at_k(samples, count, num_drawn) for count in right_counts] for num_drawn in ks(samples)
+    }
+    has_votes = any(row["vote"] for problem in problems for row in problem)
+    majority_scores = [
+        majority([r["vote"] for r in problem], [bool(r["right"]) for r in problem]) for problem in problems
+    ]
     return {
         "n": len(problems),
         "samples": samples,
-        **_mean("accuracy", [count / samples for count in right]),
-        "pass_at_k": {str(k): sum(values) / len(values) for k, values in passed.items()},
-        "pass_at_k_ci95": {str(k): list(interval(values)) for k, values in passed.items()},
-        **(_mean("majority", votes) if voted else {"majority": None, "majority_ci95": None}),
+        **_mean("accuracy", [count / samples for count in right_counts]),
+        "pass_at_k": {
+            str(num_drawn): sum(problem_rates) / len(problem_rates) for num_drawn, problem_rates in pass_rates.items()
+        },
+        "pass_at_k_ci95": {
+            str(num_drawn): list(interval(problem_rates)) for num_drawn, problem_rates in pass_rates.items()
+        },
+        **(_mean("majority", majority_scores) if has_votes else {"majority": None, "majority_ci95": None}),
         **_mean("reward_mean", [_share(problem, lambda row: row["reward"]) for problem in problems]),
     }
 
@@ -125,7 +136,11 @@ def _levels(problems: Sequence[Sequence[_Row]]) -> dict[str, Any]:
 
 def level_order(level: str) -> tuple[list[tuple[int, str]], str]:
     """Sorts "level 2" before "level 10"."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", level) if part], level
+    return [
+        (int(level_part), "") if level_part.isdecimal() else (-1, level_part)
+        for level_part in re.split(r"(\d+)", level)
+        if level_part
+    ], level
 
 
 def _mean(name: str, values: Sequence[float]) -> dict[str, Any]:
@@ -170,28 +185,32 @@ def pairs_summary(rows: Sequence[_PreferenceRow]) -> dict[str, Any]:
     """
     rewards = np.asarray([row["rewards"] for row in rows], np.float64)
     margins = rewards[:, 0] - rewards[:, 1]
-    right = margins > 0
-    error, parts = calibration(margins)
-    prompts = [row.get("prompt", place) for place, row in enumerate(rows)]  # pairs of one prompt often share a response
+    is_right = margins > 0
+    error, bins = calibration(margins)
+    prompt_keys = [
+        row.get("prompt", row_index) for row_index, row in enumerate(rows)
+    ]  # pairs of one prompt often share a response
     levels: dict[str, list[int]] = {}
-    for place, row in enumerate(rows):
-        levels.setdefault(str(row["level"]), []).append(place)
+    for row_index, row in enumerate(rows):
+        levels.setdefault(str(row["level"]), []).append(row_index)
     return {
         "n": len(rows),
         "unit": "pairs",
-        "accuracy": float(right.mean()),
-        "accuracy_ci95": list(share_interval(right, prompts)),
+        "accuracy": float(is_right.mean()),
+        "accuracy_ci95": list(share_interval(is_right, prompt_keys)),
         "margin": float(margins.mean()),
         "reward_mean": float(rewards.mean()),
         "calibration_error": error,
-        "calibration": parts,
+        "calibration": bins,
         "levels": {
             level: {
-                "n": len(places),
-                "accuracy": float(right[places].mean()),
-                "accuracy_ci95": list(share_interval(right[places], [prompts[place] for place in places])),
+                "n": len(row_indices),
+                "accuracy": float(is_right[row_indices].mean()),
+                "accuracy_ci95": list(
+                    share_interval(is_right[row_indices], [prompt_keys[row_index] for row_index in row_indices])
+                ),
             }
-            for level, places in sorted(levels.items())
+            for level, row_indices in sorted(levels.items())
         }
         if len(levels) > 1
         else {},
@@ -212,21 +231,21 @@ def calibration(margins: np.ndarray) -> tuple[float, list[dict[str, float]]]:
         (mean p) and was (share).
     """
     probabilities = 1 / (1 + np.exp(-np.abs(margins)))
-    was = np.where(margins == 0, 0.5, margins > 0)  # a tie makes both equally likely
-    place = np.minimum(((probabilities - 0.5) * 2 * _BINS).astype(int), _BINS - 1)
-    parts = []
-    for part in range(_BINS):
-        members = place == part
-        if members.any():
-            parts.append(
+    outcomes = np.where(margins == 0, 0.5, margins > 0)  # a tie makes both equally likely
+    bin_index = np.minimum(((probabilities - 0.5) * 2 * _BINS).astype(int), _BINS - 1)
+    bins = []
+    for bin_number in range(_BINS):
+        is_in_bin = bin_index == bin_number
+        if is_in_bin.any():
+            bins.append(
                 {
-                    "n": int(members.sum()),
-                    "said": float(probabilities[members].mean()),
-                    "was": float(was[members].mean()),
+                    "n": int(is_in_bin.sum()),
+                    "said": float(probabilities[is_in_bin].mean()),
+                    "was": float(outcomes[is_in_bin].mean()),
                 }
             )
-    error = sum(part["n"] * abs(part["said"] - part["was"]) for part in parts) / len(margins)
-    return float(error), parts
+    error = sum(row["n"] * abs(row["said"] - row["was"]) for row in bins) / len(margins)
+    return float(error), bins
 
 
 def labels_summary(rows: Sequence[_PreferenceRow]) -> dict[str, Any]:
@@ -235,16 +254,18 @@ def labels_summary(rows: Sequence[_PreferenceRow]) -> dict[str, Any]:
     """
     rewards = np.asarray([row["rewards"][0] for row in rows], np.float64)
     labels = np.asarray([row["target"] for row in rows], np.float64)
-    shares = _agreement(rewards, labels)
-    spread = float(((labels - labels.mean()) ** 2).sum())
+    agreement_shares = _agreement(rewards, labels)
+    total_variance = float(((labels - labels.mean()) ** 2).sum())
     return {
         "n": len(rows),
         "unit": "responses",
-        "accuracy": float(np.mean(shares)) if shares else 0.5,
-        "accuracy_ci95": list(share_interval(shares, influence=2.0)) if shares else [0.0, 1.0],  # of pairs of rows
+        "accuracy": float(np.mean(agreement_shares)) if agreement_shares else 0.5,
+        "accuracy_ci95": list(share_interval(agreement_shares, influence=2.0))
+        if agreement_shares
+        else [0.0, 1.0],  # of pairs of rows
         "reward_mean": float(rewards.mean()),
         "mse": float(((rewards - labels) ** 2).mean()),
-        "r2": None if spread == 0 else 1 - float(((rewards - labels) ** 2).sum()) / spread,
+        "r2": None if total_variance == 0 else 1 - float(((rewards - labels) ** 2).sum()) / total_variance,
         "spearman": spearman(rewards, labels),
         "levels": {},
     }
@@ -254,37 +275,39 @@ def _agreement(rewards: np.ndarray, labels: np.ndarray) -> list[float]:
     """Returns, for each response, the share of responses with another label that the rewards order correctly; ties are
     wrong.
     """
-    shares = []
+    agreement_shares = []
     for reward, label in zip(rewards, labels, strict=True):
-        other = labels != label
-        if other.any():
-            concordant = np.sign(reward - rewards[other]) == np.sign(label - labels[other])
-            shares.append(float(concordant.mean()))
-    return shares
+        is_comparable = labels != label
+        if is_comparable.any():
+            is_concordant = np.sign(reward - rewards[is_comparable]) == np.sign(label - labels[is_comparable])
+            agreement_shares.append(float(is_concordant.mean()))
+    return agreement_shares
 
 
 def spearman(first: np.ndarray, second: np.ndarray) -> float | None:
     """Returns the rank correlation, with mean ranks of ties; None if either does not vary."""
-    ranks = [_ranks(values) for values in (first, second)]
-    if any(np.ptp(each) == 0 for each in ranks):
+    ranks = [_ranks(observations) for observations in (first, second)]
+    if any(np.ptp(rank_values) == 0 for rank_values in ranks):
         return None
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = counts.cumsum()
-    ranks: np.ndarray = ((ends - counts + ends - 1) / 2)[place]
+    _, value_index, counts = np.unique(values, return_inverse=True, return_counts=True)
+    end_ranks = counts.cumsum()
+    ranks: np.ndarray = ((end_ranks - counts + end_ranks - 1) / 2)[value_index]
     return ranks
 
 
 def describe(result: dict[str, Any]) -> str:
     """Formats an evaluation as a line."""
-    between = in_parentheses(result["accuracy_ci95"], ".1%", "95 % interval ")
-    line = f"accuracy {result['accuracy']:.1%}{between} on {result['n']} {result['unit']}"
+    interval_part = in_parentheses(result["accuracy_ci95"], ".1%", "95 % interval ")
+    line = f"accuracy {result['accuracy']:.1%}{interval_part} on {result['n']} {result['unit']}"
     if result["unit"] == "pairs":
         line += f", margin {result['margin']:.3g}, calibration error {result['calibration_error']:.1%}"
     else:
         correlations = {"R²": result["r2"], "Spearman": result["spearman"]}
-        line += "".join(f", {name} {value:.3f}" for name, value in correlations.items() if value is not None)
+        line += "".join(
+            f", {name} {correlation:.3f}" for name, correlation in correlations.items() if correlation is not None
+        )
     return f"{line}; suite {result['suite']}, step {result['global_step']}"

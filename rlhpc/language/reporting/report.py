@@ -73,23 +73,23 @@ def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
         rows: Metrics of the run.
         always: Curves that are drawn even without logged values.
     """
-    titled = [*(metric for metric in _FIRST if metric.file in always), *_DIAGNOSTICS]
+    titled_metrics = [*(metric for metric in _FIRST if metric.file in always), *_DIAGNOSTICS]
     names = {key for row in rows for key in row}
-    drawn = {metric.name for metric in titled} | _COUNTERS
-    unknown = [
+    charted_names = {metric.name for metric in titled_metrics} | _COUNTERS
+    unknown_names = [
         Metric(name.replace("/", "_"), name, name, "")
-        for name in sorted({name for name in names if name.startswith(("train/", "rollout/"))} - drawn)
+        for name in sorted({name for name in names if name.startswith(("train/", "rollout/"))} - charted_names)
         if not is_constant(series(rows, name)[1])
     ]
-    charts = metric_charts(rows, [*titled, *unknown], always)
-    held_out = series(rows, "eval/loss")
-    for metric in titled:
-        if metric.name == "train/loss" and metric.file in charts and held_out[0]:
+    charts = metric_charts(rows, [*titled_metrics, *unknown_names], always)
+    held_out_loss = series(rows, "eval/loss")
+    for metric in titled_metrics:
+        if metric.name == "train/loss" and metric.file in charts and held_out_loss[0]:
             lines = [Line("training", *series(rows, metric.name), smooth=True)]
-            lines.append(Line("held out", *held_out, color=1, markers=True))
+            lines.append(Line("held out", *held_out_loss, color=1, markers=True))
             charts[metric.file] = line_chart(metric.title, "global step", metric.y_label, lines)
-    if len(terms := sorted(name for name in names if name.startswith("reward/"))) > 1:
-        lines = [Line(name[7:], *series(rows, name), color=i, smooth=True) for i, name in enumerate(terms)]
+    if len(term_names := sorted(name for name in names if name.startswith("reward/"))) > 1:
+        lines = [Line(name[7:], *series(rows, name), color=i, smooth=True) for i, name in enumerate(term_names)]
         charts["reward_terms"] = line_chart("Terms of the reward", "global step", "mean", lines)
     return charts
 
@@ -118,17 +118,17 @@ def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
 
     Each has `suite`, `global_step`, `n`, `accuracy`, `low` and `high` (95 %).
     """
-    results = [result for result in typed_results(paths, "accuracy") if "n" in result]
-    for result in results:
-        result["low"], result["high"] = result.get("accuracy_ci95") or (result["accuracy"],) * 2
-    return results
+    evaluations = [evaluation for evaluation in typed_results(paths, "accuracy") if "n" in evaluation]
+    for evaluation in evaluations:
+        evaluation["low"], evaluation["high"] = evaluation.get("accuracy_ci95") or (evaluation["accuracy"],) * 2
+    return evaluations
 
 
 def by_suite(evaluations: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
     """Groups evaluations by suite."""
     suites: dict[str, list[Evaluation]] = {}
-    for result in evaluations:
-        suites.setdefault(str(result["suite"]), []).append(result)
+    for evaluation in evaluations:
+        suites.setdefault(str(evaluation["suite"]), []).append(evaluation)
     return suites
 
 
@@ -143,26 +143,27 @@ def evaluation_curve(paths: RunPaths, rows: Rows, evaluations: Sequence[Evaluati
 def pass_at_k_curve(evaluations: Sequence[Evaluation]) -> str | None:
     """Draws pass@k over k of each suite's first and last checkpoint; None if no suite has several samples."""
     lines: list[Line] = []
-    for suite, results in by_suite(evaluations).items():
-        several = [result for result in results if len(result.get("pass_at_k") or {}) > 1]
-        for result in several[:1] + several[1:][-1:]:
-            ends = result.get("pass_at_k_ci95") or {}
+    for suite, suite_results in by_suite(evaluations).items():
+        curve_results = [curve_result for curve_result in suite_results if len(curve_result.get("pass_at_k") or {}) > 1]
+        for curve_result in curve_results[:1] + curve_results[1:][-1:]:
+            interval_ends = curve_result.get("pass_at_k_ci95") or {}
             points = sorted(
-                (int(k), float(value), *ends.get(k, (value, value))) for k, value in result["pass_at_k"].items()
+                (int(k), float(pass_rate), *interval_ends.get(k, (pass_rate, pass_rate)))
+                for k, pass_rate in curve_result["pass_at_k"].items()
             )
-            x, y, low, high = (list(column) for column in zip(*points, strict=True))
-            name = f"{suite}, step {result['global_step']}"
-            lines.append(Line(name, x, y, low, high, color=len(lines), markers=True))
+            x, y, lower_ends, upper_ends = (list(column) for column in zip(*points, strict=True))
+            name = f"{suite}, step {curve_result['global_step']}"
+            lines.append(Line(name, x, y, lower_ends, upper_ends, color=len(lines), markers=True))
     return line_chart("pass@k", "k", "pass@k, 95 % interval", lines, TALL) if lines else None
 
 
 def all_curves(paths: RunPaths, rows: Rows, always: Container[str]) -> dict[str, str]:
     """Returns all charts of the run by file name."""
     evaluations = read_evaluations(paths)
-    evaluation = evaluation_curve(paths, rows, evaluations)
-    charts = {**learning_curves(rows, always), "evaluation": evaluation, **time_curves(rows)}
-    passed = pass_at_k_curve(evaluations)
-    return charts | ({"pass_at_k": passed} if passed else {})
+    evaluation_chart = evaluation_curve(paths, rows, evaluations)
+    charts = {**learning_curves(rows, always), "evaluation": evaluation_chart, **time_curves(rows)}
+    pass_at_k_chart = pass_at_k_curve(evaluations)
+    return charts | ({"pass_at_k": pass_at_k_chart} if pass_at_k_chart else {})
 
 
 def parts(
@@ -183,8 +184,10 @@ def parts(
     samples = write_samples_page(paths) if linked else None
     episodes = write_episodes_page(paths) if linked else None
     suite = judging_suite(paths, evaluations)
-    judging = of_suite(evaluations, suite)
-    evaluated = {int(result["global_step"]): f"{result['accuracy']:.1%}" for result in judging}
+    suite_evaluations = of_suite(evaluations, suite)
+    accuracy_by_step = {
+        int(evaluation["global_step"]): f"{evaluation['accuracy']:.1%}" for evaluation in suite_evaluations
+    }
     return Parts(
         subject=data_name(paths),
         cards=key_figures(rows, judged_results(paths, rows, evaluations, suite, "accuracy"), trained, rate),
@@ -193,7 +196,7 @@ def parts(
             paths, rows, evaluations, samples.name if samples else None, episodes.name if episodes else None
         ),
         times=list(time_curves(rows).values())[::-1],
-        evaluated=evaluated,
+        evaluated=accuracy_by_step,
         trained=trained,
     )
 
@@ -202,8 +205,8 @@ def data_name(paths: RunPaths) -> str:
     """Returns model and data of the run, for its subtitle."""
     try:
         cfg = read_yaml(paths.config.read_bytes())
-        train, model = cfg["data"]["train"], str(cfg["actor"]["model"]["model_path"] or "")
-        task = (train.get("kwargs") or {}).get("task") or train.get("path") or train["source"]
+        train_section, model = cfg["data"]["train"], str(cfg["actor"]["model"]["model_path"] or "")
+        task = (train_section.get("kwargs") or {}).get("task") or train_section.get("path") or train_section["source"]
         return f"{model_name(Path(model))} on {Path(str(task)).name}" if model else str(task)
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
         return ""
@@ -211,8 +214,8 @@ def data_name(paths: RunPaths) -> str:
 
 def key_figures(rows: Rows, evaluations: Sequence[Evaluation], trained: tuple[str, str], rate: str) -> str:
     """Renders the cards at the top of the page, with the evaluations of one suite."""
-    best = max(evaluations, key=lambda result: result["accuracy"], default=None)
-    last = evaluations[-1] if evaluations else None
+    best_evaluation = max(evaluations, key=lambda result: result["accuracy"], default=None)
+    last_evaluation = evaluations[-1] if evaluations else None
 
     def of(name: str) -> float | None:
         return next(iter(series(rows, name)[1][-1:]), None)
@@ -223,16 +226,16 @@ def key_figures(rows: Rows, evaluations: Sequence[Evaluation], trained: tuple[st
         return card(title, f"{result['accuracy']:.1%}", f"accuracy, {result['suite']}, step {result['global_step']}")
 
     name, label = trained
-    value, wall = of(name), of("time/wall_s")
-    rates = series(rows, rate)[1]
+    metric_value, wall_s = of(name), of("time/wall_s")
+    rate_values = series(rows, rate)[1]
     return (
         '<div class="cards">'
-        + evaluated("Best evaluation", best)
-        + evaluated("Last evaluation", last)
-        + card(label.capitalize(), "–" if value is None else f"{value:.3f}", "at the last step")
+        + evaluated("Best evaluation", best_evaluation)
+        + evaluated("Last evaluation", last_evaluation)
+        + card(label.capitalize(), "–" if metric_value is None else f"{metric_value:.3f}", "at the last step")
         + card("Training steps", str(rows[-1]["step"]) if rows else "–", "")
-        + card("Wall time", "–" if wall is None else duration(wall), "training")
-        + card("Tokens / s", number(sum(rates) / len(rates)) if rates else "–", "mean over the run")
+        + card("Wall time", "–" if wall_s is None else duration(wall_s), "training")
+        + card("Tokens / s", number(sum(rate_values) / len(rate_values)) if rate_values else "–", "mean over the run")
         + "</div>"
     )
 
@@ -246,7 +249,7 @@ def evaluation_section(
 ) -> str:
     """Renders chart and table of the evaluations, accuracy by level, and links to the pages of samples and episodes."""
     html = figures(
-        [passed] if (passed := pass_at_k_curve(evaluations)) else [],
+        [pass_at_k_chart] if (pass_at_k_chart := pass_at_k_curve(evaluations)) else [],
         lambda size: evaluation_curve(paths, rows, evaluations, size),
     )
     html += hollow_points(evaluations_by_suite(paths, rows, evaluations, "accuracy"))
@@ -259,52 +262,71 @@ def evaluation_section(
     if episodes_page:
         html += f'<p><a href="{escape(episodes_page)}">What its episodes left, turn by turn</a></p>'
     html += f'<div class="scroll">{_table(evaluations)}</div>'
-    for suite, results in by_suite(evaluations).items():
-        if any(result.get("levels") for result in results):
-            html += f'<h3>{escape(suite)}: accuracy by level</h3><div class="scroll">{_levels(results)}</div>'
+    for suite, suite_results in by_suite(evaluations).items():
+        if any(evaluation.get("levels") for evaluation in suite_results):
+            html += f'<h3>{escape(suite)}: accuracy by level</h3><div class="scroll">{_levels(suite_results)}</div>'
     return html
 
 
 def _table(evaluations: Sequence[Evaluation]) -> str:
-    best = {suite: max(result["accuracy"] for result in results) for suite, results in by_suite(evaluations).items()}
-    named = [with_pass_at(result) for result in evaluations]
-    passed = largest_pass_at(name for result in named for name in result)
+    best_accuracies = {
+        suite: max(evaluation["accuracy"] for evaluation in suite_results)
+        for suite, suite_results in by_suite(evaluations).items()
+    }
+    named_evaluations = [with_pass_at(evaluation) for evaluation in evaluations]
+    pass_metric = largest_pass_at(name for evaluation in named_evaluations for name in evaluation)
     rows: list[list[Cell]] = []
-    for result in named:
-        sampled = [_percent(result.get(passed)), _percent(result.get("majority"))] if passed else []
+    for evaluation in named_evaluations:
+        sample_cells = (
+            [_percent(evaluation.get(pass_metric)), _percent(evaluation.get("majority"))] if pass_metric else []
+        )
         rows.append(
             [
-                str(result["suite"]),
-                result["global_step"],
-                result["n"],
-                _percent(result["accuracy"]) + (" ★" if result["accuracy"] == best[str(result["suite"])] else ""),
-                interval_text((result["low"], result["high"]), ".1%") or "–",
-                *sampled,
-                _digits(result.get("reward_mean"), 3),
-                _digits((result.get("response_tokens") or {}).get("mean"), 1),
-                _percent(result.get("truncated")),
-                str(result.get("backend", "–")),
+                str(evaluation["suite"]),
+                evaluation["global_step"],
+                evaluation["n"],
+                _percent(evaluation["accuracy"])
+                + (" ★" if evaluation["accuracy"] == best_accuracies[str(evaluation["suite"])] else ""),
+                interval_text((evaluation["low"], evaluation["high"]), ".1%") or "–",
+                *sample_cells,
+                _digits(evaluation.get("reward_mean"), 3),
+                _digits((evaluation.get("response_tokens") or {}).get("mean"), 1),
+                _percent(evaluation.get("truncated")),
+                str(evaluation.get("backend", "–")),
             ]
         )
-    more = [metric_title(passed), "majority"] if passed else []
-    head = ["suite", "step", "n", "accuracy", "95 % interval", *more, "reward", "tokens", "cut off", "backend"]
-    return table(head, rows, text_columns={0, len(head) - 1})
+    sample_columns = [metric_title(pass_metric), "majority"] if pass_metric else []
+    header = [
+        "suite",
+        "step",
+        "n",
+        "accuracy",
+        "95 % interval",
+        *sample_columns,
+        "reward",
+        "tokens",
+        "cut off",
+        "backend",
+    ]
+    return table(header, rows, text_columns={0, len(header) - 1})
 
 
 def _levels(evaluations: Sequence[Evaluation]) -> str:
     """Renders a table with one row per level and one column per checkpoint."""
-    levels = sorted({level for result in evaluations for level in result.get("levels") or {}}, key=level_order)
+    levels = sorted({level for evaluation in evaluations for level in evaluation.get("levels") or {}}, key=level_order)
     sizes = evaluations[-1].get("levels") or {}
     body: list[list[Cell]] = []
     for level in levels:
         cells: list[Cell] = []
-        for result in evaluations:
-            scores = (result.get("levels") or {}).get(level) or {}
+        for evaluation in evaluations:
+            scores = (evaluation.get("levels") or {}).get(level) or {}
             cells.append(
                 _percent(scores.get("accuracy")) + in_parentheses(scores.get("accuracy_ci95"), ".1%", to=" … ")
             )
         body.append([level or "–", sizes.get(level, {}).get("n", "–"), *cells])
-    return table(["level", "n", *(f"step {result['global_step']}" for result in evaluations)], body, text_columns={0})
+    return table(
+        ["level", "n", *(f"step {evaluation['global_step']}" for evaluation in evaluations)], body, text_columns={0}
+    )
 
 
 def _percent(value: Any) -> str:

@@ -138,8 +138,12 @@ def read_samples(path: Path) -> Iterator[_Row]:
                 row = read_json(line)
             except ValueError:
                 continue
-            if isinstance(row, dict) and all(name in row and fits(row[name]) for name, fits in _FIELDS.items()):
-                yield {name: value for name, value in row.items() if name not in _OPTIONAL or _OPTIONAL[name](value)}
+            if isinstance(row, dict) and all(name in row and is_valid(row[name]) for name, is_valid in _FIELDS.items()):
+                yield {
+                    name: field_value
+                    for name, field_value in row.items()
+                    if name not in _OPTIONAL or _OPTIONAL[name](field_value)
+                }
 
 
 def samples_page(paths: RunPaths) -> Path:
@@ -153,7 +157,7 @@ def write_samples_page(paths: RunPaths) -> Path | None:
     Raises:
         RlhpcError: The page cannot be written.
     """
-    suites = {suite: _columns(results) for suite, results in _results_with_samples(paths).items()}
+    suites = {suite: _columns(suite_results) for suite, suite_results in _results_with_samples(paths).items()}
     suites = {suite: columns for suite, columns in suites.items() if columns}
     if not suites:
         return None
@@ -183,7 +187,7 @@ def _ways(suites: Sequence[str]) -> str:
 
 def _results_with_samples(paths: RunPaths) -> dict[str, list[tuple[int, Path, Mapping[str, Any]]]]:
     """Returns (step, JSON file, content) by suite, with ascending steps, of evaluations with a samples file."""
-    by_suite: dict[str, list[tuple[int, Path, Mapping[str, Any]]]] = {}
+    results_by_suite: dict[str, list[tuple[int, Path, Mapping[str, Any]]]] = {}
     for path in paths.eval_results():
         try:
             result, _ = typed_result(read_json(read_file(path)))
@@ -191,8 +195,8 @@ def _results_with_samples(paths: RunPaths) -> dict[str, list[tuple[int, Path, Ma
         except (OSError, ValueError, KeyError, AttributeError):
             continue
         if samples_path(path).is_file():
-            by_suite.setdefault(suite, []).append((step, path, result))
-    return {suite: sorted(by_suite[suite], key=lambda entry: entry[:2]) for suite in sorted(by_suite)}
+            results_by_suite.setdefault(suite, []).append((step, path, result))
+    return {suite: sorted(results_by_suite[suite], key=lambda entry: entry[:2]) for suite in sorted(results_by_suite)}
 
 
 def spread(count: int, limit: int) -> list[int]:
@@ -213,16 +217,16 @@ def _columns(results: Sequence[tuple[int, Path, Mapping[str, Any]]]) -> list[_Co
         for row in _rows(column.path):
             counts.setdefault(row["id"], []).append(row["right"])
             column.level[row["id"]] = str(row.get("level", ""))
-        column.share.update({key: sum(right) / len(right) for key, right in counts.items()})
+        column.share.update({key: sum(right_flags) / len(right_flags) for key, right_flags in counts.items()})
         if counts:
             columns.append(column)
     if not columns:
         return []
     ids = _order_problems(columns)
-    chosen = {ids[i] for i in spread(len(ids), _PROBLEMS)}
+    chosen_ids = {ids[i] for i in spread(len(ids), _PROBLEMS)}
     for i in spread(len(columns), _CHECKPOINTS):
         for row in _rows(columns[i].path):
-            if row["id"] in chosen:
+            if row["id"] in chosen_ids:
                 columns[i].selected_rows.setdefault(row["id"], []).append(row)
     return columns
 
@@ -246,27 +250,31 @@ def _order_problems(columns: Sequence[_Column]) -> list[Any]:
     """Returns the problems of the last checkpoint, by level, then in their order, so that evenly spaced ones cover all
     levels.
     """
-    last = columns[-1]
-    return sorted(last.share, key=lambda key: (level_order(last.level[key]), isinstance(key, str), key))
+    last_column = columns[-1]
+    return sorted(last_column.share, key=lambda key: (level_order(last_column.level[key]), isinstance(key, str), key))
 
 
 def _suite(columns: Sequence[_Column]) -> str:
     ids = _order_problems(columns)
-    chosen = [ids[i] for i in spread(len(ids), _PROBLEMS)]
+    chosen_ids = [ids[i] for i in spread(len(ids), _PROBLEMS)]
     columns_with_rows = [column for column in columns if column.selected_rows]
-    parts = [_changes(columns)]
+    html_parts = [_changes(columns)]
     if len(ids) > 1:
-        parts += ["<h3>Every problem</h3>", _map(columns, ids)]
-    omitted = "" if len(chosen) == len(ids) else f"{len(chosen)} of {len(ids)} problems, evenly spaced over the levels"
+        html_parts += ["<h3>Every problem</h3>", _map(columns, ids)]
+    omission_note = (
+        ""
+        if len(chosen_ids) == len(ids)
+        else f"{len(chosen_ids)} of {len(ids)} problems, evenly spaced over the levels"
+    )
     if len(columns_with_rows) < len(columns):
-        omitted += f"{'; ' if omitted else ''}{len(columns_with_rows)} of {len(columns)} checkpoints"
-    parts.append(f'<h3>Problems</h3><p class="note">{escape(omitted or "All of them")}.</p>')
+        omission_note += f"{'; ' if omission_note else ''}{len(columns_with_rows)} of {len(columns)} checkpoints"
+    html_parts.append(f'<h3>Problems</h3><p class="note">{escape(omission_note or "All of them")}.</p>')
     for column in columns:
         if count := _lines(column.path) - sum(1 for _ in _rows(column.path)):
             note = f"{column.path.parent.name}/{column.path.name}: {count} lines are no samples, and are left out"
-            parts.append(f'<p class="note">{escape(note)}.</p>')
-    parts += [_filter_form(), *(_problem(key, columns_with_rows) for key in chosen)]
-    return "".join(parts)
+            html_parts.append(f'<p class="note">{escape(note)}.</p>')
+    html_parts += [_filter_form(), *(_problem(key, columns_with_rows) for key in chosen_ids)]
+    return "".join(html_parts)
 
 
 def _filter_form() -> str:
@@ -277,10 +285,12 @@ def _filter_form() -> str:
         "wrong": "one is wrong",
         "changed": "differ between checkpoints",
     }
-    options = "".join(f'<option value="{value}">{text}</option>' for value, text in choices.items())
+    options = "".join(
+        f'<option value="{option_value}">{option_label}</option>' for option_value, option_label in choices.items()
+    )
     rewards = "".join(
-        f'<label>{text}<input type="number" name="{name}" step="any"/></label>'
-        for name, text in (("least", "reward from"), ("most", "to"))
+        f'<label>{option_label}<input type="number" name="{name}" step="any"/></label>'
+        for name, option_label in (("least", "reward from"), ("most", "to"))
     )
     return (
         f'<form class="filter" hidden><label>answers<select name="answers">{options}</select></label>{rewards}'
@@ -295,76 +305,82 @@ def _changes(columns: Sequence[_Column]) -> str:
     """
     rows: list[list[Cell]] = []
     results = [with_pass_at(column.result) for column in columns]
-    passed = largest_pass_at(name for result in results for name in result)
-    before: _Column | None = None
+    pass_metric = largest_pass_at(name for result in results for name in result)
+    previous_column: _Column | None = None
     for column, result in zip(columns, results, strict=True):
-        both = [key for key in column.share if before is not None and key in before.share]
-        better = sum(column.share[key] > before.share[key] for key in both) if before else "–"
-        worse = sum(column.share[key] < before.share[key] for key in both) if before else "–"
+        common_problems = [key for key in column.share if previous_column is not None and key in previous_column.share]
+        num_better = (
+            sum(column.share[key] > previous_column.share[key] for key in common_problems) if previous_column else "–"
+        )
+        num_worse = (
+            sum(column.share[key] < previous_column.share[key] for key in common_problems) if previous_column else "–"
+        )
         accuracy = sum(column.share.values()) / len(column.share)
-        between = interval_text(column.result.get("accuracy_ci95"), ".1%") or "–"
-        share = result.get(passed or "")
-        several = [f"{share:.1%}" if isinstance(share, int | float) else "–"] if passed else []
-        rows.append([column.step, len(column.share), f"{accuracy:.1%}", between, *several, better, worse])
-        before = column
-    several = [metric_title(passed)] if passed else []
-    head = ["step", "problems", "accuracy", "95 % interval", *several, "better than before", "worse than before"]
-    return f'<div class="scroll">{table(head, rows)}</div>'
+        interval_cell = interval_text(column.result.get("accuracy_ci95"), ".1%") or "–"
+        pass_share = result.get(pass_metric or "")
+        pass_cells = [f"{pass_share:.1%}" if isinstance(pass_share, int | float) else "–"] if pass_metric else []
+        rows.append(
+            [column.step, len(column.share), f"{accuracy:.1%}", interval_cell, *pass_cells, num_better, num_worse]
+        )
+        previous_column = column
+    pass_cells = [metric_title(pass_metric)] if pass_metric else []
+    header = ["step", "problems", "accuracy", "95 % interval", *pass_cells, "better than before", "worse than before"]
+    return f'<div class="scroll">{table(header, rows)}</div>'
 
 
 def _map(columns: Sequence[_Column], ids: Sequence[Any]) -> str:
     """Renders one row per checkpoint and one column per problem; the fuller the colour, the more samples are right."""
-    picked = [ids[i] for i in spread(len(ids), _MAP_COLUMNS)]
+    map_problems = [ids[i] for i in spread(len(ids), _MAP_COLUMNS)]
     margin, height = 78, 17
-    width = max(4, min(22, 1080 // len(picked)))
-    parts, level = [], None
-    for j, key in enumerate(picked):
+    width = max(4, min(22, 1080 // len(map_problems)))
+    rectangles, level = [], None
+    for j, key in enumerate(map_problems):
         if (name := columns[-1].level[key]) != level:
             level = name
-            parts.append(f'<text x="{margin + j * width}" y="12">{escape(name[:18])}</text>')
+            rectangles.append(f'<text x="{margin + j * width}" y="12">{escape(name[:18])}</text>')
     for i, column in enumerate(columns):
         y = 20 + i * (height + 2)
-        parts.append(f'<text x="{margin - 8}" y="{y + 12}" text-anchor="end">step {column.step}</text>')
-        for j, key in enumerate(picked):
-            share = column.share.get(key)
-            fill = "var(--soft)" if not share else "var(--c2)"
-            opacity = 1.0 if not share else 0.2 + 0.8 * share
-            label = "not asked" if share is None else f"{share:.0%} right"
-            parts.append(
+        rectangles.append(f'<text x="{margin - 8}" y="{y + 12}" text-anchor="end">step {column.step}</text>')
+        for j, key in enumerate(map_problems):
+            right_share = column.share.get(key)
+            fill = "var(--soft)" if not right_share else "var(--c2)"
+            opacity = 1.0 if not right_share else 0.2 + 0.8 * right_share
+            label = "not asked" if right_share is None else f"{right_share:.0%} right"
+            rectangles.append(
                 f'<rect x="{margin + j * width}" y="{y}" width="{width - 1}" height="{height}" '
                 f'style="fill:{fill};opacity:{opacity:.2f};stroke:var(--line);stroke-width:.6">'
                 f"<title>problem {escape(str(key))}, step {column.step}: {label}</title></rect>"
             )
-    size = margin + width * len(picked) + 4, 24 + len(columns) * (height + 2)
-    note = f"{len(picked)} of {len(ids)} problems. " if len(picked) < len(ids) else ""
+    size = margin + width * len(map_problems) + 4, 24 + len(columns) * (height + 2)
+    note = f"{len(map_problems)} of {len(ids)} problems. " if len(map_problems) < len(ids) else ""
     return (
         f'<p class="note">{note}Each row is a checkpoint, each column a problem. Filled: right; paler: some of its samples '
         "are right.</p>"
         f'<div class="map"><svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" '
         f'width="{size[0]}" height="{size[1]}" role="img" aria-label="right and wrong by problem">'
-        f"{''.join(parts)}</svg></div>"
+        f"{''.join(rectangles)}</svg></div>"
     )
 
 
 def _problem(key: Any, columns: Sequence[_Column]) -> str:
-    first = next((rows[0] for column in reversed(columns) if (rows := column.selected_rows.get(key))), None)
-    if first is None:
+    first_sample = next((rows[0] for column in reversed(columns) if (rows := column.selected_rows.get(key))), None)
+    if first_sample is None:
         return ""
-    facts = [f"<b>Problem {escape(str(key))}</b>"]
-    if first.get("level"):
-        facts.append(f"<span>level {escape(str(first['level']))}</span>")
-    if first.get("answer"):
-        facts.append(f"<span>answer <code>{escape(str(first['answer'])[:200])}</code></span>")
+    fact_items = [f"<b>Problem {escape(str(key))}</b>"]
+    if first_sample.get("level"):
+        fact_items.append(f"<span>level {escape(str(first_sample['level']))}</span>")
+    if first_sample.get("answer"):
+        fact_items.append(f"<span>answer <code>{escape(str(first_sample['answer'])[:200])}</code></span>")
     cells = []
     for column in columns:
         rows = sorted(column.selected_rows.get(key, []), key=lambda row: row["sample"])
         # A suite that was changed between two evaluations has another prompt under the same number.
-        same_prompt = bool(rows) and rows[0]["prompt"] == first["prompt"]
+        same_prompt = bool(rows) and rows[0]["prompt"] == first_sample["prompt"]
         cells.append(_answer(column.step, rows) if same_prompt else _not_asked(column.step))
-    shares = {column.share[key] for column in columns if key in column.share}
-    changed = " data-changed" if len(shares) > 1 else ""
+    right_shares = {column.share[key] for column in columns if key in column.share}
+    changed_attribute = " data-changed" if len(right_shares) > 1 else ""
     return (
-        f'<article class="problem"{changed}><header>{"".join(facts)}{_text(first["prompt"])}</header>'
+        f'<article class="problem"{changed_attribute}><header>{"".join(fact_items)}{_text(first_sample["prompt"])}</header>'
         f'<div class="answers">{"".join(cells)}</div></article>'
     )
 
@@ -374,44 +390,48 @@ def _not_asked(step: int) -> str:
 
 
 def _answer(step: int, rows: Sequence[_Row]) -> str:
-    right = sum(row["right"] for row in rows)
-    count = f" · {right} of {len(rows)} right" if len(rows) > 1 else ""
+    num_right = sum(row["right"] for row in rows)
+    count = f" · {num_right} of {len(rows)} right" if len(rows) > 1 else ""
     html = f"<h4>step {step}{count}</h4>{_sample(rows[0])}"
-    if more_samples := rows[1 : 1 + _MAX_MORE_SAMPLES]:
-        more = "".join(_sample(row) for row in more_samples)
-        html += f"<details><summary>{len(more_samples)} more of its {len(rows)} samples</summary>{more}</details>"
+    if further_rows := rows[1 : 1 + _MAX_MORE_SAMPLES]:
+        further_samples = "".join(_sample(row) for row in further_rows)
+        html += f"<details><summary>{len(further_rows)} more of its {len(rows)} samples</summary>{further_samples}</details>"
     return f'<div class="answer">{html}</div>'
 
 
 def _sample(row: _Row) -> str:
-    mark = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
+    verdict = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
     facts = [f"{row['tokens']} tokens"] if "tokens" in row else []
     if row.get("finished") is False:
         facts.append("cut off")
     if row.get("failed"):
         facts.append("could not be judged")
-    terms = row.get("terms")
-    if terms is not None and "reward" in row:
-        values = ", ".join(f"{name} {value:.3g}" for name, value in terms.items() if is_number(value))
-        facts.append(f"reward {row['reward']:.3g}" + (f" ({values})" if len(terms) > 1 else ""))
+    reward_terms = row.get("terms")
+    if reward_terms is not None and "reward" in row:
+        terms_text = ", ".join(
+            f"{name} {term_value:.3g}" for name, term_value in reward_terms.items() if is_number(term_value)
+        )
+        facts.append(f"reward {row['reward']:.3g}" + (f" ({terms_text})" if len(reward_terms) > 1 else ""))
     reward = f' data-reward="{row["reward"]:.9g}"' if "reward" in row else ""
-    data = f'data-answer="{"right" if row["right"] else "wrong"}"{reward}'
-    return f'<div class="sample" {data}><p>{mark} · {escape(" · ".join(facts))}</p>{_text(row["response"])}</div>'
+    attributes = f'data-answer="{"right" if row["right"] else "wrong"}"{reward}'
+    return (
+        f'<div class="sample" {attributes}><p>{verdict} · {escape(" · ".join(facts))}</p>{_text(row["response"])}</div>'
+    )
 
 
 def _text(text: str) -> str:
     """Renders untrusted text; a long one is folded, a very long one cut."""
-    visible = text if len(text) <= _FOLD_CHARACTERS * 1.2 else text[:_FOLD_CHARACTERS]
-    html = f'<pre class="said" dir="auto">{escape(visible) or "<i>nothing</i>"}</pre>'
-    if folded := text[len(visible) : _MAX_SAMPLE_CHARACTERS]:
-        cut = (
+    visible_text = text if len(text) <= _FOLD_CHARACTERS * 1.2 else text[:_FOLD_CHARACTERS]
+    html = f'<pre class="said" dir="auto">{escape(visible_text) or "<i>nothing</i>"}</pre>'
+    if folded_text := text[len(visible_text) : _MAX_SAMPLE_CHARACTERS]:
+        cut_note = (
             f"\n[{len(text) - _MAX_SAMPLE_CHARACTERS} more characters are in the samples file]"
             if len(text) > _MAX_SAMPLE_CHARACTERS
             else ""
         )
         html += (
-            f"<details><summary>{len(text) - len(visible)} more characters</summary>"
-            f'<pre class="said" dir="auto">{escape(folded)}{cut}</pre></details>'
+            f"<details><summary>{len(text) - len(visible_text)} more characters</summary>"
+            f'<pre class="said" dir="auto">{escape(folded_text)}{cut_note}</pre></details>'
         )
     return html
 
@@ -429,29 +449,36 @@ def compare(first: str | Path, second: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: A file cannot be read, or the evaluations have no problem in common.
     """
-    texts, first_rows, second_rows = [], _by_sample(first), _by_sample(second)
-    both = [key for key in first_rows if key in second_rows and first_rows[key]["prompt"] == second_rows[key]["prompt"]]
-    if not both:
+    differing_texts, first_rows, second_rows = [], _by_sample(first), _by_sample(second)
+    common_keys = [
+        key for key in first_rows if key in second_rows and first_rows[key]["prompt"] == second_rows[key]["prompt"]
+    ]
+    if not common_keys:
         raise ConfigError(f"{first} and {second} have no problem in common; compare evaluations of one suite")
     problems: dict[Any, list[int]] = {}
-    for key in both:
-        one, other = first_rows[key], second_rows[key]
-        problems.setdefault(key[0], []).append(int(other["right"]) - int(one["right"]))
-        if one["response"] != other["response"]:
-            texts.append({"id": key[0], "sample": key[1], "first": one["response"], "second": other["response"]})
+    for key in common_keys:
+        first_row, second_row = first_rows[key], second_rows[key]
+        problems.setdefault(key[0], []).append(int(second_row["right"]) - int(first_row["right"]))
+        if first_row["response"] != second_row["response"]:
+            differing_texts.append(
+                {"id": key[0], "sample": key[1], "first": first_row["response"], "second": second_row["response"]}
+            )
     differences = [sum(problem_differences) / len(problem_differences) for problem_differences in problems.values()]
     # From -1 to 1. If no problem differs, the interval is the bound of the share that might.
     bound = wilson(0, len(differences))[1]
-    shares = share_interval([(difference + 1) / 2 for difference in differences])
-    between = [2 * end - 1 for end in shares] if any(differences) else [-bound, bound]
+    interval_shares = share_interval([(difference + 1) / 2 for difference in differences])
+    interval_ends = [2 * end - 1 for end in interval_shares] if any(differences) else [-bound, bound]
     return {
-        "n": len(both),
-        "same_text": 1 - len(texts) / len(both),
-        "same_right": sum(first_rows[key]["right"] == second_rows[key]["right"] for key in both) / len(both),
-        "accuracy": [sum(rows[key]["right"] for key in both) / len(both) for rows in (first_rows, second_rows)],
+        "n": len(common_keys),
+        "same_text": 1 - len(differing_texts) / len(common_keys),
+        "same_right": sum(first_rows[key]["right"] == second_rows[key]["right"] for key in common_keys)
+        / len(common_keys),
+        "accuracy": [
+            sum(rows[key]["right"] for key in common_keys) / len(common_keys) for rows in (first_rows, second_rows)
+        ],
         "difference": sum(differences) / len(differences),
-        "difference_ci95": list(between),
-        "examples": texts[:5],
+        "difference_ci95": list(interval_ends),
+        "examples": differing_texts[:5],
     }
 
 
@@ -499,21 +526,23 @@ def write_episodes_page(paths: RunPaths) -> Path | None:
         RlhpcError: The page cannot be written.
     """
     sections = []
-    for suite, results in _results_with_samples(paths).items():
-        step, path, _ = results[-1]
+    for suite, suite_results in _results_with_samples(paths).items():
+        step, path, _ = suite_results[-1]
         rows = _episode_rows(samples_path(path))
         if rows:
-            selected = [rows[at] for at in spread(len(rows), _EPISODES)]
-            note = f'<p class="note">{len(selected)} of {len(rows)} episodes, evenly spaced, at step {step}.</p>'
-            sections.append(section(f"Suite {suite}", note + "".join(map(_episode, selected))))
+            selected = [rows[row_index] for row_index in spread(len(rows), _EPISODES)]
+            selection_note = (
+                f'<p class="note">{len(selected)} of {len(rows)} episodes, evenly spaced, at step {step}.</p>'
+            )
+            sections.append(section(f"Suite {suite}", selection_note + "".join(map(_episode, selected))))
     if not sections:
         return None
     target = episodes_page(paths)
-    ways = f'<nav><a href="{PAGE}">The run</a></nav>'
+    navigation = f'<nav><a href="{PAGE}">The run</a></nav>'
     html = page(
         title=f"{paths.root.name}: episodes",
         subtitle="what was read, what was drawn, what it was worth",
-        body=[ways, *sections],
+        body=[navigation, *sections],
         css=_EPISODE_CSS,
     )
     return write_page(html, target)
@@ -551,18 +580,18 @@ def _is_token(token: Any) -> bool:
 
 
 def _episode(row: _EpisodeRow) -> str:
-    mark = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
+    verdict_html = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
     samples: Sequence[Any] = row["episode"]
-    turns = {(str(s.get("role")), p["turn"]) for s in samples for p in s["parts"] if "drawn" in p}
-    facts = [f"{len(turns)} turns", f"{len(samples)} branches" if len(samples) > 1 else "one branch"]
+    turns = {(str(s.get("role")), part["turn"]) for s in samples for part in s["parts"] if "drawn" in part}
+    fact_texts = [f"{len(turns)} turns", f"{len(samples)} branches" if len(samples) > 1 else "one branch"]
     if "reward" in row:
-        facts.append(f"reward {row['reward']:.3g}")
+        fact_texts.append(f"reward {row['reward']:.3g}")
     if row.get("answer"):
-        facts.append(f"answer {str(row['answer'])[:200]}")
-    fact_spans = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
-    branches = "".join(_branch(number, sample, len(samples)) for number, sample in enumerate(samples, 1))
-    head = f"<header><b>Problem {escape(str(row['id']))}</b>{mark} {fact_spans}</header>"
-    return f'<article class="episode">{head}<div class="branches">{branches}</div></article>'
+        fact_texts.append(f"answer {str(row['answer'])[:200]}")
+    fact_spans = "".join(f"<span>{escape(fact_text)}</span>" for fact_text in fact_texts)
+    branches = "".join(_branch(branch_number, sample, len(samples)) for branch_number, sample in enumerate(samples, 1))
+    header = f"<header><b>Problem {escape(str(row['id']))}</b>{verdict_html} {fact_spans}</header>"
+    return f'<article class="episode">{header}<div class="branches">{branches}</div></article>'
 
 
 def _branch(number: int, sample: Any, of: int) -> str:
@@ -573,15 +602,19 @@ def _branch(number: int, sample: Any, of: int) -> str:
 
 def _part(part: Any) -> str:
     if "drawn" not in part:
-        text = part["read"] if len(part["read"]) <= _MAX_CHARACTERS else part["read"][:_MAX_CHARACTERS] + "…"
-        return f'<div class="part read" dir="auto"><b>read</b>{escape(text)}</div>'
+        part_text = part["read"] if len(part["read"]) <= _MAX_CHARACTERS else part["read"][:_MAX_CHARACTERS] + "…"
+        return f'<div class="part read" dir="auto"><b>read</b>{escape(part_text)}</div>'
     reward = f", reward {part['reward']:.3g}" if part.get("reward") else ""
-    tokens = "".join(_token(text, logprob) for text, logprob in part["drawn"][:_MAX_CHARACTERS])
+    tokens = "".join(_token(token_text, logprob) for token_text, logprob in part["drawn"][:_MAX_CHARACTERS])
     return f'<div class="part drawn" dir="auto"><b>turn {part["turn"] + 1}{reward}</b>{tokens}</div>'
 
 
 def _token(text: str, logprob: float) -> str:
     """Renders a token; the less likely, the fuller its colour."""
-    share = round(100 * (1 - math.exp(min(0.0, logprob))))
-    shade = f' style="background:color-mix(in srgb,var(--c3) {share}%,transparent)"' if share > 2 else ""
-    return f'<i title="log-prob {logprob:.3f}"{shade}>{escape(text)}</i>'
+    surprise_percent = round(100 * (1 - math.exp(min(0.0, logprob))))
+    style = (
+        f' style="background:color-mix(in srgb,var(--c3) {surprise_percent}%,transparent)"'
+        if surprise_percent > 2
+        else ""
+    )
+    return f'<i title="log-prob {logprob:.3f}"{style}>{escape(text)}</i>'

@@ -84,15 +84,19 @@ class CodeReward:
             if not self._run_unfenced:
                 return 0.0
             program = sample.response
-        passed = self._passed(problem, program, self._timeout_s, all_of_them=self._partial)
-        if not any(passed):
+        test_passed = self._passed(problem, program, self._timeout_s, all_of_them=self._partial)
+        if not any(test_passed):
             return 0.0
-        tested = self._tested(problem)
+        depends_on_program = self._tested(problem)
         if not self._partial:
-            return float(all(passed))
+            return float(all(test_passed))
         # A test that an empty program passes, too, such as that an argument is unchanged, counts only if it fails.
-        counted = [result for result, depends in zip(passed, tested, strict=True) if depends or not result]
-        return sum(counted) / len(counted)
+        counted_results = [
+            passed
+            for passed, is_dependent in zip(test_passed, depends_on_program, strict=True)
+            if is_dependent or not passed
+        ]
+        return sum(counted_results) / len(counted_results)
 
     def _problem(self, meta: Mapping[str, Any]) -> _Problem:
         """Returns the problem, which is parsed once for all its samples."""
@@ -106,22 +110,22 @@ class CodeReward:
 
     def _passed(self, problem: _Problem, program: str, timeout_s: float, *, all_of_them: bool) -> list[bool]:
         """Runs a program against all tests; without `all_of_them` those after a failure count as failed, unrun."""
-        deadline, passed, plan = time.monotonic() + timeout_s, list[bool](), problem.plan
+        deadline, test_passed, plan = time.monotonic() + timeout_s, list[bool](), problem.plan
         if plan.claims:
             checks = self._sandbox.check(program, plan.steps, plan.setup, timeout_s).checks
-            answers = [checks.get(number, {}) for number in range(len(plan.steps))]
-            passed += [holds(claim, answers) for claim in plan.claims]
+            answers = [checks.get(step_number, {}) for step_number in range(len(plan.steps))]
+            test_passed += [holds(claim, answers) for claim in plan.claims]
         remaining = deadline - time.monotonic()
-        if plan.verdicts and remaining > 0 and (all_of_them or all(passed)):
+        if plan.verdicts and remaining > 0 and (all_of_them or all(test_passed)):
             checks = self._sandbox.check(program, plan.scripts, plan.setup, remaining).checks
-            passed += [checks.get(number, {}).get("passed") is True for number in plan.verdicts]
+            test_passed += [checks.get(step_number, {}).get("passed") is True for step_number in plan.verdicts]
         else:
-            passed += [False] * len(plan.verdicts)
+            test_passed += [False] * len(plan.verdicts)
         for test in problem.streams:
             remaining = deadline - time.monotonic()
-            enough = all_of_them or all(passed)
-            passed.append(enough and remaining > 0 and self._prints(program, test, remaining))
-        return passed
+            is_decided = all_of_them or all(test_passed)
+            test_passed.append(is_decided and remaining > 0 and self._prints(program, test, remaining))
+        return test_passed
 
     def _tested(self, problem: _Problem) -> list[bool]:
         """Returns the tests that an empty program fails; it runs before the first reward of a problem.
@@ -130,10 +134,10 @@ class CodeReward:
             ValueError: All tests pass without a program, or with functions that return None.
         """
         if problem.refusal is None:
-            passed = self._passed(problem, "", self._timeout_s, all_of_them=True)
-            problem.tested = [not result for result in passed]
+            stub_passed = self._passed(problem, "", self._timeout_s, all_of_them=True)
+            problem.tested = [not passed for passed in stub_passed]
             stub = "".join(f"def {name}(*args, **kwargs): return None\n" for name in program_names(problem.plan))
-            if all(passed):
+            if all(stub_passed):
                 problem.refusal = "its tests test nothing: an empty program passes"
             elif all(self._passed(problem, stub, self._timeout_s, all_of_them=False)):
                 problem.refusal = "its tests test nothing: a program whose functions return None passes"
@@ -144,8 +148,8 @@ class CodeReward:
         return problem.tested
 
     def _prints(self, program: str, test: Mapping[str, Any], timeout_s: float) -> bool:
-        result = self._sandbox.run(program, str(test.get("input", "")), timeout_s)
-        return result.status == "ok" and _lines(result.stdout) == _lines(str(test["output"]))
+        sandbox_result = self._sandbox.run(program, str(test.get("input", "")), timeout_s)
+        return sandbox_result.status == "ok" and _lines(sandbox_result.stdout) == _lines(str(test["output"]))
 
 
 class _Problem:
@@ -177,36 +181,40 @@ def last_block(response: str) -> str | None:
     and quotes the indentation of the fence is removed from its lines.
     """
     blocks: list[tuple[str, str]] = []
-    opened: re.Match[str] | None = None
+    opening_fence: re.Match[str] | None = None
     code: list[str] = []
     for line in response.splitlines():
-        if opened is None:
-            opened, code = _FENCE.fullmatch(line), []
+        if opening_fence is None:
+            opening_fence, code = _FENCE.fullmatch(line), []
             continue
-        text = line[len(opened["quote"]) :] if line.startswith(opened["quote"]) else line
-        fence = text.strip()
-        if fence and set(fence) == {opened["fence"][0]} and len(fence) >= len(opened["fence"]):
-            blocks.append((_mark(opened["info"]), "\n".join([*code, ""])))
-            opened = None
+        content_line = line[len(opening_fence["quote"]) :] if line.startswith(opening_fence["quote"]) else line
+        fence_line = content_line.strip()
+        if (
+            fence_line
+            and set(fence_line) == {opening_fence["fence"][0]}
+            and len(fence_line) >= len(opening_fence["fence"])
+        ):
+            blocks.append((_mark(opening_fence["info"]), "\n".join([*code, ""])))
+            opening_fence = None
         else:
-            code.append(_unindent(text, len(opened["indent"].expandtabs(4))))
+            code.append(_unindent(content_line, len(opening_fence["indent"].expandtabs(4))))
     for marks in (("python", "py", "python3"), ("",)):
-        codes = [block for mark, block in blocks if mark in marks]
-        if codes:
-            return codes[-1]
+        code_blocks = [block for language, block in blocks if language in marks]
+        if code_blocks:
+            return code_blocks[-1]
     return None
 
 
 def _mark(info: str) -> str:
     """Returns the language of a fence: `python` of `python title=x`, `{.python .numberLines}` and `python3.11`."""
-    words = re.findall(r"[a-z]+3?", info.lower())
-    return words[0] if words else ""
+    info_words = re.findall(r"[a-z]+3?", info.lower())
+    return info_words[0] if info_words else ""
 
 
 def _unindent(line: str, width: int) -> str:
     """Removes up to `width` columns of white space from the start of a line."""
-    expanded = line.expandtabs(4) if line[:width].strip(" ") != line[:width].strip() else line
-    return expanded[min(width, len(expanded) - len(expanded.lstrip())) :]
+    expanded_line = line.expandtabs(4) if line[:width].strip(" ") != line[:width].strip() else line
+    return expanded_line[min(width, len(expanded_line) - len(expanded_line.lstrip())) :]
 
 
 def _lines(text: str) -> list[str]:

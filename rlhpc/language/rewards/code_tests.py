@@ -86,13 +86,15 @@ def meanings_of(body: Sequence[ast.stmt]) -> dict[str, str]:
             meanings |= {name.asname or name.name: f"{statement.module}.{name.name}" for name in statement.names}
         elif isinstance(statement, ast.Import):
             meanings |= {name.asname: name.name for name in statement.names if name.asname}
-            roots = (name.name.partition(".")[0] for name in statement.names if not name.asname)
-            meanings |= {root: root for root in roots}
+            root_modules = (name.name.partition(".")[0] for name in statement.names if not name.asname)
+            meanings |= {root: root for root in root_modules}
         elif isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             meanings[statement.name] = ""
         else:
-            stored = (n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-            meanings |= dict.fromkeys(stored, "")
+            stored_names = (
+                n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            )
+            meanings |= dict.fromkeys(stored_names, "")
     return meanings
 
 
@@ -134,32 +136,36 @@ class Reader:
         Raises:
             Unclear: They cannot be split.
         """
-        claims = len(self.plan.claims)
-        plain, functions, classes = problem_formats.test_functions(body)
-        called = self.entry and has_check(plain) and not calls(plain, "check")
-        for statement in plain:
+        num_claims = len(self.plan.claims)
+        plain_statements, functions, classes = problem_formats.test_functions(body)
+        calls_check = self.entry and has_check(plain_statements) and not calls(plain_statements, "check")
+        for statement in plain_statements:
             self._statement(statement)
-        if called:
+        if calls_check:
             check = self._functions["check"]
             self._inline(check, [ast.parse(self.entry, mode="eval").body])
         for function in [*functions, *(f for class_ in classes for f in problem_formats.unittest_functions(class_))]:
-            before = self.judged + self.possible
+            num_before = self.judged + self.possible
             self._inline(function, [])
-            if self.judged + self.possible == before:
+            if self.judged + self.possible == num_before:
                 raise ValueError(f"the test {function.name} asserts nothing of the program")
-        done = [*self.plan.prepared, *self._done]
+        prepared_steps = [*self.plan.prepared, *self._done]
         if not self.judged and not self.possible:  # its preparation must be valid for the tests after it
-            self.plan.set_prepared(done)
-        if done:  # no statement of the test may raise
-            self.plan.claims[claims:] = [outside.after(done, claim) for claim in self.plan.claims[claims:]]
+            self.plan.set_prepared(prepared_steps)
+        if prepared_steps:  # no statement of the test may raise
+            self.plan.claims[num_claims:] = [
+                outside.after(prepared_steps, claim) for claim in self.plan.claims[num_claims:]
+            ]
         return self.plan
 
     def _do(self, statement: ast.stmt) -> None:
         """Adds a statement to the steps, after its prerequisites."""
-        stored = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-        simple = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr))
-        source = ast.unparse(self._inserted(statement, simple))
-        for name in stored:
+        stored_names = {
+            n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)
+        }
+        is_simple = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr))
+        source = ast.unparse(self._inserted(statement, is_simple))
+        for name in stored_names:
             self.values.pop(name, None)
         self.names.update(meanings_of([statement]))
         self._done.append(add_step(self.plan, "do", source))
@@ -171,11 +177,11 @@ class Reader:
             if isinstance(node, ast.expr)
             else ast.parse(ast.unparse(node)).body[0]
         )
-        local = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-        local |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+        local_names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+        local_names |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
         if any(isinstance(n, ast.Name) and n.id in _FRAMEWORKS and n.id not in self.values for n in ast.walk(node)):
             raise Unclear
-        inserter = _Inserted(self, local, simple)
+        inserter = _Inserted(self, local_names, simple)
         node = inserter.visit(node)
         for name in sorted(inserter.needed):
             self._bind_inside(name)
@@ -188,15 +194,15 @@ class Reader:
             return
         value = self.values.pop(name)
         source = ast.unparse(written_out(value))
-        shared = containers(value)
+        shared_ids = containers(value)
         self.names[name] = ""
         self._done.append(add_step(self.plan, "do", f"{name} = {source}"))
-        for alias, other in list(self.values.items()):
-            if other is value and shared:
+        for alias, alias_value in list(self.values.items()):
+            if alias_value is value and shared_ids:
                 del self.values[alias]
                 self.names[alias] = ""
                 self._done.append(add_step(self.plan, "do", f"{alias} = {name}"))
-            elif shared & containers(other):
+            elif shared_ids & containers(alias_value):
                 raise Unclear
 
     def _define(self, names: set[str]) -> None:
@@ -208,14 +214,14 @@ class Reader:
     def bind(self, statement: ast.Assign) -> bool:
         """Binds names to a value that is known here; returns False if it is not known."""
         try:
-            value = self.constant_value(statement.value)
-            if isinstance(value, (zip, enumerate)):
-                value = list(value)
-            pairs = [pair for target in statement.targets for pair in bound_names(target, value)]
+            constant_value = self.constant_value(statement.value)
+            if isinstance(constant_value, (zip, enumerate)):
+                constant_value = list(constant_value)
+            pairs = [pair for target in statement.targets for pair in bound_names(target, constant_value)]
         except Unclear:
             return False
-        for name, part in pairs:
-            self.values[name], self.names[name] = part, ""
+        for name, bound_value in pairs:
+            self.values[name], self.names[name] = bound_value, ""
         return True
 
     def _inline(self, function: ast.FunctionDef, arguments: Sequence[ast.expr]) -> None:
@@ -223,20 +229,22 @@ class Reader:
         parameters = function.args
         if len(parameters.args) != len(arguments) or parameters.vararg or parameters.kwarg or parameters.kwonlyargs:
             raise Unclear
-        inner = [node for statement in function.body for node in ast.walk(statement)]
-        if function.decorator_list or any(isinstance(node, _BINDING) for node in inner):
+        inner_nodes = [node for statement in function.body for node in ast.walk(statement)]
+        if function.decorator_list or any(isinstance(node, _BINDING) for node in inner_nodes):
             raise Unclear
-        stored = {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        if stored & {n.arg for n in inner if isinstance(n, ast.arg)}:
+        stored_names = {n.id for n in inner_nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        if stored_names & {n.arg for n in inner_nodes if isinstance(n, ast.arg)}:
             raise Unclear
-        names: dict[str, ast.expr] = {name: ast.Name(f"_{function.name}_{name}", ast.Load()) for name in stored}
-        names |= {a.arg: value for a, value in zip(parameters.args, arguments, strict=True)}
+        names: dict[str, ast.expr] = {name: ast.Name(f"_{function.name}_{name}", ast.Load()) for name in stored_names}
+        names |= {
+            parameter.arg: argument_value for parameter, argument_value in zip(parameters.args, arguments, strict=True)
+        }
         for statement in function.body:
-            copied = ast.parse(ast.unparse(statement)).body[0]
-            self._statement(ast.fix_missing_locations(Renamed(names).visit(copied)))
+            statement_copy = ast.parse(ast.unparse(statement)).body[0]
+            self._statement(ast.fix_missing_locations(Renamed(names).visit(statement_copy)))
 
     def _statement(self, statement: ast.stmt) -> None:
-        inner = list(ast.walk(statement))
+        inner_nodes = list(ast.walk(statement))
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             return
         if isinstance(statement, ast.Assert):
@@ -253,14 +261,14 @@ class Reader:
                 self._do(statement)
         elif isinstance(statement, ast.With) and self._expects_exception(statement):
             self._raises(statement)
-        elif isinstance(statement, ast.If) and any(isinstance(node, ast.Assert) for node in inner):
-            for chosen in statement.body if self.constant_value(statement.test) else statement.orelse:
-                self._statement(chosen)
-        elif isinstance(statement, ast.For) and any(isinstance(node, (ast.Assert, ast.With)) for node in inner):
-            self._loop(statement, inner)
+        elif isinstance(statement, ast.If) and any(isinstance(node, ast.Assert) for node in inner_nodes):
+            for branch_statement in statement.body if self.constant_value(statement.test) else statement.orelse:
+                self._statement(branch_statement)
+        elif isinstance(statement, ast.For) and any(isinstance(node, (ast.Assert, ast.With)) for node in inner_nodes):
+            self._loop(statement, inner_nodes)
         elif isinstance(statement, ast.Expr) and self._asserting_call(statement.value):
             pass
-        elif any(isinstance(node, ast.Assert) for node in inner):
+        elif any(isinstance(node, ast.Assert) for node in inner_nodes):
             raise Unclear
         elif not (isinstance(statement, ast.Assign) and self.bind(statement)):
             if (
@@ -280,8 +288,12 @@ class Reader:
         if not isinstance(call, ast.Call) or not asserts([ast.Expr(call)], self._functions):
             return False
         name = call.func.id if isinstance(call.func, ast.Name) else ""
-        simple = (ast.Name, ast.Constant, ast.Attribute)
-        if name not in self.plan.definitions or call.keywords or not all(isinstance(a, simple) for a in call.args):
+        simple_types = (ast.Name, ast.Constant, ast.Attribute)
+        if (
+            name not in self.plan.definitions
+            or call.keywords
+            or not all(isinstance(argument, simple_types) for argument in call.args)
+        ):
             raise Unclear
         self._inline(self._functions[name], call.args)
         return True
@@ -294,41 +306,49 @@ class Reader:
         """Parses `with pytest.raises(...)`: the exception is returned, and its classes are compared here."""
         call = statement.items[0].context_expr
         assert isinstance(call, ast.Call)
-        matched = [k.value.value for k in call.keywords if k.arg == "match" and isinstance(k.value, ast.Constant)]
-        if statement.items[0].optional_vars is not None or len(matched) != len(call.keywords) or len(call.args) != 1:
+        match_values = [
+            keyword.value.value
+            for keyword in call.keywords
+            if keyword.arg == "match" and isinstance(keyword.value, ast.Constant)
+        ]
+        if (
+            statement.items[0].optional_vars is not None
+            or len(match_values) != len(call.keywords)
+            or len(call.args) != 1
+        ):
             raise Unclear
         if any(isinstance(node, (ast.Assert, ast.With)) for s in statement.body for node in ast.walk(s)):
             raise Unclear
         classes = call.args[0].elts if isinstance(call.args[0], ast.Tuple) else [call.args[0]]
         names = [ast.unparse(node).rpartition(".")[2] for node in classes]
-        source = "\n".join(ast.unparse(self._inserted(inner, False)) for inner in statement.body)
-        number = add_step(self.plan, "raises", source)
-        pattern = str(matched[0]) if matched else None
-        self.plan.claims.append(lambda answers: outside.raised(answers, number, names, pattern))
+        source = "\n".join(ast.unparse(self._inserted(inner_statement, False)) for inner_statement in statement.body)
+        step_number = add_step(self.plan, "raises", source)
+        pattern = str(match_values[0]) if match_values else None
+        self.plan.claims.append(lambda answers: outside.raised(answers, step_number, names, pattern))
         self.judged += 1
 
     def _loop(self, loop: ast.For, inner: list[ast.AST]) -> None:
         """Unrolls a loop over values that are known here."""
         if loop.orelse or any(isinstance(node, (ast.Break, ast.Continue, *_BINDING)) for node in inner):
             raise Unclear
-        for value in items(loop.iter, self.constant_value):
+        for element in items(loop.iter, self.constant_value):
             self._rounds += 1
             if self._rounds > MOST_ROUNDS:
                 raise Unclear
-            for name, part in bound_names(loop.target, copy.deepcopy(value)):
-                self.values[name], self.names[name] = part, ""
+            for name, bound_value in bound_names(loop.target, copy.deepcopy(element)):
+                self.values[name], self.names[name] = bound_value, ""
             for statement in loop.body:
                 self._statement(statement)
 
     def _is_known(self, node: ast.expr) -> bool:
         """Returns whether an expression is independent of the program."""
-        before, rounds, self._trial = self._trial, self._rounds, True
+        previous_trial, rounds, self._trial = self._trial, self._rounds, True
         try:
             self._term(node)
         except Unclear:
             return False
         finally:
-            self._trial, self._rounds = before, rounds
+            self._trial, self._rounds = previous_trial, rounds
         return True
 
     def constant_value(self, node: ast.expr) -> Any:
@@ -348,25 +368,27 @@ class Reader:
             self.judged += 1
             return
         del self.plan.steps[steps:]
-        stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-        stored |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
-        loaded = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        functions = sorted(loaded - stored - self.names.keys() - self.values.keys())
+        stored_names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+        stored_names |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+        loaded_names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        functions = sorted(loaded_names - stored_names - self.names.keys() - self.values.keys())
         if not functions:  # nothing depends on the program
             if not outside.holds(term, []):
                 self.plan.claims.append(term)
             return
         # The program may define a function with the name of a builtin one, or import a name of a module.
-        number = add_step(self.plan, "value", f"any(name in globals() for name in {functions!r})")
+        step_number = add_step(self.plan, "value", f"any(name in globals() for name in {functions!r})")
         self._all_inside = True
         try:
-            judged = self._term(node)
+            judged_term = self._term(node)
         finally:
             self._all_inside = False
         strict = self.plan.strict
         self.plan.claims.append(
             lambda answers: (
-                judged(answers) if outside.value_of(answers, number) is True else not strict[0] and term(answers)
+                judged_term(answers)
+                if outside.value_of(answers, step_number) is True
+                else not strict[0] and term(answers)
             )
         )
         self.possible += 1
@@ -380,22 +402,22 @@ class Reader:
             return self._leaf(node)
         match node:
             case ast.BoolOp():
-                parts = [self._term(part) for part in node.values]
-                return outside.either(parts, stops=isinstance(node.op, ast.Or))
+                part_terms = [self._term(part_node) for part_node in node.values]
+                return outside.either(part_terms, stops=isinstance(node.op, ast.Or))
             case ast.UnaryOp():
                 sign, operand = outside.SIGNS[type(node.op)], self._term(node.operand)
                 return lambda answers: sign(operand(answers))
             case ast.Compare():
                 return outside.compared(
-                    [self._term(n) for n in (node.left, *node.comparators)], [type(op) for op in node.ops]
+                    [self._term(n) for n in (node.left, *node.comparators)], [type(operator) for operator in node.ops]
                 )
             case ast.BinOp():
-                kind, first, second = type(node.op), self._term(node.left), self._term(node.right)
-                return lambda answers: outside.computed(kind, first(answers), second(answers))
+                operator_type, left_term, right_term = type(node.op), self._term(node.left), self._term(node.right)
+                return lambda answers: outside.computed(operator_type, left_term(answers), right_term(answers))
             case ast.List() | ast.Tuple() | ast.Set():
                 container_type = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
-                items = [self._term(element) for element in node.elts]
-                return lambda answers: container_type([item(answers) for item in items])
+                element_terms = [self._term(element) for element in node.elts]
+                return lambda answers: container_type([element_term(answers) for element_term in element_terms])
             case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
                 return self._comprehension(node)
             case ast.Dict():
@@ -406,8 +428,8 @@ class Reader:
                 ]
                 return lambda answers: {key(answers): value(answers) for key, value in pairs}
             case ast.Subscript():
-                container, place = self._term(node.value), self._index(node.slice)
-                return lambda answers: container(answers)[place(answers)]
+                container, index_term = self._term(node.value), self._index(node.slice)
+                return lambda answers: container(answers)[index_term(answers)]
             case ast.NamedExpr():
                 is_literal = self.constant_value(node.value)
                 if not self._trial:
@@ -416,28 +438,33 @@ class Reader:
             case ast.Call() if self._is_method(node):
                 assert isinstance(node.func, ast.Attribute)
                 name, receiver = node.func.attr, self._term(node.func.value)
-                parts = [self._term(argument) for argument in node.args]
-                return lambda answers: outside.method(receiver(answers), name, [part(answers) for part in parts])
+                part_terms = [self._term(argument) for argument in node.args]
+                return lambda answers: outside.method(
+                    receiver(answers), name, [part_term(answers) for part_term in part_terms]
+                )
             case ast.JoinedStr():
-                texts = [self._text(part) for part in node.values]
-                return lambda answers: "".join(text(answers) for text in texts)
+                part_texts = [self._text(part_node) for part_node in node.values]
+                return lambda answers: "".join(part_text(answers) for part_text in part_texts)
             case ast.Call():
                 function = self._function_of(node)
                 assert function is not None
                 arguments = [self._term(argument) for argument in node.args]
                 keywords = {
-                    str(k.arg): self._key(k.value) if k.arg == "key" else self._term(k.value) for k in node.keywords
+                    str(keyword.arg): self._key(keyword.value) if keyword.arg == "key" else self._term(keyword.value)
+                    for keyword in node.keywords
                 }
                 return lambda answers: outside.called(
-                    function, [a(answers) for a in arguments], {n: k(answers) for n, k in keywords.items()}
+                    function,
+                    [argument_term(answers) for argument_term in arguments],
+                    {n: keyword_term(answers) for n, keyword_term in keywords.items()},
                 )
         assert isinstance(node, (ast.Name, ast.Attribute))
         if isinstance(node, ast.Name) and node.id in self._bound:
             cell = self._bound[node.id]
             return lambda answers: cell[0]
         if isinstance(node, ast.Name) and node.id in self.values:
-            bound = self.values[node.id]
-            return lambda answers: bound
+            bound_value = self.values[node.id]
+            return lambda answers: bound_value
         constant = outside.CONSTANTS[self._meaning(node)]
         return lambda answers: constant
 
@@ -450,23 +477,28 @@ class Reader:
         source = ast.unparse(self._inserted(node))
         for name in [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]:
             self.values.pop(name, None)
-        number = add_step(self.plan, "value", source)
-        return lambda answers: outside.value_of(answers, number)
+        step_number = add_step(self.plan, "value", source)
+        return lambda answers: outside.value_of(answers, step_number)
 
     def _text(self, node: ast.expr) -> Term:
         """Returns a function that computes a part of an f-string."""
         if not isinstance(node, ast.FormattedValue):
             return self._term(node)
         convert = {-1: None, 115: str, 114: repr, 97: ascii}[node.conversion]
-        form = self._term(node.format_spec) if node.format_spec else (lambda answers: "")
-        value = self._term(node.value)
-        return lambda answers: format(convert(value(answers)) if convert else value(answers), form(answers))
+        format_term = self._term(node.format_spec) if node.format_spec else (lambda answers: "")
+        value_term = self._term(node.value)
+        return lambda answers: format(
+            convert(value_term(answers)) if convert else value_term(answers), format_term(answers)
+        )
 
     def _index(self, node: ast.expr) -> Term:
         if not isinstance(node, ast.Slice):
             return self._term(node)
-        parts = [self._term(part) if part else (lambda answers: None) for part in (node.lower, node.upper, node.step)]
-        return lambda answers: slice(*[part(answers) for part in parts])
+        slice_terms = [
+            self._term(bound_node) if bound_node else (lambda answers: None)
+            for bound_node in (node.lower, node.upper, node.step)
+        ]
+        return lambda answers: slice(*[slice_term(answers) for slice_term in slice_terms])
 
     def _key(self, node: ast.expr) -> Term:
         """Returns a function that computes a sorting key."""
@@ -475,12 +507,12 @@ class Reader:
             return lambda answers: function
         if len(node.args.args) != 1 or node.args.defaults or node.args.vararg or node.args.kwarg:
             raise Unclear
-        cell, bound = [None], dict(self._bound)
+        cell, outer_bindings = [None], dict(self._bound)
         self._bound[node.args.args[0].arg] = cell
         try:
             body = self._term(node.body)
         finally:
-            self._bound = bound
+            self._bound = outer_bindings
 
         def key(answers: Sequence[Answer]) -> Any:
             def value(item: Any) -> Any:
@@ -492,13 +524,13 @@ class Reader:
         return key
 
     def _is_key(self, node: ast.expr) -> bool:
-        before, self._trial = self._trial, True
+        previous_trial, self._trial = self._trial, True
         try:
             self._key(node)
         except (Unclear, LookupError):
             return False
         finally:
-            self._trial = before
+            self._trial = previous_trial
         return True
 
     def _is_method(self, node: ast.Call) -> bool:
@@ -528,12 +560,12 @@ class Reader:
             case ast.Dict():
                 return None in node.keys
             case ast.Subscript():
-                inner = [node.slice] if not isinstance(node.slice, ast.Slice) else [
-                    part for part in (node.slice.lower, node.slice.upper, node.slice.step) if part]  # fmt: skip
-                return not all(self._is_known(part) for part in (node.value, *inner))
+                index_nodes = [node.slice] if not isinstance(node.slice, ast.Slice) else [
+                    bound for bound in (node.slice.lower, node.slice.upper, node.slice.step) if bound]  # fmt: skip
+                return not all(self._is_known(child) for child in (node.value, *index_nodes))
             case ast.JoinedStr():
-                parts = [n.value for n in ast.walk(node) if isinstance(n, ast.FormattedValue)]
-                return bool(self._bound) or not all(self._is_known(part) for part in parts)
+                formatted_values = [n.value for n in ast.walk(node) if isinstance(n, ast.FormattedValue)]
+                return bool(self._bound) or not all(self._is_known(formatted) for formatted in formatted_values)
             case ast.NamedExpr():
                 return bool(self._bound) or not self._is_known(node.value)
             case ast.Call() if self._is_method(node):
@@ -541,10 +573,12 @@ class Reader:
             case ast.Call():
                 if self._function_of(node) is None:
                     return True
-                further = (*node.args[1:], *(keyword.value for keyword in node.keywords))
-                converts = self._meaning(node.func) in outside.CONVERSIONS and node.args and self._is_leaf(node.args[0])
-                return bool(converts) and all(
-                    isinstance(part, (ast.Constant, ast.Lambda, ast.Name)) for part in further
+                other_arguments = (*node.args[1:], *(keyword.value for keyword in node.keywords))
+                is_conversion = (
+                    self._meaning(node.func) in outside.CONVERSIONS and node.args and self._is_leaf(node.args[0])
+                )
+                return bool(is_conversion) and all(
+                    isinstance(slice_part, (ast.Constant, ast.Lambda, ast.Name)) for slice_part in other_arguments
                 )
             case ast.Name() if node.id in self._bound or node.id in self.values:
                 return False
@@ -553,20 +587,20 @@ class Reader:
         return True
 
     def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Term:
-        collection: Callable[[list[Any]], Any] = set if isinstance(node, ast.SetComp) else list
-        bound, before = dict(self._bound), (self.plan.copy(), list(self._done))
+        container_type: Callable[[list[Any]], Any] = set if isinstance(node, ast.SetComp) else list
+        outer_bindings, plan_before = dict(self._bound), (self.plan.copy(), list(self._done))
         try:
             if any(generator.is_async for generator in node.generators):
                 raise Unclear
             rounds = self._rounds_of(node.generators, node.elt)
         except Unclear:
-            if isinstance(node, ast.GeneratorExp) or bound:
+            if isinstance(node, ast.GeneratorExp) or outer_bindings:
                 raise
-            self._return_to(*before)
+            self._return_to(*plan_before)
             return self._leaf(node)  # a list can be returned as it is
         finally:
-            self._bound = bound
-        return lambda answers: collection(list(rounds(answers)))
+            self._bound = outer_bindings
+        return lambda answers: container_type(list(rounds(answers)))
 
     def _return_to(self, plan: TestPlan, done: list[int]) -> None:
         """Restores the plan from before a trial."""
@@ -579,38 +613,40 @@ class Reader:
             return lambda answers: [term(answers)]
         first, remaining = generators[0], generators[1:]
         try:  # each round is unrolled, so that it may call the program
-            values = items(first.iter, self.constant_value)
+            elements = items(first.iter, self.constant_value)
         except Unclear:
-            values = None
-        if values is not None and not self._bound:
-            parts = []
-            for value in values:
+            elements = None
+        if elements is not None and not self._bound:
+            rounds_terms = []
+            for value in elements:
                 self._rounds += 1
                 if self._rounds > MOST_ROUNDS:
                     raise Unclear
-                put = Renamed(assigned(first.target, value))
-                conditions = [self._term(put.visit(expression(test))) for test in first.ifs]
-                inner = [ast.comprehension(g.target, put.visit(expression(g.iter)),
-                         [put.visit(expression(test)) for test in g.ifs], 0) for g in remaining]  # fmt: skip
-                parts.append((conditions, self._rounds_of(inner, put.visit(expression(element)))))
+                renamer = Renamed(assigned(first.target, value))
+                condition_terms = [self._term(renamer.visit(expression(test))) for test in first.ifs]
+                inner_generators = [ast.comprehension(g.target, renamer.visit(expression(g.iter)),
+                         [renamer.visit(expression(test)) for test in g.ifs], 0) for g in remaining]  # fmt: skip
+                rounds_terms.append(
+                    (condition_terms, self._rounds_of(inner_generators, renamer.visit(expression(element))))
+                )
             return lambda answers: [
                 element_value
-                for conditions, part in parts
-                if all(condition(answers) for condition in conditions)
+                for condition_terms, part in rounds_terms
+                if all(condition(answers) for condition in condition_terms)
                 for element_value in part(answers)
             ]
-        iterated = self._term(first.iter)
+        iterable_term = self._term(first.iter)
         cells: dict[str, list[Any]] = {name: [None] for name in assigned(first.target, None)}
         self._bound |= cells
-        conditions = [self._term(test) for test in first.ifs]
+        condition_terms = [self._term(test) for test in first.ifs]
         body = self._rounds_of(remaining, element)
 
         def run(answers: Sequence[Answer]) -> Any:
-            for value in iterated(answers):
-                parts = [value] if isinstance(first.target, ast.Name) else list(value)
-                for cell, part in zip(cells.values(), parts, strict=True):
-                    cell[0] = part
-                if all(condition(answers) for condition in conditions):
+            for round_value in iterable_term(answers):
+                target_values = [round_value] if isinstance(first.target, ast.Name) else list(round_value)
+                for cell, target_value in zip(cells.values(), target_values, strict=True):
+                    cell[0] = target_value
+                if all(condition(answers) for condition in condition_terms):
                     yield from body(answers)
 
         return run
@@ -619,8 +655,8 @@ class Reader:
         name = self._meaning(node.func)
         function, keywords = outside.FUNCTIONS.get(name, (None, ()))
         if name in outside.KNOWN_FUNCTIONS and not self._bound:
-            parts = [*node.args, *(keyword.value for keyword in node.keywords)]
-            if all(self._is_known(part) for part in parts):
+            argument_nodes = [*node.args, *(keyword.value for keyword in node.keywords)]
+            if all(self._is_known(argument_node) for argument_node in argument_nodes):
                 function, keywords = outside.KNOWN_FUNCTIONS[name]
         if any(keyword.arg is None for keyword in node.keywords):
             return None
@@ -631,9 +667,9 @@ class Reader:
         if outside.ANY not in keywords and any(keyword.arg not in keywords for keyword in node.keywords):
             return None
         if function is isinstance:  # only the program can test for its classes
-            kinds = node.args[1:2]
-            kinds = kinds[0].elts if kinds and isinstance(kinds[0], ast.Tuple) else kinds
-            if not kinds or not all(self._meaning(kind) in outside.TYPES for kind in kinds):
+            type_nodes = node.args[1:2]
+            type_nodes = type_nodes[0].elts if type_nodes and isinstance(type_nodes[0], ast.Tuple) else type_nodes
+            if not type_nodes or not all(self._meaning(type_node) in outside.TYPES for type_node in type_nodes):
                 return None
         return function
 
@@ -669,8 +705,8 @@ class _Inserted(ast.NodeTransformer):
         if isinstance(node, ast.Name):
             return self._name(node)
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        loads = isinstance(getattr(node, "ctx", None) or ast.Load(), ast.Load)
-        if self._simple and loads and not names & self._local and not isinstance(node, ast.Starred):
+        is_load = isinstance(getattr(node, "ctx", None) or ast.Load(), ast.Load)
+        if self._simple and is_load and not names & self._local and not isinstance(node, ast.Starred):
             try:
                 return written_out(self._reader.constant_value(node))
             except Unclear:
@@ -678,15 +714,15 @@ class _Inserted(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _name(self, node: ast.Name) -> ast.expr:
-        value = self._reader.values[node.id]
+        known_value = self._reader.values[node.id]
         if (
             self._simple
             and node.id not in self._local
-            and isinstance(value, _CONSTANT)
+            and isinstance(known_value, _CONSTANT)
             and isinstance(node.ctx, ast.Load)
         ):
             try:
-                return written_out(value)
+                return written_out(known_value)
             except Unclear:
                 pass
         self.needed.add(node.id)

@@ -37,11 +37,11 @@ def decode(value: Any, depth: int = 0) -> Any:
         return value
     if not isinstance(value, dict) or len(value) != 1:
         raise ValueError(f"no value: a {type(value).__name__}")
-    ((kind, inner),) = value.items()
+    ((type_code, content),) = value.items()
     try:
-        return _decode(kind, inner, depth + 1)
+        return _decode(type_code, content, depth + 1)
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        raise ValueError(f"no value of kind {kind!r}: {error}") from None
+        raise ValueError(f"no value of kind {type_code!r}: {error}") from None
 
 
 def _decode(kind: str, inner: Any, depth: int) -> Any:
@@ -55,26 +55,26 @@ def _decode(kind: str, inner: Any, depth: int) -> Any:
         case "b":
             return bytes.fromhex(inner)
         case "l":
-            return [decode(item, depth) for item in inner]
+            return [decode(element, depth) for element in inner]
         case "g":
-            return iter([decode(item, depth) for item in inner])
+            return iter([decode(element, depth) for element in inner])
         case "t":
-            return tuple(decode(item, depth) for item in inner)
+            return tuple(decode(element, depth) for element in inner)
         case "s":
-            return set(_spread([decode(item, depth) for item in inner]))
+            return set(_spread([decode(element, depth) for element in inner]))
         case "d":
-            pairs = [(decode(key, depth), decode(item, depth)) for key, item in inner]
+            pairs = [(decode(key, depth), decode(element, depth)) for key, element in inner]
             _spread([key for key, _ in pairs])
             return dict(pairs)
         case "q":
             return Fraction(int(inner[0], 16), int(inner[1], 16))
         case "n":
-            number = Decimal(inner)
-            if number.is_finite() and abs(number.adjusted()) > _LARGEST_EXPONENT:
-                raise ValueError(f"an exponent of {number.adjusted()}")  # rounding it would make all its digits
-            return number
+            decimal = Decimal(inner)
+            if decimal.is_finite() and abs(decimal.adjusted()) > _LARGEST_EXPONENT:
+                raise ValueError(f"an exponent of {decimal.adjusted()}")  # rounding it would make all its digits
+            return decimal
         case "m" if inner[0] == "timedelta":
-            days, seconds, microseconds = (int(part) for part in inner[1])
+            days, seconds, microseconds = (int(field_text) for field_text in inner[1])
             return datetime.timedelta(days, seconds, microseconds)
         case "m":
             moments: dict[str, Any] = {
@@ -139,13 +139,13 @@ class Approximation:
             return (
                 isinstance(value, dict)
                 and value.keys() == expected.keys()
-                and all(self._near(item, value[key]) for key, item in expected.items())
+                and all(self._near(element, value[key]) for key, element in expected.items())
             )
         if isinstance(expected, (list, tuple)):
             return (
                 isinstance(value, (list, tuple))
                 and len(value) == len(expected)
-                and all(self._near(*pair) for pair in zip(expected, value, strict=True))
+                and all(self._near(*value_pair) for value_pair in zip(expected, value, strict=True))
             )
         if isinstance(expected, bool) or not isinstance(expected, (int, float, complex, Decimal, Fraction)):
             return bool(expected == value)
@@ -153,12 +153,12 @@ class Approximation:
             return False
         if expected == value:
             return True
-        absolute = 1e-12 if self.absolute is None else self.absolute
+        absolute_tolerance = 1e-12 if self.absolute is None else self.absolute
         if self.relative is None and self.absolute is not None:
-            tolerance = absolute
+            tolerance = absolute_tolerance
         else:
-            relative = 1e-6 if self.relative is None else self.relative
-            tolerance = max(absolute, relative * abs(complex(expected)))
+            relative_tolerance = 1e-6 if self.relative is None else self.relative
+            tolerance = max(absolute_tolerance, relative_tolerance * abs(complex(expected)))
         difference = abs(complex(expected) - complex(value))
         return math.isfinite(tolerance) and difference <= tolerance
 
@@ -233,54 +233,54 @@ def value_of(answers: Sequence[Answer], number: int) -> Any:
 
 def raised(answers: Sequence[Answer], number: int, names: Sequence[str], pattern: str | None) -> bool:
     """Returns whether statements ended with one of the exceptions. A name missing in the program is not its error."""
-    text, classes = value_of(answers, number)
+    error_text, classes = value_of(answers, number)
     if "NameError" in classes and "NameError" not in names:
         return False
-    message = str(text).partition(": ")[2]
+    message = str(error_text).partition(": ")[2]
     return any(name in classes for name in names) and (pattern is None or re.search(pattern, message) is not None)
 
 
 def method(receiver: Any, name: str, arguments: Sequence[Any]) -> Any:
     """Calls a method of `KNOWN_METHODS`."""
-    result = getattr(receiver, name)(*arguments)
-    return list(result) if isinstance(receiver, dict) and name in ("items", "keys", "values") else result
+    return_value = getattr(receiver, name)(*arguments)
+    return list(return_value) if isinstance(receiver, dict) and name in ("items", "keys", "values") else return_value
 
 
 def as_json(value: Any) -> Any:
     """Returns a value in the form of parsed JSON: tuples become lists, and keys texts."""
     if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
+        return [as_json(element) for element in value]
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else repr(key): as_json(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else repr(key): as_json(element) for key, element in value.items()}
     return value
 
 
 def after(done: Sequence[int], claim: Term) -> Term:
-    return lambda answers: all("passed" in answers[number] for number in done) and claim(answers)
+    return lambda answers: all("passed" in answers[step_number] for step_number in done) and claim(answers)
 
 
 def either(parts: Sequence[Term], *, stops: bool) -> Term:
     """Returns `or` of terms if `stops` is true, else `and`."""
 
     def value(answers: Sequence[Answer]) -> Any:
-        result = None
+        part_value = None
         for part in parts:
-            result = part(answers)
-            if bool(result) == stops:
+            part_value = part(answers)
+            if bool(part_value) == stops:
                 break
-        return result
+        return part_value
 
     return value
 
 
 def compared(terms: Sequence[Term], kinds: Sequence[type[ast.cmpop]]) -> Term:
     def value(answers: Sequence[Answer]) -> bool:
-        previous = terms[0](answers)
-        for kind, term in zip(kinds, terms[1:], strict=True):
-            current = term(answers)
-            if not COMPARISONS[kind](previous, current):
+        left_value = terms[0](answers)
+        for operator_type, term in zip(kinds, terms[1:], strict=True):
+            right_value = term(answers)
+            if not COMPARISONS[operator_type](left_value, right_value):
                 return False
-            previous = current
+            left_value = right_value
         return True
 
     return value
@@ -291,8 +291,8 @@ def computed(kind: type[ast.operator], first: Any, second: Any) -> Any:
     numbers: Any = (int, float, complex, Fraction, Decimal)
     if isinstance(first, numbers) and isinstance(second, numbers):
         if kind is ast.Pow and isinstance(first, (int, Fraction)):
-            bits = max(int(part).bit_length() for part in (first.numerator, first.denominator))
-            if not float(abs(second)) * bits <= _MOST_BITS:
+            max_bits = max(int(integer_part).bit_length() for integer_part in (first.numerator, first.denominator))
+            if not float(abs(second)) * max_bits <= _MOST_BITS:
                 raise ValueError("too large")
         return ARITHMETIC[kind](first, second)
     if kind is ast.Add and type(first) is type(second) and isinstance(first, (str, bytes, list, tuple)):

@@ -31,15 +31,15 @@ def boxed(text: str) -> str | None:
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
-    opened = text.find("{", start)
-    if opened < 0 or text[start:opened].strip() not in ("\\boxed", "\\fbox"):
-        words = text[start:].removeprefix("\\boxed").removeprefix("\\fbox").split()
-        return words[0].strip("$.,") if words else None  # \boxed 5
+    brace_start = text.find("{", start)
+    if brace_start < 0 or text[start:brace_start].strip() not in ("\\boxed", "\\fbox"):
+        boxed_words = text[start:].removeprefix("\\boxed").removeprefix("\\fbox").split()
+        return boxed_words[0].strip("$.,") if boxed_words else None  # \boxed 5
     depth = 0
-    for token in _TEX_BRACE.finditer(text, opened):
+    for token in _TEX_BRACE.finditer(text, brace_start):
         depth += {"{": 1, "}": -1}.get(token[0], 0)
         if depth == 0:
-            return text[opened + 1 : token.start()].strip()
+            return text[brace_start + 1 : token.start()].strip()
     return None
 
 
@@ -79,9 +79,9 @@ def check_ways(ways: Sequence[str], option: str) -> tuple[str, ...]:
     Raises:
         ConfigError: A name is unknown.
     """
-    unknown = [way for way in ways if way not in _WAYS]
-    if unknown or isinstance(ways, str):
-        unknown_way = ways if isinstance(ways, str) else unknown[0]
+    unknown_ways = [way for way in ways if way not in _WAYS]
+    if unknown_ways or isinstance(ways, str):
+        unknown_way = ways if isinstance(ways, str) else unknown_ways[0]
         raise ConfigError(f"reward.terms: {option} has {unknown_way!r}; allowed: a list of {', '.join(_WAYS)}")
     return tuple(ways)
 
@@ -112,18 +112,20 @@ _FRACTION = re.compile(r"(\d*)\s*\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}
 
 def to_latex(answer: str) -> str:
     """Returns an answer in LaTeX for math-verify, without the `$` and the full stop around it."""
-    text = " ".join("".join(_ascii(character) for character in answer).split())  # a line end in a matrix is white space
-    if match := _DOLLARS.fullmatch(text):
-        text = match[1].strip()
-    text = text.removesuffix(".").strip()
-    text = _THOUSANDS.sub(lambda match: _THIN_SPACE.sub("", match[0]), text)
-    if match := _EXPONENT.fullmatch(text):
+    ascii_text = " ".join(
+        "".join(_ascii(character) for character in answer).split()
+    )  # a line end in a matrix is white space
+    if match := _DOLLARS.fullmatch(ascii_text):
+        ascii_text = match[1].strip()
+    ascii_text = ascii_text.removesuffix(".").strip()
+    ascii_text = _THOUSANDS.sub(lambda match: _THIN_SPACE.sub("", match[0]), ascii_text)
+    if match := _EXPONENT.fullmatch(ascii_text):
         return f"{match[1]}E{match[2]}"
-    if (match := _MIXED.fullmatch(text)) and int(match[2]) < int(match[3]):
+    if (match := _MIXED.fullmatch(ascii_text)) and int(match[2]) < int(match[3]):
         return rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}"
-    if match := _CURRENCY.fullmatch(text):
+    if match := _CURRENCY.fullmatch(ascii_text):
         return rf"{match[1]}\text{{ {match[2]}}}"
-    return text
+    return ascii_text
 
 
 def _parse_word(latex: str) -> str | None:
@@ -147,17 +149,17 @@ def parse_number(latex: str) -> Fraction | None:
     """
     if len(latex) > _MAX_CHARACTERS:
         return None
-    text = latex.removeprefix("\\$").removeprefix("$").removesuffix("\\$").removesuffix("$").strip()
-    sign = -1 if text[:1] == "-" else 1
-    text = text[text[:1] in ("-", "+") :].strip()
-    if match := _FRACTION.fullmatch(text):
-        integer, above, below = int(match[1] or 0), int(match[2] or match[3]), int(match[4] or match[5])
-        if below == 0 or (integer and above >= below):
+    number_text = latex.removeprefix("\\$").removeprefix("$").removesuffix("\\$").removesuffix("$").strip()
+    sign = -1 if number_text[:1] == "-" else 1
+    number_text = number_text[number_text[:1] in ("-", "+") :].strip()
+    if match := _FRACTION.fullmatch(number_text):
+        whole_number, numerator, denominator = int(match[1] or 0), int(match[2] or match[3]), int(match[4] or match[5])
+        if denominator == 0 or (whole_number and numerator >= denominator):
             return None
-        return sign * (integer + Fraction(above, below))
-    if match := _RATIO.fullmatch(text):
+        return sign * (whole_number + Fraction(numerator, denominator))
+    if match := _RATIO.fullmatch(number_text):
         return sign * Fraction(int(match[1]), int(match[2])) if int(match[2]) else None
-    if (match := _DECIMAL.fullmatch(text)) and (match[1] or (match[2] or "").strip(".")):
+    if (match := _DECIMAL.fullmatch(number_text)) and (match[1] or (match[2] or "").strip(".")):
         digits = (match[1].replace(",", "") or "0") + (match[2] or "").rstrip(".")
         return sign * Fraction(f"{digits}E{match[3] or 0}")
     return None
@@ -169,8 +171,8 @@ def normalize_answer(answer: str) -> str:
     Answers with one key are equal to the reward `math`; equal answers may have several keys.
     """
     latex = to_latex(answer)
-    percent = _PERCENT.fullmatch(latex)
-    number = parse_number(percent[1] if percent else latex)
+    percent_match = _PERCENT.fullmatch(latex)
+    number = parse_number(percent_match[1] if percent_match else latex)
     return " ".join(latex.split()).casefold() if number is None else str(number)
 
 
@@ -228,8 +230,8 @@ def equal(reference: str, answer: str) -> bool:
     number = parse_number(reference)
     if number is not None and number == parse_number(answer):
         return True
-    word = _parse_word(reference)
-    if word is not None and word == _parse_word(answer):
+    reference_word = _parse_word(reference)
+    if reference_word is not None and reference_word == _parse_word(answer):
         return True
     # The caller's deadline bounds the time; the library's alarms would need the main thread.
     library = importlib.import_module("math_verify")
@@ -239,6 +241,6 @@ def equal(reference: str, answer: str) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _parsed(answer: str) -> list[Any]:
     library = importlib.import_module("math_verify")
-    kinds = [library.LatexExtractionConfig(), library.ExprExtractionConfig()]
-    parsed: list[Any] = library.parse(f"${answer}$", kinds, parsing_timeout=None)
-    return parsed
+    extraction_configs = [library.LatexExtractionConfig(), library.ExprExtractionConfig()]
+    expressions: list[Any] = library.parse(f"${answer}$", extraction_configs, parsing_timeout=None)
+    return expressions

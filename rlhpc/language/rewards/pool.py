@@ -140,13 +140,13 @@ class RewardPool:
         Args:
             timeout_s: How long to wait for the first one; 0 does not wait.
         """
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while True:
-            self._attend(0.0 if self._done else max(0.0, min(until, self._next_deadline()) - time.monotonic()))
-            if self._done or time.monotonic() >= until or not self._waiting:
+            self._attend(0.0 if self._done else max(0.0, min(deadline, self._next_deadline()) - time.monotonic()))
+            if self._done or time.monotonic() >= deadline or not self._waiting:
                 break
-        done, self._done = self._done, []
-        return done
+        scored_samples, self._done = self._done, []
+        return scored_samples
 
     def score(self, samples: Sequence[Sample]) -> list[Scored]:
         """Scores all samples and returns the scores in their order. Queued samples from `submit` keep their place."""
@@ -182,8 +182,8 @@ class RewardPool:
     def close(self) -> None:
         """Ends the judges; waits until they have ended."""
         self.drain()
-        for one in list(self._judges.values()):
-            self._forget(one)
+        for judge_process in list(self._judges.values()):
+            self._forget(judge_process)
         if self._control is not None:
             self._control.close()  # the server reads end-of-file, and ends its processes
             self._control = None
@@ -234,9 +234,9 @@ class RewardPool:
         self._number += 1
         pool_end, judge_end = socket.socketpair()
         pool_end.settimeout(5.0)  # a judge that stops in the middle of a message counts as dead
-        one = _Judge(self._number, pool_end, time.monotonic() + _START_S)
+        judge_process = _Judge(self._number, pool_end, time.monotonic() + _START_S)
         try:
-            pickle_stream.send(self._control, {"op": "start", "judge": one.number})
+            pickle_stream.send(self._control, {"op": "start", "judge": judge_process.number})
             socket.send_fds(self._control, [b"f"], [judge_end.fileno()])
         except OSError:
             pool_end.close()
@@ -244,8 +244,8 @@ class RewardPool:
             return
         finally:
             judge_end.close()
-        self._judges[one.number] = one
-        self._selector.register(pool_end, selectors.EVENT_READ, one)
+        self._judges[judge_process.number] = judge_process
+        self._selector.register(pool_end, selectors.EVENT_READ, judge_process)
 
     def _restart(self) -> None:
         """Restarts the server after it was killed; its judges have ended with it."""
@@ -253,9 +253,9 @@ class RewardPool:
         if self._failed_starts > _MOST_FAILED_STARTS:
             raise RlhpcError(f"the judges' server ended {self._failed_starts} times in a row; see its output above")
         log.warning("the judges' server is gone; starting another")
-        tickets = [one.ticket for one in self._judges.values() if one.ticket is not None]
-        for one in list(self._judges.values()):
-            self._forget(one)
+        tickets = [judge_process.ticket for judge_process in self._judges.values() if judge_process.ticket is not None]
+        for judge_process in list(self._judges.values()):
+            self._forget(judge_process)
         if self._control is not None:
             self._control.close()
         if self._server is not None:
@@ -286,12 +286,17 @@ class RewardPool:
         self._start_judge()
 
     def _await_first(self) -> None:
-        while not any(one.ready for one in self._judges.values()):
+        while not any(judge_process.ready for judge_process in self._judges.values()):
             self._attend(1.0)
 
     def _next_deadline(self) -> float:
         return min(
-            (one.deadline for one in self._judges.values() if one.ticket is not None or not one.ready), default=1e300
+            (
+                judge_process.deadline
+                for judge_process in self._judges.values()
+                if judge_process.ticket is not None or not judge_process.ready
+            ),
+            default=1e300,
         )
 
     def _attend(self, timeout_s: float) -> None:
@@ -299,15 +304,19 @@ class RewardPool:
         if not self._remote:
             return
         for key, _ in self._selector.select(timeout_s):
-            one: _Judge = key.data
-            if one.number in self._judges:
-                self._receive(one)
-        now = time.monotonic()
-        for one in [one for one in self._judges.values() if now >= one.deadline]:
-            if one.ticket is not None:
-                self._replace(one, "timeouts", f"the judge took longer than reward.timeout_s ({self.timeout_s:g} s)")
-            elif not one.ready:
-                self._replace(one, "died", f"it built no rewards within {_START_S:g} s")
+            judge_process: _Judge = key.data
+            if judge_process.number in self._judges:
+                self._receive(judge_process)
+        current_time = time.monotonic()
+        for judge_process in [
+            judge_process for judge_process in self._judges.values() if current_time >= judge_process.deadline
+        ]:
+            if judge_process.ticket is not None:
+                self._replace(
+                    judge_process, "timeouts", f"the judge took longer than reward.timeout_s ({self.timeout_s:g} s)"
+                )
+            elif not judge_process.ready:
+                self._replace(judge_process, "died", f"it built no rewards within {_START_S:g} s")
         self._feed()
 
     def _receive(self, one: _Judge) -> None:
@@ -325,16 +334,16 @@ class RewardPool:
             self._finish(ticket, *message["verdict"])
 
     def _feed(self) -> None:
-        for one in list(self._judges.values()):
-            while self._queue and one.ready and one.ticket is None:
+        for judge_process in list(self._judges.values()):
+            while self._queue and judge_process.ready and judge_process.ticket is None:
                 ticket = self._queue.popleft()
                 if ticket not in self._waiting:
                     continue
-                one.ticket, one.deadline = ticket, time.monotonic() + self.timeout_s
+                judge_process.ticket, judge_process.deadline = ticket, time.monotonic() + self.timeout_s
                 try:
-                    pickle_stream.send(one.socket, (ticket, self._waiting[ticket][1]))
+                    pickle_stream.send(judge_process.socket, (ticket, self._waiting[ticket][1]))
                 except OSError:
-                    one.ticket = None
+                    judge_process.ticket = None
                     self._queue.appendleft(ticket)
                     break  # it has ended; the next read of its socket shows that
 
@@ -344,8 +353,11 @@ class RewardPool:
         if ticket not in self._waiting:
             return
         sample_id, sample = self._waiting.pop(ticket)
-        inline_values, more = judge(self._inline, sample)
-        values, errors = values | inline_values, "; ".join(part for part in (errors, more) if part)
+        inline_values, inline_errors = judge(self._inline, sample)
+        values, errors = (
+            values | inline_values,
+            "; ".join(error_text for error_text in (errors, inline_errors) if error_text),
+        )
         terms = {name: values.get(name, self.failed) for name in self._weights}
         self._counts["scored"] += 1
         if errors:
@@ -361,10 +373,10 @@ class RewardPool:
         if ticket not in self._waiting:
             return
         sample_id, sample = self._waiting.pop(ticket)
-        values, _ = judge(self._inline, sample)
+        term_values, _ = judge(self._inline, sample)
         self._counts.update(("scored", "failed", kind))
         self._tell(reason)
-        terms = {name: values.get(name, self.failed) for name in self._weights}
+        terms = {name: term_values.get(name, self.failed) for name in self._weights}
         self._done.append((sample_id, Scored(self.failed, terms, True, reason)))
 
     def _tell(self, reason: str) -> None:
@@ -406,24 +418,24 @@ def find_terms(cfg: RewardConfig, terms: Sequence[RewardTermConfig] | None = Non
     term_configs = cfg.terms if terms is None else terms
     if not term_configs:
         raise ConfigError("reward.terms is empty; it needs at least one term, such as [{name: math}]")
-    for key, value, lower_bound in (("timeout_s", cfg.timeout_s, 0), ("processes", cfg.processes, 0)):
-        if value <= lower_bound:
-            raise ConfigError(f"reward.{key} is {value}; it must be above {lower_bound}")
-    built: list[Term] = []
+    for key, bounded_value, lower_bound in (("timeout_s", cfg.timeout_s, 0), ("processes", cfg.processes, 0)):
+        if bounded_value <= lower_bound:
+            raise ConfigError(f"reward.{key} is {bounded_value}; it must be above {lower_bound}")
+    built_terms: list[Term] = []
     for term_config in term_configs:
         name, kwargs = term_config.name, _plain(term_config.kwargs)
         factory = REWARDS.find(name)
         check_arguments(name, factory, kwargs)
-        used_names = [term.name for term in built]
-        unique = next(
+        used_names = [term.name for term in built_terms]
+        unique_name = next(
             n for i in range(1, len(used_names) + 2) if (n := name if i == 1 else f"{name}#{i}") not in used_names
         )
-        built.append(Term(unique, factory, term_config.weight, kwargs))
-    return built
+        built_terms.append(Term(unique_name, factory, term_config.weight, kwargs))
+    return built_terms
 
 
 def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     container: Any = OmegaConf.to_container(kwargs, resolve=True) if OmegaConf.is_config(kwargs) else dict(kwargs)
-    return {str(name): value for name, value in container.items()}
+    return {str(name): argument for name, argument in container.items()}

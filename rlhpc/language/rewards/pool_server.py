@@ -36,16 +36,16 @@ Spec = list[tuple[str, Any, dict[str, Any]]]
 
 def judge(rewards: dict[str, Reward], sample: Sample) -> tuple[dict[str, float], str]:
     """Returns the value of each reward, and the errors of the others, "" if there are none."""
-    values, errors = {}, []
+    term_values, errors = {}, []
     for name, reward in rewards.items():
         try:
-            value = float(reward(sample))
-            if not math.isfinite(value):
-                raise ValueError(f"it gave {value}")
-            values[name] = value
+            term_value = float(reward(sample))
+            if not math.isfinite(term_value):
+                raise ValueError(f"it gave {term_value}")
+            term_values[name] = term_value
         except (Exception, SystemExit) as error:
             errors.append(f"{name}: {type(error).__name__}: {error}")
-    return values, "; ".join(errors)
+    return term_values, "; ".join(errors)
 
 
 def _work(spec: Spec, connection: socket.socket) -> None:
@@ -83,18 +83,18 @@ class JudgeServer:
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         while True:
-            ready = readable([self.control.fileno(), reader.fileno()])
-            if reader.fileno() in ready:
+            ready_fds = readable([self.control.fileno(), reader.fileno()])
+            if reader.fileno() in ready_fds:
                 with contextlib.suppress(BlockingIOError):
                     reader.recv(4096)
-            if self.control.fileno() in ready:
+            if self.control.fileno() in ready_fds:
                 request = pickle_stream.receive(self.control)
                 if request is None:
                     break
                 if request["op"] == "start":
                     self._start(request["judge"])
                 else:
-                    for pid in [pid for pid, number in self.judges.items() if number == request["judge"]]:
+                    for pid in [pid for pid, judge_number in self.judges.items() if judge_number == request["judge"]]:
                         _kill_tree(pid)
             self._reap()
         for pid in self.judges:
@@ -114,8 +114,8 @@ class JudgeServer:
             die_with_parent(server)
             adopt_orphans()
             signal.set_wakeup_fd(-1)
-            for received in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(received, signal.SIG_DFL)
+            for signal_number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(signal_number, signal.SIG_DFL)
             self.control.close()
             with contextlib.suppress(OSError):  # when memory runs out, a judge is killed before the trainer
                 Path("/proc/self/oom_score_adj").write_text("800")
@@ -137,9 +137,9 @@ class JudgeServer:
                 return
             if pid == 0:
                 break
-            number = self.judges.pop(pid, None)
-            if number is not None:
-                shutil.rmtree(self.folder / str(number), ignore_errors=True)
+            judge_number = self.judges.pop(pid, None)
+            if judge_number is not None:
+                shutil.rmtree(self.folder / str(judge_number), ignore_errors=True)
         for pid in _children(os.getpid()):
             if pid not in self.judges:
                 _kill_tree(pid)  # left behind by a dead judge
@@ -157,17 +157,21 @@ def _kill_tree(pid: int, itself: bool = True) -> None:
     import psutil
 
     with contextlib.suppress(psutil.Error):
-        top = psutil.Process(pid)
+        root_process = psutil.Process(pid)
         if itself:
-            top.suspend()
-        while below := [p for p in top.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]:
-            for process in below:
+            root_process.suspend()
+        while descendants := [
+            descendant
+            for descendant in root_process.children(recursive=True)
+            if descendant.status() != psutil.STATUS_ZOMBIE
+        ]:
+            for process in descendants:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
             if not itself:
-                psutil.wait_procs(below, timeout=1)
+                psutil.wait_procs(descendants, timeout=1)
         if itself:
-            top.kill()
+            root_process.kill()
 
 
 def main() -> None:
@@ -175,10 +179,10 @@ def main() -> None:
 
     The specification of the rewards is the first message on the socket.
     """
-    fd, pool, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    die_with_parent(pool)  # while a user's module is imported, the socket is not read
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    fd, pool_pid, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    die_with_parent(pool_pid)  # while a user's module is imported, the socket is not read
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)
     adopt_orphans()
     control = socket.socket(fileno=fd)
     try:

@@ -41,37 +41,39 @@ def tests_of(meta: Mapping[str, Any]) -> list[Test]:
 
 def setup_of(meta: Mapping[str, Any]) -> str:
     """Returns the statements that run before the tests."""
-    texts = [meta[name] for name in _SETUPS if meta.get(name)]
-    return "\n".join(text if isinstance(text, str) else "\n".join(map(str, text)) for text in texts)
+    setup_texts = [meta[name] for name in _SETUPS if meta.get(name)]
+    return "\n".join(
+        setup_text if isinstance(setup_text, str) else "\n".join(map(str, setup_text)) for setup_text in setup_texts
+    )
 
 
 def entry_of(meta: Mapping[str, Any]) -> str:
     """Returns the expression of the function that the tests call, "" if the problem does not name it."""
     if meta.get("entry_point"):
         return str(meta["entry_point"])
-    about = meta.get("metadata")
-    if isinstance(about, str):
+    metadata = meta.get("metadata")
+    if isinstance(metadata, str):
         try:
-            about = json.loads(about)
+            metadata = json.loads(metadata)
         except (ValueError, RecursionError):
-            about = None
-    return str(about.get("func_name") or "") if isinstance(about, Mapping) else ""
+            metadata = None
+    return str(metadata.get("func_name") or "") if isinstance(metadata, Mapping) else ""
 
 
 def _tests(value: Any, entry: str) -> Iterator[Test]:
     if isinstance(value, str):
-        text = value.strip()
-        if text[:1] in ("{", "[") and (structure := _json(text)) is not None:
+        stripped_text = value.strip()
+        if stripped_text[:1] in ("{", "[") and (structure := _json(stripped_text)) is not None:
             yield from _tests(structure, entry)
-        elif _COMPRESSED.fullmatch(text) and " " not in text:
+        elif _COMPRESSED.fullmatch(stripped_text) and " " not in stripped_text:
             raise ValueError("a test is compressed (private_test_cases of LiveCodeBench): decode it first")
         else:
             yield value
     elif isinstance(value, Mapping):
         yield from _pairs(value, entry)
     elif isinstance(value, Sequence):
-        for item in value:
-            yield from _tests(item, entry)
+        for test_entry in value:
+            yield from _tests(test_entry, entry)
     else:
         raise ValueError(
             f"a test is a {type(value).__name__}; allowed: Python statements, or objects with input and output"
@@ -96,17 +98,17 @@ def _pairs(test: Mapping[str, Any], entry: str) -> Iterator[Test]:
             raise ValueError("a test has inputs and outputs that are no lists of one length")
         if name := test.get("fn_name"):
             # APPS wraps each result in a list of one.
-            wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
+            has_wrapped_outputs = all(isinstance(output, list) and len(output) == 1 for output in outputs)
             for arguments, output in zip(inputs, outputs, strict=True):
-                yield _call(str(name), arguments, output[0] if wrapped else output)
+                yield _call(str(name), arguments, output[0] if has_wrapped_outputs else output)
         else:
             for stdin, stdout in zip(inputs, outputs, strict=True):
                 yield {"input": _lines(stdin), "output": _lines(stdout)}
     elif {"input", "output"} <= keys:
-        kind = str(test.get("testtype") or test.get("type") or "stdin")
-        if kind in ("stdin", "stdin_stdout"):
+        test_type = str(test.get("testtype") or test.get("type") or "stdin")
+        if test_type in ("stdin", "stdin_stdout"):
             yield {"input": _lines(test["input"]), "output": _lines(test["output"])}
-        elif kind == "functional":
+        elif test_type == "functional":
             if not entry:
                 raise ValueError("a test calls a function that the problem does not name: set entry_point")
             try:
@@ -115,7 +117,7 @@ def _pairs(test: Mapping[str, Any], entry: str) -> Iterator[Test]:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"a functional test has input or output that is no JSON: {error}") from None
         else:
-            raise ValueError(f"a test has testtype {kind!r}; allowed: stdin, functional")
+            raise ValueError(f"a test has testtype {test_type!r}; allowed: stdin, functional")
     else:
         raise ValueError(
             f"a test is an object with the keys {', '.join(sorted(map(str, keys))) or 'none'}; allowed: call and output; "
@@ -195,22 +197,22 @@ def _doctest(text: str) -> list[ast.stmt]:
             code = ast.parse(example.source).body
         except SyntaxError as error:
             raise ValueError(f"a doctest of the problem is no Python: {error}") from None
-        source, result = example.source.strip(), example.want.strip()
+        source, expected_output = example.source.strip(), example.want.strip()
         if example.exc_msg is not None:
-            kind = example.exc_msg.split(":", 1)[0].strip().rpartition(".")[2]
-            indented = "\n".join(f"    {line}" for line in source.splitlines())
-            body += ast.parse(f"with pytest.raises({kind}):\n{indented}").body
-        elif not result:
+            exception_type = example.exc_msg.split(":", 1)[0].strip().rpartition(".")[2]
+            indented_source = "\n".join(f"    {line}" for line in source.splitlines())
+            body += ast.parse(f"with pytest.raises({exception_type}):\n{indented_source}").body
+        elif not expected_output:
             body += code
         elif len(code) != 1 or not isinstance(code[0], ast.Expr):
             raise ValueError("a doctest of the problem prints from a statement: write it as an assertion")
         else:
-            value, converter = code[0].value, "repr"
-            if isinstance(value, ast.Call) and ast.unparse(value.func) == "print":
-                if len(value.args) != 1 or value.keywords:
+            expression, converter = code[0].value, "repr"
+            if isinstance(expression, ast.Call) and ast.unparse(expression.func) == "print":
+                if len(expression.args) != 1 or expression.keywords:
                     raise ValueError("a doctest of the problem prints several values: write it as an assertion")
-                value, converter = value.args[0], "str"
-            body += ast.parse(f"assert {converter}({ast.unparse(value)}) == {result!r}").body
+                expression, converter = expression.args[0], "str"
+            body += ast.parse(f"assert {converter}({ast.unparse(expression)}) == {expected_output!r}").body
     return body
 
 
@@ -220,7 +222,7 @@ def test_functions(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], list[ast.F
     Raises:
         ValueError: A test function takes fixtures, or has an unsupported decorator.
     """
-    plain: list[ast.stmt] = []
+    plain_statements: list[ast.stmt] = []
     functions: list[ast.FunctionDef] = []
     classes: list[ast.ClassDef] = []
     for statement in body:
@@ -229,7 +231,8 @@ def test_functions(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], list[ast.F
         if isinstance(statement, ast.FunctionDef) and statement.name.startswith("test"):
             functions.append(_expand_parameters(statement))
         elif isinstance(statement, ast.ClassDef) and any(
-            ast.unparse(base).rpartition(".")[2] in ("TestCase", "IsolatedAsyncioTestCase") for base in statement.bases
+            ast.unparse(base_class).rpartition(".")[2] in ("TestCase", "IsolatedAsyncioTestCase")
+            for base_class in statement.bases
         ):
             if not any(isinstance(s, ast.FunctionDef) and s.name.startswith("test") for s in statement.body):
                 raise ValueError(f"the class {statement.name} has no method test…, so it tests nothing")
@@ -237,8 +240,8 @@ def test_functions(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], list[ast.F
         elif isinstance(statement, ast.ClassDef) and statement.name.startswith("Test") and not statement.bases:
             functions += _methods(statement)
         else:
-            plain.append(statement)
-    return plain, functions, classes
+            plain_statements.append(statement)
+    return plain_statements, functions, classes
 
 
 def _expand_parameters(function: ast.FunctionDef) -> ast.FunctionDef:
@@ -254,10 +257,14 @@ def _expand_parameters(function: ast.FunctionDef) -> ast.FunctionDef:
                 f"the test {function.name} has the decorator {ast.unparse(decorator)}, which is not read here"
             )
         try:
-            written = ast.literal_eval(decorator.args[0])
+            name_argument = ast.literal_eval(decorator.args[0])
         except ValueError:
             raise ValueError(f"the test {function.name} has parameters whose names are computed") from None
-        columns = [part.strip() for part in written.split(",")] if isinstance(written, str) else list(written)
+        columns = (
+            [column_name.strip() for column_name in name_argument.split(",")]
+            if isinstance(name_argument, str)
+            else list(name_argument)
+        )
         target = columns[0] if len(columns) == 1 else f"({', '.join(columns)})"
         loop = ast.parse(f"for {target} in {ast.unparse(decorator.args[1])}: pass").body[0]
         assert isinstance(loop, ast.For)
@@ -272,11 +279,11 @@ def _expand_parameters(function: ast.FunctionDef) -> ast.FunctionDef:
     defaults = zip(
         function.args.args[len(function.args.args) - len(function.args.defaults) :], function.args.defaults, strict=True
     )
-    body = [*(ast.parse(f"{a.arg} = {ast.unparse(d)}").body[0] for a, d in defaults), *body]
-    plain = ast.parse(f"def {function.name}(): pass").body[0]
-    assert isinstance(plain, ast.FunctionDef)
-    plain.body = body
-    return plain
+    body = [*(ast.parse(f"{parameter.arg} = {ast.unparse(default)}").body[0] for parameter, default in defaults), *body]
+    plain_function = ast.parse(f"def {function.name}(): pass").body[0]
+    assert isinstance(plain_function, ast.FunctionDef)
+    plain_function.body = body
+    return plain_function
 
 
 def _methods(class_: ast.ClassDef) -> list[ast.FunctionDef]:
@@ -318,7 +325,9 @@ def unittest_functions(class_: ast.ClassDef) -> list[ast.FunctionDef]:
     """
     methods = {s.name: s for s in class_.body if isinstance(s, ast.FunctionDef)}
     other_statements = [s for s in class_.body if not isinstance(s, ast.FunctionDef) and not isinstance(s, ast.Expr)]
-    if other_statements or any(m.decorator_list or len(m.args.args) != 1 for m in methods.values()):
+    if other_statements or any(
+        test_method.decorator_list or len(test_method.args.args) != 1 for test_method in methods.values()
+    ):
         raise Unclear
     if any(name != "setUp" and not name.startswith("test") for name in methods):
         raise Unclear
@@ -328,9 +337,9 @@ def unittest_functions(class_: ast.ClassDef) -> list[ast.FunctionDef]:
             continue
         function = ast.parse(f"def {name}_{class_.name}(): pass").body[0]
         assert isinstance(function, ast.FunctionDef)
-        before = methods["setUp"].body if "setUp" in methods else []
-        copy = ast.parse("\n".join(ast.unparse(statement) for statement in (*before, *method.body)))
-        body = _Unittest().visit(copy).body  # as a whole: a `with self.subTest` becomes several statements
+        setup_statements = methods["setUp"].body if "setUp" in methods else []
+        body_copy = ast.parse("\n".join(ast.unparse(statement) for statement in (*setup_statements, *method.body)))
+        body = _Unittest().visit(body_copy).body  # as a whole: a `with self.subTest` becomes several statements
         if any(isinstance(n, ast.Name) and n.id == "self" for s in body for n in ast.walk(s)):
             raise Unclear
         function.body = body
@@ -349,10 +358,10 @@ class _Unittest(ast.NodeTransformer):
 
     def visit_With(self, node: ast.With) -> Any:
         call = node.items[0].context_expr
-        named = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
-        if named == "self.subTest" and len(node.items) == 1:
+        function_name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+        if function_name == "self.subTest" and len(node.items) == 1:
             return [self.visit(statement) for statement in node.body]
-        if named == "self.assertRaises" and isinstance(call, ast.Call):
+        if function_name == "self.assertRaises" and isinstance(call, ast.Call):
             call.func = ast.parse("pytest.raises", mode="eval").body
         self.generic_visit(node)
         return node
@@ -378,14 +387,14 @@ class _Unittest(ast.NodeTransformer):
         elif name in _OF_ONE and len(arguments) in (1, 2) and not keywords:
             source = _OF_ONE[name].format(f"({arguments[0]})")
         elif name in ("assertIsInstance", "assertNotIsInstance") and len(arguments) in (2, 3) and not keywords:
-            negated = "not " * (name == "assertNotIsInstance")
-            source = f"assert {negated}isinstance({arguments[0]}, {arguments[1]})"
+            negation = "not " * (name == "assertNotIsInstance")
+            source = f"assert {negation}isinstance({arguments[0]}, {arguments[1]})"
         elif name in ("assertAlmostEqual", "assertAlmostEquals") and len(arguments) in (2, 3):
             if "delta" in keywords:
                 source = f"assert abs(({arguments[0]}) - ({arguments[1]})) <= {keywords['delta']}"
             else:
-                places = arguments[2] if len(arguments) == 3 else keywords.get("places", "7")
-                source = f"assert round(abs(({arguments[0]}) - ({arguments[1]})), {places}) == 0"
+                num_places = arguments[2] if len(arguments) == 3 else keywords.get("places", "7")
+                source = f"assert round(abs(({arguments[0]}) - ({arguments[1]})), {num_places}) == 0"
         elif name == "assertRaises" and len(arguments) >= 2 and not keywords:
             source = f"with pytest.raises({arguments[0]}):\n    {arguments[1]}({', '.join(arguments[2:])})"
         else:

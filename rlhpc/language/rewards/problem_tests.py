@@ -32,48 +32,48 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
     defined = {s.name: s for s in setup if isinstance(s, ast.FunctionDef)}
     if entry in vars(builtins):  # otherwise a program without it would pass
         plan.prepared.append(add_step(plan, "do", f"globals()[{entry!r}]"))
-    judged = possible = 0
-    for number, test in enumerate(tests, 1):
+    num_judged = num_possible = 0
+    for test_number, test in enumerate(tests, 1):
         if isinstance(test, Mapping):
             claim = _equal(add_step(plan, "value", str(test["call"])), test["output"])
             plan.claims.append(outside.after(plan.prepared, claim) if plan.prepared else claim)
-            judged += 1
+            num_judged += 1
             continue
         body = problem_formats.parse_test(test)
         problem_formats.require_modules(body)
-        _refuse_constant(body, number)
+        _refuse_constant(body, test_number)
         reader = Reader(plan.copy(), entry, defined)
         try:  # A test that cannot be split runs completely in the sandbox: never a part of it.
-            plan, judges = reader.read(body), reader.judged
-            possible += reader.possible
+            plan, num_judging = reader.read(body), reader.judged
+            num_possible += reader.possible
         except (Unclear, RecursionError):
-            judges = _script(plan, body, entry, defined)
-        if not judges and not reader.possible and not (body and all(map(_prepares, body))):
-            raise ValueError(f"test {number} tests nothing: {_why(body)}")
+            num_judging = _script(plan, body, entry, defined)
+        if not num_judging and not reader.possible and not (body and all(map(_prepares, body))):
+            raise ValueError(f"test {test_number} tests nothing: {_why(body)}")
         defined |= {s.name: s for s in body if isinstance(s, ast.FunctionDef)}
-        judged += judges
-    plan.strict[0] = not judged
-    if tests and not judged and not possible:
-        written = next(
+        num_judged += num_judging
+    plan.strict[0] = not num_judged
+    if tests and not num_judged and not num_possible:
+        syntax_example = next(
             (body for test in tests if isinstance(test, str) and (body := problem_formats.parse_test(test))), []
         )
-        raise ValueError(f"its tests test nothing: {_why(written)}")
+        raise ValueError(f"its tests test nothing: {_why(syntax_example)}")
     return plan
 
 
 def _read_setup(setup: Sequence[ast.stmt], entry: str) -> TestPlan:
     """Returns a plan in which values of the setup are known here, except those that the setup's definitions use."""
     plan = TestPlan()
-    used = {n.id for s in setup if not isinstance(s, ast.Assign) for n in ast.walk(s) if isinstance(n, ast.Name)}
+    used_names = {n.id for s in setup if not isinstance(s, ast.Assign) for n in ast.walk(s) if isinstance(n, ast.Name)}
     lines = []
     reader = Reader(plan, entry, {})
     for statement in setup:
         plan.meanings.update(meanings_of([statement]))
-        stored = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        if not isinstance(statement, ast.Assign) or stored & used or not reader.bind(statement):
+        stored_names = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        if not isinstance(statement, ast.Assign) or stored_names & used_names or not reader.bind(statement):
             lines.append(ast.unparse(statement))
-            used |= {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)}
-            for name in used & plan.values.keys():  # needed by later statements of the setup
+            used_names |= {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)}
+            for name in used_names & plan.values.keys():  # needed by later statements of the setup
                 lines.insert(len(lines) - 1, f"{name} = {ast.unparse(written_out(plan.values.pop(name)))}")
     plan.setup = "\n".join(lines)
     return plan
@@ -99,10 +99,10 @@ def _why(body: Sequence[ast.stmt]) -> str:
 
 def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mapping[str, ast.FunctionDef]) -> int:
     """Adds a test that runs completely in the sandbox; returns whether it asserts anything."""
-    plain, functions, classes = problem_formats.test_functions(body)
-    source: list[ast.stmt] = [*plain, *functions, *classes]
+    plain_statements, functions, classes = problem_formats.test_functions(body)
+    source: list[ast.stmt] = [*plain_statements, *functions, *classes]
     lines = [f"{function.name}()" for function in functions]
-    if has_check(plain) and entry and not calls(plain, "check"):
+    if has_check(plain_statements) and entry and not calls(plain_statements, "check"):
         lines.append(f"check({entry})")
     if classes:
         names = ", ".join(class_.name for class_ in classes)
@@ -116,16 +116,16 @@ def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mappi
     functions_by_name = dict(defined) | {s.name: s for s in tree.body if isinstance(s, ast.FunctionDef)}
     if not (asserts(tree.body, functions_by_name) or classes):
         return 0
-    mentioned = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    before = [
-        f"{name} = {ast.unparse(written_out(value))}"
-        for name, value in plan.values.items()
-        if name in mentioned and _has_notation(value)
+    mentioned_names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    value_statements = [
+        f"{name} = {ast.unparse(written_out(known_value))}"
+        for name, known_value in plan.values.items()
+        if name in mentioned_names and _has_notation(known_value)
     ]
-    before += [f"globals()[{entry!r}]"] if entry in vars(builtins) else []
-    before += [ast.unparse(plan.definitions[name]) for name in plan.definitions if name in mentioned]
+    value_statements += [f"globals()[{entry!r}]"] if entry in vars(builtins) else []
+    value_statements += [ast.unparse(plan.definitions[name]) for name in plan.definitions if name in mentioned_names]
     plan.verdicts.append(len(plan.scripts))
-    plan.scripts.append({"kind": "script", "source": "\n".join([*before, code])})
+    plan.scripts.append({"kind": "script", "source": "\n".join([*value_statements, code])})
     return 1
 
 
@@ -151,20 +151,20 @@ def program_names(plan: TestPlan) -> list[str]:
     """Returns the names in the plan that only a program can define."""
     sources = [step["source"] for step in (*plan.steps, *plan.scripts)] + [plan.setup]
     nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
-    loaded = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-    stored = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-    defined = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    defined |= {
-        a.asname or a.name.partition(".")[0]
+    loaded_names = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    stored_names = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    defined_names = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    defined_names |= {
+        alias.asname or alias.name.partition(".")[0]
         for n in nodes
         if isinstance(n, (ast.Import, ast.ImportFrom))
-        for a in n.names
+        for alias in n.names
     }
-    defined |= {n.arg for n in nodes if isinstance(n, ast.arg)}
-    imported = {
-        a.name
+    defined_names |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    imported_names = {
+        alias.name
         for n in nodes
         if isinstance(n, ast.ImportFrom) and n.module in problem_formats.PROGRAM_MODULES
-        for a in n.names
+        for alias in n.names
     }
-    return sorted((loaded - stored - defined - vars(builtins).keys()) | imported)
+    return sorted((loaded_names - stored_names - defined_names - vars(builtins).keys()) | imported_names)

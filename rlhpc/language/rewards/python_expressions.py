@@ -45,18 +45,32 @@ def always_true(test: ast.expr) -> bool:
 
 def returns(statement: ast.stmt) -> bool:
     """Returns whether a statement has a `return` or the like that belongs to the function around it."""
-    inside = {id(n) for f in ast.walk(statement) if isinstance(f, (ast.FunctionDef, ast.Lambda)) for n in ast.walk(f)}
-    kinds = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith, ast.Global, ast.Nonlocal)
-    return any(isinstance(node, kinds) and id(node) not in inside for node in ast.walk(statement))
+    nested_ids = {
+        id(n)
+        for nested_function in ast.walk(statement)
+        if isinstance(nested_function, (ast.FunctionDef, ast.Lambda))
+        for n in ast.walk(nested_function)
+    }
+    statement_types = (
+        ast.Return,
+        ast.Yield,
+        ast.YieldFrom,
+        ast.Await,
+        ast.AsyncFor,
+        ast.AsyncWith,
+        ast.Global,
+        ast.Nonlocal,
+    )
+    return any(isinstance(node, statement_types) and id(node) not in nested_ids for node in ast.walk(statement))
 
 
 def items(node: ast.expr, evaluate: Callable[[ast.expr], Any]) -> list[Any]:
-    value = evaluate(node)
-    if not isinstance(value, (list, tuple, str, range, enumerate, zip)) or (
-        isinstance(value, range) and len(value) > MOST_ROUNDS
+    container = evaluate(node)
+    if not isinstance(container, (list, tuple, str, range, enumerate, zip)) or (
+        isinstance(container, range) and len(container) > MOST_ROUNDS
     ):
         raise Unclear
-    return list(value)
+    return list(container)
 
 
 def assigned(target: ast.expr, value: Any) -> dict[str, ast.expr]:
@@ -65,12 +79,18 @@ def assigned(target: ast.expr, value: Any) -> dict[str, ast.expr]:
     if not all(isinstance(name, ast.Name) for name in names):
         raise Unclear
     try:
-        parts = [value] if isinstance(target, ast.Name) else [None] * len(names) if value is None else list(value)
+        element_values = (
+            [value] if isinstance(target, ast.Name) else [None] * len(names) if value is None else list(value)
+        )
     except TypeError:
         raise Unclear from None
-    if len(parts) != len(names):
+    if len(element_values) != len(names):
         raise Unclear
-    return {name.id: written_out(part) for name, part in zip(names, parts, strict=True) if isinstance(name, ast.Name)}
+    return {
+        name.id: written_out(element_value)
+        for name, element_value in zip(names, element_values, strict=True)
+        if isinstance(name, ast.Name)
+    }
 
 
 def expression(node: ast.expr) -> ast.expr:
@@ -79,12 +99,12 @@ def expression(node: ast.expr) -> ast.expr:
 
 def written_out(value: Any) -> ast.expr:
     try:
-        written = ast.parse(repr(value), mode="eval").body
+        expression_node = ast.parse(repr(value), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise Unclear from None
-    if not literal(written)[0]:
+    if not literal(expression_node)[0]:
         raise Unclear  # inf, or a value without a literal
-    return written
+    return expression_node
 
 
 def asserts(body: Sequence[ast.stmt], functions: Mapping[str, ast.FunctionDef]) -> bool:
@@ -115,13 +135,17 @@ def bound_names(target: ast.expr, value: Any) -> list[tuple[str, Any]]:
         raise Unclear
     if len(target.elts) != len(value):
         raise Unclear
-    return [pair for inner, part in zip(target.elts, value, strict=True) for pair in bound_names(inner, part)]
+    return [
+        pair
+        for inner_target, element in zip(target.elts, value, strict=True)
+        for pair in bound_names(inner_target, element)
+    ]
 
 
 def containers(value: Any) -> set[int]:
     """Returns the identities of all mutable parts of a value."""
     if isinstance(value, (list, set)):
-        return {id(value)}.union(*(containers(item) for item in value))
+        return {id(value)}.union(*(containers(element) for element in value))
     if isinstance(value, dict):
-        return {id(value)}.union(*(containers(item) for item in value.values()))
-    return set().union(*(containers(item) for item in value)) if isinstance(value, tuple) else set()
+        return {id(value)}.union(*(containers(element) for element in value.values()))
+    return set().union(*(containers(element) for element in value)) if isinstance(value, tuple) else set()

@@ -45,11 +45,11 @@ def check_arguments(name: str, factory: Callable[..., Any], kwargs: dict[str, An
         signature = inspect.signature(factory)
     except ValueError:
         return
-    positional = [] if isinstance(factory, type) else [None]  # the sample
+    positional_arguments = [] if isinstance(factory, type) else [None]  # the sample
     try:
-        signature.bind(*positional, **current_keywords(factory, kwargs))
+        signature.bind(*positional_arguments, **current_keywords(factory, kwargs))
     except TypeError as error:
-        names = [p.name for p in signature.parameters.values()][len(positional) :]
+        names = [parameter.name for parameter in signature.parameters.values()][len(positional_arguments) :]
         raise ConfigError(
             f"reward.terms: kwargs of {name!r}: {error}; it takes: {', '.join(names) or 'none'}"
         ) from None
@@ -97,8 +97,8 @@ def check_problems(terms: Iterable[str], dataset: WordedDataset, key: str) -> No
             try:
                 reward.check_problem(problems[index].meta)
             except ValueError as error:
-                place = problems.place(index) if isinstance(problems, Located) else f"its problem {index}"
+                problem_place = problems.place(index) if isinstance(problems, Located) else f"its problem {index}"
                 raise ConfigError(
-                    f"{key}: {place}: reward.terms has {name!r}, which cannot judge this problem: {error}. Mend the row or "
-                    "leave it out; docs/how-to/rewards.md says which tests are read"
+                    f"{key}: {problem_place}: reward.terms has {name!r}, which cannot judge this problem: {error}. "
+                    "Mend the row or leave it out; docs/how-to/rewards.md says which tests are read"
                 ) from None

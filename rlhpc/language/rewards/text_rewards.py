@@ -92,8 +92,8 @@ class LengthReward:
         self._limit = limit
 
     def __call__(self, sample: Sample) -> float:
-        over = (sample.tokens - self._start) / (self._limit - self._start)
-        return -min(1.0, max(0.0, over))
+        excess = (sample.tokens - self._start) / (self._limit - self._start)
+        return -min(1.0, max(0.0, excess))
 
 
 class AgentReward:
@@ -107,14 +107,14 @@ class AgentReward:
         Raises:
             RlhpcError: The agent reported none.
         """
-        report = sample.meta.get("agent", {})
-        if report.get("reward") is None:
-            if report.get("later"):
+        agent_report = sample.meta.get("agent", {})
+        if agent_report.get("reward") is None:
+            if agent_report.get("later"):
                 raise RlhpcError("its reward comes later, and nobody waits for it here")
             raise RlhpcError(
-                report.get("error") or "the agent gave no reward: its function returned None or no `reward`"
+                agent_report.get("error") or "the agent gave no reward: its function returned None or no `reward`"
             )
-        return float(report["reward"])
+        return float(agent_report["reward"])
 
 
 class ReasoningGymReward:

@@ -38,8 +38,8 @@ Job = dict[str, Any]
 
 def _checked(result: int, action: str) -> int:
     if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{action}: {os.strerror(number)}")
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"{action}: {os.strerror(errno)}")
     return result
 
 
@@ -82,28 +82,28 @@ def _new_user() -> int:
         except OSError:
             return 0
         return _INSIDE
-    (go_read, go_write), (answer, answered) = os.pipe(), os.pipe()
-    helper = os.fork()
-    if helper == 0:  # a map of two rows is accepted only from the namespace outside
+    (go_read, go_write), (answer, answer_write) = os.pipe(), os.pipe()
+    helper_pid = os.fork()
+    if helper_pid == 0:  # a map of two rows is accepted only from the namespace outside
         os.close(go_write)
         if os.read(go_read, 1):
-            os.write(answered, _map_from_outside(keeper))
+            os.write(answer_write, _map_from_outside(keeper))
         os._exit(0)
-    os.close(answered)
+    os.close(answer_write)
     if _libc.unshare(_NEW_USER) == 0:
         os.write(go_write, b"1")
     os.close(go_write)
-    kind = os.read(answer, 1)
-    os.waitpid(helper, 0)
+    identity_code = os.read(answer, 1)
+    os.waitpid(helper_pid, 0)
     os.close(go_read)
     os.close(answer)
-    return {b"2": _NOBODY_UID, b"1": _INSIDE}.get(kind, 0)
+    return {b"2": _NOBODY_UID, b"1": _INSIDE}.get(identity_code, 0)
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    arguments = [None if part is None else part.encode() for part in (source, target, kind, options)]
-    result = _libc.mount(*arguments[:3], ctypes.c_ulong(flags), arguments[3])
-    _checked(result, f"mount {target}")
+    arguments = [None if argument is None else argument.encode() for argument in (source, target, kind, options)]
+    return_code = _libc.mount(*arguments[:3], ctypes.c_ulong(flags), arguments[3])
+    _checked(return_code, f"mount {target}")
 
 
 def _mounts_below(root: str) -> list[tuple[str, int]]:
@@ -112,12 +112,12 @@ def _mounts_below(root: str) -> list[tuple[str, int]]:
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
             fields = line.split(" ")
-            point = fields[4]
-            for code, char in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-                point = point.replace(code, char)
-            if point.startswith(root + "/"):
+            mount_point = fields[4]
+            for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+                mount_point = mount_point.replace(code, character)
+            if mount_point.startswith(root + "/"):
                 flags = sum(_MOUNT_FLAGS.get(name, 0) for name in fields[5].split(","))
-                mounts.append((point, flags))
+                mounts.append((mount_point, flags))
     return mounts
 
 
@@ -142,8 +142,8 @@ def _new_root(job: Job, user: int) -> None:
     for path in (*job["read"], *_DEVICES):
         if os.path.lexists(path) and not os.path.lexists(root + path):
             _bind(root, path)
-    for point, flags in _mounts_below(root):
-        _mount(None, point, None, _BIND | _REMOUNT | _RDONLY | _NOSUID | flags)
+    for mount_point, flags in _mounts_below(root):
+        _mount(None, mount_point, None, _BIND | _REMOUNT | _RDONLY | _NOSUID | flags)
     os.mkdir(root + _BOX)
     options = f"mode=700,uid={user},gid={user},size={job['disk']},nr_inodes=4k"
     _mount("none", root + _BOX, "tmpfs", _NOSUID | _NODEV, options)
@@ -182,27 +182,29 @@ def _landlock(box: str, read: list[str]) -> int:
     version = landlock_version()
     if not version:
         return 0
-    all_files = (1 << (13 if version == 1 else 14 if version == 2 else 15 if version < 5 else 16)) - 1
-    attributes = _Ruleset(all_files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    all_rights = (1 << (13 if version == 1 else 14 if version == 2 else 15 if version < 5 else 16)) - 1
+    ruleset_attributes = _Ruleset(all_rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = ctypes.c_size_t(8 if version < 4 else 16 if version < 6 else 24)
-    rules = _checked(int(_libc.syscall(444, ctypes.byref(attributes), size, ctypes.c_uint32(0))), "landlock")
-    for path, access in [
+    ruleset_fd = _checked(
+        int(_libc.syscall(444, ctypes.byref(ruleset_attributes), size, ctypes.c_uint32(0))), "landlock"
+    )
+    for path, access_rights in [
         *((path, _READ | _READ_FOLDER | _EXECUTE) for path in read),
         *((path, _READ | _WRITE_FILE | _TRUNCATE) for path in _DEVICES),
-        (box, all_files & ~_MAKE_DEVICES),
+        (box, all_rights & ~_MAKE_DEVICES),
     ]:
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             continue
         if not os.path.isdir(path):
-            access &= _READ | _EXECUTE | _WRITE_FILE | _TRUNCATE
-        beneath = struct.pack("=Qi", access & all_files, fd)
-        result = _libc.syscall(445, rules, 1, ctypes.c_char_p(beneath), ctypes.c_uint32(0))
-        _checked(int(result), f"landlock {path}")
+            access_rights &= _READ | _EXECUTE | _WRITE_FILE | _TRUNCATE
+        path_rule = struct.pack("=Qi", access_rights & all_rights, fd)
+        return_code = _libc.syscall(445, ruleset_fd, 1, ctypes.c_char_p(path_rule), ctypes.c_uint32(0))
+        _checked(int(return_code), f"landlock {path}")
         os.close(fd)
-    _checked(int(_libc.syscall(446, rules, ctypes.c_uint32(0))), "landlock")
-    os.close(rules)
+    _checked(int(_libc.syscall(446, ruleset_fd, ctypes.c_uint32(0))), "landlock")
+    os.close(ruleset_fd)
     return version
 
 
@@ -221,10 +223,10 @@ def _seccomp(text: str) -> bool:
 
 
 def _drop_capabilities() -> None:
-    for number in range(64):
-        _prctl(_CAPBSET_DROP, number)
-    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
-    _checked(_libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(none)), "capset")
+    for capability in range(64):
+        _prctl(_CAPBSET_DROP, capability)
+    header, no_capabilities = struct.pack("Ii", 0x20080522, 0), bytes(24)
+    _checked(_libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(no_capabilities)), "capset")
 
 
 def _count_threads(uid: int) -> int:
@@ -243,7 +245,7 @@ def _count_threads(uid: int) -> int:
 
 
 def _limit(job: Job, threads: int) -> None:
-    for name, soft, hard in (
+    for name, soft_limit, hard_limit in (
         ("CPU", job["cpu_s"], job["cpu_s"] + 1),
         ("AS", job["memory"], job["memory"]),
         ("CORE", 0, 0),
@@ -253,10 +255,14 @@ def _limit(job: Job, threads: int) -> None:
         ("MEMLOCK", 0, 0),
         ("MSGQUEUE", 0, 0),
     ):
-        kind = getattr(resource, f"RLIMIT_{name}")
-        maximum = resource.getrlimit(kind)[1]
-        limits = (soft, hard) if maximum == resource.RLIM_INFINITY else (min(soft, maximum), min(hard, maximum))
-        resource.setrlimit(kind, limits)
+        resource_id = getattr(resource, f"RLIMIT_{name}")
+        max_value = resource.getrlimit(resource_id)[1]
+        limits = (
+            (soft_limit, hard_limit)
+            if max_value == resource.RLIM_INFINITY
+            else (min(soft_limit, max_value), min(hard_limit, max_value))
+        )
+        resource.setrlimit(resource_id, limits)
 
 
 # --- the three processes
@@ -265,17 +271,17 @@ def _limit(job: Job, threads: int) -> None:
 def _die_with(parent: int, lifeline: int) -> None:
     """Has the kernel kill this process with its parent; ends it at once if the parent has gone already."""
     _prctl(_PDEATHSIG, signal.SIGKILL)
-    watch = select.poll()
-    watch.register(lifeline, select.POLLIN)
-    if watch.poll(0) or os.getppid() not in (0, parent):
+    poller = select.poll()
+    poller.register(lifeline, select.POLLIN)
+    if poller.poll(0) or os.getppid() not in (0, parent):
         os._exit(1)
 
 
 def _keep(child: int, status: int) -> None:
     """Waits for the program, reports its end, and exits; this ends all other processes of its process namespace."""
-    null = os.open(os.devnull, os.O_RDWR)
+    null_fd = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
-        os.dup2(null, fd)
+        os.dup2(null_fd, fd)
     _prctl(_DUMPABLE, 0)
     while True:
         pid, code, usage = os.wait4(-1, 0)
@@ -293,7 +299,7 @@ def _program(
     with contextlib.suppress(OSError):
         _write("/proc/self/oom_score_adj", "1000")
     box = _BOX if "mount" in have else job["folder"]
-    read = [*job["read"], *(["/proc"] if "mount" in have else [])]
+    readable_paths = [*job["read"], *(["/proc"] if "mount" in have else [])]
     _limit(job, threads)
     if (
         user == _NOBODY_UID and "mount" in have
@@ -307,11 +313,11 @@ def _program(
     os.chdir(box)
     os.umask(0o077)
     _checked(_prctl(_NO_NEW_PRIVS, 1), "no_new_privs")
-    if "landlock" in job["mechanisms"] and (version := _landlock(box, read)):
+    if "landlock" in job["mechanisms"] and (version := _landlock(box, readable_paths)):
         have["landlock"] = str(version)
     # Signals are allowed only if a process namespace hides all other processes.
-    text = job["filters"][f"{'mount' in have} {'pid' in have and job['processes'] > 1}"]
-    if text and _seccomp(text):
+    filter_hex = job["filters"][f"{'mount' in have} {'pid' in have and job['processes'] > 1}"]
+    if filter_hex and _seccomp(filter_hex):
         have["seccomp"] = "yes"
     missing = sorted(set(job["need"]) - set(have))
     if missing:
@@ -330,45 +336,48 @@ def main(harness: Any, job_fd: int, result: int, status: int, caller: int) -> No
         os._exit(1)
     with os.fdopen(job_fd, "rb") as file:
         job: Job = json.loads(file.read())
-    have: dict[str, str] = {}
+    mechanisms: dict[str, str] = {}
     user = 0
-    uid, own_count = os.geteuid(), tuple(int(n) for n in os.uname().release.split("-")[0].split(".")[:2]) >= (5, 14)
+    uid, has_own_count = (
+        os.geteuid(),
+        tuple(int(n) for n in os.uname().release.split("-")[0].split(".")[:2]) >= (5, 14),
+    )
     if "namespaces" in job["mechanisms"]:
         user = _new_user()
         if user:
-            have["user"] = str(user)
-            have |= {name: "yes" for name, flag in _NAMESPACES.items() if _libc.unshare(flag) == 0}
-        if "pid" not in have:
-            have.pop("mount", None)  # the namespace's init builds the new root
-    threads = job["processes"] + _THREADS + (3 if user and own_count else _count_threads(uid))
-    keeper, (lifeline, held) = os.getpid(), os.pipe()
+            mechanisms["user"] = str(user)
+            mechanisms |= {name: "yes" for name, flag in _NAMESPACES.items() if _libc.unshare(flag) == 0}
+        if "pid" not in mechanisms:
+            mechanisms.pop("mount", None)  # the namespace's init builds the new root
+    threads = job["processes"] + _THREADS + (3 if user and has_own_count else _count_threads(uid))
+    keeper, (lifeline, lifeline_write) = os.getpid(), os.pipe()
     child = os.fork()
     if child:
         os.close(lifeline)
         os.close(result)
-        _keep(child, -1 if "pid" in have else status)
-    os.close(held)
-    if "pid" in have:
+        _keep(child, -1 if "pid" in mechanisms else status)
+    os.close(lifeline_write)
+    if "pid" in mechanisms:
         _die_with(keeper, lifeline)
-        if "mount" in have:
+        if "mount" in mechanisms:
             try:
                 _new_root(job, user)
             except OSError as error:
                 _libc.umount2(job["folder"].encode(), _DETACH)
-                del have["mount"]
-                have["mount_error"] = str(error)
-        keeper, (inner, held) = os.getpid(), os.pipe()
+                del mechanisms["mount"]
+                mechanisms["mount_error"] = str(error)
+        keeper, (inner_lifeline, lifeline_write) = os.getpid(), os.pipe()
         child = os.fork()
         if child:
-            os.close(inner)
+            os.close(inner_lifeline)
             os.close(result)
             _keep(child, status)
-        os.close(held)
+        os.close(lifeline_write)
         os.close(lifeline)
-        lifeline = inner
+        lifeline = inner_lifeline
     os.close(status)
     try:
-        _program(harness, job, have, user, threads, keeper, lifeline, result)
+        _program(harness, job, mechanisms, user, threads, keeper, lifeline, result)
     except BaseException as error:
         harness.tell(result, job["nonce"], "failed", f"{type(error).__name__}: {error}")
     os._exit(1)

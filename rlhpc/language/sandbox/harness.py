@@ -49,13 +49,13 @@ def encode(value: Any, depth: int = 0) -> Any:
         return {"c": [value.real.hex(), value.imag.hex()]}
     if isinstance(value, (bytes, bytearray)):
         return {"b": bytes(value).hex()}
-    for kind, key in ((list, "l"), (tuple, "t"), ((set, frozenset), "s")):
-        if isinstance(value, kind):
-            return {key: [encode(item, depth + 1) for item in value]}
+    for container_types, key in ((list, "l"), (tuple, "t"), ((set, frozenset), "s")):
+        if isinstance(value, container_types):
+            return {key: [encode(element, depth + 1) for element in value]}
     if isinstance(value, dict):
-        return {"d": [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in value.items()]}
+        return {"d": [[encode(key, depth + 1), encode(element, depth + 1)] for key, element in value.items()]}
     if hasattr(type(value), "__next__"):
-        return {"g": [encode(item, depth + 1) for _, item in zip(range(_MOST_ITEMS), value, strict=False)]}
+        return {"g": [encode(element, depth + 1) for _, element in zip(range(_MOST_ITEMS), value, strict=False)]}
     module, name = type(value).__module__, type(value).__name__
     if module == "fractions" and name == "Fraction":
         return {"q": [hex(value.numerator), hex(value.denominator)]}
@@ -79,30 +79,33 @@ def _describe(error: BaseException) -> str:
 
 
 def _value(source: str, namespace: dict[str, Any]) -> Any:
-    value = encode(_evaluate(_compile(source, "<test>", "eval"), namespace))
-    size = len(_dumps(value))
+    encoded_value = encode(_evaluate(_compile(source, "<test>", "eval"), namespace))
+    size = len(_dumps(encoded_value))
     if size > _MOST_BYTES:
         raise ValueError(f"the value takes {size} bytes")
-    return value
+    return encoded_value
 
 
 def _checks(checks: list[dict[str, str]], namespace: dict[str, Any], fd: int, nonce: str) -> None:
-    number = 0
+    check_number = 0
     for check in checks:
         payload = None
         try:
             if check["kind"] == "value":
-                kind = "value"
+                record_type = "value"
                 payload = _value(check["source"], namespace)
             else:
-                kind = "passed"
+                record_type = "passed"
                 _run(_compile(check["source"], "<test>", "exec"), namespace)
         except BaseException as error:
-            kind, payload = "error", _describe(error)
+            record_type, payload = "error", _describe(error)
             if check["kind"] == "raises":
-                kind, payload = "value", encode((payload, [cls.__name__ for cls in type(error).__mro__]))
-        tell(fd, nonce, f"{kind} {number}", payload)
-        number += 1  # noqa: SIM113 - `enumerate` could be the program's own
+                record_type, payload = (
+                    "value",
+                    encode((payload, [exception_class.__name__ for exception_class in type(error).__mro__])),
+                )
+        tell(fd, nonce, f"{record_type} {check_number}", payload)
+        check_number += 1  # noqa: SIM113 - `enumerate` could be the program's own
 
 
 def run(job: dict[str, Any], fd: int) -> None:
@@ -125,8 +128,8 @@ def run(job: dict[str, Any], fd: int) -> None:
         code, failure = 1, _describe(error)
         import traceback
 
-        last = error.__traceback__.tb_next if error.__traceback__ else None
-        traceback.print_exception(type(error), error, last, limit=-8)
+        last_frame = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, last_frame, limit=-8)
     tell(fd, nonce, "end", failure)
     if not failure:
         _checks(job["checks"], module.__dict__, fd, nonce)

@@ -110,9 +110,9 @@ class Sandbox:
         allow_unconfined: bool = False,
         mechanisms: Sequence[str] = MECHANISMS,
     ) -> None:
-        unknown = sorted(set(mechanisms) - set(MECHANISMS))
-        if unknown:
-            raise ConfigError(f"sandbox: mechanisms has {unknown}; allowed: {', '.join(MECHANISMS)}")
+        unknown_mechanisms = sorted(set(mechanisms) - set(MECHANISMS))
+        if unknown_mechanisms:
+            raise ConfigError(f"sandbox: mechanisms has {unknown_mechanisms}; allowed: {', '.join(MECHANISMS)}")
         bounds = {
             "wall_s": wall_s,
             "memory_mb": memory_mb,
@@ -122,14 +122,16 @@ class Sandbox:
             "processes": processes,
             "open_files": open_files,
         }
-        for name, value in bounds.items():
-            if value <= 0:
-                raise ConfigError(f"sandbox: {name} is {value}; it must be above 0")
+        for name, bound in bounds.items():
+            if bound <= 0:
+                raise ConfigError(f"sandbox: {name} is {bound}; it must be above 0")
         self.wall_s, self.output_bytes = wall_s, output_kb * 1024
         filters = {
-            f"{mounted} {several}": build_seccomp_filter(os.uname().machine, fork=several, files_read_only=mounted)
-            for mounted in (False, True)
-            for several in (False, True)
+            f"{has_mount} {has_processes}": build_seccomp_filter(
+                os.uname().machine, fork=has_processes, files_read_only=has_mount
+            )
+            for has_mount in (False, True)
+            for has_processes in (False, True)
         }
         self._job: dict[str, Any] = {
             "cpu_s": math.ceil(cpu_s or wall_s),
@@ -165,7 +167,7 @@ class Sandbox:
         """Returns the names of the limits that are not enforced here. The limit of all files together is not counted:
         without it a program can only fill a disk until it ends.
         """
-        return [name for name, how in self._limits.items() if not how and name != "disk"]
+        return [name for name, mechanisms in self._limits.items() if not mechanisms and name != "disk"]
 
     def run(self, source: str, stdin: str = "", wall_s: float | None = None) -> SandboxResult:
         """Runs a program, as `__main__`."""
@@ -187,7 +189,7 @@ class Sandbox:
         return self._start({"source": source, "setup": setup, "checks": list(checks), "main": False}, "", wall_s)
 
     def _start(self, job: dict[str, Any], stdin: str, wall_s: float | None) -> SandboxResult:
-        started = time.monotonic()
+        start_time = time.monotonic()
         folder = str(make_temporary_folder("box"))
         nonce = secrets.token_hex(16)
         job_fd = os.memfd_create("job")
@@ -199,8 +201,8 @@ class Sandbox:
             with open(stdin_fd, "wb", closefd=False) as file:
                 file.write(stdin.encode())
             os.lseek(stdin_fd, 0, os.SEEK_SET)
-        (result, result_in), (status, status_in) = os.pipe(), os.pipe()
-        fds = (job_fd, result_in, status_in)
+        (result_read, result_write), (status_read, status_write) = os.pipe(), os.pipe()
+        fds = (job_fd, result_write, status_write)
         try:
             # The keeper asks to be killed with the thread that started it: this thread, which waits for the keeper below.
             keeper = subprocess.Popen(
@@ -214,7 +216,7 @@ class Sandbox:
                 start_new_session=True,
             )
         except BaseException:
-            for fd in (result, status):
+            for fd in (result_read, status_read):
                 os.close(fd)
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -222,84 +224,84 @@ class Sandbox:
             for fd in (*fds, stdin_fd):
                 os.close(fd)
         assert keeper.stdout and keeper.stderr
-        reading = {
+        read_fds = {
             "stdout": keeper.stdout.fileno(),
             "stderr": keeper.stderr.fileno(),
-            "result": result,
-            "status": status,
+            "result": result_read,
+            "status": status_read,
         }
         try:
-            outcome, texts = self._collect(keeper, reading, started + (wall_s or self.wall_s))
+            outcome, outputs = self._collect(keeper, read_fds, start_time + (wall_s or self.wall_s))
         finally:
             _end(keeper)
             keeper.stdout.close()
             keeper.stderr.close()
-            os.close(result)
-            os.close(status)
+            os.close(result_read)
+            os.close(status_read)
             shutil.rmtree(folder, ignore_errors=True)
-        return _result(outcome, texts, nonce, time.monotonic() - started)
+        return _result(outcome, outputs, nonce, time.monotonic() - start_time)
 
     def _collect(
         self, keeper: subprocess.Popen[bytes], reading: dict[str, int], deadline: float
     ) -> tuple[str, dict[str, bytes]]:
         """Reads until all pipes are closed, when the program has ended; kills it when it exceeds a limit."""
-        texts = dict.fromkeys(reading, b"")
+        outputs = dict.fromkeys(reading, b"")
         outcome, killed_at = "", 0.0
         with selectors.DefaultSelector() as selector:
             for name, fd in reading.items():
                 selector.register(fd, selectors.EVENT_READ, name)
             while selector.get_map():
-                now = time.monotonic()
-                if not outcome and now >= deadline:
+                current_time = time.monotonic()
+                if not outcome and current_time >= deadline:
                     outcome = "timeout"
                 if outcome and not killed_at:
-                    killed_at = now
+                    killed_at = current_time
                     _kill(keeper)
-                if killed_at and now > killed_at + _START_S:
+                if killed_at and current_time > killed_at + _START_S:
                     raise RlhpcError(f"sandbox: process {keeper.pid} cannot be killed; is its file system stuck?")
-                for key, _ in selector.select(1.0 if killed_at else max(0.0, deadline - now)):
-                    part = os.read(key.fd, 1 << 16)
-                    if not part:
+                for key, _ in selector.select(1.0 if killed_at else max(0.0, deadline - current_time)):
+                    chunk = os.read(key.fd, 1 << 16)
+                    if not chunk:
                         selector.unregister(key.fd)
                     limit = self.output_bytes if key.data in ("stdout", "stderr") else _MOST_TOLD
-                    text = texts[key.data] + part
-                    texts[key.data] = text[:limit]
-                    if len(text) > limit and not outcome:
+                    output = outputs[key.data] + chunk
+                    outputs[key.data] = output[:limit]
+                    if len(output) > limit and not outcome:
                         outcome = "output"
-        return outcome, texts
+        return outcome, outputs
 
     def _try_out(self) -> None:
         """Lets a program attempt forbidden actions, and notes what stopped it."""
         with (
-            temporary_folder("try") as place,
+            temporary_folder("try") as temporary,
             socket.create_server(("127.0.0.1", 0)) as server,
-            ipc_objects() as reached,
+            ipc_objects() as ipc_ids,
         ):
-            folder, secret = str(place), place / "secret"
-            secret.write_text("secret")
-            secret.chmod(0o600)
+            folder, secret_file = str(temporary), temporary / "secret"
+            secret_file.write_text("secret")
+            secret_file.chmod(0o600)
             targets = {
                 "port": server.getsockname()[1],
                 "pid": os.getpid(),
-                "secret": str(secret),
+                "secret": str(secret_file),
                 "folder": folder,
                 "memory": self._job["memory"],
                 "processes": self._job["processes"],
-                "ipc": reached,
+                "ipc": ipc_ids,
             }
             source = (_INSIDE / "self_test.py").read_text()
             checks = [{"kind": "value", "source": f"attempts({targets!r})"}]
             result = self._start({"source": source, "setup": "", "checks": checks, "main": False}, "", _START_S)
         if "value" not in result.checks.get(0, {}):
             raise RlhpcError(f"sandbox: the trial run failed: {result.status} {result.error or result.stderr}")
-        have = result.have
-        self._job["need"] = sorted(name for name in have if name not in ("user", "mount_error"))
-        for name, through in result.checks[0]["value"]["d"]:
-            ways = [_WAYS[key].format(have.get(key)) for key in _STOPS[name] if key in have]
-            self._limits[name] = "" if through else ", ".join(ways) or _ELSE.get(name, "permissions")
-        if not {"pid", "seccomp"} & set(have):  # child processes would outlive the program
+        mechanisms = result.have
+        self._job["need"] = sorted(name for name in mechanisms if name not in ("user", "mount_error"))
+        for name, is_possible in result.checks[0]["value"]["d"]:
+            mechanism_names = [_WAYS[key].format(mechanisms.get(key)) for key in _STOPS[name] if key in mechanisms]
+            self._limits[name] = "" if is_possible else ", ".join(mechanism_names) or _ELSE.get(name, "permissions")
+        if not {"pid", "seccomp"} & set(mechanisms):  # child processes would outlive the program
             self._limits["processes"] = ""
-        self._limits["disk"] = "size of its folder in memory" if "mount" in have else ""
+        self._limits["disk"] = "size of its folder in memory" if "mount" in mechanisms else ""
 
 
 _WAYS = {
@@ -333,9 +335,9 @@ def readable(further: Sequence[str]) -> list[str]:
 
 
 def _kill(keeper: subprocess.Popen[bytes]) -> None:
-    for kill in (os.killpg, os.kill):
+    for kill_function in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
-            kill(keeper.pid, signal.SIGKILL)
+            kill_function(keeper.pid, signal.SIGKILL)
 
 
 def _end(keeper: subprocess.Popen[bytes]) -> None:
@@ -353,13 +355,15 @@ def _records(text: bytes, nonce: str) -> list[tuple[str, Any]]:
     """
     records = []
     for line in text.split(b"\n")[:-1]:
-        begin, _, record = line.decode(errors="replace").partition(" ")
-        if begin != nonce:
+        record_nonce, _, record = line.decode(errors="replace").partition(" ")
+        if record_nonce != nonce:
             continue  # without the nonce
-        kind, _, fields = record.partition(" ")
-        number, _, payload = fields.partition(" ") if kind in ("value", "passed", "error") else ("", "", fields)
+        record_type, _, fields = record.partition(" ")
+        check_number, _, payload = (
+            fields.partition(" ") if record_type in ("value", "passed", "error") else ("", "", fields)
+        )
         try:
-            records.append((f"{kind} {int(number)}" if number else kind, json.loads(payload)))
+            records.append((f"{record_type} {int(check_number)}" if check_number else record_type, json.loads(payload)))
         except RecursionError:
             raise ValueError("nested too deep") from None
     return records
@@ -370,27 +374,27 @@ def _result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -
     responsibility, so malformed or forged records make it a failed program, never an error of the sandbox.
     """
     stdout, stderr = (texts[name].decode(errors="replace") for name in ("stdout", "stderr"))
-    first, mark, remainder = texts["result"].partition(b"\n")
-    began = dict(_records(first + mark, nonce))
-    if "have" not in began and (began or not outcome):
-        reason = began.get("failed") or stderr.strip() or "no word from it"
+    first_line, line_end, remainder = texts["result"].partition(b"\n")
+    start_records = dict(_records(first_line + line_end, nonce))
+    if "have" not in start_records and (start_records or not outcome):
+        reason = start_records.get("failed") or stderr.strip() or "no word from it"
         raise RlhpcError(f"sandbox: the program could not be confined, and was not run: {reason}")
     checks: dict[int, dict[str, Any]] = {}
     processed, error = set(), ""
     try:
         for label, payload in _records(remainder, nonce):
-            kind, _, number = label.partition(" ")
-            if kind not in ("end", "value", "passed", "error") or (kind == "end") == bool(number):
+            record_type, _, check_number = label.partition(" ")
+            if record_type not in ("end", "value", "passed", "error") or (record_type == "end") == bool(check_number):
                 raise ValueError(f"an unknown record {label[:40]!r}")
             if label in processed:
                 continue  # a process that the program forked has written the same record
             processed.add(label)
-            if kind == "end":
+            if record_type == "end":
                 error = str(payload)
             else:
-                checks.setdefault(int(number), {})[kind] = True if kind == "passed" else payload
-    except ValueError as fault:
-        checks, error = {}, f"it wrote to the channel of its judge: {fault}"
+                checks.setdefault(int(check_number), {})[record_type] = True if record_type == "passed" else payload
+    except ValueError as format_error:
+        checks, error = {}, f"it wrote to the channel of its judge: {format_error}"
         outcome = outcome or "error"
     end = json.loads(texts["status"]) if texts["status"] else {"code": -signal.SIGKILL}
     status = outcome or ("ok" if end["code"] == 0 else "killed" if end["code"] < 0 else "error")
@@ -403,7 +407,7 @@ def _result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -
         seconds,
         end.get("cpu_s", 0.0),
         end.get("memory", 0),
-        began.get("have", {}),
+        start_records.get("have", {}),
     )
 
 
@@ -419,23 +423,23 @@ def ipc_objects() -> Iterator[dict[str, Any]]:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.shmat.restype = ctypes.c_void_p
     segment = libc.shmget(_PRIVATE, ctypes.c_size_t(4096), 0o600)
-    place = libc.shmat(segment, None, 0) if segment >= 0 else None
+    segment_address = libc.shmat(segment, None, 0) if segment >= 0 else None
     if segment >= 0:
         libc.shmctl(segment, _REMOVE, None)  # removed when this process ends, however that happens
     queue = libc.msgget(_PRIVATE, 0o600)
     name = f"/rlhpc-try-{secrets.token_hex(8)}"
-    named = libc.mq_open(name.encode(), _CREATE, 0o600, None) if hasattr(libc, "mq_open") else -1
+    queue_descriptor = libc.mq_open(name.encode(), _CREATE, 0o600, None) if hasattr(libc, "mq_open") else -1
     try:
         if queue >= 0:
             libc.msgsnd(queue, ctypes.c_char_p(bytes([1, *bytes(15)])), ctypes.c_size_t(8), 0)
         yield {"segment": segment, "queue": queue, "name": name}
     finally:
-        if place is not None:
-            libc.shmdt(ctypes.c_void_p(place))
+        if segment_address is not None:
+            libc.shmdt(ctypes.c_void_p(segment_address))
         if queue >= 0:
             libc.msgctl(queue, _REMOVE, None)
-        if named >= 0:
-            libc.mq_close(named)
+        if queue_descriptor >= 0:
+            libc.mq_close(queue_descriptor)
             libc.mq_unlink(name.encode())
 
 
@@ -498,7 +502,7 @@ def _refuse(error: int = errno.EPERM) -> bytes:
 def numbers(machine: str) -> dict[str, int]:
     """Returns the system call numbers of a machine (`os.uname().machine`)."""
     column = _MACHINES[machine][1]
-    rows = (entry.split() for line in _NUMBERS.strip().splitlines() for entry in line.split("·"))
+    rows = (fields.split() for line in _NUMBERS.strip().splitlines() for fields in line.split("·"))
     return {name: int(row[column]) for name, *row in rows if row[column] != "-"}
 
 
@@ -524,9 +528,9 @@ class _Program:
         """Appends code for these calls: `body` checks the low half of an argument; reaching its end allows the call."""
         for name in names:
             if name in self.calls:
-                load = _instruction(_LD, _ARGS_AT + 8 * argument)
+                load_instruction = _instruction(_LD, _ARGS_AT + 8 * argument)
                 allow = _instruction(_RET, _ALLOW)
-                self.code += [_instruction(_JEQ, self.calls[name], 0, len(body) + 2), load, *body, allow]
+                self.code += [_instruction(_JEQ, self.calls[name], 0, len(body) + 2), load_instruction, *body, allow]
 
 
 def _unless(value: int) -> tuple[bytes, bytes]:
@@ -534,7 +538,9 @@ def _unless(value: int) -> tuple[bytes, bytes]:
 
 
 def _if_any(values: Iterable[int]) -> list[bytes]:
-    return [part for value in values for part in (_instruction(_JEQ, value, 0, 1), _refuse())]
+    return [
+        instruction for refused_value in values for instruction in (_instruction(_JEQ, refused_value, 0, 1), _refuse())
+    ]
 
 
 def build_seccomp_filter(machine: str, *, fork: bool, files_read_only: bool) -> bytes | None:
@@ -550,12 +556,12 @@ def build_seccomp_filter(machine: str, *, fork: bool, files_read_only: bool) -> 
     program = _Program(machine)
     program.refuse(_REACHING_OUT.split())
     program.refuse(["clone3"], errno.ENOSYS)  # its flags are behind a pointer; the C library then uses clone
-    new = [_instruction(_JSET, _CLONE_NEW, 0, 1), _refuse()]
+    namespace_check = [_instruction(_JSET, _CLONE_NEW, 0, 1), _refuse()]
     if fork:
-        program.inspect(["clone"], 0, *new)
+        program.inspect(["clone"], 0, *namespace_check)
     else:
         program.refuse(["fork", "vfork", "tkill"])
-        program.inspect(["clone"], 0, *new, _instruction(_JSET, _CLONE_THREAD, 1, 0), _refuse())
+        program.inspect(["clone"], 0, *namespace_check, _instruction(_JSET, _CLONE_THREAD, 1, 0), _refuse())
         program.inspect(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"], 0, *_unless(PID_MARK))
     targeted_calls = ["prlimit64", "sched_setaffinity", "sched_setparam", "sched_setscheduler", "sched_setattr"]
     program.inspect(targeted_calls, 0, *_unless(0))
@@ -566,8 +572,8 @@ def build_seccomp_filter(machine: str, *, fork: bool, files_read_only: bool) -> 
         program.refuse(_ATTRIBUTES.split())
         program.refuse(["openat2"], errno.ENOSYS)
         # A file opened for reading may be truncated by the same call, which Landlock allows before its third version.
-        empties = (_instruction(_AND, _TRUNCATE | _ACCESS), _instruction(_JEQ, _TRUNCATE, 0, 1), _refuse())
-        program.inspect(["open"], 1, *empties)
-        program.inspect(["openat"], 2, *empties)
+        truncate_check = (_instruction(_AND, _TRUNCATE | _ACCESS), _instruction(_JEQ, _TRUNCATE, 0, 1), _refuse())
+        program.inspect(["open"], 1, *truncate_check)
+        program.inspect(["openat"], 2, *truncate_check)
     program.code.append(_instruction(_RET, _ALLOW))
     return b"".join(program.code)

@@ -38,13 +38,13 @@ def _writing(targets: dict[str, Any]) -> None:
         with open(path, "w"):
             pass
 
-    tries: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+    write_attempts: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
         (create, (targets["folder"] + "/new",)),
         (os.chmod, (targets["folder"], 0o700)),
         (os.truncate, (targets["secret"], 0)),
         (os.utime, (targets["secret"],)),
     ]
-    for attempt, arguments in tries:
+    for attempt, arguments in write_attempts:
         try:
             attempt(*arguments)
             return
@@ -72,16 +72,16 @@ def _memory(targets: dict[str, Any]) -> None:
 
 def _ipc(targets: dict[str, Any]) -> None:
     """Accesses IPC objects of the same user: a number or a name is enough."""
-    libc, room = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(512)
+    libc, buffer = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(512)
     segment, queue, size = targets["ipc"]["segment"], targets["ipc"]["queue"], ctypes.c_size_t(8)
-    results = [
-        libc.shmctl(segment, 2, room),  # IPC_STAT
-        libc.msgctl(queue, 2, room),
-        libc.msgrcv(queue, room, size, ctypes.c_long(0), 0o4000),
+    return_codes = [
+        libc.shmctl(segment, 2, buffer),  # IPC_STAT
+        libc.msgctl(queue, 2, buffer),
+        libc.msgrcv(queue, buffer, size, ctypes.c_long(0), 0o4000),
         libc.msgsnd(queue, struct.pack("lq", 1, 0), size, 0o4000),
         libc.mq_unlink(targets["ipc"]["name"].encode()) if hasattr(libc, "mq_unlink") else -1,
     ]
-    if max(results) < 0:
+    if max(return_codes) < 0:
         raise PermissionError
 
 
@@ -110,11 +110,11 @@ ATTEMPTS = {
 
 def attempts(targets: dict[str, Any]) -> dict[str, bool]:
     """Returns the name of each limit → whether its attempt succeeded."""
-    through = {}
+    possible_actions = {}
     for name, attempt in ATTEMPTS.items():
         try:
             attempt(targets)
-            through[name] = True
+            possible_actions[name] = True
         except (OSError, MemoryError):
-            through[name] = False
-    return through
+            possible_actions[name] = False
+    return possible_actions

@@ -56,26 +56,33 @@ def section_of(cfg: GrpoConfig, group: ScoringGroup) -> JudgeConfig:
     """
     if group.name == JUDGE:
         return cfg.judge
-    where, kwargs = f"groups[{group.name}].kwargs", dict(group.kwargs)
+    kwargs_key, kwargs = f"groups[{group.name}].kwargs", dict(group.kwargs)
     if "model" in kwargs:
-        raise ConfigError(f"{where}: a judge's model stands in groups[{group.name}].model")
+        raise ConfigError(f"{kwargs_key}: a judge's model stands in groups[{group.name}].model")
     names = sorted(set(JudgeConfig.__dataclass_fields__) - {"model"})
     for name in kwargs:
-        check_name(name, name, names, lambda key, rule: ConfigError(f"{where}: a judge has no key {key!r}; {rule}"))
+        check_name(
+            name, name, names, lambda key, rule: ConfigError(f"{kwargs_key}: a judge has no key {key!r}; {rule}")
+        )
     try:
-        merged = mapping(OmegaConf.merge(untouched(JudgeConfig), kwargs, {"model": plain(group.model)}))
+        merged_section = mapping(OmegaConf.merge(untouched(JudgeConfig), kwargs, {"model": plain(group.model)}))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{where}: {str(error).strip().splitlines()[0]}") from None
-    section = typed(JudgeConfig, merged)
+        raise ConfigError(f"{kwargs_key}: {str(error).strip().splitlines()[0]}") from None
+    section = typed(JudgeConfig, merged_section)
     keys = keys_of(JudgeConfig)
     ranges = {name: key.range for name, key in keys.items() if key.range is not None}
-    for name, allowed in ranges.items():
-        value = merged[name]
-        if isinstance(value, (int, float)) and (not math.isfinite(value) or value not in allowed):
-            raise ConfigError(f"{where}.{name} is {value!r}; {allowed.rule()}")
+    for name, allowed_range in ranges.items():
+        field_value = merged_section[name]
+        if isinstance(field_value, (int, float)) and (
+            not math.isfinite(field_value) or field_value not in allowed_range
+        ):
+            raise ConfigError(f"{kwargs_key}.{name} is {field_value!r}; {allowed_range.rule()}")
     for name in ("mode", "dtype"):
         check_choice(
-            f"{where}.{name}", str(merged[name]), keys[name].choices, lambda key, rule: ConfigError(f"{key}: {rule}")
+            f"{kwargs_key}.{name}",
+            str(merged_section[name]),
+            keys[name].choices,
+            lambda key, rule: ConfigError(f"{key}: {rule}"),
         )
     return section
 
@@ -161,7 +168,7 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[s
                 f"{key}.kwargs: they are for builtin:tiny; what {key}.model_path={model.model_path} is, its config.json says"
             )
     check_judges(cfg, fail)
-    terms = [term.name for term in cfg.reward.terms]
+    term_names = [term.name for term in cfg.reward.terms]
     for index, term in enumerate(cfg.reward.terms):
         if term.name in groups and term.kwargs:
             raise ConfigError(
@@ -174,7 +181,7 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[s
                 f"the group {name!r} says something of tokens, and does not rate answers: it can be one of "
                 "reward.process_terms",
             )
-        if terms.count(name) > 1:
+        if term_names.count(name) > 1:
             raise fail("reward.terms", f"the group {name!r} is named twice")
     _process_terms(cfg, fail)
     _check_placed(cfg, fail, column_makers)
@@ -231,12 +238,12 @@ def _check_placed(cfg: GrpoConfig, fail: Fail, column_makers: frozenset[str]) ->
         if rater and name not in rating:
             raise fail("cluster.component_placement", f"no term of reward.terms is {name!r}: add one, or leave it out")
         if not rater and (name in groups or name == CRITIC) and name not in required:
-            need = {
+            needed_algorithms = {
                 "reference": "set algorithm.kl_coef",
                 CRITIC: "set algorithm.adv_type=gae",
                 "teacher": "set algorithm.name=distillation",
             }
-            hint = need.get(name, "choose an algorithm.name with such a column")
+            hint = needed_algorithms.get(name, "choose an algorithm.name with such a column")
             raise fail("cluster.component_placement", f"nothing asks the group {name!r}: {hint}, or leave it out")
     for name in required - {"reference"}:
         if name not in placed_names:
@@ -289,8 +296,8 @@ def _teacher_engine(cfg: GrpoConfig, fail: Fail) -> None:
             "teacher.rollout_backend",
             "an engine needs ranks of its own: set cluster.component_placement.teacher, or null for one beside the model",
         )
-    needed, reason = _longest(cfg)
-    if length is not None and length < needed:
+    num_tokens, reason = _longest(cfg)
+    if length is not None and length < num_tokens:
         raise fail("teacher.max_model_len", f"a sequence may have {reason} tokens: raise it, or set null")
 
 
@@ -357,8 +364,8 @@ def _check_looking(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
             f"cluster.component_placement.critic: the model in {path} looks at pictures, and critics read text alone; set "
             "actor.model.value_head=true in its place"
         )
-    readers = [name for name in groups if name in ranks and groups[name].scorer.lower() == "process"]
-    for name in readers + [TEACHER] * (distils(cfg) and not looking(cfg.teacher.model)):
+    reader_groups = [name for name in groups if name in ranks and groups[name].scorer.lower() == "process"]
+    for name in reader_groups + [TEACHER] * (distils(cfg) and not looking(cfg.teacher.model)):
         raise ConfigError(
             f"{groups[name].model_section}.model_path={groups[name].model.model_path}: it reads text alone, and is to read "
             f"what the model in {path} has read, which looks at pictures; take one that does, too, or leave the "
@@ -376,8 +383,8 @@ def _room(cfg: GrpoConfig, teacher: ScoringGroup) -> None:
     with explained(teacher):
         model_config = load_model_config(str(model.model_path), model.trust_remote_code)
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    needed, reason = _longest(cfg)
-    if context is not None and needed + 1 > context:
+    num_tokens, reason = _longest(cfg)
+    if context is not None and num_tokens + 1 > context:
         raise ConfigError(
             f"teacher.model.model_path={model.model_path} has a context of {context} tokens; a sequence may have {reason}, "
             "and teacher.rollout_backend=vllm needs room for one more: take a teacher with a longer context, lower "
@@ -393,18 +400,20 @@ def same_vocabulary(cfg: GrpoConfig, model: PretrainedConfig, section: str) -> N
     """
     from rlhpc.language.data import load_tokenizer
 
-    one = load_tokenizer(cfg.actor.model.model_path, cfg.actor.model.trust_remote_code)
-    other = load_tokenizer(model.model_path, model.trust_remote_code, key=f"{section}.model_path")
-    actor_vocab, vocab = one.get_vocab(), other.get_vocab()
-    if actor_vocab == vocab and one.eos_token_id == other.eos_token_id:
+    actor_tokenizer = load_tokenizer(cfg.actor.model.model_path, cfg.actor.model.trust_remote_code)
+    group_tokenizer = load_tokenizer(model.model_path, model.trust_remote_code, key=f"{section}.model_path")
+    actor_vocab, group_vocab = actor_tokenizer.get_vocab(), group_tokenizer.get_vocab()
+    if actor_vocab == group_vocab and actor_tokenizer.eos_token_id == group_tokenizer.eos_token_id:
         return
-    odd = next((t for t in {**actor_vocab, **vocab} if actor_vocab.get(t) != vocab.get(t)), None)
+    differing_token = next(
+        (token for token in {**actor_vocab, **group_vocab} if actor_vocab.get(token) != group_vocab.get(token)), None
+    )
     reason = (
-        f"{odd!r} is {actor_vocab.get(odd)} there and {vocab.get(odd)} here"
-        if odd is not None
+        f"{differing_token!r} is {actor_vocab.get(differing_token)} there and {group_vocab.get(differing_token)} here"
+        if differing_token is not None
         else "their end tokens differ"
     )
     raise ConfigError(
-        f"{section}.model_path={model.model_path}: its vocabulary ({len(vocab)} tokens) is not that of actor.model "
+        f"{section}.model_path={model.model_path}: its vocabulary ({len(group_vocab)} tokens) is not that of actor.model "
         f"({len(actor_vocab)}): token {reason}; it scores tokens that the actor's model wrote, so it must have the same"
     )

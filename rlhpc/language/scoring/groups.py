@@ -86,12 +86,12 @@ def group_roles(cfg: GrpoConfig) -> dict[str, str]:
         worker_classes[CRITIC] = "rlhpc.language.workers.critic:CriticWorker"
     if AGENT in placed_names:
         worker_classes[AGENT] = "rlhpc.language.workers.agent:AgentWorker"
-    needed = raters(cfg)
+    rater_names = raters(cfg)
     for name, group in groups.items():
-        if name in placed_names or name in needed:
-            worker = "RatingWorker" if rates(group.scorer) else "ScoringWorker"
-            worker = "JudgeWorker" if group.scorer.lower() == "judge" else worker
-            worker_classes[name] = f"rlhpc.language.workers.scoring:{worker}"
+        if name in placed_names or name in rater_names:
+            worker_class = "RatingWorker" if rates(group.scorer) else "ScoringWorker"
+            worker_class = "JudgeWorker" if group.scorer.lower() == "judge" else worker_class
+            worker_classes[name] = f"rlhpc.language.workers.scoring:{worker_class}"
     if REFERENCE in worker_classes and cfg.reference.update_interval:
         worker_classes[REFERENCE] = "rlhpc.language.workers.scoring:ReferenceWorker"
     return worker_classes
@@ -99,8 +99,8 @@ def group_roles(cfg: GrpoConfig) -> dict[str, str]:
 
 def learning_groups(cfg: GrpoConfig) -> frozenset[str]:
     """Returns the groups, except actor and rollout, whose weights change from step to step and are part of checkpoints."""
-    follows = {REFERENCE} if cfg.reference.update_interval else set()
-    return frozenset(group_roles(cfg)) & ({CRITIC} | follows)
+    following_groups = {REFERENCE} if cfg.reference.update_interval else set()
+    return frozenset(group_roles(cfg)) & ({CRITIC} | following_groups)
 
 
 def needs_critic(cfg: GrpoConfig) -> bool:
@@ -110,8 +110,8 @@ def needs_critic(cfg: GrpoConfig) -> bool:
 
 def needs_values(cfg: GrpoConfig) -> bool:
     """Returns whether a built-in algorithm is configured to require values of states."""
-    rewarded = distils(cfg) and cfg.algorithm.distillation.task_reward_coef > 0
-    return (rewarded or cfg.algorithm.name.lower() == "policy_gradient") and cfg.algorithm.adv_type.lower() == "gae"
+    has_reward = distils(cfg) and cfg.algorithm.distillation.task_reward_coef > 0
+    return (has_reward or cfg.algorithm.name.lower() == "policy_gradient") and cfg.algorithm.adv_type.lower() == "gae"
 
 
 def distils(cfg: GrpoConfig) -> bool:
@@ -164,7 +164,7 @@ def engine_config(
         takes_turns: Whether the engine alternates on its accelerator with other groups.
     """
     model = section.model
-    rollout = {
+    rollout_section = {
         "rollout_backend": section.rollout_backend,
         "max_new_tokens": max_new_tokens,
         "max_batch_size": section.max_batch_size,
@@ -188,7 +188,7 @@ def engine_config(
         },
         "offload_in_rollout": takes_turns,
     }
-    return typed(LanguageConfig, OmegaConf.create({"rollout": rollout, "actor": actor}))
+    return typed(LanguageConfig, OmegaConf.create({"rollout": rollout_section, "actor": actor}))
 
 
 @contextmanager

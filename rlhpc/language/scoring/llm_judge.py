@@ -76,17 +76,19 @@ class _Questions:
         max_tokens: int,
         start: str = "",
     ) -> None:
-        default, form = (COMPARE, _COMPARE_FORM) if scale is None else (GRADE, "")
+        default_template, answer_form = (COMPARE, _COMPARE_FORM) if scale is None else (GRADE, "")
         if scale is not None:
-            form = _GRADE_FORM.format(low=scale[0], high=scale[1])
-        self._rubric = f"{default if rubric is None else rubric}\n\n{form}"
+            answer_form = _GRADE_FORM.format(low=scale[0], high=scale[1])
+        self._rubric = f"{default_template if rubric is None else rubric}\n\n{answer_form}"
         self._encoder, self._seed, self._max_tokens = encoder, str(seed).encode(), max_tokens
         tokenizer = encoder.tokenizer
         self._start = tokenizer(start, add_special_tokens=False)["input_ids"] if start else []
-        special = special_tokens(tokenizer)
-        self._forbidden = sorted({*special, *_marks(encoder)}, key=len, reverse=True)
-        unknown = getattr(tokenizer, "unk_token_id", None)  # any text may have that one
-        self._special = {number for number in map(tokenizer.convert_tokens_to_ids, special) if number != unknown}
+        special_texts = special_tokens(tokenizer)
+        self._forbidden = sorted({*special_texts, *_marks(encoder)}, key=len, reverse=True)
+        unknown_id = getattr(tokenizer, "unk_token_id", None)  # any text may have that one
+        self._special = {
+            token_id for token_id in map(tokenizer.convert_tokens_to_ids, special_texts) if token_id != unknown_id
+        }
         self._frame = self._specials(self._ids(Sample("x", "x"), ["x"]))
 
     def about(self, sample: Sample, responses: Sequence[str]) -> tuple[int, ...] | None:
@@ -102,7 +104,7 @@ class _Questions:
         return ids if len(ids) <= self._max_tokens and self._specials(ids) == self._frame else None
 
     def _specials(self, ids: Sequence[int]) -> dict[int, int]:
-        return collections.Counter(number for number in ids if number in self._special)
+        return collections.Counter(token_id for token_id in ids if token_id in self._special)
 
     def _ids(self, sample: Sample, responses: Sequence[str]) -> tuple[int, ...]:
         question = self._encoder.encode_messages(({"role": "user", "content": self.text(sample, responses)},))
@@ -110,24 +112,29 @@ class _Questions:
 
     def text(self, sample: Sample, responses: Sequence[str]) -> str:
         """Returns the question as text; see `about`."""
-        prompt, answer, *escaped = (
-            _harmless(one, self._forbidden) for one in (sample.prompt, sample.answer, *responses)
+        prompt, answer, *escaped_responses = (
+            _harmless(untrusted_text, self._forbidden) for untrusted_text in (sample.prompt, sample.answer, *responses)
         )
-        mark = _mark_for((prompt, answer, *escaped), self._seed)
-        names = [f"answer {mark}"] if len(escaped) == 1 else [f"answer {which} {mark}" for which in "AB"]
-        blocks = [f"<{name}>\n{one}\n</{name}>" for name, one in zip(names, escaped, strict=True)]
-        texts = {"prompt": prompt, "answer": answer, "response": "\n\n".join(blocks)}
+        marker = _mark_for((prompt, answer, *escaped_responses), self._seed)
+        names = (
+            [f"answer {marker}"] if len(escaped_responses) == 1 else [f"answer {letter} {marker}" for letter in "AB"]
+        )
+        blocks = [
+            f"<{name}>\n{untrusted_text}\n</{name}>"
+            for name, untrusted_text in zip(names, escaped_responses, strict=True)
+        ]
+        placeholders = {"prompt": prompt, "answer": answer, "response": "\n\n".join(blocks)}
         # In one pass: inserted texts are not searched for placeholders.
-        return _PLACES.sub(lambda match: texts[match[1]], self._rubric)
+        return _PLACES.sub(lambda match: placeholders[match[1]], self._rubric)
 
 
 def _mark_for(texts: Sequence[str], seed: bytes) -> str:
     """Returns a word that none of some texts contains, the same for the same texts."""
-    for attempt in range(1000):
-        digest = hashlib.blake2b(digest_size=8, key=seed[:64], salt=attempt.to_bytes(2, "big"))
-        for text in texts:
-            digest.update(len(text).to_bytes(8, "big") + text.encode())
-        if not any(digest.hexdigest() in text for text in texts):
+    for counter in range(1000):
+        digest = hashlib.blake2b(digest_size=8, key=seed[:64], salt=counter.to_bytes(2, "big"))
+        for untrusted_text in texts:
+            digest.update(len(untrusted_text).to_bytes(8, "big") + untrusted_text.encode())
+        if not any(digest.hexdigest() in untrusted_text for untrusted_text in texts):
             break
     return digest.hexdigest()
 
@@ -135,22 +142,22 @@ def _mark_for(texts: Sequence[str], seed: bytes) -> str:
 def special_tokens(tokenizer: Any) -> set[str]:
     """Returns the special tokens of a tokenizer, and the added tokens that its chat template uses."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    tokens = {str(token.content) for token in added if token.special or token.content in template}
+    added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    tokens = {str(token.content) for token in added_tokens if token.special or token.content in template}
     return {text for text in (tokens | set(tokenizer.all_special_tokens)) if text.strip()}
 
 
 def _marks(encoder: PromptTokenizer) -> set[str]:
     """Returns the marks that the chat template puts around turns."""
-    word = "rlhpcturn"
+    placeholder = "rlhpcturn"
     turns = [("user",), ("user", "assistant", "user"), ("system", "user")]
     marks: set[str] = set()
     for roles in turns if encoder.chat_template else ():
         try:
-            text = encoder.text([{"role": role, "content": word} for role in roles])
+            rendered = encoder.text([{"role": role, "content": placeholder} for role in roles])
         except ConfigError:  # it refuses such a conversation
             continue
-        marks |= {mark for part in text.split(word) for mark in _MARKS.findall(part)}
+        marks |= {marker for template_part in rendered.split(placeholder) for marker in _MARKS.findall(template_part)}
     return marks
 
 
@@ -163,12 +170,14 @@ def _harmless(text: str, forbidden: Sequence[str]) -> str:
     """
     text = text.encode("utf-8", "replace").decode()  # drops lone surrogates
     for _ in range(10):
-        if not any(one in text for one in forbidden):
+        if not any(forbidden_text in text for forbidden_text in forbidden):
             return text
-        for one in forbidden:
-            text = text.replace(one, f"{one[:1]} {one[1:]}" if len(one) > 1 else " ")
-    for one in forbidden:  # each split has produced another forbidden text
-        text = text.replace(one, " ")
+        for forbidden_text in forbidden:
+            text = text.replace(
+                forbidden_text, f"{forbidden_text[:1]} {forbidden_text[1:]}" if len(forbidden_text) > 1 else " "
+            )
+    for forbidden_text in forbidden:  # each split has produced another forbidden text
+        text = text.replace(forbidden_text, " ")
     return text
 
 
@@ -205,8 +214,8 @@ def _verdict(reply: str, word: str, form: re.Pattern[str]) -> str | None:
     reply = reply.rpartition("</think>")[2]  # reasoning is not part of the verdict
     if reply.lstrip().startswith("<think>"):  # the reasoning has not ended
         return None
-    last = reply.rstrip("\n").rpartition("\n")[2]
-    match = form.fullmatch(last.strip(" "))
+    last_line = reply.rstrip("\n").rpartition("\n")[2]
+    match = form.fullmatch(last_line.strip(" "))
     if match is None or len(re.findall(rf"{word}\W*[:=]", reply, re.IGNORECASE)) != 1:
         return None
     return match[1]
@@ -216,12 +225,12 @@ def pairs(count: int) -> Iterator[tuple[int, int]]:
     """Yields all pairs of `count` answers by rounds. In each round an answer is in one pair at most, so that a few
     rounds compare all answers about equally often.
     """
-    places = [*range(count), *([count] if count % 2 else [])]  # the number `count` stands for no opponent
-    for _ in range(len(places) - 1):
-        for one, other in zip(places[: len(places) // 2], reversed(places), strict=False):
-            if max(one, other) < count:
-                yield min(one, other), max(one, other)
-        places = [places[0], places[-1], *places[1:-1]]
+    seats = [*range(count), *([count] if count % 2 else [])]  # the number `count` stands for no opponent
+    for _ in range(len(seats) - 1):
+        for first, second in zip(seats[: len(seats) // 2], reversed(seats), strict=False):
+            if max(first, second) < count:
+                yield min(first, second), max(first, second)
+        seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
 def both_say(in_order: str | None, swapped: str | None) -> float | None:
@@ -242,12 +251,15 @@ def shares(count: int, won: Mapping[tuple[int, int], float | None]) -> list[floa
         count: Number of answers.
         won: Pair → the share that its first answer wins; None for an invalid comparison.
     """
-    parts: Sequence[list[float]] = [[] for _ in range(count)]
-    for (one, other), part in won.items():
-        if part is not None:
-            parts[one].append(part)
-            parts[other].append(1.0 - part)
-    return [sum(values) / len(values) if values else None for values in parts]
+    outcomes: Sequence[list[float]] = [[] for _ in range(count)]
+    for (first, second), first_share in won.items():
+        if first_share is not None:
+            outcomes[first].append(first_share)
+            outcomes[second].append(1.0 - first_share)
+    return [
+        sum(shares_of_response) / len(shares_of_response) if shares_of_response else None
+        for shares_of_response in outcomes
+    ]
 
 
 #: Counters: questions that are too long or over the budget, replies without a readable verdict, and comparisons that
@@ -274,11 +286,13 @@ class Judge(Rater):
         path, self.compares = resolve_model(section.model), section.mode.lower() == "compare"
         key = key_of(group, "model.model_path")
         self.tokenizer = load_tokenizer(path, section.model.trust_remote_code, key=key)
-        templated = bool(getattr(self.tokenizer, "chat_template", None))
-        encoder = PromptTokenizer(self.tokenizer, section.max_prompt_tokens, "drop", templated, key=key)
+        has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        encoder = PromptTokenizer(self.tokenizer, section.max_prompt_tokens, "drop", has_template, key=key)
         with explained(group):
-            built = engine_config(section, max_new_tokens=section.max_new_tokens, temperature=section.temperature)
-            engine = make_rollout(built, model_path=path, device=device, seed=cfg.runner.seed)
+            engine_section = engine_config(
+                section, max_new_tokens=section.max_new_tokens, temperature=section.temperature
+            )
+            engine = make_rollout(engine_section, model_path=path, device=device, seed=cfg.runner.seed)
         self.engine = engine
         context = int(getattr(engine, "context", section.max_prompt_tokens + section.max_new_tokens))
         limit = min(section.max_prompt_tokens, context - section.max_new_tokens)
@@ -300,42 +314,48 @@ class Judge(Rater):
         """Implements `Rater.rate`: None for an answer without a verdict. Asks about equal answers once."""
         if not samples:
             return []
-        texts = list(dict.fromkeys(sample.response for sample in samples))
-        ratings = self._compare(samples[0], texts) if self.compares else self._grade(samples[0], texts)
-        values = dict(zip(texts, ratings, strict=True))
-        if self.compares and len(texts) == 1 < len(samples):
-            values[texts[0]] = 0.5  # all tie
-        return [values[sample.response] for sample in samples]
+        distinct_responses = list(dict.fromkeys(sample.response for sample in samples))
+        ratings = (
+            self._compare(samples[0], distinct_responses)
+            if self.compares
+            else self._grade(samples[0], distinct_responses)
+        )
+        rating_by_response = dict(zip(distinct_responses, ratings, strict=True))
+        if self.compares and len(distinct_responses) == 1 < len(samples):
+            rating_by_response[distinct_responses[0]] = 0.5  # all tie
+        return [rating_by_response[sample.response] for sample in samples]
 
     def _grade(self, problem: Sample, texts: Sequence[str]) -> list[float | None]:
-        questions = [self._fitting(problem, [text]) for text in texts]
-        fitting = [question for question in questions if question is not None]
-        self._counts["over_budget"] += max(0, len(fitting) - self.section.max_requests)
-        replies = self._ask(fitting[: self.section.max_requests])
-        low, high = self.section.scale
-        values = {question: score_in(reply, low, high) for question, reply in replies.items()}
-        self._counts["no_verdict"] += sum(value is None for value in values.values())
-        return [None if question is None else values.get(question) for question in questions]
+        questions = [self._fitting(problem, [response]) for response in texts]
+        fitting_questions = [question for question in questions if question is not None]
+        self._counts["over_budget"] += max(0, len(fitting_questions) - self.section.max_requests)
+        replies = self._ask(fitting_questions[: self.section.max_requests])
+        min_grade, max_grade = self.section.scale
+        grades = {question: score_in(reply, min_grade, max_grade) for question, reply in replies.items()}
+        self._counts["no_verdict"] += sum(grade is None for grade in grades.values())
+        return [None if question is None else grades.get(question) for question in questions]
 
     def _compare(self, problem: Sample, texts: Sequence[str]) -> list[float | None]:
-        chosen = list(pairs(len(texts)))
-        budget = self.section.max_requests // 2
-        self._counts["over_budget"] += 2 * max(0, len(chosen) - budget)
+        chosen_pairs = list(pairs(len(texts)))
+        max_pairs = self.section.max_requests // 2
+        self._counts["over_budget"] += 2 * max(0, len(chosen_pairs) - max_pairs)
         questions: dict[tuple[int, int], tuple[_Question, _Question]] = {}
-        for one, other in chosen[:budget]:
-            both = [texts[one], texts[other]]
-            in_order, swapped = self._fitting(problem, both), self._fitting(problem, both[::-1])
+        for first, second in chosen_pairs[:max_pairs]:
+            pair_texts = [texts[first], texts[second]]
+            in_order, swapped = self._fitting(problem, pair_texts), self._fitting(problem, pair_texts[::-1])
             if in_order is not None and swapped is not None:
-                questions[one, other] = in_order, swapped
-        replies = self._ask([question for both in questions.values() for question in both])
+                questions[first, second] = in_order, swapped
+        replies = self._ask([question for pair_questions in questions.values() for question in pair_questions])
         verdicts = {question: better_in(reply) for question, reply in replies.items()}
         self._counts["no_verdict"] += sum(verdict is None for verdict in verdicts.values())
-        won = {pair: both_say(verdicts[in_order], verdicts[swapped]) for pair, (in_order, swapped) in questions.items()}
+        pair_outcomes = {
+            pair: both_say(verdicts[in_order], verdicts[swapped]) for pair, (in_order, swapped) in questions.items()
+        }
         self._counts["inconsistent"] += sum(
-            won[pair] is None and None not in (verdicts[in_order], verdicts[swapped])
+            pair_outcomes[pair] is None and None not in (verdicts[in_order], verdicts[swapped])
             for pair, (in_order, swapped) in questions.items()
         )
-        return shares(len(texts), won)
+        return shares(len(texts), pair_outcomes)
 
     def _fitting(self, problem: Sample, responses: Sequence[str]) -> _Question | None:
         question = self.questions.about(problem, responses)
@@ -350,14 +370,19 @@ class Judge(Rater):
                 self._replies.move_to_end(question)
                 replies[question] = self._replies[question]
         self._counts["time/cache_hits"] += len(replies)
-        new = {next(self._numbers): question for question in questions if question not in replies}
-        requests = [Request(number, question, self.sampling, self._seed(question)) for number, question in new.items()]
+        new_questions = {next(self._numbers): question for question in questions if question not in replies}
+        requests = [
+            Request(request_id, question, self.sampling, self._seed(question))
+            for request_id, question in new_questions.items()
+        ]
         self._counts["time/requests"] += len(requests)
         for completion in self.engine.generate(requests) if requests else ():
-            finished = completion.finish_reason == "stop"
-            text = self.tokenizer.decode(without_end(completion.token_ids, self.tokenizer), skip_special_tokens=True)
-            replies[new[completion.id]] = self._replies[new[completion.id]] = (
-                self.section.reply_start + text if finished else ""
+            is_finished = completion.finish_reason == "stop"
+            reply_text = self.tokenizer.decode(
+                without_end(completion.token_ids, self.tokenizer), skip_special_tokens=True
+            )
+            replies[new_questions[completion.id]] = self._replies[new_questions[completion.id]] = (
+                self.section.reply_start + reply_text if is_finished else ""
             )
         while len(self._replies) > self.section.cache_size:
             self._replies.popitem(last=False)

@@ -27,9 +27,9 @@ class LogProbs(Scorer):
         section = group.model_section
         dtype = compute_dtype(group.model, device, section)
         model = load_causal_lm(group.model, dtype=dtype, key=f"{section}.model_path")
-        packed = pack(model)
+        packed_model = pack(model)
         self.model = model.eval().requires_grad_(False).to(device)
-        if packed and not reads_rows(self.model, device, dtype):
+        if packed_model and not reads_rows(self.model, device, dtype):
             unpack(self.model)
         self.packed = packs(self.model)
         self.temperature = cfg.rollout.temperature
@@ -100,22 +100,22 @@ class EngineLogProbs(Scorer):
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
         """Returns log-probs `[T]` of all tokens; or `[T, k + 1, 2]` of the trained tokens, as `top_logprobs`."""
-        k = self.engine.top
+        top_k = self.engine.top
         ids, required = batch.ids.cpu(), torch.ones(batch.tokens, dtype=torch.bool)
-        if k:
+        if top_k:
             required = torch.zeros_like(required).index_fill_(0, batch.predictors()[0].cpu(), True)
-        texts, places = list[list[int]](), list[torch.Tensor]()
+        prompts, position_groups = list[list[int]](), list[torch.Tensor]()
         for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
             positions = 1 + torch.nonzero(required[start + 1 : end]).flatten()
             if len(positions):
-                texts.append(ids[start : start + int(positions[-1]) + 1].tolist())
-                places.append(start + positions)
+                prompts.append(ids[start : start + int(positions[-1]) + 1].tolist())
+                position_groups.append(start + positions)
         with explained(self.group_section):
-            scores = self.engine.score(texts)
-        values = torch.zeros(batch.tokens, *((k + 1, 2) if k else ()))
-        for values_of_text, place, text in zip(scores, places, texts, strict=True):
-            values[place] = values_of_text[place - (int(place[-1]) + 1 - len(text)) - 1]
-        return values
+            scores = self.engine.score(prompts)
+        logprobs = torch.zeros(batch.tokens, *((top_k + 1, 2) if top_k else ()))
+        for prompt_logprobs, place, prompt_ids in zip(scores, position_groups, prompts, strict=True):
+            logprobs[place] = prompt_logprobs[place - (int(place[-1]) + 1 - len(prompt_ids)) - 1]
+        return logprobs
 
     def offload(self) -> None:
         """Implements `Scorer.offload`."""

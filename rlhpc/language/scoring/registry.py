@@ -68,10 +68,10 @@ def check_scorer(group: ScoringGroup) -> None:
     try:
         inspect.signature(factory).bind(None, None, group, **group.kwargs)
     except TypeError as error:
-        takes = [p.name for p in inspect.signature(factory).parameters.values()][3:]
+        argument_names = [parameter.name for parameter in inspect.signature(factory).parameters.values()][3:]
         raise ConfigError(
             f"groups[{group.name}].kwargs: {error}; {group.scorer!r} takes (cfg, device, group) and: "
-            f"{', '.join(takes) or 'nothing else'}"
+            f"{', '.join(argument_names) or 'nothing else'}"
         ) from None
 
 

@@ -84,8 +84,8 @@ class AskingHere(Asker):
 
     def poll(self) -> Ratings:
         """Implements `Asker.poll`."""
-        rated, self._rated = self._rated, []
-        return rated
+        ratings, self._rated = self._rated, []
+        return ratings
 
     def drain(self) -> None:
         """Implements `Asker.drain`."""
@@ -141,8 +141,8 @@ class AskingGroup(Asker):
 
 def own_terms(cfg: LanguageConfig) -> list[Any]:
     """Returns the terms of the reward that no group rates."""
-    rating = rating_names(cfg)
-    return [term for term in cfg.reward.terms if term.name not in rating]
+    rated_names = rating_names(cfg)
+    return [term for term in cfg.reward.terms if term.name not in rated_names]
 
 
 class Judging:
@@ -158,8 +158,10 @@ class Judging:
         self._askers: Mapping[str, Asker] = askers or {}
         self._group_terms = frozenset(rating_names(cfg))
         self._terms = [(term.name, term.weight) for term in cfg.reward.terms]
-        terms = own_terms(cfg)
-        self._pool: RewardPool | None = make_reward(cfg.reward, terms) if terms or not self._group_terms else None
+        pool_terms = own_terms(cfg)
+        self._pool: RewardPool | None = (
+            make_reward(cfg.reward, pool_terms) if pool_terms or not self._group_terms else None
+        )
         self._pool_scores: dict[Any, Scored] = {}
         self._group_ratings: dict[Any, dict[str, float | None]] = collections.defaultdict(dict)
 
@@ -183,40 +185,46 @@ class Judging:
         if not self._group_terms:
             return scores
         self._pool_scores.update(scores)
-        touched = [sample_id for sample_id, _ in scores]
+        updated_ids = [sample_id for sample_id, _ in scores]
         for name, asker in self._askers.items():
-            for sample_id, value in asker.poll():
-                self._group_ratings[sample_id][name] = value
-                touched.append(sample_id)
-        return [(sample_id, self._sum(sample_id)) for sample_id in self._complete(touched)]
+            for sample_id, rating in asker.poll():
+                self._group_ratings[sample_id][name] = rating
+                updated_ids.append(sample_id)
+        return [(sample_id, self._sum(sample_id)) for sample_id in self._complete(updated_ids)]
 
     def _complete(self, touched: Iterable[Any]) -> list[Any]:
         return [
-            one
-            for one in dict.fromkeys(touched)
-            if one in self._pool_scores and len(self._group_ratings[one]) == len(self._group_terms)
+            sample_id
+            for sample_id in dict.fromkeys(touched)
+            if sample_id in self._pool_scores and len(self._group_ratings[sample_id]) == len(self._group_terms)
         ]
 
     def _sum(self, sample_id: Any) -> Scored:
         score, ratings = self._pool_scores.pop(sample_id), self._group_ratings.pop(sample_id)
-        values = {**score.terms, **{name: self.failed if value is None else value for name, value in ratings.items()}}
-        missing = [name for name, value in ratings.items() if value is None]
+        term_values = {
+            **score.terms,
+            **{name: self.failed if rating is None else rating for name, rating in ratings.items()},
+        }
+        missing = [name for name, rating in ratings.items() if rating is None]
         # In the order of the configuration: the first term says whether an answer is right.
-        terms = {name: values[name] for name in [*dict.fromkeys(n for n, _ in self._terms)] if name in values} | values
+        terms = {
+            name: term_values[name] for name in [*dict.fromkeys(n for n, _ in self._terms)] if name in term_values
+        } | term_values
         if score.failed or missing:
             reason = "; ".join(
                 [*([score.reason] if score.reason else []), *(f"{name} did not rate it" for name in missing)]
             )
             return Scored(self.failed, terms, True, reason)
         return Scored(
-            score.total + sum(w * values[name] for name, w in self._terms if name in self._group_terms), terms
+            score.total + sum(weight * term_values[name] for name, weight in self._terms if name in self._group_terms),
+            terms,
         )
 
     def waits_for(self) -> dict[str, int]:
         """Returns group → number of answers without its rating, among those that the reward pool has scored."""
         counts = collections.Counter[str]()
-        for one in self._pool_scores:
-            counts.update(name for name in self._group_terms if name not in self._group_ratings[one])
+        for sample_id in self._pool_scores:
+            counts.update(name for name in self._group_terms if name not in self._group_ratings[sample_id])
         return dict(counts)
 
     def drain(self) -> None:

@@ -30,8 +30,8 @@ class Classifier(Rater):
         model = load_scalar_model(group.model, dtype=dtype, key=key)
         self.model = model.eval().requires_grad_(False).to(device)
         self.tokenizer = load_tokenizer(str(group.model.model_path), group.model.trust_remote_code)
-        pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
-        self.pad, self.end = int(pad if pad is not None else end or 0), end
+        pad_id, end_id = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+        self.pad, self.end = int(pad_id if pad_id is not None else end_id or 0), end_id
         self.encoder = PromptTokenizer(
             self.tokenizer, group.max_tokens, "drop", bool(getattr(self.tokenizer, "chat_template", None)), key=key
         )
@@ -39,32 +39,35 @@ class Classifier(Rater):
     def rate(self, samples: Sequence[Sample]) -> list[float | None]:
         """Implements `Rater.rate`: None for an answer that exceeds the tokens of a micro-batch."""
         encoded = [self.encode(sample) for sample in samples]
-        indices = [number for number, ids in enumerate(encoded) if 0 < len(ids) <= self.group.max_tokens]
+        indices = [sample_index for sample_index, ids in enumerate(encoded) if 0 < len(ids) <= self.group.max_tokens]
         ratings: list[float | None] = [None] * len(samples)
         if not indices:
             return ratings
-        ids = [encoded[number] for number in indices]
-        batch = TokenBatch.of(ids, [[True] * len(one) for one in ids], pad_id=self.pad)
-        for places in micro_batches(batch.lengths, self.group.max_tokens):
-            part = batch.select(places).to(self.device)
+        ids = [encoded[sample_index] for sample_index in indices]
+        batch = TokenBatch.of(ids, [[True] * len(sample_ids) for sample_ids in ids], pad_id=self.pad)
+        for indices_in_batch in micro_batches(batch.lengths, self.group.max_tokens):
+            micro_batch = batch.select(indices_in_batch).to(self.device)
             with torch.no_grad():
-                values = last_values(token_values(self.model, part), part)
-            for place, value in zip(places.tolist(), values.tolist(), strict=True):
-                ratings[indices[place]] = value
+                predicted = last_values(token_values(self.model, micro_batch), micro_batch)
+            for batch_index, rating in zip(indices_in_batch.tolist(), predicted.tolist(), strict=True):
+                ratings[indices[batch_index]] = rating
         return ratings
 
     def encode(self, sample: Sample) -> list[int]:
         """Returns the token ids of the conversation, the answer and, if the answer is finished, the end token."""
         messages = sample.messages or ({"role": "user", "content": sample.prompt},)
-        bare = not self.encoder.chat_template or messages[0]["role"] == "raw"
-        prompt, text = self.encoder.encode_messages(messages, sample.tools), self.encoder.text(messages, sample.tools)
-        joined = self.tokenizer(text + sample.response, add_special_tokens=bare)["input_ids"]
-        if bare and joined and joined[-1] == self.end and len(joined) > 1:
-            joined = joined[:-1]
-        if joined[: len(prompt)] != prompt:  # some tokenizers put a space before any text
-            joined = [*prompt, *self.tokenizer(sample.response, add_special_tokens=False)["input_ids"]]
-        ends = sample.finished and self.end is not None and joined[-1:] != [self.end]
-        return [*joined, *([int(self.end)] if ends else [])]
+        is_bare = not self.encoder.chat_template or messages[0]["role"] == "raw"
+        prompt, prompt_text = (
+            self.encoder.encode_messages(messages, sample.tools),
+            self.encoder.text(messages, sample.tools),
+        )
+        joined_ids = self.tokenizer(prompt_text + sample.response, add_special_tokens=is_bare)["input_ids"]
+        if is_bare and joined_ids and joined_ids[-1] == self.end and len(joined_ids) > 1:
+            joined_ids = joined_ids[:-1]
+        if joined_ids[: len(prompt)] != prompt:  # some tokenizers put a space before any text
+            joined_ids = [*prompt, *self.tokenizer(sample.response, add_special_tokens=False)["input_ids"]]
+        lacks_end = sample.finished and self.end is not None and joined_ids[-1:] != [self.end]
+        return [*joined_ids, *([int(self.end)] if lacks_end else [])]
 
 
 def require_classifier(group: ScoringGroup) -> str:
@@ -123,34 +126,34 @@ class ProcessRewards(Scorer):
         if self.sigmoid:
             values = values.sigmoid()
         rewards = torch.zeros_like(values)
-        ends, before = self.ends(batch)
-        if len(ends):
-            rewards[ends] = values[ends] - values[before] if self.change else values[ends]
+        step_ends, previous_ends = self.ends(batch)
+        if len(step_ends):
+            rewards[step_ends] = values[step_ends] - values[previous_ends] if self.change else values[step_ends]
         return rewards
 
     def ends(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the last token of each step, and the last token before the step's first, `[S]` each, as positions in
         `[T]`.
         """
-        ids, mask, cuts = batch.ids.tolist(), batch.mask.tolist(), batch.cu_seqlens.tolist()
-        ends, before = list[int](), list[int]()
-        for start, stop in itertools.pairwise(cuts):
-            for first, behind in _turns(mask, start, stop):
-                text, last = "", max(start, first - 1)
+        ids, mask, sequence_bounds = batch.ids.tolist(), batch.mask.tolist(), batch.cu_seqlens.tolist()
+        step_ends, previous_ends = list[int](), list[int]()
+        for start, stop in itertools.pairwise(sequence_bounds):
+            for turn_start, turn_end in _turns(mask, start, stop):
+                pending_text, last_end = "", max(start, turn_start - 1)
                 # As for answers, padding is ignored, even if the end token pads.
-                written = [place for place in range(first, behind) if ids[place] != self._pad]
-                for place in written:
-                    text += self._piece(ids[place])
-                    step_text, separator, remainder = text.rpartition(self.separator)
-                    at_end = place == written[-1]
-                    if not separator and not at_end:
+                written_positions = [position for position in range(turn_start, turn_end) if ids[position] != self._pad]
+                for position in written_positions:
+                    pending_text += self._piece(ids[position])
+                    step_text, separator, remainder = pending_text.rpartition(self.separator)
+                    is_last = position == written_positions[-1]
+                    if not separator and not is_last:
                         continue
-                    if (step_text + remainder if at_end else step_text).replace(self.separator, "").strip():
-                        ends.append(place)
-                        before.append(last)
-                        last = place
-                    text = remainder
-        return torch.tensor(ends, dtype=torch.long), torch.tensor(before, dtype=torch.long)
+                    if (step_text + remainder if is_last else step_text).replace(self.separator, "").strip():
+                        step_ends.append(position)
+                        previous_ends.append(last_end)
+                        last_end = position
+                    pending_text = remainder
+        return torch.tensor(step_ends, dtype=torch.long), torch.tensor(previous_ends, dtype=torch.long)
 
     def _piece(self, token: int) -> str:
         if token not in self._pieces:
@@ -168,12 +171,12 @@ class ProcessRewards(Scorer):
 
 def _turns(mask: list[bool], start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yields first and end (exclusive) of each run of tokens that the model wrote."""
-    first = None
-    for place in range(start, stop):
-        if mask[place] and first is None:
-            first = place
-        elif not mask[place] and first is not None:
-            yield first, place
-            first = None
-    if first is not None:
-        yield first, stop
+    turn_start = None
+    for position in range(start, stop):
+        if mask[position] and turn_start is None:
+            turn_start = position
+        elif not mask[position] and turn_start is not None:
+            yield turn_start, position
+            turn_start = None
+    if turn_start is not None:
+        yield turn_start, stop
