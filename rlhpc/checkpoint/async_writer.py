@@ -75,7 +75,7 @@ class SummedFile:
         self._file.close()
 
     def end(self) -> tuple[int, str]:
-        """Makes the content durable; its size and checksum."""
+        """Makes the content durable; returns its size and checksum."""
         os.fsync(self._file.fileno())
         self._file.close()
         return self.size, self._sum.hexdigest()
@@ -86,7 +86,7 @@ def write_summed(path: Path, how: Callable[[SummedFile], None]) -> tuple[int, st
 
     Args:
         path: The file.
-        how: Writes all of it.
+        how: Function that writes the content.
 
     Returns:
         Size and SHA-256.
@@ -110,7 +110,7 @@ def write_summed(path: Path, how: Callable[[SummedFile], None]) -> tuple[int, st
 
 
 def unwritten(path: Path, error: OSError) -> CheckpointError:
-    """Returns the error for a file that could not be written."""
+    """Returns the error for a file that the filesystem refused."""
     return CheckpointError(
         f"{path}: could not be written: {error.strerror or error}. {advice(error, path)}, then continue from the last "
         f"checkpoint with: {GO_ON}"
@@ -179,7 +179,7 @@ class Writes:
     """A rank's files of one save.
 
     Args:
-        folder: Of the checkpoint.
+        folder: Folder of the checkpoint.
         copies: Buffers for the data to write; with None all files are written at once, as are small files, and those whose
             copies do not fit.
     """
@@ -242,7 +242,7 @@ def write_file(path: Path, value: Value, how: Callable[[SummedFile, Value], None
     Args:
         path: The file.
         value: Its content: tensors in dicts, lists and tuples.
-        how: Writes the value, or a copy of it.
+        how: Function that writes the value, or a copy of it.
 
     Raises:
         CheckpointError: The filesystem refused.
@@ -272,7 +272,7 @@ class SavingWorker(Worker):
         """Starts what `save` does.
 
         Args:
-            folder: Of the checkpoint.
+            folder: Folder of the checkpoint.
             async_write: Only copy large data, if memory suffices; a thread writes the copies.
 
         Returns:

@@ -31,7 +31,7 @@ def filled_folder(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
-    staging, replaced_target = (target.with_name(f".{kind}_{target.name}-{token}") for kind in ("tmp", "old"))
+    staging, replaced_target = (target.with_name(f".{prefix}_{target.name}-{token}") for prefix in ("tmp", "old"))
     staging.mkdir()
     try:
         yield staging
@@ -122,10 +122,10 @@ def head(
         rows = [
             {
                 "task": {"type": task, "name": task.replace("-", " ")},
-                "dataset": _dataset(result),
-                "metrics": _metrics(result),
+                "dataset": _dataset(evaluation),
+                "metrics": _metrics(evaluation),
             }
-            for result in results
+            for evaluation in results
         ]
         facts["model-index"] = [{"name": name, "results": rows}]
     return f"---\n{yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)}---\n"
@@ -151,13 +151,13 @@ def _metrics(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 def accuracy_table(results: Sequence[Mapping[str, Any]]) -> str:
     """Returns the table of a language model's evaluations, in Markdown; "" without one."""
     lines = []
-    for result in results:
-        interval = interval_text(result.get("accuracy_ci95"), ".1%", " to ") or "–"
-        passed = {int(k): share for k, share in (result.get("pass_at_k") or {}).items() if int(k) > 1}
+    for evaluation in results:
+        interval = interval_text(evaluation.get("accuracy_ci95"), ".1%", " to ") or "–"
+        passed = {int(k): rate for k, rate in (evaluation.get("pass_at_k") or {}).items() if int(k) > 1}
         pass_at = f"pass@{max(passed)} {passed[max(passed)]:.1%}" if passed else ""
-        sample_text = f"{result.get('n', '')} {result.get('unit', 'problems')}"
+        samples = f"{evaluation.get('n', '')} {evaluation.get('unit', 'problems')}"
         lines.append(
-            f"| {result.get('suite', 'default')} | {sample_text} | {result['accuracy']:.1%} | {interval} | {pass_at} |\n"
+            f"| {evaluation.get('suite', 'default')} | {samples} | {evaluation['accuracy']:.1%} | {interval} | {pass_at} |\n"
         )
     if not lines:
         return ""

@@ -101,11 +101,11 @@ def _verify(checkpoint: Path, checksums: bool) -> list[str]:
         faults.append(f"{MANIFEST}: does not match the checksum in {COMPLETE}, one of the two was altered")
     if (named_step := step_of(checkpoint.name)) is not None and named_step != manifest["global_step"]:
         faults.append(f"{MANIFEST}: is of step {manifest['global_step']}, the folder is {checkpoint.name}")
-    files = {checkpoint / name: (name, entry) for name, entry in sorted(manifest["files"].items())}
+    files = {checkpoint / name: (name, file_entry) for name, file_entry in sorted(manifest["files"].items())}
     file_faults = of_each(
         lambda path: _verify_file(path, files[path][1], checksums),
         list(files),
-        sum(entry["size"] for _, entry in files.values()) if checksums else 0,
+        sum(file_entry["size"] for _, file_entry in files.values()) if checksums else 0,
     )
     return [
         *faults,
@@ -146,9 +146,11 @@ def parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
         return {}, f"{MANIFEST}: global_step is {step!r}, not a step number"
     if not isinstance(files, dict) or not files:
         return {}, f"{MANIFEST}: lists no files"
-    for name, entry in files.items():
+    for name, file_entry in files.items():
         is_valid = (
-            isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
+            isinstance(file_entry, dict)
+            and isinstance(file_entry.get("size"), int)
+            and isinstance(file_entry.get("sha256"), str)
         )
         if not is_plain_name(name) or not is_valid:
             return {}, f"{MANIFEST}: bad entry {name!r}"

@@ -82,7 +82,7 @@ class Starting(Protocol):
 
 
 class StartingRun(Protocol):
-    """Configuration of such a run."""
+    """Configuration of a run that can start from weights."""
 
     @property
     def runner(self) -> Starting:

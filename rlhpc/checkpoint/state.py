@@ -105,8 +105,8 @@ def stream_tensors(
 
     Args:
         file: Target file.
-        tensors: On the CPU, each contiguous.
-        metadata: Of the file, in addition to torch's format entry.
+        tensors: Contiguous tensors on the CPU.
+        metadata: Metadata of the file, in addition to torch's format entry.
     """
     ordered = sorted(tensors.items(), key=lambda named: (-_ORDER.index(named[1].dtype), named[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -204,11 +204,11 @@ def _encode(value: Any, where: str) -> Any:
             "scalar": isinstance(value, np.generic),
         }
     if isinstance(value, Mapping):
-        return {key: _encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {key: _encode(child, f"{where}[{key!r}]") for key, child in value.items()}
     if isinstance(value, tuple):
-        return tuple(_encode(item, f"{where}[{i}]") for i, item in enumerate(value))
+        return tuple(_encode(child, f"{where}[{i}]") for i, child in enumerate(value))
     if isinstance(value, list):
-        return [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_encode(child, f"{where}[{i}]") for i, child in enumerate(value)]
     if isinstance(value, (int, float)):  # subclasses: IntEnum and the like
         return int(value) if isinstance(value, int) else float(value)
     raise CheckpointError(
@@ -222,9 +222,9 @@ def _dense(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
     if isinstance(value, dict):
-        return {key: _dense(item) for key, item in value.items()}
+        return {key: _dense(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_dense(item) for item in value)
+        return type(value)(_dense(child) for child in value)
     return value
 
 
@@ -234,9 +234,9 @@ def _decode(value: Any) -> Any:
             array_bytes = value[_ARRAY].cpu().numpy().tobytes()
             array = np.frombuffer(array_bytes, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
             return array[()] if value["scalar"] else array
-        return {key: _decode(item) for key, item in value.items()}
+        return {key: _decode(child) for key, child in value.items()}
     if isinstance(value, tuple):
-        return tuple(_decode(item) for item in value)
+        return tuple(_decode(child) for child in value)
     if isinstance(value, list):
-        return [_decode(item) for item in value]
+        return [_decode(child) for child in value]
     return value

@@ -197,8 +197,8 @@ class CheckpointWriter:
         for _, other_checkpoint in reversed(self.paths.checkpoint_steps()):
             linked = other_checkpoint / name
             if is_complete(other_checkpoint) and linked.is_file() and linked.samefile(path):
-                entry: dict[str, Any] | None = read_manifest(other_checkpoint)["files"].get(name)
-                return entry
+                file_entry: dict[str, Any] | None = read_manifest(other_checkpoint)["files"].get(name)
+                return file_entry
         return None
 
     def _rename(self) -> None:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 
 class Box(NamedTuple):
-    """A part of a tensor.
+    """Slice of a tensor: one range of indices per dimension.
 
     Attributes:
-        starts: Where it begins, in each dimension of the whole tensor.
-        sizes: How far it goes.
+        starts: First index in each dimension of the full tensor.
+        sizes: Number of indices in each dimension.
     """
 
     starts: tuple[int, ...]
@@ -24,7 +24,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     @property
@@ -34,7 +34,7 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """As an index of the whole tensor."""
+        """Index into the full tensor, one slice per dimension."""
         return tuple(map(slice, self.starts, self.ends))
 
     def meet(self, other: Box) -> Box | None:
@@ -43,7 +43,7 @@ class Box(NamedTuple):
         return overlap if all(size > 0 for size in overlap.sizes) else None
 
     def without(self, part: Box) -> list[Box]:
-        """Returns boxes that cover this box except a part that lies within it."""
+        """Returns boxes that make up this box without a part that lies within it."""
         remaining, starts, sizes = list[Box](), list(self.starts), list(self.sizes)
         for axis, (start, size) in enumerate(zip(*part, strict=True)):
             end, stop = start + size, starts[axis] + sizes[axis]
@@ -60,7 +60,9 @@ class Box(NamedTuple):
 
     def within(self, outer: Box) -> Box:
         """Returns the box relative to the start of an outer box that contains it."""
-        return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
+        return Box(
+            tuple(start - outer_start for start, outer_start in zip(self.starts, outer.starts, strict=True)), self.sizes
+        )
 
 
 def between(starts: Iterable[int], ends: Iterable[int]) -> Box:
@@ -76,7 +78,7 @@ def full_box(shape: Iterable[int]) -> Box:
 
 
 def uncovered(target: Box, held: Iterable[Box]) -> list[Box]:
-    """Returns the parts of a box that no other of some boxes covers."""
+    """Returns boxes that make up the part of `target` outside all boxes of `held`."""
     remaining = [target]
     for box in held:
         overlaps = [(uncovered_box, uncovered_box.meet(box)) for uncovered_box in remaining]
@@ -93,8 +95,9 @@ def box_of(offset: int, shape: Sequence[int], strides: Sequence[int], full: Sequ
 
     Args:
         offset: Start of the view, in elements.
-        shape, strides: Of the view; dimensions of size 1 may have been added or left out, others not exchanged.
-        full: Shape of the whole tensor.
+        shape, strides: Shape and strides of the view; dimensions of size 1 may have been added or left out, others not
+            exchanged.
+        full: Shape of the full tensor.
 
     Returns:
         None if the view is not a box of the tensor, or is a transposed one.

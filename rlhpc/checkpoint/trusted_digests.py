@@ -18,7 +18,8 @@ _LARGEST_TEXT = 16 << 20
 
 
 def note_own(manifest: bytes) -> None:
-    """Notes a manifest that this process has written. Where that is not possible, the checkpoint counts as a stranger's."""
+    """Records the digest of a manifest that this process has written. If that fails, the checkpoint counts as another
+    user's."""
     with contextlib.suppress(OSError):
         note_path = _note(manifest)
         note_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -32,8 +33,12 @@ def is_own(checkpoint: Path) -> bool:
         if not is_complete(checkpoint) or not _note(manifest_bytes).is_file():
             return False
         manifest, _ = parse_manifest(manifest_bytes)  # a noted one is sound
-        small_files = [(name, entry) for name, entry in manifest["files"].items() if entry["size"] <= _LARGEST_TEXT]
-        return all(digest(checkpoint / name) == (entry["size"], entry["sha256"]) for name, entry in small_files)
+        small_files = [
+            (name, file_entry) for name, file_entry in manifest["files"].items() if file_entry["size"] <= _LARGEST_TEXT
+        ]
+        return all(
+            digest(checkpoint / name) == (file_entry["size"], file_entry["sha256"]) for name, file_entry in small_files
+        )
     except OSError:
         return False
 

@@ -122,13 +122,13 @@ def query(
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             break
-        answer = ask(*argv, timeout_s=min(timeout_s, remaining_s))
-        if answer.ok:
-            if rows := parse(answer.lines):
+        sacct_output = ask(*argv, timeout_s=min(timeout_s, remaining_s))
+        if sacct_output.ok:
+            if rows := parse(sacct_output.lines):
                 return rows
             raise NoAccounting(f"sacct knows nothing of job {', '.join(jobs.ids)}")
-        message = answer.words
-        if answer.code == 127 or _NO_ACCOUNTING.search(" ".join(answer.lines)):
+        message = sacct_output.words
+        if sacct_output.code == 127 or _NO_ACCOUNTING.search(" ".join(sacct_output.lines)):
             raise NoAccounting(message)
     raise NoAccounting(message)
 
@@ -166,7 +166,7 @@ def _row(line: str) -> AccountingRow | None:
     if match is None or len(fields) < len(FIELDS):
         return None
     columns = dict(zip(FIELDS, fields, strict=True))
-    tres = dict(part.split("=", 1) for part in columns["AllocTRES"].split(",") if "=" in part)
+    tres = dict(resource.split("=", 1) for resource in columns["AllocTRES"].split(",") if "=" in resource)
     try:
         nodes = expand_hostlist(columns["NodeList"]) if columns["NodeList"] not in ("", "None assigned") else []
     except ConfigError:
@@ -202,8 +202,8 @@ def _seconds(text: str) -> float:
     days, _, clock = text.rpartition("-")
     try:
         total = float(days or 0) * 86400.0
-        for scale, part in zip((1.0, 60.0, 3600.0), reversed(clock.split(":")), strict=False):
-            total += scale * float(part)
+        for scale, digits in zip((1.0, 60.0, 3600.0), reversed(clock.split(":")), strict=False):
+            total += scale * float(digits)
     except ValueError:
         return 0.0
     return total
@@ -218,8 +218,8 @@ def _gpus(tres: Mapping[str, str]) -> int | None:
     """Returns the number of GPUs; None if the site does not count them, or without GPUs."""
     if "gres/gpu" in tres:
         return int(tres["gres/gpu"])
-    typed = [int(count) for name, count in tres.items() if name.startswith("gres/gpu:")]
-    return sum(typed) if typed else None
+    typed_counts = [int(count) for name, count in tres.items() if name.startswith("gres/gpu:")]
+    return sum(typed_counts) if typed_counts else None
 
 
 DRIVER = "driver"
@@ -277,10 +277,10 @@ def account(
     roles: dict[str, list[tuple[AccountingRow, set[Any]]]] = {}
     for start in started:
         for step in start.steps:
-            placed = placements.of(step)
-            role = _role(step, placed)
+            step_placement = placements.of(step)
+            role = _role(step, step_placement)
             if role is not None:
-                roles.setdefault(role, []).append((step, _accelerators(step, role, placed, ranks[id(start)])))
+                roles.setdefault(role, []).append((step, _accelerators(step, role, step_placement, ranks[id(start)])))
     components = {start.component: [s for s in started if s.component == start.component] for start in started}
     last_placement = placements.last
     role_names = [
@@ -353,8 +353,12 @@ def _accelerators(step: AccountingRow, role: str, placement: Placement, ranks: S
         return set()
     if role not in placement:
         return {("?", number) for number in range(step.gpus or 0)}
-    entries = [entry for entry in placement[role] if int(entry.get("node_rank", 0)) in ranks]
-    return {(int(e.get("node_rank", 0)), int(index)) for e in entries for index in e.get("accelerators") or ()}
+    entries = [rank_entry for rank_entry in placement[role] if int(rank_entry.get("node_rank", 0)) in ranks]
+    return {
+        (int(rank_entry.get("node_rank", 0)), int(index))
+        for rank_entry in entries
+        for index in rank_entry.get("accelerators") or ()
+    }
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:
@@ -379,7 +383,7 @@ def _idle(rows: Iterable[AccountingRow]) -> float | None:
 def _of_role(steps: Sequence[tuple[AccountingRow, set[Any]]]) -> dict[str, Any]:
     rows = [row for row, _ in steps]
     components = {row.component for row in rows}
-    rows_by_component = [[row for row in rows if row.component == part] for part in components]
+    rows_by_component = [[row for row in rows if row.component == component] for component in components]
     return {
         "components": sorted(components),
         "elapsed_s": round(_length(row.span for row in rows), 3),
@@ -410,9 +414,13 @@ def _of_component(
                 spans.setdefault(key, []).append(step.span)
         accelerator_seconds.append(sum(_length(s) for s in spans.values()))
     component_ranks = {rank for start in starts for rank in ranks[id(start)]}
-    entries = [entry for placement in placements.every() for group in placement.values() for entry in group]
+    rank_entries = [
+        rank_entry for placement in placements.every() for group in placement.values() for rank_entry in group
+    ]
     has_planned_gpus = any(
-        entry.get("accelerators") for entry in entries if int(entry.get("node_rank", 0)) in component_ranks
+        rank_entry.get("accelerators")
+        for rank_entry in rank_entries
+        if int(rank_entry.get("node_rank", 0)) in component_ranks
     )
     gpu_seconds = [start.elapsed * start.gpus for start in starts if start.gpus is not None]
     gpu_hours = (

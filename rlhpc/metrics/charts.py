@@ -114,8 +114,8 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
     raw_step = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(raw_step))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw_step * 0.999)
+    power_of_ten = 10.0 ** math.floor(math.log10(raw_step))
+    step = next(factor * power_of_ten for factor in (1, 2, 2.5, 5, 10) if factor * power_of_ten >= raw_step * 0.999)
     first_index, last_index = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(index * step, 12) for index in range(first_index, last_index + 1)]
 
@@ -135,17 +135,17 @@ def number(value: float) -> str:
 
 def tick_labels(values: Sequence[float]) -> list[str]:
     """Returns the labels of one axis in a uniform format: the same unit, decimals and exponent."""
-    largest = max((abs(value) for value in values), default=0.0)
-    step = min((b - a for a, b in itertools.pairwise(values)), default=largest) or 1.0
+    largest = max((abs(tick) for tick in values), default=0.0)
+    step = min((next_tick - tick for tick, next_tick in itertools.pairwise(values)), default=largest) or 1.0
     scale, unit = next(
         ((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if largest >= s * (10 if u == "k" else 1)), (1.0, "")
     )
     decimals = _decimals(step / scale)
     if decimals > 4:  # too small to write out
-        power = math.floor(math.log10(largest))
-        scale, unit = 10.0**power, f"e{power}"
+        exponent = math.floor(math.log10(largest))
+        scale, unit = 10.0**exponent, f"e{exponent}"
         decimals = _decimals(step / scale)
-    return ["0" if value == 0 else f"{value / scale:.{decimals}f}{unit}" for value in values]
+    return ["0" if tick == 0 else f"{tick / scale:.{decimals}f}{unit}" for tick in values]
 
 
 def _decimals(step: float) -> int:
@@ -199,10 +199,10 @@ def is_constant(values: Sequence[float]) -> bool:
 
 def _in_words(line: Line, x_label: str) -> str:
     """Describes a line that never changes: its value, with its interval if it is a single point."""
-    value = line.y[0]
-    if len(line.y) > 1 and abs(value) <= _NOISE and not all(y == value for y in line.y):
-        value = 0.0  # only rounding noise around 0
-    sentence = number(value)
+    constant = line.y[0]
+    if len(line.y) > 1 and abs(constant) <= _NOISE and not all(y == constant for y in line.y):
+        constant = 0.0  # only rounding noise around 0
+    sentence = number(constant)
     if len(line.x) == 1:
         if len(line.low) and len(line.high) and line.low[0] < line.high[0]:
             sentence += f" ({number(line.low[0])} … {number(line.high[0])})"
@@ -276,7 +276,7 @@ def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
     positions = xs[:: math.ceil(len(xs) / _STRIPS)]
     if positions[-1] != xs[-1]:
         positions.append(xs[-1])
-    middles = [(a + b) / 2 for a, b in itertools.pairwise(positions)]
+    middles = [(position + next_position) / 2 for position, next_position in itertools.pairwise(positions)]
     for x, strip_start, strip_end in zip(positions, [frame.x0, *middles], [*middles, frame.x1], strict=True):
         tooltip = [f"{x_label} {number(x)}"]
         for line in lines:
@@ -294,7 +294,7 @@ def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _path(frame: Frame, x: Sequence[float], y: Sequence[float], color: str, width: float, opacity: float) -> str:
-    points = " ".join(f"{frame.px(a):.1f},{frame.py(b):.1f}" for a, b in zip(x, y, strict=True))
+    points = " ".join(f"{frame.px(x_value):.1f},{frame.py(y_value):.1f}" for x_value, y_value in zip(x, y, strict=True))
     return (
         f'<polyline points="{points}" style="fill:none;stroke:{color};stroke-width:{width};opacity:{opacity};'
         'stroke-linejoin:round;stroke-linecap:round"/>'
@@ -319,8 +319,8 @@ def running_mean(y: Sequence[float]) -> list[float]:
     """Returns the centred mean over about 4 % of the points."""
     half_width = max(1, len(y) // 50)
     sums = [0.0]
-    for value in y:
-        sums.append(sums[-1] + value)
+    for y_value in y:
+        sums.append(sums[-1] + y_value)
     windows = [(max(0, i - half_width), min(len(y), i + half_width + 1)) for i in range(len(y))]
     return [(sums[end] - sums[start]) / (end - start) for start, end in windows]
 
@@ -375,10 +375,10 @@ def heading(
 def _rows(names: Sequence[tuple[str, int, float]], width: float) -> list[list[tuple[str, int, float]]]:
     """Divides the entries of a key into rows no wider than `width`."""
     rows: list[list[tuple[str, int, float]]] = [[]]
-    for entry in names:
-        if rows[-1] and sum(entry_width for _, _, entry_width in rows[-1]) + entry[2] > width:
+    for key_entry in names:
+        if rows[-1] and sum(entry_width for _, _, entry_width in rows[-1]) + key_entry[2] > width:
             rows.append([])
-        rows[-1].append(entry)
+        rows[-1].append(key_entry)
     return rows
 
 
@@ -476,7 +476,7 @@ def log_bars(title: str, unit: str, rows: Mapping[str, Mapping[str, Spread]], co
         rows: Measurement → subject → (lowest, median, highest), all above 0.
         colors: Subject → index into the palette; the key is in this order.
     """
-    values = [value for spreads in rows.values() for spread in spreads.values() for value in spread]
+    values = [bound for spreads in rows.values() for spread in spreads.values() for bound in spread]
     low_exponent, high_exponent = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     width = CHART[0]
     frame = Frame(low_exponent, max(high_exponent, low_exponent + 1), 0, 1, (width, 0))
@@ -487,7 +487,7 @@ def log_bars(title: str, unit: str, rows: Mapping[str, Mapping[str, Spread]], co
         [(subject, color) for subject, color in colors.items() if any(subject in f for f in rows.values())],
     )
     frame.plot_left, y = 8.0, frame.top + 4
-    bars_end = width - 8 - max(text_width(number(value)) for value in values)  # room for the values after the bars
+    bars_end = width - 8 - max(text_width(number(bound)) for bound in values)  # room for the values after the bars
 
     def at(value: float) -> float:
         return 8 + (math.log10(value) - low_exponent) / (frame.x1 - low_exponent) * (bars_end - 8)
@@ -544,7 +544,7 @@ class ChartRow:
 
 def interval_chart(title: str, x_label: str, rows: Sequence[ChartRow]) -> str:
     """Draws a dot and an interval for each row, under its name."""
-    extent = [value for row in rows for value in (row.value, row.low, row.high, *row.dots)]
+    extent = [x_value for row in rows for x_value in (row.value, row.low, row.high, *row.dots)]
     if is_constant(extent):
         return stated_chart(title, f"{number(extent[0])} of all")
     width = CHART[0]
@@ -561,9 +561,9 @@ def interval_chart(title: str, x_label: str, rows: Sequence[ChartRow]) -> str:
         y += 17 if names_above else 0
         title_text = f"{row.name}: {number(row.value)}{interval_text}"
         points = "".join(
-            f'<circle cx="{frame.px(value):.1f}" cy="{y + 8}" r="2.6" '
+            f'<circle cx="{frame.px(x_value):.1f}" cy="{y + 8}" r="2.6" '
             f'style="fill:var(--panel);stroke:{color};stroke-width:1.2"/>'
-            for value in row.dots
+            for x_value in row.dots
         )
         row_drawings.append(
             f'<g><title>{escape(title_text)}</title><text class="key" x="8" y="{name_y}">{escape(row.name)}</text>'

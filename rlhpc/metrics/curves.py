@@ -38,8 +38,8 @@ class Metric:
 
 def color_of(name: str) -> int:
     """Returns the colour of a metric's quantity, as an index into the palette."""
-    words = name.rpartition("/")[2].split("_")
-    return next((_COLORS[word] for word in words if word in _COLORS), _OTHER)
+    name_words = name.rpartition("/")[2].split("_")
+    return next((_COLORS[word] for word in name_words if word in _COLORS), _OTHER)
 
 
 def metric_charts(
@@ -75,7 +75,7 @@ def metric_charts(
 
 def _are_equal(one: tuple[list[float], list[float]], other: tuple[list[float], list[float]]) -> bool:
     return one[0] == other[0] and all(
-        math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(one[1], other[1], strict=True)
+        math.isclose(y, other_y, rel_tol=1e-9, abs_tol=1e-9) for y, other_y in zip(one[1], other[1], strict=True)
     )
 
 
@@ -94,15 +94,15 @@ def evaluation_chart(
     lines = [
         Line(
             suite,
-            [one.step for one in evaluated],
-            [one.value for one in evaluated],
-            [one.low for one in evaluated],
-            [one.high for one in evaluated],
-            color=color_of(name) + number,
+            [evaluation.step for evaluation in evaluated],
+            [evaluation.value for evaluation in evaluated],
+            [evaluation.low for evaluation in evaluated],
+            [evaluation.high for evaluation in evaluated],
+            color=color_of(name) + color_index,
             markers=True,
-            hollow=[one.in_training for one in evaluated],
+            hollow=[evaluation.in_training for evaluation in evaluated],
         )
-        for number, (suite, evaluated) in enumerate(suites.items())
+        for color_index, (suite, evaluated) in enumerate(suites.items())
         if evaluated
     ]
     return line_chart(title, "global step", y_label, lines, size)
@@ -110,7 +110,7 @@ def evaluation_chart(
 
 def hollow_points(suites: Mapping[str, Sequence[Evaluated]]) -> str:
     """Returns a sentence about the points of evaluations in training, as HTML; "" if all points are of one kind."""
-    kinds = {one.in_training for evaluated in suites.values() for one in evaluated}
+    kinds = {evaluation.in_training for evaluated in suites.values() for evaluation in evaluated}
     if len(kinds) < 2:
         return ""
     return '<p class="legend">Hollow points: evaluated while the run trained; filled points: checkpoints.</p>'

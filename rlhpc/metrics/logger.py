@@ -156,14 +156,14 @@ class MetricLogger:
         """Keeps complete rows up to `resume_step`, and returns them; if a step occurs twice, the last row wins."""
         file_bytes = self._path.read_bytes() if self._path.exists() else b""
         rows = {step: row for step, row in _parse(file_bytes) if step <= resume_step}
-        content = b"".join(_line(step, rows[step]) for step in sorted(rows))
-        if content != file_bytes:
-            replace_durably(self._path, content)
+        kept_bytes = b"".join(_line(step, rows[step]) for step in sorted(rows))
+        if kept_bytes != file_bytes:
+            replace_durably(self._path, kept_bytes)
         if rows:
             self._last_step = max(rows)
             self._last_row = rows[self._last_step]
-            self._last_offset = len(content) - len(_line(self._last_step, self._last_row))
-        self._committed = len(content)
+            self._last_offset = len(kept_bytes) - len(_line(self._last_step, self._last_row))
+        self._committed = len(kept_bytes)
         return sorted(rows.items())
 
     def _failed(self, error: OSError) -> StorageError:
@@ -179,12 +179,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         ConfigError: It cannot be read, is not a regular file, or is too large for metrics.
     """
     try:
-        raw = read_file(Path(path), _MAX_BYTES)
+        file_bytes = read_file(Path(path), _MAX_BYTES)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    return _rows(raw)
+    return _rows(file_bytes)
 
 
 def read_last_metrics(path: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
@@ -229,21 +229,21 @@ def series(rows: Sequence[Mapping[str, Any]], name: str, against: str = "step") 
 
 
 def _has(row: Mapping[str, Any], name: str) -> bool:
-    value = row.get(name)
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    metric = row.get(name)
+    return isinstance(metric, (int, float)) and math.isfinite(metric)
 
 
 def _plain(value: SupportsFloat) -> int | float | None:
     if isinstance(value, (bool, int)):
         return int(value)
-    number = float(value)
-    return number if math.isfinite(number) else None
+    converted = float(value)
+    return converted if math.isfinite(converted) else None
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Returns a row for loggers: non-finite values are NaN; non-numbers in a foreign row are omitted."""
-    numbers = {name: math.nan if value is None else value for name, value in values.items()}
-    return {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
+    row = {name: math.nan if value is None else value for name, value in values.items()}
+    return {name: value for name, value in row.items() if isinstance(value, (int, float))}
 
 
 def _line(step: int, values: Mapping[str, Any]) -> bytes:

@@ -23,14 +23,14 @@ _BUSY_SHARE = 0.1
 class ActiveClock:
     """Seconds in which this process was not stopped, from an arbitrary moment on.
 
-    A stopped process looks at no clock and computes nothing. A gap between two looks is left out if it is longer than any
-    that a busy machine makes, and the process had next to no processor time in it. Shorter stops count.
+    A gap between two readings of the clock is not counted if it is longer than a busy machine causes and the process used
+    almost no CPU time during it. Shorter stops are counted.
 
     Args:
-        look_s: Seconds between two looks.
-        stopped_s: How much longer a gap must be.
-        source: The clock with the stops in it.
-        processor: Processor time of this process.
+        look_s: Seconds between two readings of the clock.
+        stopped_s: Seconds by which a gap must exceed `look_s` to count as a stop.
+        source: Clock that includes the stops, in seconds.
+        processor: CPU time of this process, in seconds.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class ActiveClock:
         self._last, self._last_processor, self._stopped = source(), processor(), 0.0
 
     def start(self) -> ActiveClock:
-        """Looks at the clock from now on, in a thread that ends with the process."""
+        """Starts a thread that reads the clock until the process ends."""
         threading.Thread(target=self._run, name="rlhpc-active-time", daemon=True).start()
         return self
 
     def __call__(self) -> float:
         with self._lock:
-            now, processor = self._source(), self._processor()
+            now, cpu_s = self._source(), self._processor()
             gap = now - self._last - self._look_s
-            if gap > self._stopped_s and processor - self._last_processor < _BUSY_SHARE * gap:
+            if gap > self._stopped_s and cpu_s - self._last_processor < _BUSY_SHARE * gap:
                 self._stopped += gap
-            self._last, self._last_processor = now, processor
+            self._last, self._last_processor = now, cpu_s
             return now - self._stopped
 
     def _run(self) -> None:
@@ -90,13 +90,13 @@ _MAX_BARS = 48
 def phase_columns(rows: Rows) -> dict[str, list[float]]:
     """Returns the seconds of each phase by row; `other` is the remainder of `time/step_s`."""
     names = {key for row in rows for key in row if key.startswith("time/") and key.endswith("_s")} - _NOT_PHASES
-    short = sorted(name.removeprefix("time/").removesuffix("_s") for name in names if not name.endswith("_per_s"))
-    short.sort(key=lambda name: _PHASE_ORDER.index(name) if name in _PHASE_ORDER else len(_PHASE_ORDER))
-    columns = {name: [_number(row.get(f"time/{name}_s")) for row in rows] for name in short}
+    phases = sorted(name.removeprefix("time/").removesuffix("_s") for name in names if not name.endswith("_per_s"))
+    phases.sort(key=lambda name: _PHASE_ORDER.index(name) if name in _PHASE_ORDER else len(_PHASE_ORDER))
+    columns = {name: [_number(row.get(f"time/{name}_s")) for row in rows] for name in phases}
     steps = [_number(row.get("time/step_s")) for row in rows]
-    other = [max(0.0, step - sum(columns[name][i] for name in short)) for i, step in enumerate(steps)]
-    if sum(other) > 0.005 * sum(steps):
-        columns["other"] = other
+    unattributed = [max(0.0, step - sum(columns[name][i] for name in phases)) for i, step in enumerate(steps)]
+    if sum(unattributed) > 0.005 * sum(steps):
+        columns["other"] = unattributed
     return columns
 
 

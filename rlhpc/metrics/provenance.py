@@ -115,12 +115,12 @@ def record_placement(paths: RunPaths, placement: Placement) -> None:
 
 def placed_starts(record: Mapping[str, Any]) -> list[PlacedStart]:
     """Returns the starts of a run in Slurm jobs that have recorded their placement, in order."""
-    placed = []
+    slurm_starts = []
     for start in record.get("segments") or ():
         with contextlib.suppress(KeyError, TypeError, ValueError):
             started_at = datetime.fromisoformat(str(start["started"])).timestamp()
-            placed.append(PlacedStart(str(start["slurm"]["JOB_ID"]), started_at, dict(start["placement"])))
-    return placed
+            slurm_starts.append(PlacedStart(str(start["slurm"]["JOB_ID"]), started_at, dict(start["placement"])))
+    return slurm_starts
 
 
 def read_provenance(paths: RunPaths) -> dict[str, Any]:
@@ -261,18 +261,18 @@ def typed_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     field.
     """
     typed_fields, mistyped_fields = dict[str, Any](), list[str]()
-    for name, value in result.items():
+    for name, field_value in result.items():
         is_valid = _FIELDS.get(name) or (_is_interval if name.endswith("_ci95") else None)
-        if value is None:
+        if field_value is None:
             continue
-        if is_valid is not None and not is_valid(value):
+        if is_valid is not None and not is_valid(field_value):
             mistyped_fields.append(name)
         elif name == "levels":
-            levels = {level: typed_result(scores) for level, scores in value.items()}
+            levels = {level: typed_result(scores) for level, scores in field_value.items()}
             typed_fields[name] = {level: scores for level, (scores, _) in levels.items()}
             mistyped_fields += [f"{name}.{level}.{field}" for level, (_, fields) in levels.items() for field in fields]
         else:
-            typed_fields[name] = value
+            typed_fields[name] = field_value
     return typed_fields, mistyped_fields
 
 
@@ -280,9 +280,11 @@ def typed_results(paths: RunPaths, figure: str) -> list[dict[str, Any]]:
     """Returns the results of evaluations that have `figure`, by suite and step; fields of a wrong type are omitted."""
     matching_results = []
     for path in paths.eval_results():
-        result, _ = typed_result(read_json_file(path) or {})
-        if figure in result and "global_step" in result:
-            matching_results.append({**result, "suite": result.get("suite", path.stem), figure: float(result[figure])})
+        evaluation, _ = typed_result(read_json_file(path) or {})
+        if figure in evaluation and "global_step" in evaluation:
+            matching_results.append(
+                {**evaluation, "suite": evaluation.get("suite", path.stem), figure: float(evaluation[figure])}
+            )
     return sorted(matching_results, key=lambda result: (result["suite"], result["global_step"]))
 
 
@@ -299,8 +301,8 @@ def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str,
     finished_segments = [record for path in paths.segments.glob("*.json") if (record := read_json_file(path))]
     steps = [record["global_step"] for record in finished_segments if is_count(record.get("global_step"))]
     step = (paths.best_step() or max(steps)) if steps else 0
-    result, _ = typed_result(read_json_file(paths.eval_result(step, suite)) or {})
-    return step, result, describe_result(result)
+    evaluation, _ = typed_result(read_json_file(paths.eval_result(step, suite)) or {})
+    return step, evaluation, describe_result(evaluation)
 
 
 def read_results(paths: RunPaths, suite: str) -> list[dict[str, Any]]:
@@ -312,9 +314,9 @@ def read_all_results(paths: RunPaths) -> list[dict[str, Any]]:
     """Returns the readable results of all suites, by step: the contents of `eval/global_step_<N>/<suite>.json`."""
     all_results = []
     for path in paths.eval_results():
-        result, _ = typed_result(read_json_file(path) or {})
-        if "global_step" in result:
-            all_results.append({**with_pass_at(result), "suite": result.get("suite", path.stem)})
+        evaluation, _ = typed_result(read_json_file(path) or {})
+        if "global_step" in evaluation:
+            all_results.append({**with_pass_at(evaluation), "suite": evaluation.get("suite", path.stem)})
     return sorted(all_results, key=lambda result: int(result["global_step"]))
 
 
@@ -343,7 +345,7 @@ def interval_of(result: Mapping[str, Any], name: str) -> tuple[float, float]:
     """Returns the 95 % interval of a number in an evaluation: the recorded one, or one computed from the standard deviation
     of the returns, or from a share and the number of episodes or problems; the number twice if none is available.
     """
-    value = float(result[name])
+    estimate = float(result[name])
     base_name = name.removesuffix("_mean")
     bounds = result.get(f"{name}_ci95") or result.get(f"{base_name}_ci95")
     bounds = bounds or (result.get(f"{base_name}_ci95_low"), result.get(f"{base_name}_ci95_high"))
@@ -352,12 +354,12 @@ def interval_of(result: Mapping[str, Any], name: str) -> tuple[float, float]:
     count, std = _count(result), result.get("return_std")
     if name == "return_mean" and isinstance(std, int | float) and count:
         half_width = 1.96 * float(std) / math.sqrt(count)
-        return value - half_width, value + half_width
-    if count and is_share(name) and 0.0 <= value <= 1.0:
+        return estimate - half_width, estimate + half_width
+    if count and is_share(name) and 0.0 <= estimate <= 1.0:
         from rlhpc.metrics.statistics import wilson  # imports numpy
 
-        return wilson(value * count, count)
-    return value, value
+        return wilson(estimate * count, count)
+    return estimate, estimate
 
 
 def is_share(name: str) -> bool:
@@ -381,13 +383,13 @@ def evaluations_of(
     for row in rows:
         if _is_number(row.get(f"{prefix}/{name}")):
             logged = {
-                key.removeprefix(f"{prefix}/"): value for key, value in row.items() if key.startswith(f"{prefix}/")
+                key.removeprefix(f"{prefix}/"): metric for key, metric in row.items() if key.startswith(f"{prefix}/")
             }
             by_step[int(row["step"])] = _evaluated(logged, name, int(row["step"]), in_training=True)
-    for result in results:
-        if _is_number(result.get(name)):
-            step = int(result["global_step"])
-            by_step[step] = _evaluated(result, name, step, in_training=False)
+    for evaluation in results:
+        if _is_number(evaluation.get(name)):
+            step = int(evaluation["global_step"])
+            by_step[step] = _evaluated(evaluation, name, step, in_training=False)
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -406,7 +408,7 @@ def evaluations_by_suite(
     prefixes = {key.split("/")[1]: key.rpartition("/")[0] for key in sorted(logged) if key.count("/") > 1}
     if f"eval/{name}" in logged:
         prefixes = {_find_trained_suite(paths): "eval", **prefixes}
-    suites = dict.fromkeys([*(str(result["suite"]) for result in results), *prefixes])
+    suites = dict.fromkeys([*(str(evaluation["suite"]) for evaluation in results), *prefixes])
     by_suite = {s: evaluations_of(rows, of_suite(results, s), name, prefixes.get(s, f"eval/{s}")) for s in suites}
     return {suite: evaluated for suite, evaluated in by_suite.items() if evaluated}
 
@@ -417,7 +419,11 @@ def judged_results(
     """Returns all results of a suite that have a number, by step: those of checkpoints, and those logged during training at
     steps whose checkpoint was not evaluated.
     """
-    checkpoints = {int(result["global_step"]): dict(result) for result in of_suite(results, suite) if name in result}
+    checkpoints = {
+        int(evaluation["global_step"]): dict(evaluation)
+        for evaluation in of_suite(results, suite)
+        if name in evaluation
+    }
     prefix = "eval/" if suite == _find_trained_suite(paths) else f"eval/{suite}/"
     logged = {
         int(row["step"]): {"suite": suite, "global_step": int(row["step"])}
@@ -458,13 +464,13 @@ def judging_suite(paths: RunPaths, results: Sequence[Mapping[str, Any]]) -> str:
         configured_suite = str(read_yaml(read_file(paths.config))["workflow"]["eval_suites"][0])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, IndexError):
         configured_suite = "default"
-    suites = [str(result["suite"]) for result in results]
+    suites = [str(evaluation["suite"]) for evaluation in results]
     return suites[0] if suites and configured_suite not in suites else configured_suite
 
 
 def of_suite(results: Sequence[Result], suite: str) -> list[Result]:
     """Returns the results of a suite."""
-    return [result for result in results if str(result["suite"]) == suite]
+    return [evaluation for evaluation in results if str(evaluation["suite"]) == suite]
 
 
 def describe_result(result: dict[str, Any]) -> str:

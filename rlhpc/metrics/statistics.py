@@ -80,7 +80,7 @@ def interval(values: Numbers) -> Interval:
     """Returns the 95 % interval of the mean of independent numbers: as shares if all are from 0 to 1,
     otherwise Student's.
     """
-    return share_interval(values) if all(0.0 <= value <= 1.0 for value in values) else mean_interval(values)
+    return share_interval(values) if all(0.0 <= number <= 1.0 for number in values) else mean_interval(values)
 
 
 #: Share of the runs that the interquartile mean omits at each end.

@@ -74,8 +74,10 @@ def expand_hostlist(text: str) -> list[str]:
     names: list[str] = []
     for host in re.findall(rf"(?:{segment_pattern})+", text):
         alternatives = [
-            [n for r in p[1:-1].split(",") for n in expand_range(r, text)] if p.startswith("[") else [p]
-            for p in re.findall(segment_pattern, host)
+            [n for range_text in segment[1:-1].split(",") for n in expand_range(range_text, text)]
+            if segment.startswith("[")
+            else [segment]
+            for segment in re.findall(segment_pattern, host)
         ]
         names += itertools.islice(map("".join, itertools.product(*alternatives)), _MOST_NODES + 1)
         if len(names) > _MOST_NODES:
@@ -157,7 +159,7 @@ def visible_accelerators(environ: Mapping[str, str], dev: Path = Path("/dev")) -
     if mask is not None:
         # CUDA reads a mask up to the first entry that is no device
         return tuple(itertools.takewhile(lambda m: m not in ("", "-1", "NoDevFiles"), map(str.strip, mask.split(","))))
-    indices = [m[1] for p in dev.glob("nvidia[0-9]*") if (m := re.fullmatch(r"nvidia([0-9]+)", p.name))]
+    indices = [entry[1] for path in dev.glob("nvidia[0-9]*") if (entry := re.fullmatch(r"nvidia([0-9]+)", path.name))]
     return tuple(sorted(indices, key=int))
 
 
@@ -263,11 +265,13 @@ def _slurm_mask(environ: Mapping[str, str], component: int | None) -> tuple[str,
         ids = _variable(environ, name, component) or (environ.get(name) if is_first_component else None)
         if ids:
             return tuple(
-                n for part in ids.split(",") for n in (expand_range(part, ids) if part[:1].isdigit() else [part])
+                n
+                for range_text in ids.split(",")
+                for n in (expand_range(range_text, ids) if range_text[:1].isdigit() else [range_text])
             )
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
         count = _variable(environ, name, component) or (environ.get(name) if is_first_component else None)
         if count:
-            total = sum(int(n) for part in count.split(",") if (n := part.rpartition(":")[2]).isdigit())
+            total = sum(int(n) for range_text in count.split(",") if (n := range_text.rpartition(":")[2]).isdigit())
             return tuple(str(i) for i in range(total))
     return ()

@@ -63,7 +63,10 @@ def pci_addresses() -> list[str]:
     import torch
 
     devices: Iterable[Any] = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in devices]
+    return [
+        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        for properties in devices
+    ]
 
 
 def landing_device(sent: str) -> str:
@@ -271,4 +274,4 @@ def why_unseen(visible: int, cuda: str | None, hip: str | None, mask: str | None
 
 
 def _number(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))
+    return tuple(int(component) for component in version.split("."))

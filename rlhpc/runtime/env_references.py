@@ -28,10 +28,10 @@ def watch() -> None:
     def env(*arguments: Any) -> Any:
         global _count
         _count += 1
-        value = oc.env(*arguments)
-        if arguments and arguments[0] in os.environ and isinstance(value, str):
-            _read[str(arguments[0])] = value
-        return value
+        resolved = oc.env(*arguments)
+        if arguments and arguments[0] in os.environ and isinstance(resolved, str):
+            _read[str(arguments[0])] = resolved
+        return resolved
 
     with warnings.catch_warnings():  # later versions call it something else
         warnings.simplefilter("ignore")
@@ -73,10 +73,10 @@ def to_plain(cfg: Any) -> Any:
             plain_values[key] = "???"
             continue
         count_before = _count
-        value: Any = cfg[key]
+        child: Any = cfg[key]
         if OmegaConf.is_interpolation(cfg, key):
-            resolved: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            resolved: Any = OmegaConf.to_container(child, resolve=True) if OmegaConf.is_config(child) else child
             plain_values[key] = unresolved[key] if _count != count_before else resolved
         else:
-            plain_values[key] = to_plain(value)
+            plain_values[key] = to_plain(child)
     return plain_values if isinstance(cfg, DictConfig) else list(plain_values.values())

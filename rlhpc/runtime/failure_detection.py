@@ -28,10 +28,10 @@ _STRICT = SessionPolicies()
 
 
 class FailurePolicy:
-    """The failures of a session, and what each means for the ranks that still live.
+    """Failure policy of a session: its failures, and their consequences for the ranks that are alive.
 
     Attributes:
-        phase: SessionPhase of the session.
+        phase: Phase of the session.
         first: The failure that caused all others; None while nothing has failed.
         past: The failure from which the session has recovered.
     """
@@ -67,7 +67,7 @@ class FailurePolicy:
         return True
 
     def departs(self, failure: RlhpcError, ranks: Collection[Rank]) -> bool:
-        """Returns whether this is the end of a rank, for whatever reason, that the other ranks can do without.
+        """Returns whether a failure is the end of a rank that the other ranks can continue without.
 
         An exception raised by a rank does not count, unless the rank has joined: its machine may then be at fault, and the
         other ranks will raise a fault of the program, too.
@@ -174,7 +174,7 @@ class Leases:
         self.looked = time.monotonic()
 
     def record_note(self, member: Member, event: str) -> None:
-        """Takes in a note of a rank, or, if it is `unreachable`, of another one about it."""
+        """Records a note from a rank or, if the note is `unreachable`, from another rank about it."""
         if event == "unreachable":
             self._unreachable.add(member.spec.incarnation)
             return

@@ -78,7 +78,7 @@ def find_files(path: str | None, suffixes: Sequence[str], key: str) -> list[Path
 
 
 def _nearest(path: Path) -> str:
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     similar_names = difflib.get_close_matches(path.name, siblings, 1)
     if similar_names:
         return f"; did you mean {str(path.with_name(similar_names[0]))!r}?"
@@ -328,7 +328,7 @@ def _nesting(text: bytes) -> int:
 
 
 def _count(value: Any, num_values: int, depth: int) -> int:
-    """Counts the values, each as often as it is named."""
+    """Counts the values of a parsed text; a value counts once for each alias that names it."""
     num_values += 1
     if num_values > _MOST_NODES:
         raise ValueError(f"it has more than {_MOST_NODES} values, counted as often as aliases name them")

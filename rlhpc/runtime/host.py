@@ -49,7 +49,7 @@ def _folder_id(folder: Path) -> str:
 
 
 def process_key(endpoint: Mapping[str, str]) -> str:
-    """Names one process of the run, by the endpoint that its service publishes; no other has the same, before or after."""
+    """Returns the unique key of a process of the run, made from the endpoint that its service publishes."""
     return f"{endpoint['host']} {endpoint['ipc']}"
 
 

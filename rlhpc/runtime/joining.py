@@ -46,15 +46,15 @@ _HANDING_S = 15.0
 
 
 class JoinRefused(ConfigError):
-    """The driver's refusal of such a rank, with the reason."""
+    """Error: the driver refuses a rank that wants to join; the message has the reason."""
 
 
 class NotYet(JoinRefused):
-    """The driver takes ranks, but not at this moment."""
+    """Error: the driver accepts ranks, but not at this moment."""
 
 
 class JoinPoint:
-    """The way to a run's driver.
+    """Connection of a joining process to a run's driver.
 
     Args:
         registry_root: The run's registry folder.
@@ -142,13 +142,13 @@ class JoinPoint:
             JoinRefused: The message has the reason; `NotYet` if a later request may succeed.
         """
         try:
-            (answer,) = self._peers.request(
+            (spec_json,) = self._peers.request(
                 self._endpoint(), b"JOIN", [pickle.dumps(dict(wish))], _ANSWER_S, "the driver"
             )
         except ChannelError as error:
             raise (NotYet if isinstance(error, TooEarly) else JoinRefused)(str(error)) from error
         try:
-            return WorkerSpec.from_json(answer)
+            return WorkerSpec.from_json(spec_json)
         except ValueError as error:
             raise JoinRefused(f"what the driver answered is no place in a run: {error}") from None
 
@@ -196,13 +196,13 @@ class Leaving(threading.Event):
         self.why = ""
 
     def because(self, why: str) -> None:
-        """Sets it; the first reason stays."""
+        """Sets the event; the first reason is kept."""
         self.why = self.why or why
         self.set()
 
 
 class JoinedRank:
-    """The rank's process."""
+    """Process of a rank that has joined a run."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -223,7 +223,7 @@ class JoinedRank:
 
     @property
     def status(self) -> int | None:
-        """Its wait status; None while it lives."""
+        """Wait status of the process; None while it runs."""
         code = self.process.poll()
         return None if code is None else (-code if code < 0 else code << 8)
 
@@ -283,7 +283,7 @@ def stay(
         await_driver: Wait as long for the first driver, too.
 
     Returns:
-        How often it took part.
+        Number of drivers under which the rank took part.
 
     Raises:
         ConfigError: There is no driver, or it refuses such a rank, from the start.
@@ -338,10 +338,10 @@ def _door(
 
 
 def _place(door: JoinPoint, wish: Mapping[str, Any], stopped: Leaving, patience_s: float) -> WorkerSpec | None:
-    """Returns a place, as soon as one is free; None if this process has to leave before.
+    """Returns the specification of a rank as soon as a place is free; None if this process has to leave before.
 
     Raises:
-        JoinRefused: There is no place for it.
+        JoinRefused: The run has no place for the rank.
         RlhpcError: The driver has ended.
     """
     deadline = time.monotonic() + patience_s

@@ -16,7 +16,7 @@ def quiet_known_warnings() -> None:
     """Keeps these messages out of the terminal and of ranks' logs, also of libraries that are imported later."""
     for name, beginning in _MESSAGES.items():
         logger = logging.getLogger(name)
-        if not any(isinstance(each, _Beginning) for each in logger.filters):
+        if not any(isinstance(log_filter, _Beginning) for log_filter in logger.filters):
             logger.addFilter(_Beginning(beginning))
     warnings.filterwarnings("ignore", r"`torch\.distributed\.reduce_op` is deprecated", FutureWarning)
 

@@ -219,8 +219,8 @@ class RankTable:
             return self.changed.wait_for(all_in("ended", members), timeout)
 
     def settle(self, arrival_s: float = 0.0) -> None:
-        """Waits for all ranks that are ending, for as long as that may take; at most so long, before, for those that are
-        starting."""
+        """Waits at most `arrival_s` seconds for the ranks that are starting, and then until the ranks that are ending have
+        ended."""
         with self.changed:
             self.changed.wait_for(lambda: all(m.state != "starting" for m in self.all()), arrival_s)
         limit = max((m.starter.limit_s for m in self.all()), default=0.0)
@@ -366,7 +366,7 @@ class Membership:
         return True
 
     def _tell(self, event: dict[str, Any]) -> None:
-        """Passes on an event of a rank that has joined. The account of these is for users: a run does not end by it."""
+        """Reports an event of a rank that has joined. A failed report does not end the run, because only users need it."""
         with logged(f"cannot record that {event['incarnation']} has {event['event']}"):
             self._on_event(event)
 

@@ -57,16 +57,19 @@ def stay_near(addresses: Sequence[str], threads: int, pci: Path = PCI) -> str:
     Returns:
         The action and its reason.
     """
-    granted = os.sched_getaffinity(0)
-    close = near(addresses, pci) & granted
-    if not close:
+    cores = os.sched_getaffinity(0)
+    near_cores = near(addresses, pci) & cores
+    if not near_cores:
         return "not bound: the kernel does not tell of a granted core that is near its accelerators"
-    if close == granted:
-        return f"not bound: all its {len(granted)} cores are near its accelerators"
-    if len(close) < threads:
-        return f"not bound: {len(close)} of its {len(granted)} cores are near its accelerators, and it has {threads} threads"
-    os.sched_setaffinity(0, close)
-    return f"bound to {len(close)} of its {len(granted)} cores, those near its accelerators ({', '.join(addresses)})"
+    if near_cores == cores:
+        return f"not bound: all its {len(cores)} cores are near its accelerators"
+    if len(near_cores) < threads:
+        return (
+            f"not bound: {len(near_cores)} of its {len(cores)} cores are near its accelerators, and it has {threads} "
+            "threads"
+        )
+    os.sched_setaffinity(0, near_cores)
+    return f"bound to {len(near_cores)} of its {len(cores)} cores, those near its accelerators ({', '.join(addresses)})"
 
 
 #: With fewer the driver cannot start a rank.
@@ -77,7 +80,7 @@ _MAX_FILES = 65_536
 
 
 def raise_limit() -> None:
-    """Raises this process's soft limit to its hard one, within reason; its children inherit that.
+    """Raises this process's soft limit of open files to the hard limit, within reason; child processes inherit it.
 
     Raises:
         ConfigError: The hard limit is too low for a run.
@@ -126,11 +129,11 @@ def free_memory() -> int:
     """Returns the bytes that are free on this host, or in the control groups of this process (a Slurm job's, a container's) if
     less.
     """
-    free = 0
+    free_bytes = 0
     for line in _MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) << 10
-    return max(0, min([free, *_left_in_groups()]))
+            free_bytes = int(line.split()[1]) << 10
+    return max(0, min([free_bytes, *_left_in_groups()]))
 
 
 def total_memory() -> int:

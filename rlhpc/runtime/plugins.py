@@ -43,7 +43,7 @@ def _way_to(module: str, error: Exception) -> str:
     name = module.partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or error.name != name:
         return ""
-    files = [Path(os.path.abspath(word)) for word in sys.argv[1:] if word.endswith((".yaml", ".yml"))]
+    files = [Path(os.path.abspath(argument)) for argument in sys.argv[1:] if argument.endswith((".yaml", ".yml"))]
     for folder in (Path.cwd(), *(file.parent for file in files)):
         if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
             return f"; it is in {folder}: export PYTHONPATH={shlex.quote(str(folder))}"
@@ -84,10 +84,12 @@ def offered(group: str) -> dict[str, EntryPoint]:
     entry_points_by_name: dict[str, EntryPoint] = {}
     packages: set[str] = set()
     for folder in dict.fromkeys(sys.path):  # the first package hides later ones of the same name, as for an import
-        for package, entries in _list_installed(*_as_it_is(folder)):
+        for package, entry_points in _list_installed(*_as_it_is(folder)):
             if package not in packages:
                 packages.add(package)
-                entry_points_by_name |= {entry.name.lower(): entry for entry in entries if entry.group == group}
+                entry_points_by_name |= {
+                    entry_point.name.lower(): entry_point for entry_point in entry_points if entry_point.group == group
+                }
     return entry_points_by_name
 
 
@@ -127,11 +129,11 @@ class Registry(Generic[ItemT]):
     """Classes or functions of one kind, by name; case does not matter.
 
     Args:
-        kind: For messages: "advantage estimator".
+        kind: Noun for messages, such as "advantage estimator".
         key: The configuration key that names one.
         group: Entry point group in which other packages may offer more.
         built_in: Name → `module:attribute`, imported when it is needed.
-        form: How one without a name is written: `module:function` or `module:Class`.
+        form: Form of an import path, for messages: `module:function` or `module:Class`.
     """
 
     def __init__(
@@ -171,15 +173,15 @@ class Registry(Generic[ItemT]):
         None if it is unknown.
         """
         path = self.built_in.get(name.lower(), name)
-        if path == name and (entry := offered(self.group).get(name.lower())) is not None:
-            path = f"{entry.module}:{entry.attr}"
+        if path == name and (entry_point := offered(self.group).get(name.lower())) is not None:
+            path = f"{entry_point.module}:{entry_point.attr}"
         return path if ":" in path else None
 
     def find(self, name: str, key: str = "") -> ItemT:
         """Imports the object that `name` stands for.
 
         Args:
-            name: As the configuration has it.
+            name: Name in the configuration.
             key: The key that has the name, if not the registry's own.
 
         Raises:
@@ -194,5 +196,5 @@ class Registry(Generic[ItemT]):
                 f"{key} is {name!r}, which is unknown{nearest(lower_name, self.names())} "
                 f"allowed: {', '.join(self.names())}, or {self.form}"
             )
-        item: ItemT = load_attribute(path, key)
-        return item
+        registered: ItemT = load_attribute(path, key)
+        return registered

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class SessionPhase(StrEnum):
-    """SessionPhase of a session, which decides whether its policies apply.
+    """Phase of a session, which decides whether its policies apply.
 
     The policies apply in RUNNING and RECOVERING. In STARTING and CLOSING, the end of any rank ends the run.
     """

@@ -21,6 +21,6 @@ def without_proxy(hosts: Iterable[str] = (), environ: Mapping[str, str] = os.env
         hosts: Names or addresses in addition to the loopback ones.
         environ: The present environment.
     """
-    user_hosts = [entry.strip() for name in _NAMES for entry in environ.get(name, "").split(",")]
+    user_hosts = [host.strip() for name in _NAMES for host in environ.get(name, "").split(",")]
     no_proxy = "*" if "*" in user_hosts else ",".join(dict.fromkeys(filter(None, (*user_hosts, *LOOPBACK, *hosts))))
     return dict.fromkeys(_NAMES, no_proxy)

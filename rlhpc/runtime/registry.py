@@ -35,7 +35,7 @@ WEIGHTS = "weights"
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600, durable: bool = True) -> None:
-    """Writes `data` so that a reader, or a crash, sees the old file or the new one and nothing between.
+    """Replaces a file atomically: readers see the old content or the new one, also after a crash.
 
     Raises:
         StorageError: The disk is full.
@@ -51,7 +51,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600, durable: bool = Tru
 
 @dataclass(frozen=True)
 class GenerationFolder:
-    """One generation's folder."""
+    """Registry folder of one generation."""
 
     root: Path
 
@@ -71,7 +71,10 @@ class GenerationFolder:
         try:
             require_own_run_folder(parent.parent)
             make_private(parent, parents=True)
-            for folder in (root, *(root / kind for kind in (MEMBERS, DEPARTED, WEIGHTS, "channels", "groups"))):
+            for folder in (
+                root,
+                *(root / record_type for record_type in (MEMBERS, DEPARTED, WEIGHTS, "channels", "groups")),
+            ):
                 make_private(folder)
         except OSError as error:
             if is_full(error):
@@ -84,7 +87,7 @@ class GenerationFolder:
     def job_generation(parent: Path, job: str, restart: str) -> str:
         """Returns `<job>-<restart>`; `<job>-<restart>.<n>` for the n-th time that a driver starts within the same job."""
         name = f"{job}-{restart}"
-        folders = [p.name for p in parent.glob(f"{name}*")] if parent.is_dir() else []
+        folders = [path.name for path in parent.glob(f"{name}*")] if parent.is_dir() else []
         earlier = [
             int(folder[len(name) + 1 :] or 0)
             for folder in folders
@@ -95,8 +98,12 @@ class GenerationFolder:
     @staticmethod
     def next_local_generation(parent: Path) -> str:
         """Returns `local-<n>`: the generation's name when no scheduler gives a job id and a restart count."""
-        numbers = [int(p.name[6:]) for p in parent.glob("local-*") if p.name[6:].isdigit()] if parent.is_dir() else []
-        return f"local-{max(numbers, default=-1) + 1}"
+        used_numbers = (
+            [int(path.name[6:]) for path in parent.glob("local-*") if path.name[6:].isdigit()]
+            if parent.is_dir()
+            else []
+        )
+        return f"local-{max(used_numbers, default=-1) + 1}"
 
     def check_current(self) -> None:
         """Checks that this generation is still current (fencing).
@@ -117,7 +124,10 @@ class GenerationFolder:
     def removal_message(self) -> str:
         """Returns the message for a registry that has vanished; it names the removed folder of the run."""
         folders = {"run folder": self.root.parent.parent, "registry": self.root.parent, "registry folder": self.root}
-        name, folder = next((item for item in folders.items() if not item[1].is_dir()), ("registry", self.root.parent))
+        name, folder = next(
+            (label_and_folder for label_and_folder in folders.items() if not label_and_folder[1].is_dir()),
+            ("registry", self.root.parent),
+        )
         return f"the {name} {folder} was removed while the run went on: it ends, and its logs may be gone with it"
 
     def require_whole(self, keys: CurveKeys) -> None:
@@ -142,8 +152,8 @@ class GenerationFolder:
     def put(self, kind: str, name: str, record: dict[str, Any]) -> None:
         """Publishes `record` as `<kind>/<name>.json`, stamped with the generation."""
         self.check_current()
-        content = json.dumps({"generation": self.generation, **record}).encode()
-        write_atomic(self.root / kind / f"{name}.json", content, durable=False)
+        record_json = json.dumps({"generation": self.generation, **record}).encode()
+        write_atomic(self.root / kind / f"{name}.json", record_json, durable=False)
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
         """Returns the record; None until it has been published."""

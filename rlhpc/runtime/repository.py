@@ -1,6 +1,5 @@
 """Git repository around a folder, read safely. A repository's configuration can name commands (`core.fsmonitor`, filters,
-hooks,
-diff drivers), and the user who unpacked it may not have read it: git never reads it here.
+hooks, diff drivers), and the user who unpacked it may not have read it: git never reads it here.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ def run_git(folder: Path, command: str, *arguments: str) -> str:
     that control how files are compared. Submodules are compared by their commit: they have a configuration, too.
 
     Args:
-        folder: Of the repository, or below it.
-        command: Such as `status`.
-        arguments: Of the command.
+        folder: Folder of the repository, or one below it.
+        command: Git command, such as `status`.
+        arguments: Arguments of the command.
 
     Raises:
         OSError: There is no repository, or no git.
@@ -118,9 +117,9 @@ def _harmless_settings(config: Path, empty: Path) -> str:
     )
     lines, version = [], 0
     for setting in completed.stdout.decode(errors="replace").split("\0"):
-        key, _, value = setting.partition("\n")
-        if value.lower() in _VALUES.get(key, ()):
+        key, _, setting_value = setting.partition("\n")
+        if setting_value.lower() in _VALUES.get(key, ()):
             section, _, name = key.partition(".")
-            lines.append(f"[{section}]\n{name} = {value}\n")
+            lines.append(f"[{section}]\n{name} = {setting_value}\n")
             version = 1 if section == "extensions" else version
     return f"[core]\nrepositoryformatversion = {version}\nbare = false\n{''.join(lines)}"

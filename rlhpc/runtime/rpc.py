@@ -249,15 +249,15 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     """Returns the report of an exception to the driver: text, traceback, exit code, and the exception itself if it pickles."""
     error = explained(error, "this rank")
     try:
-        body = pickle.dumps(error)
-        pickle.loads(body)
+        pickled_error = pickle.dumps(error)
+        pickle.loads(pickled_error)
     except Exception:
-        body = b""
+        pickled_error = b""
     return {
         "text": f"{type(error).__name__}: {error}",
         "traceback": "".join(traceback.format_exception(error)),
         "exit_code": error.exit_code if isinstance(error, RlhpcError) else 1,
-        "pickled": body,
+        "pickled": pickled_error,
     }
 
 
@@ -309,10 +309,10 @@ class CallServer:
         try:
             self._service.check()
             args, kwargs = self._service.unpack(frames)
-            result = getattr(self._instance, name)(*args, **kwargs)
+            returned = getattr(self._instance, name)(*args, **kwargs)
             args = kwargs = None
             self._service.peers.confirm(self._context.wait_deadline)
-            status, packed = b"ok", self._service.pack(result)
+            status, packed = b"ok", self._service.pack(returned)
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
@@ -472,11 +472,11 @@ class Handle:
 
 
 class RpcClient:
-    """The calling side.
+    """Client of remote calls on ranks.
 
     Args:
         context: This process's context.
-        on_failure: Given each exception that a rank reports; stops the run, or has the rank leave (`leave`).
+        on_failure: Called with each exception that a rank reports; stops the run, or has the rank leave (`leave`).
         check: Raises when the run has failed for another reason.
     """
 
@@ -549,16 +549,16 @@ class RpcClient:
             if pending_call is None:
                 continue  # the group has ended and been forgotten in the meantime
             handle, rank, record = pending_call
-            result = self.context.service.unpack(frames)
+            returned = self.context.service.unpack(frames)
             if status == b"error":
-                error = worker_failed(result, f"{record['group']}[{rank}].{handle.method}()", record)
+                error = worker_failed(returned, f"{record['group']}[{rank}].{handle.method}()", record)
                 self._on_failure(error)
                 if self.has_left(record):
                     handle._leave(rank)
                 else:
                     handle._answer(rank, float(seconds), None, error)
             else:
-                handle._answer(rank, float(seconds), result, None)
+                handle._answer(rank, float(seconds), returned, None)
         if self._leavers:
             self._drop_calls_of_leavers()
         self._check()

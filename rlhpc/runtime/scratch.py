@@ -72,8 +72,8 @@ def _session() -> Scratch | None:
 
 
 def session_folder() -> Path | None:
-    """Returns this process's session's folder on this host for temporary files, which go with the session, however it ends;
-    None in a process of no session."""
+    """Returns the session's folder for temporary files on this host, which is removed when the session ends; None in a
+    process without a session."""
     session = _session()
     return session.files if session else None
 
@@ -147,17 +147,17 @@ class Scratch:
 
     @property
     def files(self) -> Path:
-        """The folder for temporary files, however large: that below `cluster.scratch` where it is set."""
+        """Folder for temporary files of any size, below `cluster.scratch` if that is set."""
         return self.spill if _scratch_root() else self.sockets
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """All that a session makes on this host, in the order in which it does."""
+        """All folders that a session creates on this host, in the order of their creation."""
         return self.sockets, self.shm, self.spill
 
     @property
     def _apart(self) -> tuple[Path, ...]:
-        """Folders that do not lie in the folder with the lock."""
+        """Folders of the session outside the folder with the lock."""
         return tuple(folder for folder in self.folders[1:] if not folder.is_relative_to(self.sockets))
 
     def hold_caches(self) -> None:
@@ -169,12 +169,12 @@ class Scratch:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self.sockets / "torchinductor"))
 
     def free_memory(self) -> None:
-        """Unlinks all payload segments: for when no worker is left that could read them."""
+        """Unlinks all payload segments. Call it when no worker can read them any more."""
         for folder in (self.shm, self.spill):
             with contextlib.suppress(FileNotFoundError):
-                for entry in os.scandir(folder):
-                    if not entry.is_dir(follow_symlinks=False):  # the folders are of programs
-                        Path(entry.path).unlink(missing_ok=True)
+                for dir_entry in os.scandir(folder):
+                    if not dir_entry.is_dir(follow_symlinks=False):  # the folders are of programs
+                        Path(dir_entry.path).unlink(missing_ok=True)
 
     @classmethod
     def create(cls) -> Scratch:
@@ -210,7 +210,7 @@ class Scratch:
 
         Raises:
             OwnershipError: Another user has created one of them.
-            ConfigError, StorageError: As of `create`.
+            ConfigError, StorageError: As for `create`.
         """
         _check_scratch_root()
         for _ in range(_TRIES):
@@ -286,9 +286,9 @@ class Scratch:
         """Returns the bytes of shared memory that the session's payloads hold now."""
         total = 0
         with contextlib.suppress(FileNotFoundError):
-            for entry in os.scandir(self.shm):
+            for dir_entry in os.scandir(self.shm):
                 with contextlib.suppress(FileNotFoundError):
-                    total += entry.stat(follow_symlinks=False).st_size
+                    total += dir_entry.stat(follow_symlinks=False).st_size
         return total
 
 
@@ -332,8 +332,8 @@ def _unusable(scratch: Scratch, error: OSError) -> ConfigError | StorageError:
 
 
 def _own_folder(path: Path) -> bool:
-    """Returns whether it is a real folder that belongs to this user and is closed to others: a session creates no other
-    kind.
+    """Returns whether the path is a real folder that belongs to this user and is closed to others, as all folders of a
+    session are.
     """
     try:
         status = path.lstat()
@@ -348,21 +348,21 @@ def _session_folders() -> dict[str, list[Path]]:
     folders_by_token: dict[str, list[Path]] = {}
     for root in {_SOCKET_ROOT, _SHM_ROOT, _scratch_root() or _SOCKET_ROOT}:
         with contextlib.suppress(OSError):
-            for entry in os.scandir(root):
-                token, dash, folder_type = entry.name.removeprefix(prefix).partition("-")
+            for dir_entry in os.scandir(root):
+                token, dash, folder_type = dir_entry.name.removeprefix(prefix).partition("-")
                 if (
-                    entry.name.startswith(prefix)
+                    dir_entry.name.startswith(prefix)
                     and token
                     and dash + folder_type in _KINDS
-                    and _own_folder(Path(entry.path))
+                    and _own_folder(Path(dir_entry.path))
                 ):
-                    folders_by_token.setdefault(token, []).append(Path(entry.path))
+                    folders_by_token.setdefault(token, []).append(Path(dir_entry.path))
     # last the one with the lock, which says that the rest may go
     return {token: sorted(folders, key=_has_lock) for token, folders in folders_by_token.items()}
 
 
 def _has_lock(folder: Path) -> bool:
-    """Returns whether it is the one of a session's folders that contains the lock file."""
+    """Returns whether the folder contains the session's lock file."""
     return folder.name.count("-") == 2
 
 

@@ -37,12 +37,12 @@ class CommandOutput:
 
     @property
     def lines(self) -> list[str]:
-        """The lines of its output; if the command failed, also those of its errors."""
+        """Lines of the standard output; if the command failed, also those of the standard error."""
         return (self.text if self.ok else self.text + self.error).splitlines()
 
     @property
     def words(self) -> str:
-        """Its last line: of the errors if there are any, otherwise of the output."""
+        """Last line of the standard error or, if that is empty, of the standard output."""
         lines = [line.strip() for line in (self.error.strip() or self.text.strip()).splitlines() if line.strip()]
         return lines[-1] if lines else f"exit code {self.code}"
 

@@ -47,7 +47,7 @@ class TcpListener:
     """Listening socket that hands over connections of this user (or root) on this host, and connections of other hosts.
 
     Args:
-        address: Of this host; one, not all of them.
+        address: One address of this host, not the wildcard address.
         port: 0 for one that the system chooses.
 
     Attributes:
@@ -67,7 +67,7 @@ class TcpListener:
         self._interfaces, self._until = frozenset[ipaddress.IPv4Address | ipaddress.IPv6Address](), 0.0
 
     def accept(self) -> list[socket.socket]:
-        """Takes a batch of connections off the queue; returns those that may speak, without blocking."""
+        """Accepts a batch of queued connections; returns those that are admitted, in non-blocking mode."""
         arrived: list[tuple[int, TcpConnection]] = []
         for _ in range(_BATCH):
             fd = self._accept()
@@ -100,7 +100,7 @@ class TcpListener:
         self.sock.close()
 
     def _drop(self) -> None:
-        """Resets the next connection, where there is no number for it: it would stay in the queue."""
+        """Resets the next connection if no file descriptor is free for it; otherwise it would stay in the queue."""
         with contextlib.suppress(OSError):
             if self._spare >= 0:
                 os.close(self._spare)
@@ -120,15 +120,15 @@ class TcpListener:
         return host, int.from_bytes(sockaddr[2:4])
 
     def _is_local(self, host: bytes) -> bool:
-        """Returns whether an address is one of this host's: its process has hung up, if none has that end any more."""
+        """Returns whether an address belongs to this host. If no process owns that end any more, the client has hung up."""
         address = _address(host)
         if address.is_loopback:
             return True
         if time.monotonic() > self._until:
             self._until = time.monotonic() + _INTERFACES_S
             with contextlib.suppress(OSError):
-                interface_addresses = (entry.address.partition("%")[0] for addresses in psutil.net_if_addrs().values()
-                         for entry in addresses if entry.family in (socket.AF_INET, socket.AF_INET6))  # fmt: skip
+                interface_addresses = (interface.address.partition("%")[0] for addresses in psutil.net_if_addrs().values()
+                         for interface in addresses if interface.family in (socket.AF_INET, socket.AF_INET6))  # fmt: skip
                 self._interfaces = frozenset(map(_address, interface_addresses))
         return address in self._interfaces
 
@@ -139,7 +139,7 @@ class Acceptor:
     Args:
         listener: The listener.
         take: Called with each connection, on that thread.
-        name: Of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, listener: TcpListener, take: Callable[[socket.socket], None], name: str) -> None:
@@ -152,7 +152,7 @@ class Acceptor:
         poll = select.poll()
         poll.register(self._listener.sock, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
-        while self._wake not in [number for number, _ in poll.poll()]:
+        while self._wake not in [ready_fd for ready_fd, _ in poll.poll()]:
             for sock in self._listener.accept():
                 try:
                     self._take(sock)
@@ -164,7 +164,7 @@ class Acceptor:
                     sock.close()
 
     def close(self) -> None:
-        """Ends it; safe to call twice."""
+        """Ends the thread; safe to call twice."""
         if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
             self._thread.join()
@@ -176,7 +176,7 @@ class ConnectionTable(Generic[T]):
     """Connections by owner and age. The caller holds a lock where several threads use it.
 
     Args:
-        limit: Most of them.
+        limit: Maximum number of connections.
     """
 
     def __init__(self, limit: int = sys.maxsize) -> None:
@@ -187,13 +187,13 @@ class ConnectionTable(Generic[T]):
         return len(self._owners)
 
     def add(self, connection: T, owner: str) -> T | None:
-        """Adds a connection; returns the one that must make way for it where there are more than the limit."""
+        """Adds a connection; returns the one to close if there are now more than the limit."""
         self._owners[connection] = owner
         self._by_owner.setdefault(owner, {})[connection] = None
         return self.pop() if len(self) > self._limit else None
 
     def remove(self, connection: T) -> None:
-        """Takes out a connection, where it is in."""
+        """Removes a connection, if the table has it."""
         owner = self._owners.pop(connection, None)
         if owner is not None:
             del self._by_owner[owner][connection]
@@ -201,11 +201,11 @@ class ConnectionTable(Generic[T]):
                 del self._by_owner[owner]
 
     def most_of_one(self) -> int:
-        """Returns how many connections the owner has that has most."""
+        """Returns the largest number of connections of one owner."""
         return max(map(len, self._by_owner.values()), default=0)
 
     def pop(self) -> T:
-        """Removes the oldest connection of the owner that has most: an owner of many connections does not block others."""
+        """Removes the oldest connection of the owner with the most connections, so that no owner can block the others."""
         connections = max(self._by_owner.values(), key=len)
         oldest = next(iter(connections))
         self.remove(oldest)
@@ -221,7 +221,7 @@ def host_of(sock: socket.socket) -> str:
 
 
 def _reset(number: int) -> None:
-    """Closes a connection without a farewell, so that nothing of it stays in the kernel."""
+    """Resets a connection, so that the kernel keeps no state of it."""
     libc.setsockopt(number, socket.SOL_SOCKET, socket.SO_LINGER, _RESET, len(_RESET))
     libc.close(number)
 

@@ -62,7 +62,7 @@ class PeerOwners:
     """Owners of the other ends of a listener's connections. For one thread.
 
     Args:
-        family, local: Of the listener, by which it is tried whether the kernel answers.
+        family, local: Address family and local address of the listener, used to test whether netlink answers.
     """
 
     def __init__(self, family: int, local: tuple[bytes, int]) -> None:
@@ -95,7 +95,7 @@ class PeerOwners:
         if not connections:
             return []
         names = [(_name(*connection.peer), _name(*connection.local)) for connection in connections]
-        owners = _owners({local for _, local in names})
+        owners = _owners({local_name for _, local_name in names})
         return [owners.get(ends) for ends in names]
 
     def _ask(self, connection: TcpConnection) -> tuple[int, int, int] | None:
@@ -104,34 +104,34 @@ class PeerOwners:
         Raises:
             OSError: Netlink does not answer.
         """
-        family, local, peer = connection
-        (host, port), (local_host, local_port) = peer, local
+        family, local_end, peer = connection
+        (host, port), (local_host, local_port) = peer, local_end
         ends = _ID.pack(port.to_bytes(2), local_port.to_bytes(2), host, local_host, 0, (1 << 64) - 1)
         query = _QUERY.pack(family, socket.IPPROTO_TCP, 0, 0xFFFFFFFF) + ends
         assert self._netlink is not None
-        sent = _HEADER.pack(_HEADER.size + len(query), _BY_FAMILY, _REQUEST, 0, 0) + query
+        request = _HEADER.pack(_HEADER.size + len(query), _BY_FAMILY, _REQUEST, 0, 0) + query
         netlink_fd = self._netlink.fileno()
         # the answer is there once the question is sent
-        if libc.send(netlink_fd, sent, len(sent), 0) < 0:
+        if libc.send(netlink_fd, request, len(request), 0) < 0:
             raise OSError(ctypes.get_errno(), "netlink")
         size = libc.recv(netlink_fd, self._buffer, _REPLY_BYTES, socket.MSG_DONTWAIT)
         if size < _HEADER.size:
             raise OSError(ctypes.get_errno(), "netlink")
-        answer = self._buffer.raw[:size]
-        if _HEADER.unpack_from(answer)[1] == _ERROR:
-            (error,) = struct.unpack_from("=i", answer, _HEADER.size)
+        response = self._buffer.raw[:size]
+        if _HEADER.unpack_from(response)[1] == _ERROR:
+            (error,) = struct.unpack_from("=i", response, _HEADER.size)
             if -error == errno.ENOENT:
                 return None
             raise OSError(-error, "netlink")
-        _, state, _, _ = _REPLY.unpack_from(answer, _HEADER.size)
-        uid, inode = _OWNER.unpack_from(answer, _HEADER.size + _REPLY.size + _ID.size)
+        _, state, _, _ = _REPLY.unpack_from(response, _HEADER.size)
+        uid, inode = _OWNER.unpack_from(response, _HEADER.size + _REPLY.size + _ID.size)
         return state, uid, inode
 
 
 def loopback_listeners(port: int) -> list[TcpSocket]:
     """Returns the sockets that get a connection to a port of 127.0.0.1; empty if there is no listener."""
-    listening = [one for one in tcp_sockets() if one.is_listening and one.address[1] == port]
-    tiers = ([one for one in listening if one.address[0] in hosts] for hosts in _TIERS)
+    listening = [listener for listener in tcp_sockets() if listener.is_listening and listener.address[1] == port]
+    tiers = ([listener for listener in listening if listener.address[0] in hosts] for hosts in _TIERS)
     return next((tier for tier in tiers if tier), [])
 
 
@@ -154,7 +154,7 @@ def socket_inodes(pids: Iterable[int]) -> set[int] | None:
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.partition(":")
-    host_words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
+    host_words = [int(host[start : start + 8], 16) for start in range(0, len(host), 8)]
     return _host(struct.pack(f"={len(host_words)}I", *host_words)), int(port, 16)
 
 

@@ -1,4 +1,4 @@
-"""The places where code of torch is replaced, in one module. It imports torch only where a function says so.
+"""Replacements of torch's code, all in this module. It imports torch only where a function says so.
 
 `VERIFIED` is the minor version whose sources were read for this; `tests/unit/runtime/test_torch_adapter.py` holds what is
 assumed of the installed one.
@@ -62,7 +62,7 @@ def class_before_fsdp(module: Any) -> Iterator[None]:
     from torch.distributed.fsdp import FSDPModule
 
     wrapped = type(module)
-    module.__class__ = next(each for each in wrapped.__mro__ if not issubclass(each, FSDPModule))
+    module.__class__ = next(base for base in wrapped.__mro__ if not issubclass(base, FSDPModule))
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """Trust in code that files name. The user's own configuration may name any code; a checkpoint, an export or a data set may
-not:
-it is loaded with built-in or registered names and installed packages' entry points only, until the user declares it trusted.
+not: it is loaded with built-in or registered names and installed packages' entry points only, until the user declares it
+trusted.
 """
 
 from __future__ import annotations
@@ -88,19 +88,19 @@ class Trust:
         """
         if self.everything:
             return
-        for key, text in _texts(content, ""):
-            code = _IMPORT_PATH.fullmatch(text) or (key.startswith(_ENGINE) and _DOTTED.fullmatch(text))
-            if code and not _HARMLESS.fullmatch(text) and text not in self.names:
-                self.refuse(origin, key, repr(text), "names code to be imported and run")
+        for key, code_name in _texts(content, ""):
+            code = _IMPORT_PATH.fullmatch(code_name) or (key.startswith(_ENGINE) and _DOTTED.fullmatch(code_name))
+            if code and not _HARMLESS.fullmatch(code_name) and code_name not in self.names:
+                self.refuse(origin, key, repr(code_name), "names code to be imported and run")
             if key.rsplit(".", 1)[-1] == _SECRET:
-                self.refuse(origin, key, repr(text), "sends a variable of your environment to a service")
-        for key, value in _switches(content, ""):
+                self.refuse(origin, key, repr(code_name), "sends a variable of your environment to a service")
+        for key, switch_value in _switches(content, ""):
             if _switch(key) in self.names:
                 continue
-            self.refuse(origin, key, repr(value), _SWITCHES[_switch(key)])
+            self.refuse(origin, key, repr(switch_value), _SWITCHES[_switch(key)])
 
     def refuse(self, origin: str, key: str, value: str, why: str) -> None:
-        """Raises the refusal.
+        """Raises the error for content that is not trusted.
 
         Raises:
             ConfigError: Always.
@@ -118,7 +118,7 @@ def without_variables(content: Any, trust: Trust, origin: str, key: str = "") ->
         content: Mappings and lists, as they were written.
         trust: Refuses a resolver if a policy, its environment or its judge would get the value.
         origin: Source of the content; a file's name.
-        key: Of `content`.
+        key: Key of `content`, for messages.
 
     Raises:
         ConfigError: Names key and flag.
@@ -126,7 +126,7 @@ def without_variables(content: Any, trust: Trust, origin: str, key: str = "") ->
     if isinstance(content, dict):
         return {n: without_variables(v, trust, origin, f"{key}.{n}" if key else str(n)) for n, v in content.items()}
     if isinstance(content, list):
-        return [without_variables(value, trust, origin, f"{key}[{index}]") for index, value in enumerate(content)]
+        return [without_variables(child, trust, origin, f"{key}[{index}]") for index, child in enumerate(content)]
     if not isinstance(content, str) or "${" not in _REFERENCE.sub("", content):
         return content
     if key.split(".")[0] not in _ELSEWHERE:
@@ -136,24 +136,24 @@ def without_variables(content: Any, trust: Trust, origin: str, key: str = "") ->
 
 def _nodes(content: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(content, dict):
-        for name, value in content.items():
+        for name, child in content.items():
             if key or name not in _ELSEWHERE:
                 if isinstance(name, str) and ":" in name:  # a wrapper that has settings, by its path
                     yield key, name
-                yield from _nodes(value, f"{key}.{name}" if key else str(name))
+                yield from _nodes(child, f"{key}.{name}" if key else str(name))
     elif isinstance(content, (list, tuple)):
-        for index, value in enumerate(content):
-            yield from _nodes(value, f"{key}[{index}]")
+        for index, child in enumerate(content):
+            yield from _nodes(child, f"{key}[{index}]")
     else:
         yield key, content
 
 
 def _texts(content: Any, key: str) -> Iterator[tuple[str, str]]:
-    return ((where, value) for where, value in _nodes(content, key) if isinstance(value, str))
+    return ((path, leaf) for path, leaf in _nodes(content, key) if isinstance(leaf, str))
 
 
 def _switches(content: Any, key: str) -> Iterator[tuple[str, Any]]:
-    return ((where, value) for where, value in _nodes(content, key) if _switch(where) in _SWITCHES and value)
+    return ((path, leaf) for path, leaf in _nodes(content, key) if _switch(path) in _SWITCHES and leaf)
 
 
 def _switch(key: str) -> str:

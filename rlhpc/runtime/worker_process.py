@@ -36,10 +36,10 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s [{name}] %(message)s"
 
 @runtime_checkable
 class Closing(Protocol):
-    """A worker with something to free as its rank ends."""
+    """Worker that frees resources when its rank ends."""
 
     def close(self) -> None:
-        """Frees it."""
+        """Frees the worker's resources."""
 
 
 def ignore_job_signals() -> None:
@@ -115,7 +115,7 @@ def _environment(spec: WorkerSpec) -> None:
         os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     with contextlib.suppress(OSError):
         os.chdir(spec.cwd)
-    sys.path[:] = [p for p in spec.sys_path if p not in sys.path] + sys.path
+    sys.path[:] = [path for path in spec.sys_path if path not in sys.path] + sys.path
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -96,13 +96,13 @@ class WorkerSpec:
         for name, field_type in _KINDS.items():
             if not isinstance(fields[name], field_type) or isinstance(fields[name], bool) != (field_type is bool):
                 raise ValueError(f"{name} of a rank's specification is {short_repr(fields[name])}")
-        numbers = [*fields["accelerators"], *(fields[name] for name, field_type in _KINDS.items() if field_type is int)]
+        counts = [*fields["accelerators"], *(fields[name] for name, field_type in _KINDS.items() if field_type is int)]
         texts = [*fields["sys_path"], *fields["env"].values(), *fields["driver"].values()]
         texts += [fields["tcp_address"] or "", fields["interface"] or ""]
-        if not all(map(is_count, numbers)) or not all(isinstance(text, str) for text in texts):
+        if not all(map(is_count, counts)) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"no specification of a rank: {short_repr(fields)}")
-        body = base64.b64decode(fields["body"], validate=True)
-        return cls(**{**fields, "body": body, "accelerators": tuple(fields["accelerators"])})
+        class_pickle = base64.b64decode(fields["body"], validate=True)
+        return cls(**{**fields, "body": class_pickle, "accelerators": tuple(fields["accelerators"])})
 
     @property
     def identity(self) -> tuple[str, str]:
@@ -130,15 +130,15 @@ def spec_of(
     log_dir: Path,
     **common: Any,
 ) -> WorkerSpec:
-    """Makes the specification of a rank.
+    """Builds the specification of a rank.
 
     Args:
-        group, placement, world_size: Which rank, and where it is.
+        group, placement, world_size: Identity and place of the rank.
         cluster: The nodes.
         env_vars: Environment variables; they take precedence over those of its node group.
         sharing: Number of ranks that share its node's cores.
-        log_dir: Where its logs go.
-        common: Fields that are the same for all ranks of the session or the group.
+        log_dir: Folder for its logs.
+        common: Fields with the same values on all ranks of the session or the group.
     """
     node = cluster.nodes[placement.node_rank]
     node_group = cluster.node_group(placement.node_group) if placement.node_group else None
@@ -164,8 +164,8 @@ LEAVE = b"L"
 
 def for_input(specs: Sequence[WorkerSpec]) -> bytes:
     """Encodes the instructions for the tasks of a step, in order."""
-    body = pickle.dumps(list(specs))
-    return _LENGTH.pack(len(body)) + body
+    specs_pickle = pickle.dumps(list(specs))
+    return _LENGTH.pack(len(specs_pickle)) + specs_pickle
 
 
 def read_specs(stream: int) -> list[WorkerSpec]:
@@ -194,7 +194,7 @@ def end_with_input(stream: int, leave: Callable[[], None], ends_itself: Callable
 
     Args:
         stream: The input.
-        leave: See above.
+        leave: Function to call before the process ends.
         ends_itself: Called when the input contains `LEAVE`: returns whether this process ends by itself. Otherwise it ends
             at once.
     """

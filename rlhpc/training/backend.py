@@ -239,8 +239,7 @@ class TrainingBackend(abc.ABC):
         self, micro_batches: Sequence[Batch], loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]]
     ) -> list[Metrics]:
         """Accumulates the gradients of the rank's micro-batches, replacing earlier ones. Call it once before each step,
-        because it may
-        already sum over the ranks.
+        because it may already sum over the ranks.
 
         Args:
             micro_batches: See `lockstep`.
@@ -270,16 +269,14 @@ class TrainingBackend(abc.ABC):
 
     def refuses(self, norm: torch.Tensor) -> bool:
         """Returns whether a step with this gradient norm was not taken because the norm is not finite. A backend that reads
-        norms late, because the blueprint does not require it to `look`, does not know. The task package then reads them at the
-        end
-        of its update, before any weight leaves the rank.
+        norms late, because the blueprint does not require it to `look`, does not know. The task package then reads them at
+        the end of its update, before any weight leaves the rank.
         """
         return not math.isfinite(norm)
 
     def bad_gradients(self) -> list[str]:
         """Returns the parameters whose gradient, summed over the ranks, was not finite in the step just refused; all ranks
-        call it.
-        Empty if the backend does not record them.
+        call it. Empty if the backend does not record them.
         """
         return []
 
@@ -436,10 +433,10 @@ class TrainingBackend(abc.ABC):
 def _about_value(identity: Mapping[str, Any], key: str) -> Any:
     """Returns the value of a key such as `actor.lora.alpha` that a checkpoint has in `about`; None without one."""
     _, *path = key.split(".")
-    value: Any = identity.get("about") if path else None
+    node: Any = identity.get("about") if path else None
     for field in path:
-        value = value.get(field) if isinstance(value, dict) else None
-    return value
+        node = node.get(field) if isinstance(node, dict) else None
+    return node
 
 
 @contextlib.contextmanager

@@ -135,6 +135,6 @@ def transformer_layers(module: nn.Module) -> list[nn.Module]:
     package = sys.modules.get("transformers")
     if package is None:  # not imported, so no such model exists
         return []
-    models = [part for part in module.modules() if isinstance(part, package.PreTrainedModel)]
+    models = [submodule for submodule in module.modules() if isinstance(submodule, package.PreTrainedModel)]
     kinds = {str(name) for model in models for name in model._no_split_modules or ()}
-    return [part for part in module.modules() if type(part).__name__ in kinds]
+    return [submodule for submodule in module.modules() if type(submodule).__name__ in kinds]

@@ -65,8 +65,7 @@ class ReplicatedBackend(ParkingBackend):
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
         """Takes an optimizer step (`TrainingBackend.optimizer_step`). Gradients stay until the next `forward_backward`. Each
-        of several
-        policies is clipped by its own norm; one without a gradient stays as it is, including its averages.
+        of several policies is clipped by its own norm; one without a gradient stays as it is, including its averages.
         """
         if not self.blueprint.policies:
             return self.flat.optimizer_step(lr)
@@ -142,8 +141,7 @@ class ReplicatedBackend(ParkingBackend):
 
     def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         """Returns the tensors to keep and to drop (`ParkingBackend.belongings`): gradients are cleared before they are
-        computed, and
-        copies can be recreated.
+        computed, and copies can be recreated.
         """
         flats = self._flats.values()
         state = [tensor for flat in flats for tensor in flat.state()]

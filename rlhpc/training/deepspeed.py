@@ -44,9 +44,8 @@ if TYPE_CHECKING:
 def partitioned(
     build: Callable[..., nn.Module], deepspeed: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """Builds a partitioned module: rank 0 reads the weights, which are broadcast and partitioned one parameter at a time. All
-    ranks
-    call it.
+    """Builds a partitioned module: rank 0 reads the weights, which are broadcast and partitioned one parameter at a time.
+    All ranks call it.
 
     Args:
         build: Builds the model on the host or, with `empty=True`, on the meta device.
@@ -185,7 +184,7 @@ class DeepSpeedBackend(ParkingBackend):
         reference = self._built(self.blueprint.build_reference)
         if self.stage < 3:
             return reference
-        zero = {key: value for key, value in self.config["zero_optimization"].items() if key != "offload_optimizer"}
+        zero = {key: option for key, option in self.config["zero_optimization"].items() if key != "offload_optimizer"}
         config = {"train_micro_batch_size_per_gpu": 1, "bf16": self.config["bf16"], "zero_optimization": zero}
         engine: nn.Module = self._initialize(reference, config, None)
         return engine
@@ -218,8 +217,7 @@ class DeepSpeedBackend(ParkingBackend):
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
         """Takes a step (`TrainingBackend.optimizer_step`). If the norm is not finite, DeepSpeed skips the step on all ranks,
-        and
-        reports the norm as infinity.
+        and reports the norm as infinity.
         """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
@@ -347,7 +345,7 @@ class DeepSpeedBackend(ParkingBackend):
         with self.awake():
             layout = self._layout()
             # A setting that an older checkpoint lacks did not exist then.
-            if {key: saved.get(key, value) for key, value in layout.items()} == layout:
+            if {key: saved.get(key, setting) for key, setting in layout.items()} == layout:
                 require_harmless(files_of(folder / FOLDER / TAG, self.rank))
                 self._read(folder / FOLDER, universal=False)
             else:

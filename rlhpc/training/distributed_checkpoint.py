@@ -52,8 +52,12 @@ def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: TrainingR
     plan = planner.finish_plan(plans[worker.rank])
     # PyTorch's writer would copy everything once more, and hold Python's lock.
     if plan.items:
-        tensors = {item.index.fqn: value for item in plan.items if torch.is_tensor(value := planner.resolve_data(item))}
-        boxes = [(item.index.fqn, item.tensor_data) for item in plan.items]
+        tensors = {
+            write_item.index.fqn: tensor
+            for write_item in plan.items
+            if torch.is_tensor(tensor := planner.resolve_data(write_item))
+        }
+        boxes = [(write_item.index.fqn, write_item.tensor_data) for write_item in plan.items]
         offsets = {name: {"saved_offsets": box.chunk.offsets} for name, box in boxes if box is not None}
         metadata = {CUSTOM_METADATA_KEY: json.dumps(offsets), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
         path = folder / _SHARD.format(number=plan.storage_data["shard_index"])
@@ -75,7 +79,7 @@ def saved_boxes(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor],
         except Exception as error:  # safetensors raises its own error classes
             raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
         for name, shape in shapes.items():
-            starts = tuple(int(at) for at in offsets.get(name, {}).get("saved_offsets") or [0] * len(shape))
+            starts = tuple(int(start) for start in offsets.get(name, {}).get("saved_offsets") or [0] * len(shape))
             yield name, partial(_read, path, name), Box(starts, tuple(shape))
 
 

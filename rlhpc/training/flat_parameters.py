@@ -220,7 +220,7 @@ class FlatModule:
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns views of a flat tensor in the parameters' shapes."""
-        return [part.view(shape) for part, shape in zip(flat.split(self._sizes), self._shapes, strict=True)]
+        return [piece.view(shape) for piece, shape in zip(flat.split(self._sizes), self._shapes, strict=True)]
 
     @property
     def weights(self) -> torch.Tensor:
@@ -291,7 +291,7 @@ class FlatModule:
         averages = zip(
             self.names, self.split(self.optimizer.exp_avg), self.split(self.optimizer.exp_avg_sq), strict=True
         )
-        state = {name: {"exp_avg": first, "exp_avg_sq": second} for name, first, second in averages}
+        state = {name: {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq} for name, exp_avg, exp_avg_sq in averages}
         return {"optimizer": self.optimizer.name, "steps": self.optimizer.steps, "state": state}
 
     @torch.no_grad()

@@ -74,7 +74,7 @@ class FsdpBackend(ParkingBackend):
         self._trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         self._copies = {name: shared_by(p, self.ranks) for name, p in self._parameters()}
         self._moments = {
-            name: {kind: torch.zeros_like(p.to_local()) for kind in _MOMENTS} for name, p in self._parameters()
+            name: {moment: torch.zeros_like(p.to_local()) for moment in _MOMENTS} for name, p in self._parameters()
         }
         #: Steps of each parameter; a parameter without a gradient is not stepped.
         self._steps = {name: 0 for name, _ in self._parameters()}
@@ -95,9 +95,8 @@ class FsdpBackend(ParkingBackend):
     def _sharded(
         self, build: Callable[..., nn.Module], precision: MixedPrecisionPolicy, reshard: bool, *, root: bool = False
     ) -> nn.Module:
-        """Builds a sharded module. Each rank reads its boxes of the weights if the files allow it. Otherwise rank 0 builds the
-        model
-        and sends the other ranks their shards tensor by tensor.
+        """Builds a sharded module. Each rank reads its boxes of the weights if the files allow it. Otherwise rank 0 builds
+        the model and sends the other ranks their shards tensor by tensor.
 
         Args:
             build: `Blueprint.build` or `build_reference`.
@@ -187,15 +186,14 @@ class FsdpBackend(ParkingBackend):
     @torch.no_grad()
     def _distribute(self, module: nn.Module, source: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
         """Sends every rank its shards of rank 0's parameters, and all of rank 0's buffers (a position table, for example, is
-        computed
-        when a model is built, but not for an empty one).
+        computed when a model is built, but not for an empty one).
         """
         if self.ranks > 1:
             for name, parameter in module.named_parameters():
                 _take(parameter, self._from_first(source.pop(name, None), parameter))
         for name, buffer in module.named_buffers():
-            value = self._from_first(buffers.get(name), buffer) if self.ranks > 1 else buffers[name]
-            self._set_buffer(module, name, value)
+            full_buffer = self._from_first(buffers.get(name), buffer) if self.ranks > 1 else buffers[name]
+            self._set_buffer(module, name, full_buffer)
 
     def _from_first(self, value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         if value is None:
@@ -221,9 +219,9 @@ class FsdpBackend(ParkingBackend):
         # A rank without a single row still steps, over a dummy tensor.
         parameters = list(self._local.values()) or [nn.Parameter(torch.zeros(1, device=self.home))]
         self.optimizer = self.optim.torch_optimizer(parameters)
-        for name, local in self._local.items():
-            step = torch.full((), float(self._steps[name]), device=local.device)
-            self.optimizer.state[local] = {"step": step, **self._moments[name]}
+        for name, shard in self._local.items():
+            step = torch.full((), float(self._steps[name]), device=shard.device)
+            self.optimizer.state[shard] = {"step": step, **self._moments[name]}
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
@@ -278,9 +276,8 @@ class FsdpBackend(ParkingBackend):
         return norm
 
     def _squares(self) -> torch.Tensor:
-        """Returns this rank's part of the squared norm. A shard that several ranks hold counts equally on each: parameters are
-        on
-        meshes of different dimensions, over which torch computes no norm.
+        """Returns this rank's part of the squared norm. A shard that several ranks hold counts equally on each: parameters
+        are on meshes of different dimensions, over which torch computes no norm.
         """
         total = torch.zeros((), device=self.home)
         for copies in sorted(set(self._copies.values())):
@@ -322,8 +319,8 @@ class FsdpBackend(ParkingBackend):
         with self.awake():
             included = self.blueprint.exported
             for region, values in pieces(self.module, self.mesh, self.full, rows=rows, is_included=included):
-                value = values()
-                yield region, value.to(self.dtype) if value.is_floating_point() else value
+                slice_values = values()
+                yield region, slice_values.to(self.dtype) if slice_values.is_floating_point() else slice_values
 
     def _edit_trained(self, edit: Callable[[Iterable[torch.Tensor]], None]) -> None:
         self._reshard()
@@ -347,10 +344,10 @@ class FsdpBackend(ParkingBackend):
         state: dict[str, torch.Tensor] = {}
         for name, parameter in self._parameters():
             state[f"model.{name}"] = parameter.detach()
-            for moment_name, local in self._moments[name].items():
+            for moment_name, local_moment in self._moments[name].items():
                 # `from_local` would copy a shard on the host to the mesh's device, and loaded values would be lost.
                 spec = parameter._spec
-                state[f"{moment_name}.{name}"] = DTensor(local, spec, requires_grad=False)
+                state[f"{moment_name}.{name}"] = DTensor(local_moment, spec, requires_grad=False)
         return state
 
     def save(self, folder: Path) -> None:
@@ -406,7 +403,7 @@ class FsdpBackend(ParkingBackend):
 
 @torch.no_grad()
 def _take(target: torch.Tensor, full: torch.Tensor) -> None:
-    """Copies values into a tensor of which this rank may hold a shard."""
+    """Copies a full tensor's values into a tensor of which this rank may hold a shard."""
     local_tensor = target.to_local() if isinstance(target, DTensor) else target
     for box, local_box in boxes(target):
         cut(local_tensor.detach(), local_box).copy_(cut(full, box))

@@ -52,8 +52,8 @@ def merged(
         layer: peft's layer, with the adapters of one name.
         name: Name of the weights, for messages.
         base: The layer's own weights, [out, in], or transposed if the layer has `fan_in_fan_out`; full, or a part.
-        a: The first adapter, [rank, in], limited to the part.
-        b: The second, [out, rank], likewise.
+        a: LoRA factor A, `[rank, in]`, limited to the part.
+        b: LoRA factor B, `[out, rank]`, limited to the part.
         scale: Factor of their product.
         part: Start of the part.
 
@@ -115,10 +115,10 @@ def _is_sum(
     delta, size = terms.sum(1).cpu().double(), terms.abs().sum(1).cpu().double()
     expected, float32 = sample.held.double() + delta, torch.finfo(torch.float32)
     tolerance = expected.abs() * float32.eps + size * _ROUNDED + float32.tiny
-    lower, upper = (expected - tolerance).to(result.dtype), (expected + tolerance).to(result.dtype)
+    lower_bound, upper_bound = (expected - tolerance).to(result.dtype), (expected + tolerance).to(result.dtype)
     actual = result.flatten()[sample.at].cpu()
     # Non-finite values are reported elsewhere, in more detail.
-    return bool(((lower <= actual) & (actual <= upper) | ~expected.isfinite()).all())
+    return bool(((lower_bound <= actual) & (actual <= upper_bound) | ~expected.isfinite()).all())
 
 
 #: Name of a single adapter, also within peft's tensor names; peft's files omit it.
@@ -218,8 +218,7 @@ def inject_lora(model: nn.Module, lora: AdapterConfig) -> None:
 
 def _config(model: nn.Module, lora: AdapterConfig, dropout: float, linear: list[str], **more: Any) -> Any:
     """Returns peft's configuration. A string in `target_modules` is replaced by the full names that it matches, because for
-    some
-    mixtures peft would take the last part of each; a string without a match is passed to peft, which reports it.
+    some mixtures peft would take the last part of each; a string without a match is passed to peft, which reports it.
     """
     targets = lora.target_modules
     target_names = [str(name) for name in targets] if not isinstance(targets, str) else linear
@@ -244,7 +243,9 @@ def linear_layers(model: nn.Module, head: str | None = None) -> list[str]:
         for name, module in model.named_modules()
         if _is_linear(module) and module is not output and not (head and is_target(name, [head]))
     ]
-    readable = {last: _reads_as_module(model, last) for last in {name.rpartition(".")[2] for name in linear}}
+    readable = {
+        last_name: _reads_as_module(model, last_name) for last_name in {name.rpartition(".")[2] for name in linear}
+    }
     return [name for name in linear if readable[name.rpartition(".")[2]]]
 
 
@@ -285,11 +286,11 @@ def _finish(adapted: nn.Module, lora: AdapterConfig, allowed: Collection[str]) -
     names: dict[int, list[str]] = {}
     for name, parameter in adapted.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(_plain(name).rpartition(".")[0])
-    for inner, layer in _layers(adapted):
-        name, base = _plain(inner), layer.base_layer
+    for layer_name, layer in _layers(adapted):
+        name, base = _plain(layer_name), layer.base_layer
         if not _is_linear(base):
             raise _no_targets(lora, allowed, f"{name} is a {type(base).__name__}; adapters go on linear layers")
-        if shared_with := [one for one in names[id(base.weight)] if one != name]:
+        if shared_with := [other_name for other_name in names[id(base.weight)] if other_name != name]:
             raise _no_targets(
                 lora,
                 allowed,
@@ -307,8 +308,7 @@ def is_lora(module: nn.Module) -> bool:
 
 def choose(module: nn.Module, name: str) -> None:
     """Selects which of several adapters computes, is merged and is sent from now on. All of them stay trainable: peft's own
-    function
-    would freeze the others.
+    function would freeze the others.
     """
     for _, layer in _layers(module):
         layer._active_adapter = name
@@ -361,8 +361,8 @@ def products(layer: nn.Module, x: torch.Tensor) -> list[tuple[torch.Tensor, torc
     if _is_adapted(layer) and not adapted.disable_adapters:
         name = chosen(layer)
         a, b = adapted.lora_A[name], adapted.lora_B[name]
-        inner = a(adapted.lora_dropout[name](x.to(a.weight.dtype)))
-        pairs.append((inner * adapted.scaling[name], b.weight))
+        low_rank = a(adapted.lora_dropout[name](x.to(a.weight.dtype)))
+        pairs.append((low_rank * adapted.scaling[name], b.weight))
     return pairs
 
 
@@ -417,7 +417,7 @@ def adapter_weights(module: nn.Module, full: Full) -> dict[str, torch.Tensor]:
     named_tensors = module.state_dict(keep_vars=True).items()
     adapter = chosen(_layers(module)[0][1])
     config: Any = module.peft_config[adapter]  # type: ignore[index]
-    heads = tuple(f"{_PREFIX}{head}." for head in config.modules_to_save or ())
+    heads = tuple(f"{_PREFIX}{head_name}." for head_name in config.modules_to_save or ())
     adapter_tensors = [
         (name, tensor) for name, tensor in named_tensors if is_of(name, adapter) or name.startswith(heads)
     ]
@@ -440,9 +440,8 @@ def adapted_layers(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def initial_adapters(module: nn.Module, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the initial adapter values of `attach_lora` for a model that is not empty, one tensor at a time, by the module's
-    own
-    names.
+    """Yields the initial adapter values of `attach_lora` for a model that is not empty, one tensor at a time, by the
+    module's own names.
 
     Args:
         module: From `attach_lora`, with any memory.
@@ -470,8 +469,8 @@ class Factors(NamedTuple):
 
     Attributes:
         layer: peft's layer.
-        a: The first, [rank, in].
-        b: The second, [out, rank].
+        a: LoRA factor A, `[rank, in]`.
+        b: LoRA factor B, `[out, rank]`.
         scale: Factor of their product.
     """
 
@@ -484,7 +483,7 @@ class Factors(NamedTuple):
 def factors_of(layer: Any, full: Full) -> Factors:
     """Returns the adapters of one layer."""
     name = chosen(layer)
-    a, b = (full(half[name].weight).detach() for half in (layer.lora_A, layer.lora_B))
+    a, b = (full(adapters[name].weight).detach() for adapters in (layer.lora_A, layer.lora_B))
     return Factors(layer, a, b, float(layer.scaling[name]))
 
 

@@ -100,8 +100,7 @@ class Mesh:
 
     def copies(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Returns the number of this rank's copy of its shard of a tensor, and the number of copies on all ranks. A tensor
-        that is
-        not sharded has one copy per rank.
+        that is not sharded has one copy per rank.
         """
         if not isinstance(tensor, DTensor):
             return self.rank, self.sizes.ranks

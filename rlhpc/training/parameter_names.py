@@ -37,11 +37,11 @@ class ParameterView:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the checkpoint's tensor."""
-        return tuple(one[1] - one[0] for one in self.index if not isinstance(one, int))
+        return tuple(entry[1] - entry[0] for entry in self.index if not isinstance(entry, int))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the view of the module's full tensor."""
-        return tensor[tuple(one if isinstance(one, int) else slice(*one) for one in self.index)]
+        return tensor[tuple(entry if isinstance(entry, int) else slice(*entry) for entry in self.index)]
 
 
 def plain(name: str) -> str:
@@ -63,8 +63,8 @@ def checkpoint_parts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -
     )
     # A model inside another module keeps that module's names: only peft's wrapper is unwrapped.
     wrapper: Any = module
-    inner = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else module
-    reverse = _Reverse(model) if model is not None and model is inner else None
+    base_model = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else module
+    reverse = _Reverse(model) if model is not None and model is base_model else None
     views: dict[str, list[ParameterView]] = {}
     for name, shape in shapes.items():
         full_range = tuple((0, size) for size in shape)
@@ -114,9 +114,9 @@ class _Reverse:
         size = shape[1] // len(sources)
         for expert in range(shape[0]):
             for source_index, source in enumerate(sources):
-                inner = first_name.replace(sources[0], source).replace("*", str(expert), 1)
+                expert_name = first_name.replace(sources[0], source).replace("*", str(expert), 1)
                 rows = (source_index * size, (source_index + 1) * size) if joined else (0, shape[1])
-                yield ParameterView(self._named(inner), (expert, rows, *full_range[2:]))
+                yield ParameterView(self._named(expert_name), (expert, rows, *full_range[2:]))
 
     @staticmethod
     def _converted(name: str, source: str, pattern: str) -> str:

@@ -60,7 +60,7 @@ class Layout:
 
     Args:
         tensors: Shape and dtype of each tensor, in the order in which they are stored.
-        most: Maximum bytes of a file's tensors; by default `MAX_FILE_BYTES`.
+        max_file_bytes: Maximum bytes of a file's tensors; by default `MAX_FILE_BYTES`.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Layout:
         if len(self._headers) > 1:
             index = {
                 "metadata": {"total_size": self.total, "total_parameters": self.parameters},
-                "weight_map": {name: place.file for name, place in sorted(self.places.items())},
+                "weight_map": {name: location.file for name, location in sorted(self.places.items())},
             }
             write_durably(folder / "model.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n")
 
@@ -126,10 +126,10 @@ class Layout:
         written = 0
         try:
             for name, box, values in boxes:
-                place = self.places[name]
-                if place.file not in files:
-                    files[place.file] = os.open(folder / place.file, os.O_WRONLY)
-                written += _write_box(files[place.file], place, box, values.detach())
+                location = self.places[name]
+                if location.file not in files:
+                    files[location.file] = os.open(folder / location.file, os.O_WRONLY)
+                written += _write_box(files[location.file], location, box, values.detach())
             for file in files.values():
                 os.fsync(file)
         finally:
@@ -171,7 +171,7 @@ def _runs(shape: tuple[int, ...], box: Box, values: torch.Tensor) -> Iterator[tu
         first_complete -= 1
     num_outer_dims = max(0, first_complete - 1)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first_element = sum(a * stride for a, stride in zip(box.starts, strides, strict=True))
+    first_element = sum(start * stride for start, stride in zip(box.starts, strides, strict=True))
     if num_outer_dims == 0:
         yield from _rows(first_element, values, strides[0])
         return
@@ -237,4 +237,4 @@ def missing(module: nn.Module, slices: Slices, created: Iterator[str]) -> list[s
         return ["weight that is not quantized"]
     shapes = {name: tuple(tensor.shape) for name, tensor in held(module) if name not in created_names}
     views_by_tensor = checkpoint_parts(module, shapes)
-    return [part.name for name in shapes for part in views_by_tensor[name] if part.name not in slices.files]
+    return [view.name for name in shapes for view in views_by_tensor[name] if view.name not in slices.files]

@@ -49,7 +49,12 @@ def boxes(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
     pairs = []
     for runs in product(*runs_by_dim):
         sizes = tuple(size for _, size, _ in runs)
-        pairs.append((Box(tuple(start for start, _, _ in runs), sizes), Box(tuple(at for _, _, at in runs), sizes)))
+        pairs.append(
+            (
+                Box(tuple(start for start, _, _ in runs), sizes),
+                Box(tuple(local_start for _, _, local_start in runs), sizes),
+            )
+        )
     return pairs
 
 
@@ -73,7 +78,7 @@ def _runs(size: int, mesh: DeviceMesh, along: tuple[Placement, ...]) -> list[tup
         return []
     breaks = (torch.nonzero(local_indices.diff() != 1).flatten() + 1).tolist()
     edges = list(zip([0, *breaks], [*breaks, len(local_indices)], strict=True))
-    return [(int(local_indices[a]), b - a, a) for a, b in edges]
+    return [(int(local_indices[run_start]), run_end - run_start, run_start) for run_start, run_end in edges]
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,8 @@ class Region:
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the same view of another tensor that is cut like the parameter, such as a moment of its optimizer."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return local.detach()[self.index]
+        local_tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local_tensor.detach()[self.index]
 
 
 def named_tensor(module: nn.Module, name: str) -> torch.Tensor:
@@ -150,7 +155,7 @@ def regions(
     frozen_tensors = frozen_names(module)
     selected_regions = list[Region]()
     for name, tensor in tensors.items():
-        included_views = [part for part in views_by_tensor[name] if is_included(part.name)]
+        included_views = [view for view in views_by_tensor[name] if is_included(view.name)]
         selected_regions += regions_of(name, tensor, included_views, mesh, frozen=plain(name) in frozen_tensors)
     return selected_regions
 
@@ -170,8 +175,8 @@ def regions_of(
     copy_index, num_copies = (0, 1) if mesh is None else mesh.copies(tensor)
     tensor_regions = []
     for view in parts:
-        for box, local in boxes(tensor):
-            if (overlap := within(view.index, box, local)) is not None:
+        for box, local_box in boxes(tensor):
+            if (overlap := within(view.index, box, local_box)) is not None:
                 tensor_regions.append(
                     Region(
                         view.name,
@@ -192,8 +197,7 @@ def within(
     index: tuple[int | tuple[int, int], ...], box: Box, local: Box
 ) -> tuple[Box, tuple[int | slice, ...]] | None:
     """Returns the intersection of a box of a module's tensor and a part of it (`ParameterView.index`): as a box of the part,
-    and as
-    an index into the local tensor, in which the box lies at `local`; None if it is empty.
+    and as an index into the local tensor, in which the box lies at `local`; None if it is empty.
     """
     starts, stops, local_index = list[int](), list[int](), list[int | slice]()
     for selector, box_start, box_end, local_start in zip(index, box.starts, box.ends, local.starts, strict=True):
@@ -221,10 +225,10 @@ def names_and_shapes(
     tensors = _own_tensors(module)
     views_by_tensor = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     return {
-        part.name: (part.shape, tensor.dtype)
+        view.name: (view.shape, tensor.dtype)
         for name, tensor in tensors.items()
-        for part in views_by_tensor[name]
-        if is_included(part.name)
+        for view in views_by_tensor[name]
+        if is_included(view.name)
     }
 
 
@@ -237,9 +241,8 @@ def pieces(
     rows: bool = False,
     is_included: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[Region, Callable[[], torch.Tensor]]]:
-    """Yields the boxes that this rank has, with functions that return their values. All ranks iterate over the same tensors in
-    the
-    same order.
+    """Yields the boxes that this rank has, with functions that return their values. All ranks iterate over the same tensors
+    in the same order.
 
     Args:
         module: A sharded model, with adapters or without.
@@ -252,14 +255,14 @@ def pieces(
     Raises:
         RlhpcError: Raised when values are read: adapters are merged into the module's own weights, too.
     """
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()  # gathered weights are not shards
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()  # gathered weights are not shards
     tensors = _own_tensors(module)
     views_by_tensor = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     frozen_tensors, layers = frozen_names(module), layers_by_weight(module)
     for name, tensor in tensors.items():
-        included_views = [part for part in views_by_tensor[name] if is_included(part.name)]
+        included_views = [view for view in views_by_tensor[name] if is_included(view.name)]
         if not included_views:
             continue
         layer = layers.get(id(tensor))

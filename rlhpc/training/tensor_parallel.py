@@ -202,8 +202,7 @@ class _Divider:
 
 def summed_gradient() -> Any:
     """Returns a style for weights that are replicated on each rank, while each rank computes a part of their gradient: the
-    gradient
-    is summed during the backward pass.
+    gradient is summed during the backward pass.
 
     transformers' own style sums `.grad` after a backward pass, so with gradient accumulation without FSDP it sums the
     gradients of earlier micro-batches again each time.
@@ -212,7 +211,7 @@ def summed_gradient() -> Any:
 
     class SummedGradient(TensorParallelLayer):
         def install_forward(self, module: Any, mesh: Any) -> Any:
-            inner = module.forward
+            original_forward = module.forward
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 parameters = dict(module._parameters)
@@ -221,7 +220,7 @@ def summed_gradient() -> Any:
                 }
                 module._parameters.update(summed)
                 try:
-                    return inner(*args, **kwargs)
+                    return original_forward(*args, **kwargs)
                 finally:
                     module._parameters.update(parameters)
 
@@ -236,7 +235,7 @@ def model_in(module: nn.Module) -> Any:
     package = sys.modules.get("transformers")
     if package is None:
         return None
-    return next((part for part in module.modules() if isinstance(part, package.PreTrainedModel)), None)
+    return next((submodule for submodule in module.modules() if isinstance(submodule, package.PreTrainedModel)), None)
 
 
 def made_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

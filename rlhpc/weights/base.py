@@ -75,8 +75,7 @@ class WeightSync(Protocol):
 
     def receive(self) -> Update:
         """Waits for the next version. The receiver applies it while iterating its tensors, between two forward passes, so no
-        worker
-        acts with a partial version.
+        worker acts with a partial version.
         """
 
     def forget(self) -> None:
@@ -85,7 +84,9 @@ class WeightSync(Protocol):
 
 def frozen_names(module: torch.nn.Module) -> frozenset[str]:
     """Returns the names of a module's untrained parameters. Buffers are not included, since training changes them too."""
-    return frozenset(name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad)
+    return frozenset(
+        name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
+    )
 
 
 _BROADCAST = "rlhpc.weights.transport:BroadcastSync"

@@ -121,8 +121,7 @@ class WeightProcessGroup:
 
     def confirm(self) -> None:
         """Starts an all-reduce that completes when all ranks have the data before it. A rank that forwards data may be lost
-        after
-        the first rank has sent it.
+        after the first rank has sent it.
         """
         self._begin(lambda torch_group: [torch_group.allreduce([self.memory(1).zero_()])], [], self._presence.peers)
 

@@ -60,19 +60,24 @@ class Subscriber:
             skip: Skips a part; by default it is opened and released.
         """
         skip = skip or (lambda part: read(part, False))
-        first = following()
-        while first.number:  # the remainder of a version that this receiver did not iterate to the end
-            if first.part is not None:
-                skip(first.part)
-            first = following()
-        known_serial = self._serial if first.stream == self._stream else -1
+        announcement = following()
+        while announcement.number:  # the remainder of a version that this receiver did not iterate to the end
+            if announcement.part is not None:
+                skip(announcement.part)
+            announcement = following()
+        known_serial = self._serial if announcement.stream == self._stream else -1
         if known_serial < 0:
             self.forget()
         complete = known_serial < 0 or self._complete_updates
         self._receipt = None
-        pieces = _pieces(first, following, read, skip)
-        pieces = pieces if first.last else ahead(pieces)
-        return Update(first.version, complete, self._tensors(first, known_serial, pieces, read), lambda: self._receipt)
+        pieces = _pieces(announcement, following, read, skip)
+        pieces = pieces if announcement.last else ahead(pieces)
+        return Update(
+            announcement.version,
+            complete,
+            self._tensors(announcement, known_serial, pieces, read),
+            lambda: self._receipt,
+        )
 
     def _tensors(self, first: Announcement, known_serial: int, pieces: Iterator[Piece], read: Open) -> NamedUpdates:
         assembles = self._complete_updates or known_serial < 0
@@ -124,24 +129,24 @@ def _iter_entries(part: WeightChunk, memory: Any, held: dict[str, torch.Tensor] 
                 held.pop(name, None)
             yield name, tensor
         return
-    for name, value in entries_of(memoryview(memory), part.table):
+    for name, content in entries_of(memoryview(memory), part.table):
         if held is None:
-            yield name, value
+            yield name, content
         elif not part.retained:
             held.pop(name, None)
-            yield name, value
-        elif isinstance(value, Elements):
-            put(held[name], value)
+            yield name, content
+        elif isinstance(content, Elements):
+            put(held[name], content)
         else:
-            held[name] = value
+            held[name] = content
 
 
 def entries_of(memory: Any, table: tuple[int, int]) -> NamedUpdates:
     """Yields the tensors and elements in a segment's memory, by its table."""
     offset, size = table
     entries: list[Entry] = pickle.loads(memory[offset : offset + size])
-    spans = spans_of(size for entry in entries for size in entry[3])
-    dtypes = [dtype for entry in entries for dtype in (entry[4], entry[2]) if dtype]
+    spans = spans_of(size for tensor_entry in entries for size in tensor_entry[3])
+    dtypes = [dtype for tensor_entry in entries for dtype in (tensor_entry[4], tensor_entry[2]) if dtype]
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=offset)  # the table comes last and is aligned
     vectors = _vectors(flat, spans, dtypes)
     for name, shape, _, _, index in entries:

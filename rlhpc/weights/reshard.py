@@ -167,10 +167,12 @@ class ShardSync:
         self.sent = 0
         sent_over_group = not has_new_tables and self._goes_over_group(version, shards)
         streams = [(stream, stream.kept_pieces if sent_over_group else stream.pieces) for stream in self._streams]
-        self.sent += sum(p.nbytes for stream, pieces in streams for p in pieces if p.label not in stream.still)
+        self.sent += sum(
+            piece.nbytes for stream, pieces in streams for piece in pieces if piece.label not in stream.still
+        )
         works = [
-            in_background(f"shards-{number}", functools.partial(self._send, *stream, version, shards))
-            for number, stream in enumerate(streams)
+            in_background(f"shards-{index}", functools.partial(self._send, *stream, version, shards))
+            for index, stream in enumerate(streams)
             if stream[1]
         ]
         failure = None
@@ -370,10 +372,10 @@ class ShardSync:
 def _next(stream: Iterator[tuple[str, torch.Tensor]], early: dict[str, torch.Tensor], piece: Piece) -> torch.Tensor:
     """Returns a piece from its stream. Only kept pieces, which stay mapped, may arrive before their turn."""
     while piece.label not in early:
-        entry = next(stream, None)
-        if entry is None:
+        label_and_tensor = next(stream, None)
+        if label_and_tensor is None:
             raise RlhpcError(f"{piece.label} of the weights did not come from rank {piece.source} of the trainer")
-        early[entry[0]] = entry[1]
+        early[label_and_tensor[0]] = label_and_tensor[1]
     return early.pop(piece.label)
 
 
@@ -385,8 +387,8 @@ def _load() -> int:
 def _holding(shards: Sequence[Shard], piece: Piece) -> int:
     """Returns the index of the shard that contains a piece."""
     return next(
-        number
-        for number, shard in enumerate(shards)
+        index
+        for index, shard in enumerate(shards)
         if shard.name == piece.name and shard.box.meet(piece.box) == piece.box
     )
 

@@ -234,8 +234,8 @@ def opened(
 ) -> Iterator[tuple[Piece, torch.Tensor]]:
     """Yields the pieces of a load, after verification (see `take`)."""
     tensors = [
-        (piece, flat[at:][: piece.nbytes].view(getattr(torch, dtypes[piece.name])).view(piece.box.sizes))
-        for piece, at in zip(load.pieces, load.at, strict=True)
+        (piece, flat[offset:][: piece.nbytes].view(getattr(torch, dtypes[piece.name])).view(piece.box.sizes))
+        for piece, offset in zip(load.pieces, load.at, strict=True)
     ]
     digests_by_label = _digests([(piece.label, tensor) for piece, tensor in tensors], version)
     for source, (start, _) in load.spans.items():
@@ -298,9 +298,9 @@ class Tables:
 
     def line(self, number: int, routes: Routes, max_bytes: int) -> SliceReaders:
         """Returns the receivers of a table and their loads over a group, each of at most `max_bytes` bytes."""
-        ranks = [len(self.held) + rank for rank, of in enumerate(self.of.values()) if of == number]
+        ranks = [len(self.held) + rank for rank, table_index in enumerate(self.of.values()) if table_index == number]
         return SliceReaders(
-            loads([p for p in self.in_order(routes) if not self.keeps(routes, p)], max_bytes), tuple(ranks)
+            loads([piece for piece in self.in_order(routes) if not self.keeps(routes, piece)], max_bytes), tuple(ranks)
         )
 
     def open_collective(self, trainer: str, me: RankAddress) -> CollectiveReshard | None:

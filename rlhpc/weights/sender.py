@@ -98,7 +98,7 @@ _SHORTEST_S, _LONGEST_S = 0.0005, 0.02
 
 
 class ChunkLocation(Protocol):
-    """Location of parts."""
+    """Interface of a memory that holds parts."""
 
     def awaited(self, path: str) -> list[bool]:
         """Returns which readers of a part have not read it yet; empty once no reader is missing."""
@@ -111,7 +111,7 @@ class ChunkWindow:
         pool: Holds the parts.
         readers: Names of the readers, by number.
         check: Called while waiting; raises when the run has failed.
-        there: Returns whether a reader is still the one that the version was announced to.
+        is_present: Returns whether a reader is still the process that the version was announced to.
         deadline: Seconds after which a wait gives up.
         parts: Maximum number of unread parts of a reader that has started.
     """
@@ -330,16 +330,16 @@ class Publisher:
         try:
             for announcement, wait_written in self._announcements(version, tensors, frozen, window):
                 if pending is not None:
-                    (announced, wait), pending = pending, None
-                    wait()
+                    (announced, wait_started), pending = pending, None
+                    wait_started()
                     yield announced
                 if wait_written is None:
                     yield announcement
                 else:
                     pending = announcement, wait_written
             if pending is not None:
-                (announced, wait), pending = pending, None
-                wait()
+                (announced, wait_started), pending = pending, None
+                wait_started()
                 yield announced
         finally:
             if pending is not None:  # the version was aborted: this part is not announced
@@ -445,7 +445,7 @@ class Publisher:
         if cargo is not None:
             self._serial += 1
             path = cargo.path if isinstance(cargo, Crossing) else ""
-            names = tuple(entry[0] for entry in bucket.entries)
+            names = tuple(tensor_entry[0] for tensor_entry in bucket.entries)
             return WeightChunk(
                 self._stream, self._serial, path, (0, 0), False, bucket.nbytes, cargo=(cargo, names)
             ), None

@@ -151,7 +151,7 @@ def _rows(atom: Box, rows: int) -> list[Box]:
     if not atom.sizes or atom.sizes[0] <= rows:
         return [atom]
     (start, *starts), (size, *sizes) = atom
-    return [Box((start + at, *starts), (min(rows, size - at), *sizes)) for at in range(0, size, rows)]
+    return [Box((start + offset, *starts), (min(rows, size - offset), *sizes)) for offset in range(0, size, rows)]
 
 
 def _from(
@@ -192,7 +192,7 @@ def _join_blocks(pieces: Sequence[Piece], sizes: Mapping[str, int]) -> list[Piec
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Returns a sort key that puts layer 2 before layer 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(token), "") if token.isdigit() else (-1, token) for token in re.split(r"(\d+)", name)]
 
 
 _ALIGN = 16
@@ -218,7 +218,11 @@ class Load:
 
     def of(self, source: int) -> list[tuple[Piece, int]]:
         """Returns the pieces that a trainer rank sends, with their offsets."""
-        return [place for place in zip(self.pieces, self.at, strict=True) if place[0].source == source]
+        return [
+            piece_and_offset
+            for piece_and_offset in zip(self.pieces, self.at, strict=True)
+            if piece_and_offset[0].source == source
+        ]
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Prefetcher:
         """Raises if the consumer has stopped; an iterator that waits calls it.
 
         Raises:
-            GivenUp: The consumer has stopped, and waits for the thread.
+            ConsumerClosed: The consumer has stopped, and waits for the thread.
         """
         if self._stopping.is_set():
             raise ConsumerClosed
@@ -66,15 +66,15 @@ class Prefetcher:
     def __call__(self, items: Iterator[T]) -> Iterator[T]:
         """Yields the items, or raises the error of the next one. Closing it ends the thread after its current item."""
         self._stopping.clear()
-        slots, results = threading.Semaphore(self._depth + 1), queue.SimpleQueue[tuple[Any, BaseException | None]]()
+        slots, prefetched = threading.Semaphore(self._depth + 1), queue.SimpleQueue[tuple[Any, BaseException | None]]()
 
         def run() -> None:
             try:
                 while slots.acquire():
                     self.check()
-                    results.put((next(items), None))
+                    prefetched.put((next(items), None))
             except BaseException as error:
-                results.put((None, error))
+                prefetched.put((None, error))
             finally:
                 self._after()
 
@@ -82,13 +82,13 @@ class Prefetcher:
         thread.start()
         try:
             while True:
-                item, error = results.get()
+                built, error = prefetched.get()
                 if isinstance(error, StopIteration):
                     return
                 if error is not None:
                     raise error
-                yield item
-                del item  # its memory may be needed for the next item but one
+                yield built
+                del built  # its memory may be needed for the next item but one
                 slots.release()
         finally:
             self._stopping.set()
@@ -165,9 +165,9 @@ class WeightSender:
             self._publisher = Publisher(
                 context.service.pool, len(names), self._delta, self._part_bytes, roads=self.roads
             )
-        places, depth = _places(context, names)
-        window = _window(context, [*places], PARTS + depth)
-        self.roads.open([*places], window.all_started)
+        slots, depth = _places(context, names)
+        window = _window(context, [*slots], PARTS + depth)
+        self.roads.open([*slots], window.all_started)
         reach_all: Callable[[], None] | None = None  # waits until every receiver has the last announcement
         unannounced: str | None = None  # a part that is written but not announced yet
         try:
@@ -177,7 +177,7 @@ class WeightSender:
                 if reach_all is not None:  # only now: it was in transit while the next part was written
                     wait_reached, reach_all = reach_all, None
                     wait_reached()
-                message = (announcement, tuple(context.service.origin), places if announcement.number == 0 else None)
+                message = (announcement, tuple(context.service.origin), slots if announcement.number == 0 else None)
                 announced, unannounced = unannounced, None
                 reach_all = p2p.begin_broadcast(message, *self._src, self._receivers, segment=announced)
                 if chunk is not None and chunk.cargo is not None:
@@ -197,14 +197,18 @@ class WeightSender:
 
     def _with_lost(self, announcements: Iterator[Announcement]) -> Iterator[Announcement]:
         """Yields the announcements, and repeats that of a bucket that some receivers did not get, before any later one."""
-        sent: Announcement | None = None
+        last_sent: Announcement | None = None
         for announcement in itertools.chain(announcements, [None]):
             self.roads.settle()
-            if sent is not None and self._publisher is not None and (retry := self.roads.pop_lost_bucket()) is not None:
+            if (
+                last_sent is not None
+                and self._publisher is not None
+                and (retry := self.roads.pop_lost_bucket()) is not None
+            ):
                 bucket, flat = retry
-                yield self._publisher.again(sent, bucket.tensors(flat))
+                yield self._publisher.again(last_sent, bucket.tensors(flat))
             if announcement is not None:
-                sent = announcement
+                last_sent = announcement
                 yield announcement
 
 
@@ -215,15 +219,15 @@ def _places(context: Context, names: list[tuple[str, int]]) -> tuple[dict[tuple[
     """
     readers = p2p.readers_of(context, names)
     hosts = [host_readers for host_readers in readers if context.member(*host_readers[0])["host"] != context.host]
-    places: dict[tuple[str, int], ReaderSlot] = {}
+    slots: dict[tuple[str, int], ReaderSlot] = {}
     for index, host_readers in enumerate(readers):
         source, num_forwards = "", 0
         if index < len(hosts):
             source = context.member(*hosts[index // 2 - 1][0])["data"]["bulk"] if index >= _BRANCHES else ""
             num_forwards = len(range(2 * index + 2, min(2 * index + 4, len(hosts))))
         for reader_index, receiver in enumerate(host_readers):
-            places[receiver] = ReaderSlot(len(places), reader_index, len(host_readers), source, num_forwards)
-    return places, max(len(hosts) + 1, 2).bit_length() - 2
+            slots[receiver] = ReaderSlot(len(slots), reader_index, len(host_readers), source, num_forwards)
+    return slots, max(len(hosts) + 1, 2).bit_length() - 2
 
 
 class _ChunkStore(NamedTuple):
@@ -255,7 +259,7 @@ def _window(context: Context, names: list[tuple[str, int]], parts: int) -> Chunk
 
 
 def _never() -> None:
-    """Does not stop the wait."""
+    """Does nothing: the check of a wait that nothing interrupts."""
 
 
 class WeightReceiver:
@@ -299,10 +303,10 @@ class WeightReceiver:
 
     def _following(self) -> Announcement:
         announcement: Announcement
-        announcement, origin, places = p2p.follow_broadcast(self._src, self._giving_up)
+        announcement, origin, slots = p2p.follow_broadcast(self._src, self._giving_up)
         self._origin = Origin(*origin)
-        if places is not None:
-            self._place = places[self._me]
+        if slots is not None:
+            self._place = slots[self._me]
             self._above = Above(self._place.above)
         return announcement
 
@@ -322,33 +326,31 @@ class WeightReceiver:
 
     def _read(self, part: WeightChunk, is_late: bool) -> Any:
         """Returns the memory of a part; `is_late` if the other receivers on this host have it already."""
-        service, place = current().service, self._place
+        service, slot = current().service, self._place
         if part.cargo is not None:
             try:
-                return self._roads.take(part.cargo[0], self._origin, place.reader)
+                return self._roads.take(part.cargo[0], self._origin, slot.reader)
             except GroupLost:
                 return self._again(part)
         if self._origin.host != service.endpoint["host"]:
-            shares_fetch = place.of > 1 and not is_late
-            share = (
-                Share(f"{part.name}-{place.reader - place.number}", place.number, place.of) if shares_fetch else None
-            )
+            shares_fetch = slot.of > 1 and not is_late
+            share = Share(f"{part.name}-{slot.reader - slot.number}", slot.number, slot.of) if shares_fetch else None
             # Each receiver reports its own arrival, so that the log keeps every part that one of them still needs.
             # Kept parts are fetched at any time: a receiver that joins later gets them from the sender only.
             is_forwarded = not (part.retained and is_late)
-            upstream = (self._above, part.name) if is_forwarded and place.above else None
+            upstream = (self._above, part.name) if is_forwarded and slot.above else None
             memory = service.fetch(
                 self._origin,
                 part.path,
                 part.size,
-                place.reader,
+                slot.reader,
                 share,
                 in_place=not part.retained,
                 later=[],
                 above=upstream,
                 lock=not part.retained,
             )
-            if is_forwarded and place.below and not place.number:
+            if is_forwarded and slot.below and not slot.number:
                 chunk_bytes = memory[HEADER : HEADER + part.size]
                 # A kept part of trained tensors changes in place after its arrival, so a copy is forwarded.
                 chunk_bytes = (
@@ -356,12 +358,12 @@ class WeightReceiver:
                     if part.retained and not part.fixed
                     else chunk_bytes
                 )
-                service.offers.put(part.name, chunk_bytes, place.below)
-            service.peers.release(self._origin.bulk, part.path, place.reader)
+                service.offers.put(part.name, chunk_bytes, slot.below)
+            service.peers.release(self._origin.bulk, part.path, slot.reader)
             return memory
         try:
             if not part.retained:
-                memory = service.mappings.lease(part.path, place.reader)
+                memory = service.mappings.lease(part.path, slot.reader)
                 service.mappings.lock(part.path)
                 return memory
             mapped = map_private(part.path)
@@ -369,19 +371,19 @@ class WeightReceiver:
             raise RlhpcError(
                 f"a part of the weights of {self._src[0]}-{self._src[1]} is gone: it has begun anew since"
             ) from None
-        discard(part.path, place.reader)
+        discard(part.path, slot.reader)
         return mapped
 
 
 class BroadcastSync:
-    """The built-in strategy.
+    """Built-in strategy of weight sync.
 
     Args:
         worker: The worker that sends or receives.
         src: Group and rank of the sender.
         receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`.
-        whole: Make every update complete, with tensors only.
+        complete_updates: Make every update complete, with tensors only.
 
     Attributes:
         road: Transport, one of those of `transport_select`.
@@ -423,24 +425,24 @@ class BroadcastSync:
 
 
 class HostSync(BroadcastSync):
-    """Through shared memory and TCP alone."""
+    """Weight sync through shared memory and TCP alone."""
 
     road = HOST
 
 
 class IpcSync(BroadcastSync):
-    """Between processes that compute on one accelerator."""
+    """Weight sync between processes that compute on one accelerator."""
 
     road = IPC
 
 
 class NcclSync(BroadcastSync):
-    """Between accelerators, by NCCL."""
+    """Weight sync between accelerators, by NCCL."""
 
     road = NCCL
 
 
 class GlooSync(BroadcastSync):
-    """As `NcclSync`, through the host's memory."""
+    """Weight sync between accelerators, by gloo through host memory."""
 
     road = GLOO

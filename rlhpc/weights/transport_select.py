@@ -92,8 +92,8 @@ class Bucket(NamedTuple):
         import torch
 
         return [
-            flat[part.offset : part.offset + part.nbytes].view(getattr(torch, part.dtype)).reshape(part.shape)
-            for part in self.parts
+            flat[view.offset : view.offset + view.nbytes].view(getattr(torch, view.dtype)).reshape(view.shape)
+            for view in self.parts
         ]
 
 
@@ -151,7 +151,7 @@ class Sending:
 
     Args:
         me: Group and rank of the sender.
-        wanted: See `choose`.
+        requested: See `choose`.
 
     Attributes:
         road: Transport of the current version.
@@ -224,7 +224,7 @@ class Sending:
                 self._group.broadcast(self._sent[1])
 
     def settle(self) -> None:
-        """Waits until all receivers have the last bucket. If one was lost, the rest takes the host transport."""
+        """Waits until all receivers have the last bucket. If a receiver was lost, later parts use the host transport."""
         if self._group is not None and self._sent is not None and not self._waits:
             with self._or_lost():
                 self._group.settle()
@@ -258,7 +258,7 @@ class Receiving:
 
     Args:
         me: Group and rank of the receiver.
-        wanted: See `choose`.
+        requested: See `choose`.
     """
 
     def __init__(self, me: RankAddress, requested: str) -> None:

@@ -80,8 +80,8 @@ def _sample(data: Any, version: int, every: int) -> tuple[Any, Any]:
 
 def _of(*parts: Any) -> int:
     hasher = xxhash.xxh3_64()
-    for part in parts:
-        hasher.update(part)
+    for buffer in parts:
+        hasher.update(buffer)
     return int(hasher.intdigest())
 
 
@@ -165,9 +165,8 @@ class Proof:
         """Compares the digests, after all tensors have been applied.
 
         Args:
-            held: Returns the current tensor of a name; None if the receiver has it in another form or dtype, so that the
-            digest
-                of the tensor that passed counts.
+            held: Returns the current tensor of a name; None if the receiver has it in another form or dtype, so the digest
+                of the received tensor counts.
 
         Raises:
             WeightsDiffer: Names the tensors that differ, are missing, or came twice.
@@ -205,5 +204,11 @@ class Proof:
         actual = digests([(name, tensor) for name, tensor in current if tensor is not None], self._update.version)
         if actual == receipt.digests:
             return []
-        passed = {name: value for name, value in self._passed_digests.items() if value}  # 0: elements are not digested
-        return [name for name, value in receipt.digests.items() if actual.get(name, passed.get(name, value)) != value]
+        passed = {
+            name: digest_value for name, digest_value in self._passed_digests.items() if digest_value
+        }  # 0: elements are not digested
+        return [
+            name
+            for name, digest_value in receipt.digests.items()
+            if actual.get(name, passed.get(name, digest_value)) != digest_value
+        ]

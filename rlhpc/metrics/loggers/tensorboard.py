@@ -45,8 +45,8 @@ class TensorBoardLogger:
 
         if self._records is None:
             self._begin()
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
-        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        summary_values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=summary_values)))
         self._memory[_LAST] = step
 
     def commit(self) -> None:
@@ -61,18 +61,18 @@ class TensorBoardLogger:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        now = time.time()
-        stem = f"events.out.tfevents.{int(now):010d}.{node_name()}.{os.getpid()}"
+        started_at = time.time()
+        stem = f"events.out.tfevents.{int(started_at):010d}.{node_name()}.{os.getpid()}"
         file_number = 0
         while (path := self._folder / f"{stem}.{file_number}").exists():  # two starts in one second
             file_number += 1
         self._file = path.open("xb")
         self._records = RecordWriter(self._file)
-        self._write(Event(wall_time=now, file_version="brain.Event:2"))
+        self._write(Event(wall_time=started_at, file_version="brain.Event:2"))
         if self._purge_step is not None:
             # TensorBoard then hides rows of earlier starts from the first step of this start on.
             session_start = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=now, step=self._purge_step, session_log=session_start))
+            self._write(Event(wall_time=started_at, step=self._purge_step, session_log=session_start))
 
     def _write(self, event: Any) -> None:
         self._records.write(event.SerializeToString())

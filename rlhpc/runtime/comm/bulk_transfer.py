@@ -47,7 +47,7 @@ CHUNK = 8 << 20
 
 
 class BulkConnection:
-    """An authenticated connection: messages with an HMAC under the connection's key, and raw bytes."""
+    """Authenticated connection for messages with an HMAC under the connection's key, and for raw bytes."""
 
     def __init__(self, sock: socket.socket, keys: CurveKeys, sends: bytes, hears: bytes) -> None:
         self.sock = sock
@@ -147,8 +147,8 @@ class BulkServer:
 
     Args:
         name: Name of this process, for the other side's messages.
-        keys: The generation's.
-        address: Where to listen.
+        keys: Keys of the generation.
+        address: Address to listen on.
         folders: The folders of segments; nothing else is served.
         loans: The loans of this process.
         offers: Data that this process forwards.
@@ -321,13 +321,13 @@ class BulkClient:
 
     Args:
         endpoint: As the server publishes it.
-        keys: The generation's.
+        keys: Keys of the generation.
         check: Called while waiting; raises when the run has failed.
 
     Attributes:
         peer: The other process's name.
         in_step: Whether the next request may be sent: the previous one has its complete reply.
-        is_receiving: Whether bytes were already arriving when it fell out of step.
+        is_receiving: Whether bytes of the reply were arriving when the connection failed.
 
     Raises:
         ChannelError: The process cannot be reached, or failed to authenticate.
@@ -410,7 +410,7 @@ class BulkClient:
         return True
 
     def release(self, path: str, reader: int) -> None:
-        """Tells the owner that this reader is done."""
+        """Notifies the owner that this reader is done."""
         self._link.say(_RELEASE + _READER.pack(reader) + os.fsencode(path))
 
     def close(self) -> None:

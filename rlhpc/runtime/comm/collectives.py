@@ -118,8 +118,8 @@ class ServiceStore(dist.Store):
     Args:
         context: This process's context.
         group: Worker group; one of its ranks holds the store.
-        name: Keeps the stores of one holder apart.
-        timeout_s: How long to wait for a key that another rank sets.
+        name: Name that distinguishes the stores of one holder.
+        timeout_s: Seconds to wait for a key that another rank sets.
         holder: The rank that holds it.
     """
 
@@ -159,9 +159,9 @@ class ServiceStore(dist.Store):
             while True:
                 self._context.check()
                 remaining_s = deadline - time.monotonic()
-                value = self._context.service.held.wait(self._full(key), max(0.0, min(remaining_s, _LOOK_S)))
-                if value is not None:
-                    return value
+                stored = self._context.service.held.wait(self._full(key), max(0.0, min(remaining_s, _LOOK_S)))
+                if stored is not None:
+                    return stored
                 if remaining_s <= 0:
                     break
         raise DeadlineExceeded(f"{self._context.name} waited {limit:.0f} s for the ranks of {self._group!r} "

@@ -119,7 +119,7 @@ _current_device: _Device | None = None
 
 
 def use(device: _Device | None) -> None:
-    """Makes a device this process's own; for kinds that torch does not call `cuda`."""
+    """Sets the device of this process, for device types that torch does not call `cuda`."""
     global _current_device
     _current_device = device
 
@@ -145,7 +145,7 @@ _MAX_READERS = MAX_TRACKED
 
 
 class TensorView(NamedTuple):
-    """A tensor: where it begins, and its form."""
+    """Offset, dtype and shape of a tensor in a buffer."""
 
     offset: int
     dtype: str
@@ -199,12 +199,12 @@ def _make_lease(path: str) -> mmap.mmap:
 
 
 def _lend_to(lease: mmap.mmap, readers: int) -> None:
-    """Sets the marks of readers that will come; called by the sender of a free buffer."""
+    """Sets the marks of the awaited readers; called by the sender of a free buffer."""
     await_readers(lease, readers)
 
 
 def _begin_reading(lease: mmap.mmap, reader: int) -> bool:
-    """Sets the mark of a reader that has come; returns False if the sender no longer waits for it."""
+    """Sets the mark of a reader that has arrived; returns False if the sender no longer waits for it."""
     if lease[reader : reader + 1] == FREE:
         return False
     begin_use(lease, reader)
@@ -212,12 +212,12 @@ def _begin_reading(lease: mmap.mmap, reader: int) -> bool:
 
 
 def _end_reading(lease: mmap.mmap, reader: int) -> None:
-    """Clears the mark of a reader that is done."""
+    """Clears the mark of a reader that has finished reading."""
     lease[reader : reader + 1] = FREE
 
 
 def _is_free(lease: mmap.mmap, readers: int) -> bool:
-    """Returns whether a buffer has no readers left; called by its sender. Frees what readers that have died had in use."""
+    """Returns whether a buffer has no readers left; called by its sender. Releases data that dead readers had in use."""
     if lease[:readers] == FREE * readers:
         return True
     free_ended(lease, readers)
@@ -231,14 +231,14 @@ _NO_FILE, _NO_EVENT = b"/rlhpc-leases", b""
 
 
 class _CudaEvent:
-    """An event of this process, or one of another's."""
+    """CUDA event of this process or of another one."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
 
     @property
     def handle(self) -> bytes:
-        """See `_DeviceEvent.handle`."""
+        """Handle of the event (`_DeviceEvent.handle`)."""
         handle: bytes = self._event.ipc_handle()
         return handle
 
@@ -273,7 +273,7 @@ class _CudaDevice:
         self.address = _address(index)
         # Torch opens memory in the address space of this device, and has the driver make the other its peer. It is asked of
         # those alone that this process sees.
-        peers = [one for one in range(torch.cuda.device_count()) if one != index]
+        peers = [peer for peer in range(torch.cuda.device_count()) if peer != index]
         self.reads = (self.address, *(_address(o) for o in peers if torch.cuda.can_device_access_peer(index, o)))
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -370,21 +370,21 @@ class DeviceMappings:
             raise NotReadable
         self.settle()
         with self._lock:
-            opened = self._open(device, crossing)
-            if not _begin_reading(opened.lease, reader):
+            mapping = self._open(device, crossing)
+            if not _begin_reading(mapping.lease, reader):
                 raise SegmentGone(crossing.path)
             try:
                 arrived = device.empty(crossing.size)
-                opened.written.wait()
-                device.copy(arrived, opened.memory[: crossing.size])
-                opened.read.record()
+                mapping.written.wait()
+                device.copy(arrived, mapping.memory[: crossing.size])
+                mapping.read.record()
             except BaseException:  # of a device that is full, say
-                _end_reading(opened.lease, reader)
+                _end_reading(mapping.lease, reader)
                 raise
-            self.reading.append((opened, reader))
+            self.reading.append((mapping, reader))
         return [
-            arrived[part.offset : part.offset + part.nbytes].view(getattr(torch, part.dtype)).reshape(part.shape)
-            for part in crossing.parts
+            arrived[view.offset : view.offset + view.nbytes].view(getattr(torch, view.dtype)).reshape(view.shape)
+            for view in crossing.parts
         ]
 
     def _open(self, device: _Device, crossing: Crossing) -> _Opened:
@@ -402,18 +402,18 @@ class DeviceMappings:
                 buffer = device.open(crossing.memory), device.open_event(crossing.event)
             except RuntimeError as error:
                 raise NotReadable(str(error) or type(error).__name__) from None
-        opened = self._opened[crossing.path] = _Opened(device, lease, *buffer)
-        return opened
+        mapping = self._opened[crossing.path] = _Opened(device, lease, *buffer)
+        return mapping
 
     def settle(self) -> None:
         """Releases the buffers that have been copied by now."""
         with self._lock:
             pending = []
-            for opened, reader in self.reading:
-                if opened.read.done():
-                    _end_reading(opened.lease, reader)
+            for mapping, reader in self.reading:
+                if mapping.read.done():
+                    _end_reading(mapping.lease, reader)
                 else:
-                    pending.append((opened, reader))
+                    pending.append((mapping, reader))
             self.reading = pending
 
     def park(self) -> None:
@@ -427,9 +427,9 @@ class DeviceMappings:
 
     def _sweep(self) -> None:
         """Closes buffers that their senders have given up."""
-        in_use = {id(opened) for opened, _ in self.reading}
+        in_use = {id(mapping) for mapping, _ in self.reading}
         self._opened = {
-            path: opened for path, opened in self._opened.items() if id(opened) in in_use or os.path.exists(path)
+            path: mapping for path, mapping in self._opened.items() if id(mapping) in in_use or os.path.exists(path)
         }
 
 
@@ -451,7 +451,7 @@ class _SentBuffer:
 
     @property
     def capacity(self) -> int:
-        """Bytes that fit."""
+        """Number of bytes that fit into the buffer."""
         return int(self.memory.numel())
 
     def free(self) -> bool:
@@ -514,7 +514,7 @@ class DevicePool:
         return Crossing(self._endpoint, buffer.path, device.address, buffer.exported, handle, size, views)
 
     def awaited(self, path: str) -> list[bool]:
-        """Returns for each reader of a buffer whether it has yet to come; empty for an unknown buffer."""
+        """Returns for each reader of a buffer whether it is still awaited; empty for an unknown buffer."""
         buffer = self._buffers.get(path)
         return [] if buffer is None else [state == WRITTEN[0] for state in buffer.lease[: buffer.readers]]
 

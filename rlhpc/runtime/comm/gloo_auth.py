@@ -123,8 +123,10 @@ def _record_listeners() -> Iterator[list[int]]:
     for fd, description in added.items():
         if description == "anon_inode:[eventpoll]":
             watched = _watched(fd)
-            sockets = [other for other in watched if other in added and _listens(other)]
-            pipes = [other for other in watched if other in added and added[other].startswith("pipe:")]
+            sockets = [watched_fd for watched_fd in watched if watched_fd in added and _listens(watched_fd)]
+            pipes = [
+                watched_fd for watched_fd in watched if watched_fd in added and added[watched_fd].startswith("pipe:")
+            ]
             if len(sockets) == len(pipes) == 1 and len(watched) == 2:
                 listening += sockets
 
@@ -181,9 +183,11 @@ def _prove(group: Any, rank: int, size: int, token: bytes, context: Context) -> 
     peer = peers[0]
     try:
         for peer in peers:
-            sent = torch.frombuffer(bytearray(proof(rank, peer)), dtype=torch.uint8)
+            sent_proof = torch.frombuffer(bytearray(proof(rank, peer)), dtype=torch.uint8)
             received[peer] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
-            works.append((peer, group.send([sent], peer, _TAG), sent))  # the tensor must live until it has been sent
+            works.append(
+                (peer, group.send([sent_proof], peer, _TAG), sent_proof)
+            )  # the tensor must live until it has been sent
             works.append((peer, group.recv([received[peer]], peer, _TAG), None))
         for peer, work, _ in works:  # noqa: B007 - the error names the one that it came to
             work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))

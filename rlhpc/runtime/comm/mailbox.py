@@ -46,8 +46,8 @@ def available() -> bool:
 
 
 class Mailbox:
-    """One of the two ends, which open the same file in any order; one of them passes `first=True`. The first array to arrive
-    removes the file.
+    """One end of a mailbox. Both ends open the same file, in any order, and one of them passes `first=True`. The first
+    array to arrive removes the file.
 
     Args:
         path: In a folder that only this user can enter; the file is made if it is missing, and must be new to the pair.
@@ -80,7 +80,7 @@ class Mailbox:
         memory, address = memoryview(mapped), ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         out_start, in_start = (0, size) if first else (size, 0)
         self._out, self._in = memory[out_start : out_start + size], memory[in_start : in_start + size]
-        self._out_counters, self._in_counters = (half[:_TEXT].cast("Q") for half in (self._out, self._in))
+        self._out_counters, self._in_counters = (buffer[:_TEXT].cast("Q") for buffer in (self._out, self._in))
         self._out_address, self._in_address = address + out_start, address + in_start
         self._sent = self._got = 0
         self._in_form = 0
@@ -88,11 +88,11 @@ class Mailbox:
         self._poll = _POLL_S
 
     def put(self, array: np.ndarray) -> None:
-        """Leaves an array for the peer, once the peer has taken the previous one.
+        """Sends an array to the peer, once the peer has read the previous one.
 
         Raises:
             ChannelError: It is larger than the mailbox.
-            DeadlineExceeded: The peer did not take the last one.
+            DeadlineExceeded: The peer did not read the previous array.
         """
         counters = self._out_counters
         if counters[_CONSUMED] != self._sent:

@@ -20,7 +20,7 @@ from rlhpc.runtime.scratch import Scratch
 
 
 class HeldValues:
-    """Any thread may call any method."""
+    """Key-value store of a process group. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
@@ -138,7 +138,7 @@ class DeviceChannel:
         self.takers.clear()
 
     def close(self) -> None:
-        """Ends everything."""
+        """Closes other processes' buffers, and drops all messages."""
         with contextlib.suppress(RuntimeError):
             self._mappings.park()
         self.pool.forget()
@@ -156,14 +156,14 @@ class DeviceChannel:
             return self._through_the_host(crossing, origin, reader, str(error))
 
     def _through_the_host(self, crossing: Crossing, origin: Origin, reader: int, why: str) -> list[Any]:
-        body = pickle.dumps((crossing.path, reader, why))
+        request = pickle.dumps((crossing.path, reader, why))
         purpose = "the sender of a message to copy it from its accelerator"
-        reply = self._peers.request(choose(crossing.endpoint), b"TO_HOST", [body], _DEADLINE_S, purpose)
+        reply = self._peers.request(choose(crossing.endpoint), b"TO_HOST", [request], _DEADLINE_S, purpose)
         path, start = pickle.loads(reply[0])
         host_copy = self._read(origin, path, crossing.size)[start:]
         return [
-            rebuild_tensor(host_copy[part.offset : part.offset + part.nbytes], part.dtype, part.shape, "", False, False)
-            for part in crossing.parts
+            rebuild_tensor(host_copy[view.offset : view.offset + view.nbytes], view.dtype, view.shape, "", False, False)
+            for view in crossing.parts
         ]
 
 
@@ -213,9 +213,9 @@ def _get(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
 
 
 def _ack(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
-    name, numbers = pickle.loads(frames[0])
+    name, item_ids = pickle.loads(frames[0])
     with service.lock:
-        service.channel(name).acknowledge(numbers)
+        service.channel(name).acknowledge(item_ids)
 
 
 def _stat(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:

@@ -61,9 +61,9 @@ def _begin(
             purpose,
         )
         return lambda timeout: False
-    head = pickle.dumps((INBOX, key, packed.nbytes, 0, packed.segment or "", True))
+    header = pickle.dumps((INBOX, key, packed.nbytes, 0, packed.segment or "", True))
     peers = context.service.peers
-    frames = [head, *packed.frames(reader, share)]
+    frames = [header, *packed.frames(reader, share)]
     pending = peers.begin(choose(receiver), b"PUT", frames, purpose, context.wait_deadline)
 
     def arrived(timeout: float) -> bool:
@@ -109,8 +109,8 @@ def send(
 
 
 def _receive(tag: str, src_group: str, src_rank: int, borrow: bool = False) -> Any:
-    item = _next_item(tag, src_group, src_rank, current().wait_deadline)
-    return current().service.unpack(item.frames, borrow=borrow)
+    received = _next_item(tag, src_group, src_rank, current().wait_deadline)
+    return current().service.unpack(received.frames, borrow=borrow)
 
 
 def _next_item(tag: str, src_group: str, src_rank: int, timeout: float) -> Item:
@@ -151,7 +151,7 @@ def await_post(key: str, timeout: float, whom: str) -> Any:
     """Waits for the next object that is posted here.
 
     Raises:
-        DeadlineExceeded: None came; names who was to post it.
+        DeadlineExceeded: No object arrived; the message names the expected sender.
     """
     service = current().service
     items = service.wait_local(
@@ -208,21 +208,21 @@ def follow_broadcast(src: tuple[str, int], check: Callable[[], None]) -> Any:
 
     Args:
         src: Group and rank of the sender.
-        check: Called every now and then; raises to give up, and then no message is lost.
+        check: Called repeatedly; raises to give up, without losing a message.
 
     Raises:
-        DeadlineExceeded: None came.
+        DeadlineExceeded: No broadcast arrived.
     """
     deadline = time.monotonic() + current().wait_deadline
     while True:
         check()
         try:
-            item = _next_item("b", *src, min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+            received = _next_item("b", *src, min(_LOOK_S, max(0.0, deadline - time.monotonic())))
         except DeadlineExceeded:
             if time.monotonic() >= deadline:
                 raise
         else:
-            return current().service.unpack(item.frames)
+            return current().service.unpack(received.frames)
 
 
 def begin_broadcast(
@@ -232,8 +232,8 @@ def begin_broadcast(
 
     Args:
         obj: The object to send; must not change before all receivers have it.
-        group: Of the sender.
-        rank: Of the sender.
+        group: Worker group of the sender.
+        rank: Rank of the sender.
         groups: Groups and ranks that receive.
         segment: A segment that the object refers to and whose reader k is the k-th receiver in the order of `readers_of`: it
             is freed for receivers that the object does not reach.
@@ -242,7 +242,12 @@ def begin_broadcast(
         A function that waits until the object has reached all receivers; the same thread must call it.
     """
     context = current()
-    targets = [(g, r) for g, ranks in groups for r in ranks if (g, r) != (group, rank)]
+    targets = [
+        (target_group, target_rank)
+        for target_group, ranks in groups
+        for target_rank in ranks
+        if (target_group, target_rank) != (group, rank)
+    ]
     readers = readers_of(context, targets)
     if not readers:
         return lambda: None
@@ -286,7 +291,7 @@ def begin_broadcast(
 def _begin_to(
     context: Context, packed: Packed, key: str, target: tuple[str, int], reader: int, share: Share | None
 ) -> Callable[[float], bool]:
-    """Starts sending as `_begin` does, but raises its failure when the message is waited for."""
+    """Starts sending as `_begin` does. A failure is raised only by the function that waits for the message."""
     try:
         return _begin(context, packed, key, *target, reader, share)
     except ChannelError as error:
@@ -345,12 +350,12 @@ def readers_of(context: Context, targets: list[tuple[str, int]]) -> list[list[tu
 
 
 def clear_inbox(service: Service) -> None:
-    """Drops the messages that were sent to this process and that it has not taken."""
+    """Drops the unread messages in this process's inbox."""
     with service.lock:
         state = service.channels[INBOX]
         service.channels[INBOX] = ChannelState(0, DEFAULT_MAX_BYTES)
-    for item in [item for queued in state.queues.values() for item in queued.items]:
+    for unread in [unread for queued in state.queues.values() for unread in queued.items]:
         # Unpacking frees this reader's claim on the payload, in case its sender and the other readers are still there.
-        forgo(item.frames)
+        forgo(unread.frames)
         with contextlib.suppress(RlhpcError, SegmentGone, OSError):
-            service.unpack(item.frames, borrow=True)
+            service.unpack(unread.frames, borrow=True)

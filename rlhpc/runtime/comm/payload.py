@@ -61,13 +61,13 @@ def _reduce_tensor(tensor: Any) -> Any:
 
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return tensor.__reduce_ex__(4)
-    data = tensor.detach()
-    if data.device.type != "cpu" and not data.is_contiguous():
+    values = tensor.detach()
+    if values.device.type != "cpu" and not values.is_contiguous():
         raise ValueError(
-            f"a non-contiguous tensor on {data.device} (shape {tuple(data.shape)}, strides {data.stride()}) cannot be sent: "
-            f"call .contiguous() first"
+            f"a non-contiguous tensor on {values.device} (shape {tuple(values.shape)}, strides {values.stride()}) cannot be "
+            f"sent: call .contiguous() first"
         )
-    flat = data.cpu().contiguous().reshape(-1)
+    flat = values.cpu().contiguous().reshape(-1)
     flat = flat.resolve_conj().resolve_neg()
     # One element counts as contiguous whatever its stride; a view of its bytes needs a stride of one.
     flat_bytes = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()
@@ -125,12 +125,12 @@ class Apart:
         self._numbers: dict[int, int] = {}
 
     def clear(self) -> None:
-        """Forgets the tensors that were met, for another attempt."""
+        """Forgets the selected tensors, for another attempt."""
         self.tensors.clear()
         self._numbers.clear()
 
     def __call__(self, obj: Any) -> int | None:
-        """Returns the number of a tensor that stays; None for any other object."""
+        """Returns the index of a tensor that stays in place; None for any other object."""
         if type(obj) is not self._kind or obj.requires_grad or not obj.is_contiguous() or not self._stays(obj):
             return None
         if id(obj) not in self._numbers:
@@ -165,7 +165,7 @@ def dumps(obj: Any, apart: Apart | None = None) -> tuple[bytes, list[memoryview]
 
     Args:
         obj: Anything that can be pickled.
-        apart: Takes tensors out of it, which `loads` wants back.
+        apart: Removes tensors from the object; `loads` needs them again.
     """
     _know_torch()
     try:
@@ -174,7 +174,7 @@ def dumps(obj: Any, apart: Apart | None = None) -> tuple[bytes, list[memoryview]
         if apart is not None:
             apart.clear()
         stream, buffers = _dump(_ByValuePickler if apart is None else _ByValueApartPickler, obj, apart)
-    return stream, [b.raw() for b in buffers]
+    return stream, [buffer.raw() for buffer in buffers]
 
 
 def pickled(obj: Any) -> bytes:
@@ -228,12 +228,12 @@ _PAUSE_S = 0.001
 
 
 class Share(NamedTuple):
-    """A receiver's place among the receivers on its host.
+    """Position of a receiver among the receivers on its host.
 
     Attributes:
         name: Name of the message on this host.
-        number, of: Which receiver this is, of how many.
-        holders: Their processes (`host.process_key`), where these are known.
+        number, of: Index of this receiver, and number of receivers.
+        holders: Processes of the receivers (`host.process_key`), if known.
     """
 
     name: str
@@ -296,8 +296,8 @@ class Origin(NamedTuple):
 
     Attributes:
         host: Host id.
-        endpoint: Where the owner's service takes messages from other hosts.
-        bulk: Where it serves its segments to them.
+        endpoint: Endpoint of the owner's service for other hosts.
+        bulk: Endpoint from which it serves its segments to other hosts.
     """
 
     host: str
@@ -350,7 +350,7 @@ class Packed:
 
         Args:
             obj: Anything that can be pickled.
-            pool: Of this process.
+            pool: Segment pool of this process.
             origin: This process, for readers on other hosts.
             readers: How many processes will read it; processes of one host that share a fetched copy count once.
             loans: Given if all readers are on other hosts: large data then stays where it is until `settle`.
@@ -363,7 +363,7 @@ class Packed:
         if buffers is None:
             self._data, buffers = dumps(obj)
         self._origin, self.readers = origin, readers
-        size = sum(len(b) for b in buffers)
+        size = sum(len(buffer) for buffer in buffers)
         self.nbytes = len(self._data) + size + (self._crossing.size if self._crossing else 0)
         self._path = ""
         self._inline: list[Any] = []
@@ -454,7 +454,7 @@ def unpack(
     Args:
         frames: As made by `Packed.frames`, after transport.
         host: This process's host id; a segment of another host is fetched.
-        mappings: Of this process.
+        mappings: Mappings of this process.
         fetch: Gets a segment from another host.
         land: Gets tensors from a buffer on an accelerator.
         borrow: The caller only reads the result, so no copy on write is needed if there are other readers.
@@ -464,11 +464,11 @@ def unpack(
     """
     stream, descriptor, *inline = frames
     if not len(descriptor):
-        return loads(stream, [bytearray(b) for b in inline])
+        return loads(stream, [bytearray(buffer) for buffer in inline])
     origin, path, spans, reader, readers, share_fields, crossing = pickle.loads(descriptor)
     tensors = land(Crossing(*crossing), Origin(*origin), reader) if crossing else ()
     if not path:
-        return loads(stream, [bytearray(b) for b in inline], tensors)
+        return loads(stream, [bytearray(buffer) for buffer in inline], tensors)
     if origin[0] != host or path.startswith(PREFIX):
         share = Share(*share_fields) if share_fields else None
         segment_data = fetch(Origin(*origin), path, spans[-1][0] + spans[-1][1] - HEADER, reader, share)

@@ -48,7 +48,7 @@ class PutEstimate(NamedTuple):
     """Location of the consumer that a producer can expect for its item.
 
     Attributes:
-        host, device: Of the key's last consumer, see `Taker`.
+        host, device: Location of the key's last consumer, see `Taker`.
         waiting: Whether a consumer will take the item at once.
     """
 
@@ -122,7 +122,7 @@ class ChannelState:
         return bool(count) and self.nbytes + nbytes > self.max_bytes
 
     def note_taker(self, key: str, taker: Taker) -> None:
-        """Remembers where a key's last consumer is."""
+        """Records the location of a key's last consumer."""
         self._takers[key] = taker
         self._takers.move_to_end(key)
         if len(self._takers) > _MAX_TAKERS:
@@ -160,9 +160,9 @@ class ChannelState:
         """Delivers one item (`target` None) or a batch of weight `target`; without an `answer` an empty queue refuses.
 
         Args:
-            key: Of the queue.
+            key: Key of the queue.
             owners: Names under which the end of the consumer may be reported; empty if the items need no acknowledgement.
-            target: See above.
+            target: Weight of the batch; None for one item.
             answer: Called with the items.
         """
         if answer is None:
@@ -233,8 +233,8 @@ class ChannelState:
 
     def acknowledge(self, numbers: Iterable[int]) -> None:
         """Removes items whose data the consumer has."""
-        for number in numbers:
-            self.unacknowledged.pop(number, None)
+        for item_id in numbers:
+            self.unacknowledged.pop(item_id, None)
 
     def consumer_died(self, consumer: str) -> int:
         """Puts the items that `consumer` had not acknowledged back to the front; returns how many."""
@@ -257,7 +257,7 @@ class ChannelState:
         for queue in self.queues.values():
             queue.getters = deque(g for g in queue.getters if not matches(g[2]))
             dropped += [item for item, answer in queue.putters if matches(answer)]
-            queue.putters = deque(p for p in queue.putters if not matches(p[1]))
+            queue.putters = deque(putter for putter in queue.putters if not matches(putter[1]))
         for key in list(self.queues):
             self._drop_idle(key)
         return dropped
@@ -265,7 +265,7 @@ class ChannelState:
     def close(self, reason: str) -> None:
         """Answers all waiters that the channel has been closed."""
         for queue in self.queues.values():
-            pending_answers = [g[2] for g in queue.getters] + [p[1] for p in queue.putters]
+            pending_answers = [getter[2] for getter in queue.getters] + [putter[1] for putter in queue.putters]
             queue.getters.clear()
             queue.putters.clear()
             for answer in pending_answers:

@@ -55,11 +55,11 @@ class Traffic:
     """The sockets of a service.
 
     Args:
-        listener: For processes of this host.
+        listener: Listening socket for processes of this host.
         token: Secret that connecting processes prove to know.
         zap: Authenticator of ZeroMQ's connections.
-        router: For processes of other hosts, if there are any.
-        bulk: For large data of other hosts.
+        router: Socket for processes of other hosts, if there are any.
+        bulk: Server of large data for other hosts.
         handle: Called with each message and its sender.
         on_close: Called with the name of a connection that has closed.
     """
@@ -106,7 +106,7 @@ class Traffic:
         self._outbox.append((peer, frames))
 
     def wake(self) -> None:
-        """Ends a turn that waits."""
+        """Wakes the thread that waits in `turn`."""
         os.eventfd_write(self._wake, 1)
 
     def turn(self, timeout: float) -> bool:
@@ -154,8 +154,8 @@ class Traffic:
         router = self._router
         while True:
             while router and readable(router):
-                identity, *body = router.recv_multipart()
-                self._handle(identity, join_pieces(body))
+                identity, *message = router.recv_multipart()
+                self._handle(identity, join_pieces(message))
             # Sending also notices what has arrived, and the descriptor then no longer signals it: check again.
             if not self._outbox:
                 return
@@ -312,8 +312,8 @@ class Service:
             previous = self.channels.get(name)
             if previous:
                 previous.close(f"channel {name!r} was created anew")
-                for item in [item for queued in previous.queues.values() for item in queued.items]:
-                    discard(item.segment) if item.segment else None
+                for dropped in [dropped for queued in previous.queues.values() for dropped in queued.items]:
+                    discard(dropped.segment) if dropped.segment else None
             self.channels[name] = ChannelState(maxsize, max_bytes)
 
     def wait_local(self, act: Callable[[LocalAnswer], bool], timeout: float, whom: str) -> list[Item]:
@@ -406,8 +406,8 @@ class Service:
         with self.lock:
             answer.abandoned = True
             for state in self.channels.values():
-                for item in state.cancel(lambda a: a is answer):
-                    discard(item.segment) if item.segment else None
+                for dropped in state.cancel(lambda a: a is answer):
+                    discard(dropped.segment) if dropped.segment else None
 
     def consumer_died(self, consumer: str) -> None:
         """Puts items that a dead consumer had not acknowledged back into the queues."""
@@ -442,9 +442,9 @@ class Service:
         Args:
             obj: Anything that can be pickled.
             readers: How many processes will read it.
-            lend: All are on other hosts, and the caller will `settle`.
-            takers: Where they are, as far as is known.
-            inline: The message has all of it.
+            lend: True if all readers are on other hosts and the caller calls `settle`.
+            takers: Locations of the readers, if known.
+            inline: Put all data into the message.
             holders: The readers' processes, see `segments.Segment`.
         """
         loans = self.loans if lend and self._bulk else None

@@ -64,7 +64,7 @@ def unlink(path: str) -> None:
 
 
 def capacity_of(size: int) -> int:
-    """Returns the bytes of a segment for this much data: the next eighth of a power of two, so that similar sizes share
+    """Returns the capacity of a segment for this many bytes: the next eighth of a power of two, so that similar sizes share
     segments.
     """
     step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 4))
@@ -72,7 +72,7 @@ def capacity_of(size: int) -> int:
 
 
 def spans_of(sizes: Iterable[int]) -> list[tuple[int, int]]:
-    """Returns (offset, size) of each of some buffers in a segment, aligned to 64 bytes."""
+    """Returns (offset, size) of buffers with these sizes in a segment, aligned to 64 bytes."""
     spans, offset = [], HEADER
     for size in sizes:
         spans.append((offset, size))
@@ -87,21 +87,21 @@ def layout(buffers: Sequence[Any]) -> tuple[list[tuple[int, int]], int]:
 
 
 def await_readers(page: mmap.mmap, readers: int, keep: bool = False) -> None:
-    """Sets the marks of readers that will come, numbered from 0; called by the writer, while no process reads."""
+    """Sets the marks of the awaited readers, numbered from 0; called by the writer, while no process reads."""
     tracks = b"\1" if readers <= MAX_TRACKED else FREE
     page[_TRACKS:HEADER] = tracks + (RETAINED if keep else FREE)
     page[:readers] = WRITTEN * readers
 
 
 def begin_use(page: mmap.mmap, reader: int) -> None:
-    """Sets the mark of a reader that has come, which is this process."""
+    """Sets the mark of a reader that has arrived: this process."""
     if reader < MAX_TRACKED and page[_TRACKS]:
         _PROCESS.pack_into(page, _TABLE + _PROCESS.size * reader, os.getpid(), pid_namespace() & 0xFFFFFFFF)
     page[reader : reader + 1] = USED
 
 
 def free_ended(page: mmap.mmap, readers: int) -> None:
-    """Frees the data that readers that have ended had in use; called by the writer."""
+    """Releases data that ended readers had in use; called by the writer."""
     if not page[_TRACKS]:
         return
     for reader in range(readers):
@@ -139,7 +139,7 @@ class ShmSegment:
         return self.memory[: self.readers] == FREE * self.readers
 
     def awaited(self) -> bool:
-        """Returns whether a reader has yet to come."""
+        """Returns whether a reader is still awaited."""
         return WRITTEN in self.memory[: self.readers]
 
 
@@ -147,7 +147,7 @@ def map_segment(path: str, flags: int) -> mmap.mmap:
     """Maps a segment, for reading and writing.
 
     Raises:
-        SegmentGone: It is not there any more.
+        SegmentGone: The segment no longer exists.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -172,7 +172,7 @@ def map_private(path: str) -> mmap.mmap:
 
 
 def discard(path: str, reader: int = 0) -> None:
-    """Frees the segments of a message whose reader will not come; does nothing for a segment of another host."""
+    """Frees the segments of a message for a reader that will not read it; does nothing for a segment of another host."""
     for segment_path in path.split(AND):
         try:
             fd = os.open(segment_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -186,12 +186,12 @@ def discard(path: str, reader: int = 0) -> None:
 
 def _segments(folder: Path) -> Iterator[tuple[str, str, bytes, bool]]:
     """Yields for each segment in a folder: path, the writer's process, the readers' bytes, and whether it is kept."""
-    for entry in os.scandir(folder) if folder.is_dir() else ():
-        if (name := _NAME.fullmatch(entry.name)) is not None:
-            with contextlib.suppress(OSError), open(entry.path, "rb") as file:
+    for dir_entry in os.scandir(folder) if folder.is_dir() else ():
+        if (name := _NAME.fullmatch(dir_entry.name)) is not None:
+            with contextlib.suppress(OSError), open(dir_entry.path, "rb") as file:
                 page = file.read(HEADER).ljust(HEADER, FREE)
                 states = page[:MAX_TRACKED] if page[_TRACKS] else page[:_TRACKS]
-                yield entry.path, name[1], states, page[-1:] == RETAINED
+                yield dir_entry.path, name[1], states, page[-1:] == RETAINED
 
 
 def bytes_in_use(folder: Path) -> int:
@@ -253,9 +253,9 @@ def copy_into(memory: mmap.mmap, pieces: Iterable[tuple[int, Any]]) -> None:
             target[start : start + len(source)] = source
         return
     chunks = [
-        (start + at, source[at : at + _PIECE])
+        (start + offset, source[offset : offset + _PIECE])
         for start, source in large_buffers
-        for at in range(0, len(source), _PIECE)
+        for offset in range(0, len(source), _PIECE)
     ]
     next_chunk, finished = itertools.count(), threading.Semaphore(0)
 
@@ -397,7 +397,7 @@ class SegmentPool:
         """Copies the buffers into a segment, as `spans_of` lays them out.
 
         Args:
-            buffers: Flat, contiguous.
+            buffers: Flat, contiguous buffers.
             readers: Number of readers; they are numbered from 0.
             keep: Keep the segment until `drop`, for readers that come later.
             holders: The readers' processes, see `ShmSegment`.
@@ -451,7 +451,8 @@ class SegmentPool:
         return None if segment is None else segment.memory
 
     def awaited(self, path: str) -> list[bool]:
-        """Returns for each reader of a segment whether it has yet to come; empty once the segment has returned to the pool."""
+        """Returns for each reader of a segment whether it is still awaited; empty once the segment has returned to the
+        pool."""
         with self._lock:
             segment = self._by_path.get(path)
         return [] if segment is None else [state == WRITTEN[0] for state in segment.memory[: segment.readers]]
@@ -491,7 +492,10 @@ class SegmentPool:
     def close(self) -> None:
         """Removes the segments that are not in use; the remaining ones are removed with the session's folder."""
         with self._lock:
-            for segment in [*self._by_path.values(), *(one for idle in self._idle.values() for one in idle)]:
+            for segment in [
+                *self._by_path.values(),
+                *(idle_segment for idle in self._idle.values() for idle_segment in idle),
+            ]:
                 if segment.free():
                     unlink(segment.path)
             self._busy.clear()
@@ -606,7 +610,7 @@ def default_idle(scratch: Scratch) -> int:
 
 
 def _write_all(fd: int, chunks: list[Any]) -> None:
-    views = [memoryview(c).cast("B") for c in chunks if len(c)]
+    views = [memoryview(chunk).cast("B") for chunk in chunks if len(chunk)]
     while views:
         written = os.writev(fd, views[:_IOV_MAX])
         while views and written >= len(views[0]):

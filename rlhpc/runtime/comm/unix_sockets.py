@@ -97,10 +97,10 @@ def send_message(sock: socket.socket, frames: list[Any]) -> tuple[deque[memoryvi
     buffers = encode(frames)
     if len(buffers) == 1:  # most messages
         try:
-            sent = sock.send(buffers[0])
+            num_sent = sock.send(buffers[0])
         except BlockingIOError:
-            sent = 0
-        return deque() if sent == len(buffers[0]) else deque([memoryview(buffers[0])[sent:]]), sent
+            num_sent = 0
+        return deque() if num_sent == len(buffers[0]) else deque([memoryview(buffers[0])[num_sent:]]), num_sent
     views = deque(memoryview(buffer).cast("B") for buffer in buffers)
     return views, send_some(sock, views)
 
@@ -114,11 +114,11 @@ def send_some(sock: socket.socket, views: deque[memoryview]) -> int:
     total = 0
     while views:
         try:
-            sent = sock.sendmsg(itertools.islice(views, _MAX_BUFFERS))
+            num_sent = sock.sendmsg(itertools.islice(views, _MAX_BUFFERS))
         except BlockingIOError:
             break
-        total += sent
-        _drop_sent(views, sent)
+        total += num_sent
+        _drop_sent(views, num_sent)
     return total
 
 
@@ -191,13 +191,13 @@ class Client:
             check: Called before each wait for the other process to read; raises to give up.
         """
         self.in_step = False
-        views, sent = send_message(self._sock, frames)
+        views, num_sent = send_message(self._sock, frames)
         while views:
-            self.in_step = not sent
+            self.in_step = not num_sent
             check()
             self._room.poll(_LOOK_MS)
             self.in_step = False
-            sent += send_some(self._sock, views)
+            num_sent += send_some(self._sock, views)
         self.in_step = True
 
     def receive(self, timeout: float) -> list[bytes] | None:
@@ -272,7 +272,8 @@ class UnixConnection:
         return messages
 
     def send(self, frames: list[Any]) -> bool:
-        """Sends or queues a message; True when something is left for `flush`. The frames are the caller's own again."""
+        """Sends or queues a message; returns True if data remains for `flush`. The caller may reuse the frames
+        afterwards."""
         if self._out:
             self._out.extend(memoryview(buffer).cast("B") for buffer in owned(encode(frames)))
             return True

@@ -46,7 +46,7 @@ class Loan:
     ) -> None:
         self.name = f"{PREFIX}{process_id()}-{next(_numbers)}"
         self.spans, self.size = layout(buffers)
-        self._views: list[memoryview] | None = [memoryview(b).cast("B") for b in buffers]
+        self._views: list[memoryview] | None = [memoryview(buffer).cast("B") for buffer in buffers]
         self.segment: str | None = None
         self.pending, self._readers, self.holders = set(range(readers)), readers, holders
         self._changed = changed
@@ -85,8 +85,8 @@ class Loan:
         """Ends the loan: afterwards the buffers belong to the caller alone.
 
         Args:
-            handed: All readers were waiting for it.
-            pool: Where the copy goes.
+            handed: Whether all readers were waiting for the loan.
+            pool: Pool that gets the copy.
             check: Called while waiting; raises when the run has failed.
         """
         self._moved = time.monotonic()
@@ -127,7 +127,7 @@ class Loans:
         return self._pool.memory(path)
 
     def forget_process(self, process: str) -> None:
-        """Releases the loans of a reader that has ended (`host.process_key`)."""
+        """Releases the loans to a reader that has ended (`host.process_key`)."""
         for name, loan in list(self._loans.items()):
             for reader, holder in enumerate(loan.holders):
                 if holder == process:
@@ -155,7 +155,7 @@ _REMEMBERED = 1024
 
 
 class Withdrawn(Exception):
-    """It was offered, and is no longer."""
+    """Error: the data is no longer offered."""
 
 
 class Offers:
@@ -181,7 +181,7 @@ class Offers:
         """Returns the memory offered under a name; waits up to `timeout` seconds for it, then returns None.
 
         Raises:
-            Withdrawn: It was offered before.
+            Withdrawn: The data is no longer offered.
         """
         deadline = time.monotonic() + timeout
         with self._changed:

@@ -69,7 +69,7 @@ def divided(frames: Sequence[Any]) -> Sequence[Any]:
     pieces: list[Any] = [_DIVIDED, struct.pack(_LENGTHS % len(lengths), *lengths)]
     for frame, length in zip(frames, lengths, strict=True):
         frame_bytes = memoryview(frame).cast("B")
-        pieces += [frame_bytes[at : at + PIECE] for at in range(0, length, PIECE)]
+        pieces += [frame_bytes[start : start + PIECE] for start in range(0, length, PIECE)]
     return pieces
 
 
@@ -157,7 +157,7 @@ class ZapDoor:
 
 @contextlib.contextmanager
 def _until_the_end() -> Iterator[None]:
-    """Turns ZeroMQ's word that this process's sockets are being ended into an error of the run."""
+    """Converts ZeroMQ's error about closed sockets into an error of the run."""
     try:
         yield
     except zmq.ContextTerminated:
@@ -371,7 +371,7 @@ class Peers:
         """Fills `target` with the bytes of a segment of another host from `start` on.
 
         Args:
-            endpoint: Of the owner's `BulkServer`.
+            endpoint: Endpoint of the owner's `BulkServer`.
             path: The segment, or the name of the offered data.
             start: Offset in its file.
             target: Memory of this process.

@@ -77,11 +77,12 @@ class Starter(Protocol):
         """Returns the state of ranks that do not arrive, one line each."""
 
     def close(self, clear: bool) -> None:
-        """Cleans up when all ranks have ended. With `clear`, some may have left files on other nodes."""
+        """Cleans up when all ranks have ended. With `clear`, also removes the files that killed ranks may have left on other
+        nodes."""
 
 
 class Reports(Protocol):
-    """Receiver of a starter's reports, which come from the starter's threads."""
+    """Interface of the receiver of a starter's reports, which arrive on the starter's threads."""
 
     def started(self, member: Member, pid: int) -> None:
         """Registers that a rank's process has started."""

@@ -43,7 +43,7 @@ class ForkServer:
 
     Args:
         control: The driver's socket.
-        token: Of the session's scratch folders.
+        token: Token of the session's scratch folders.
         entry: Entry point of a forked rank, as `module:function` of a spec that returns an exit status. A rank with a separate
             interpreter runs the module as a program.
     """
@@ -182,14 +182,14 @@ def _imported(control: socket.socket) -> None:
 
 def main() -> None:
     """Runs the server: `python -m rlhpc.runtime.launchers.fork_server FD TOKEN DRIVER_PID ENTRY MODULE…`."""
-    fd, token, driver, entry, *modules = sys.argv[1:]
+    fd, token, driver, entry_point, *modules = sys.argv[1:]
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(signal_number, signal.SIG_IGN)  # a signal to the job's process group must not end the ranks
     adopt_orphans()
     Scratch(token).hold()
     Scratch(token).hold_caches()
     control = socket.socket(fileno=int(fd))
-    server = ForkServer(control, token, entry)
+    server = ForkServer(control, token, entry_point)
     _end_while_importing(control, token)
     if os.getppid() != int(driver):
         server.end(remove=True)

@@ -168,13 +168,15 @@ class SteppedStarter:
         """
         task, spec = step.members.index(member), member.spec
         argv = killing_step(step.planned.component, self._components, step.planned.hosts[task], step.mark, task)
-        answer = ask(*argv, timeout_s=_KILL_S, environment=step_environment(os.environ), apart=True)
-        if not answer.ok:
-            log.warning("%s on node %s was given up and could not be killed: %s", spec.name, spec.node, answer.words)
+        srun_output = ask(*argv, timeout_s=_KILL_S, environment=step_environment(os.environ), apart=True)
+        if not srun_output.ok:
+            log.warning(
+                "%s on node %s was given up and could not be killed: %s", spec.name, spec.node, srun_output.words
+            )
             time.sleep(_RETRY_S)
         with self._doomed_lock:
             has_exited = self._doomed.pop(member)
-        if has_exited or answer.ok:
+        if has_exited or srun_output.ok:
             self._reports.exited(member, int(signal.SIGKILL))
 
     def early_output(self, member: Member) -> str:
@@ -182,7 +184,9 @@ class SteppedStarter:
         return step.last_words if step is not None else ""
 
     def arrival_report(self, members: Sequence[Member]) -> list[str]:
-        return [f"srun said: {words}" for words in sorted({self.early_output(member) for member in members}) if words]
+        return [
+            f"srun said: {output}" for output in sorted({self.early_output(member) for member in members}) if output
+        ]
 
     def close(self, clear: bool) -> None:
         """Removes the session's folders on nodes where ranks were killed before they could do so themselves."""
@@ -284,8 +288,10 @@ class JobStep:
         """
         deadline = time.monotonic() + _GONE_S
         while self._step_id and time.monotonic() < deadline:
-            answer = ask("squeue", "--noheader", "--steps", f"--jobs={self._step_id.partition('.')[0]}", "--format=%i")
-            if answer.ok and self._step_id not in answer.text.split():
+            squeue_output = ask(
+                "squeue", "--noheader", "--steps", f"--jobs={self._step_id.partition('.')[0]}", "--format=%i"
+            )
+            if squeue_output.ok and self._step_id not in squeue_output.text.split():
                 return
             time.sleep(0.5)
 

@@ -50,7 +50,7 @@ class SrunStep:
 
 
 class RankPlacement(Protocol):
-    """Place of a rank, as a step needs it."""
+    """Placement of a rank in a job step."""
 
     @property
     def rank(self) -> int: ...

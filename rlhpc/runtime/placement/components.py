@@ -14,7 +14,7 @@ from rlhpc.runtime.placement.strategies import Placement, group_nodes, on_accele
 
 
 class Clustered(Protocol):
-    """A configuration with machines."""
+    """Configuration with a section `cluster`."""
 
     @property
     def cluster(self) -> ClusterConfig:

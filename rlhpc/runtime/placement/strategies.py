@@ -31,7 +31,7 @@ class Placement:
 
 
 class PlacementStrategy(Protocol):
-    """Anything that can say where the ranks of a group go: `place(cluster)` returns their placements in rank order."""
+    """Interface of placement strategies: `place(cluster)` returns the placements of a group's ranks, in rank order."""
 
     def place(self, cluster: Cluster) -> list[Placement]: ...
 
@@ -129,8 +129,8 @@ class PackedPlacementStrategy:
         block = self.per_process * self.stride
         return on_accelerators(
             [
-                [first + offset + i * self.stride for i in range(self.per_process)]
-                for first in range(self.start, self.end + 1, block)
+                [first_rank + offset + i * self.stride for i in range(self.per_process)]
+                for first_rank in range(self.start, self.end + 1, block)
                 for offset in range(self.stride)
             ],
             cluster,
@@ -172,7 +172,9 @@ class NodePlacementStrategy:
 
 def on_accelerators(processes: Sequence[Sequence[int]], cluster: Cluster, label: str, origin: str) -> list[Placement]:
     available = cluster.accelerators_of(label)
-    locations = [_one_node(available, label, ranks, f"{origin}: process {p}") for p, ranks in enumerate(processes)]
+    locations = [
+        _one_node(available, label, ranks, f"{origin}: process {index}") for index, ranks in enumerate(processes)
+    ]
     return _finish(locations, label)
 
 
