@@ -72,7 +72,7 @@ ASKED = (
     "integration/language/test_rollout_backends.py",
     "integration/language/test_weight_sync.py",
     "integration/language/test_reshard.py",
-    "unit/language/tokens/test_token_scores.py",
+    "unit/language/models/test_token_scores.py",
 )
 
 

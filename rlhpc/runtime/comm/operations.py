@@ -194,8 +194,8 @@ def _put(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     name, key, nbytes, weight, segment, wait = pickle.loads(frames[0])
     with service.lock:
         answer.outlook = service.channel(name).outlook(key)
-        admitted = service.channel(name).put(key, frames[1:], nbytes, weight, segment, answer)
-        if not wait and admitted:
+        service.channel(name).put(key, frames[1:], nbytes, weight, segment, answer)
+        if not wait:
             refused = service.channel(name).cancel(lambda a: a is answer)
             if refused:
                 answer(Refusal("full"))

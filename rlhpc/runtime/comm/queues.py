@@ -83,7 +83,6 @@ class KeyQueue:
 
     def __init__(self) -> None:
         self.items: deque[Item] = deque()
-        self.nbytes = 0
         self.getters: deque[tuple[tuple[str, ...], float | None, Answer]] = deque()
         self.putters: deque[tuple[Item, Answer]] = deque()
 
@@ -156,8 +155,8 @@ class ChannelState:
         self._serve(key, queue)
         return True
 
-    def get(self, key: str, owners: tuple[str, ...], target: float | None, answer: Answer | None) -> bool:
-        """Delivers one item (`target` None) or a batch of weight `target`; without an `answer` an empty queue refuses.
+    def get(self, key: str, owners: tuple[str, ...], target: float | None, answer: Answer) -> bool:
+        """Delivers one item (`target` None) or a batch of weight `target`, now or once there is one; returns True.
 
         Args:
             key: Key of the queue.
@@ -165,8 +164,6 @@ class ChannelState:
             target: Weight of the batch; None for one item.
             answer: Called with the items.
         """
-        if answer is None:
-            return False
         queue = self.queue(key)
         queue.getters.append((owners, target, answer))
         self._serve(key, queue)
@@ -174,7 +171,6 @@ class ChannelState:
 
     def _admit(self, queue: KeyQueue, item: Item) -> None:
         queue.items.append(item)
-        queue.nbytes += item.nbytes
         self.nbytes += item.nbytes
 
     def _take(self, queue: KeyQueue, target: float | None) -> list[Item] | None:
@@ -216,7 +212,6 @@ class ChannelState:
                 return
             queue.getters.popleft()
             for item in items:
-                queue.nbytes -= item.nbytes
                 self.nbytes -= item.nbytes
                 if owners:
                     self.unacknowledged[item.number] = (key, owners, item)
@@ -228,7 +223,6 @@ class ChannelState:
         for item in reversed(list(items)):
             self.unacknowledged.pop(item.number, None)
             queue.items.appendleft(item)
-            queue.nbytes += item.nbytes
             self.nbytes += item.nbytes
 
     def acknowledge(self, numbers: Iterable[int]) -> None:
