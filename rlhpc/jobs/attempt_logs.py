@@ -19,20 +19,20 @@ def mark_start(folder: Path) -> None:
     if not any(_RANK.fullmatch(file.stem) for file in files):  # the driver's own log may already exist
         return
     number = 1 + max((_number_of(file) for file in files), default=0)
-    rule = f"---- start {number}, {time.strftime('%Y-%m-%d %H:%M:%S')} ----\n"
+    start_line = f"---- start {number}, {time.strftime('%Y-%m-%d %H:%M:%S')} ----\n"
     for file in files:
         with file.open("rb+") as log:
             log.seek(-1, 2)
             ends_line = log.read(1) == b"\n"
         with file.open("a", encoding="utf-8") as log:
-            log.write(rule if ends_line else f"\n{rule}")
+            log.write(start_line if ends_line else f"\n{start_line}")
 
 
 def _number_of(file: Path) -> int:
     """Returns the number of a log's last start."""
     with file.open(encoding="utf-8", errors="replace") as log:
-        numbers = [int(match[1]) for line in log if (match := _RULE.fullmatch(line.rstrip("\n")))]
-    return max(numbers, default=1)
+        start_numbers = [int(match[1]) for line in log if (match := _RULE.fullmatch(line.rstrip("\n")))]
+    return max(start_numbers, default=1)
 
 
 def lines_of_start(lines: Iterable[str], start: str) -> list[str]:
@@ -44,14 +44,14 @@ def lines_of_start(lines: Iterable[str], start: str) -> list[str]:
     """
     if start == ALL:
         return list(lines)
-    selected: list[str] = []
+    start_lines: list[str] = []
     number, selects = 1, start in (LAST, "1")
     for line in lines:
         if match := _RULE.fullmatch(line):
             number = int(match[1])
             selects = start in (LAST, str(number))
             if start == LAST:
-                selected.clear()
+                start_lines.clear()
         elif selects:
-            selected.append(line)
-    return selected
+            start_lines.append(line)
+    return start_lines

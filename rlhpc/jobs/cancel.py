@@ -85,8 +85,8 @@ def _ends_by_itself(files: SegmentJournal) -> bool:
 
 def _segments_of(paths: RunPaths) -> list[SegmentJournal]:
     names = [p.name.removeprefix(segment_name("")) for p in paths.submit.glob(f"{segment_name('*')}.json")]
-    numbers = sorted({int(number) for name in names if (number := name.partition(".")[0]).isdigit()})
-    return [SegmentJournal(paths, number) for number in numbers]
+    segments = sorted({int(segment) for name in names if (segment := name.partition(".")[0]).isdigit()})
+    return [SegmentJournal(paths, segment) for segment in segments]
 
 
 def _end_waiting(files: SegmentJournal) -> bool:
@@ -126,13 +126,13 @@ def _end_local(files: SegmentJournal, record: JobRecord, grace_s: float) -> None
         foreign = [p for p in processes if p.alive() is None]
         if foreign:
             raise RlhpcError(f"{job_words(record)} runs on {foreign[0].host.split('/')[0]}; cancel it from there")
-        living = [p for p in processes if p.alive()]
-        if not living:
+        living_processes = [p for p in processes if p.alive()]
+        if not living_processes:
             return
-        over = time.monotonic() > deadline
+        is_overdue = time.monotonic() > deadline
         # the job before its controller, since a controller kills its task one second after SIGTERM
-        for process in living if over else living[:1]:
-            if over or process.pid not in signalled_pids:
+        for process in living_processes if is_overdue else living_processes[:1]:
+            if is_overdue or process.pid not in signalled_pids:
                 signalled_pids.add(process.pid)
-                end_process(process, files.paths, signal.SIGKILL if over else signal.SIGTERM)
+                end_process(process, files.paths, signal.SIGKILL if is_overdue else signal.SIGTERM)
         time.sleep(0.1)

@@ -42,10 +42,10 @@ def first_failure(err_file: Path, offset: int = 0, *, lines: int = 40) -> str:
         offset: Start of this attempt's output.
         lines: Maximum number of lines.
     """
-    before, prefix, message = _partition_end(err_file, offset)
+    before_end, prefix, message = _partition_end(err_file, offset)
     if prefix:
         return "\n".join(message.strip().splitlines()[:lines])
-    return "\n".join(before.strip().splitlines()[-lines // 2 :])
+    return "\n".join(before_end.strip().splitlines()[-lines // 2 :])
 
 
 def error_line(err_file: Path) -> str:
@@ -61,10 +61,10 @@ def _partition_end(err_file: Path, offset: int = 0) -> tuple[str, str, str]:
     try:
         with open_file(err_file) as file:
             file.seek(max(offset, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            text = file.read().decode("utf-8", "replace").replace("\r", "\n")
+            err_text = file.read().decode("utf-8", "replace").replace("\r", "\n")
     except OSError:
-        text = ""
-    return text.partition(ERROR_PREFIX)
+        err_text = ""
+    return err_text.partition(ERROR_PREFIX)
 
 
 def start_driver(
@@ -82,9 +82,9 @@ def start_driver(
     Raises:
         OSError: A log cannot be written, or the command does not exist.
     """
-    with files.driver_out.open("ab") as out, files.driver_err.open("ab") as err:
+    with files.driver_out.open("ab") as stdout_file, files.driver_err.open("ab") as err:
         return start_bound_to_parent(
-            command, signal.SIGTERM, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+            command, signal.SIGTERM, stdin=subprocess.DEVNULL, stdout=stdout_file, stderr=err,
             env=_driver_environment(environment), **options,
         )  # fmt: skip
 
@@ -175,8 +175,10 @@ class DriverJob:
             attempts.end(f"failed: {message.splitlines()[0] if message else f'exit code {code}'}")
             idle = attempts.idle(self._newest())
             if failure is None or idle > self.max_restarts or not self._claim.owns():
-                tail = f"\n(restarted {idle - 1} times without a new checkpoint)" if failure and idle > 1 else ""
-                return self._record_exit(code, message + tail)
+                restart_note = (
+                    f"\n(restarted {idle - 1} times without a new checkpoint)" if failure and idle > 1 else ""
+                )
+                return self._record_exit(code, message + restart_note)
             if self.executor == "slurm":
                 end_steps()
                 node = failure.get("node")
@@ -184,10 +186,10 @@ class DriverJob:
                     attempts.end(f"requeued without node {node}: {message.splitlines()[0] if message else ''}")
                     time.sleep(60.0)  # Slurm ends this process while it waits
             attempts.note(str(failure.get("node") or ""))
-            pause = min(2.0 ** (idle - 1), 30.0)
-            print(f"rlhpc: the driver failed (exit code {code}) and is started again in {pause:.0f} s: "
+            pause_s = min(2.0 ** (idle - 1), 30.0)
+            print(f"rlhpc: the driver failed (exit code {code}) and is started again in {pause_s:.0f} s: "
                   f"{message.splitlines()[0] if message else ''}", file=sys.stderr, flush=True)  # fmt: skip
-            time.sleep(pause)
+            time.sleep(pause_s)
             self._claim = self._claim.update(err_offset=size_of(files.driver_err))
 
     def _newest(self) -> int:

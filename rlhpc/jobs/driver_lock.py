@@ -31,9 +31,9 @@ def sole_driver(paths: RunPaths) -> Iterator[None]:
     try:
         paths.root.mkdir(parents=True, exist_ok=True)
         while not lease.take():
-            content = read_json_file(paths.driver_record)
-            _require_dead(paths, content)
-            lease.remove_dead(content)
+            driver_record = read_json_file(paths.driver_record)
+            _require_dead(paths, driver_record)
+            lease.remove_dead(driver_record)
     except OSError:  # the code that opens the run's folder reports the error
         yield
         return
@@ -64,9 +64,9 @@ def _require_dead(paths: RunPaths, content: dict[str, Any] | None) -> None:
         return
     process = ProcessId.from_json(content["process"])
     assert process is not None
-    where = f"process {process.pid} on {process.host.split('/')[0]}"
+    holder_text = f"process {process.pid} on {process.host.split('/')[0]}"
     raise UserError(
-        f"{paths.root} is being trained by {f'Slurm job {job} ({where})' if job else where}: one run, one driver. "
+        f"{paths.root} is being trained by {f'Slurm job {job} ({holder_text})' if job else holder_text}: one run, one driver. "
         f"Wait for it, end it ({_ending(paths, content)}), or give this one a name of its own (runner.name=…)"
     )
 
@@ -104,8 +104,8 @@ def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
         return
     job = environ["SLURM_JOB_ID"]
     report = SlurmProbe().query_one(job)
-    over = report.state.is_terminal or (report.state is JobState.UNKNOWN and report.conclusive)
-    if over:
+    is_over = report.state.is_terminal or (report.state is JobState.UNKNOWN and report.conclusive)
+    if is_over:
         reason = f"it is {report.state.value}" if report.state.is_terminal else "Slurm does not know it any more"
         raise ConfigError(
             f"SLURM_JOB_ID is {job}, but that job is over ({reason}): this shell still has the variables of an allocation "
@@ -120,13 +120,13 @@ def require_hosts(cluster: Cluster) -> None:
     Raises:
         ConfigError: A node is another host, and there is no `srun` here or no route between the hosts.
     """
-    away = [node.name for node in cluster.nodes if not node.is_local]
-    if cluster.source == "slurm" and away and not steps_possible():
+    remote_nodes = [node.name for node in cluster.nodes if not node.is_local]
+    if cluster.source == "slurm" and remote_nodes and not steps_possible():
         raise ConfigError(
-            f"SLURM_JOB_ID is {os.environ['SLURM_JOB_ID']}, a job on other hosts ({', '.join(away[:3])}"
-            f"{', …' if len(away) > 3 else ''}), and there is no srun here to start ranks there. Were these variables left by "
-            "another place? To train on this machine: unset SLURM_JOB_ID SLURM_JOBID. Are Slurm's commands missing in this "
-            "shell or container? Put them on its PATH. Nothing was written"
+            f"SLURM_JOB_ID is {os.environ['SLURM_JOB_ID']}, a job on other hosts ({', '.join(remote_nodes[:3])}"
+            f"{', …' if len(remote_nodes) > 3 else ''}), and there is no srun here to start ranks there. Were these variables "
+            "left by another place? To train on this machine: unset SLURM_JOB_ID SLURM_JOBID. Are Slurm's commands missing "
+            "in this shell or container? Put them on its PATH. Nothing was written"
         )
     if cluster.source == "slurm" and steps_possible():
         own_address(cluster.interface)

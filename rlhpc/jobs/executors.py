@@ -70,11 +70,11 @@ def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int
 
 def python_path() -> str:
     """Returns PYTHONPATH of this process, plus the folder this package was imported from if it is not installed."""
-    current = os.environ.get("PYTHONPATH", "")
-    home = Path(__file__).resolve().parents[2]
-    if home.name in ("site-packages", "dist-packages") or str(home) in current.split(os.pathsep):
-        return current
-    return os.pathsep.join(part for part in (current, str(home)) if part)
+    python_path = os.environ.get("PYTHONPATH", "")
+    package_root = Path(__file__).resolve().parents[2]
+    if package_root.name in ("site-packages", "dist-packages") or str(package_root) in python_path.split(os.pathsep):
+        return python_path
+    return os.pathsep.join(path_entry for path_entry in (python_path, str(package_root)) if path_entry)
 
 
 #: In minutes; submitit requires a limit, but not every job has one.
@@ -99,13 +99,13 @@ def make_slurm_executor(folder: str, job_name: str, slurm: Mapping[str, Any], *,
         """Without a walltime, submitit asks for five minutes; this one leaves it to the partition's own limit."""
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
-            text = str(super()._make_submission_file_text(command, uid))
-            parameters, none = f"#SBATCH --time={NO_LIMIT_MIN}\n", self.parameters.get("time") == NO_LIMIT_MIN
-            if none and parameters not in text:  # otherwise submitit would ask for years
+            script = str(super()._make_submission_file_text(command, uid))
+            parameters, has_no_limit = f"#SBATCH --time={NO_LIMIT_MIN}\n", self.parameters.get("time") == NO_LIMIT_MIN
+            if has_no_limit and parameters not in script:  # otherwise submitit would ask for years
                 raise SubmitError(
                     f"this submitit writes its batch script otherwise than rlhpc knows: no {parameters.strip()!r}"
                 )
-            return text.replace(parameters, "")
+            return script.replace(parameters, "")
 
     # "exec": the batch shell becomes this process, so that a signal for the batch shell (B:) reaches it
     python = f"exec {shlex.quote(sys.executable)} -P"

@@ -35,13 +35,13 @@ def end_process(process: ProcessId, paths: RunPaths, signum: int) -> None:
     Raises:
         UserError: It has no file of the run folder open, such as its logs: the folder was copied from elsewhere.
     """
-    below = process.has_open_below(paths.root)
-    if below is False and process.alive():
+    has_open_files = process.has_open_below(paths.root)
+    if has_open_files is False and process.alive():
         raise UserError(
             f"process {process.pid}, which {paths.submit} names, has no file of this run open: it was left alone. A run "
             "folder that was copied from elsewhere names processes that are not its own"
         )
-    if below:
+    if has_open_files:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signum)
 
@@ -64,9 +64,9 @@ def owner_of(files: SegmentJournal, record: JobRecord, *, alive: bool = False) -
     claim = Claim.newest(files)
     if claim is None or (claim.token == record.token and record.job_id) or not (alive or claim.alive()):
         return record
-    current = JobRecord.read(files)
-    if current is not None and current.token == claim.token and current.job_id:
-        return current
+    current_record = JobRecord.read(files)
+    if current_record is not None and current_record.token == claim.token and current_record.job_id:
+        return current_record
     return JobRecord(
         segment=files.segment,
         attempt=record.attempt,
@@ -120,8 +120,8 @@ def was_cancelled(files: SegmentJournal) -> JobRecord | None:
         return None
     if files.cancelled(record.token):
         return record
-    if (end := files.exit_of(record.token)) is not None:
-        return record if end.cancelled else None
+    if (exit_record := files.exit_of(record.token)) is not None:
+        return record if exit_record.cancelled else None
     if record.executor == "slurm" and record.job_id:
         return record if probe_for(record, files).query_one(record.job_id).state is JobState.CANCELLED else None
     return None
@@ -144,23 +144,25 @@ def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool 
     Raises:
         ConfigError: A finished segment would end at another step, and not just because the last one grows.
     """
-    done = {k: marker for k in range(len(ends)) if (marker := read_json_file(paths.segment_done(k))) is not None}
-    later = [k for k in _finished(paths) if k >= len(ends)]
-    for segment, record in done.items():
+    done_segments = {
+        k: marker for k in range(len(ends)) if (marker := read_json_file(paths.segment_done(k))) is not None
+    }
+    later_segments = [k for k in _finished(paths) if k >= len(ends)]
+    for segment, record in done_segments.items():
         step = int(record.get("global_step", ends[segment]))
         if step == ends[segment] or (str(record.get("stop_reason")) not in _AS_PLANNED and not goal_moved):
             continue
-        if step < ends[segment] and segment == max([*done, *later]):
+        if step < ends[segment] and segment == max([*done_segments, *later_segments]):
             return segment
         raise ConfigError(
             f"{paths.root}: segment {segment} ended at step {step}, and with this runner.max_steps and runner.segments it "
             f"would end at {ends[segment]}. A run can only be made longer, and segments that later ones follow keep their "
             "ends: choose runner.max_steps and runner.segments so, or another runner.name"
         )
-    if later:
+    if later_segments:
         raise ConfigError(
-            f"{paths.root}: segment {later[-1]} is finished, but runner.segments is {len(ends)} now; keep "
-            f"runner.segments at {later[-1] + 1} or more, or choose another runner.name"
+            f"{paths.root}: segment {later_segments[-1]} is finished, but runner.segments is {len(ends)} now; keep "
+            f"runner.segments at {later_segments[-1] + 1} or more, or choose another runner.name"
         )
     return None
 

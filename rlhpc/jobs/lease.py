@@ -37,8 +37,8 @@ def is_held(path: Path, content: Mapping[str, Any], ask: Callable[[], bool | Non
     if process is None:
         return False
     for check in (process.alive, ask):
-        if (alive := check()) is not None:
-            return alive
+        if (is_alive := check()) is not None:
+            return is_alive
     return renewed_within(path, LEASE_S)
 
 
@@ -102,12 +102,12 @@ class Lease:
 
     def remove_dead(self, content: Mapping[str, Any] | None) -> None:
         """Removes the lease of a dead holder; restores it if another process took it in the meantime."""
-        aside = self.path.with_suffix(f".stale-{secrets.token_hex(4)}")
+        stale_path = self.path.with_suffix(f".stale-{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError, FileExistsError):
-            self.path.rename(aside)
-            if read_json_file(aside) != content:
-                os.link(aside, self.path)
-        aside.unlink(missing_ok=True)
+            self.path.rename(stale_path)
+            if read_json_file(stale_path) != content:
+                os.link(stale_path, self.path)
+        stale_path.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Releases the lease. A file that another process has taken over is left alone."""

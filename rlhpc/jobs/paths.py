@@ -28,11 +28,11 @@ def refuse_braces(*paths: str | Path) -> None:
     """
     for path in map(Path, paths):
         absolute = path.absolute()
-        text = str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)
-        if "{" in text or "}" in text:
+        path_text = str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)
+        if "{" in path_text or "}" in path_text:
             raise ConfigError(
-                f"{text}: Snakemake reads braces in a path as wildcards; choose a path without them (runner.run_dir of the "
-                "run), or train without a workflow: rlhpc train"
+                f"{path_text}: Snakemake reads braces in a path as wildcards; choose a path without them (runner.run_dir of "
+                "the run), or train without a workflow: rlhpc train"
             )
 
 

@@ -52,8 +52,8 @@ class JobComponent:
     @property
     def directives(self) -> tuple[str, ...]:
         """The component's part of the batch script."""
-        first = ("#SBATCH hetjob",) if self.index else ()
-        return (*first, *(f"#SBATCH --{name}={value}" for name, value in self.options))
+        het_separator = ("#SBATCH hetjob",) if self.index else ()
+        return (*het_separator, *(f"#SBATCH --{name}={option_value}" for name, option_value in self.options))
 
 
 @dataclass(frozen=True)
@@ -88,23 +88,25 @@ class JobPlan:
 
         submitit writes one component only; the others go first into its `setup`, whose `#SBATCH` lines sbatch reads.
         """
-        parameters: dict[str, Any] = {name.replace("-", "_"): value for name, value in self.components[0].options}
+        parameters: dict[str, Any] = {
+            name.replace("-", "_"): option_value for name, option_value in self.components[0].options
+        }
         if "time" in parameters:
             parameters["time"] = minutes_of(parameters["time"])
         for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
             if name in parameters:
                 parameters[name] = int(parameters[name])
         options = [f"#SBATCH {option}" for option in self.job_options]  # Slurm applies them to one component only
-        further = [line for component in self.components[1:] for line in (*component.directives, *options)]
-        parameters["setup"] = [*options, *further, *self.setup]
+        more_lines = [line for component in self.components[1:] for line in (*component.directives, *options)]
+        parameters["setup"] = [*options, *more_lines, *self.setup]
         parameters["additional_parameters"] = {"signal": f"B:USR2@{self.signal_lead_s}"}
         return parameters
 
     def test_script(self) -> str:
         """Returns a batch script that requests the same nodes and does nothing, for `sbatch --test-only`."""
         options = [f"#SBATCH {option}" for option in self.job_options]
-        parts = ("\n".join((*component.directives, *options)) for component in self.components)
-        return "\n".join(["#!/bin/sh", *parts, "exit 0", ""])
+        directive_blocks = ("\n".join((*component.directives, *options)) for component in self.components)
+        return "\n".join(["#!/bin/sh", *directive_blocks, "exit 0", ""])
 
 
 def build_plan(
@@ -166,17 +168,17 @@ def _check_walltimes(components: Sequence[JobComponent], runner: SectionSource, 
     Raises:
         ConfigError: A component's walltime is no longer than `cluster.signal_lead_s` or `runner.save_reserve_s`.
     """
-    ends = {
+    walltimes = {
         "cluster.signal_lead_s": int(read_key(section, "signal_lead_s", 120)),
         "runner.save_reserve_s": float(read_key(runner, "save_reserve_s", 60.0)),
     }
-    key = max(ends, key=lambda name: ends[name])
+    key = max(walltimes, key=lambda name: walltimes[name])
     for component in components:
         time = dict(component.options).get("time")
-        if time is not None and 0 < 60 * minutes_of(time) <= ends[key]:
+        if time is not None and 0 < 60 * minutes_of(time) <= walltimes[key]:
             raise ConfigError(
-                f"cluster.time is {time} ({component.label}), of which the last {ends[key]:g} s are for saving ({key}): no "
-                f"step has room in it; allowed: more than {math.ceil((ends[key] + 1) / 60)} minutes, or a lower {key}"
+                f"cluster.time is {time} ({component.label}), of which the last {walltimes[key]:g} s are for saving ({key}): "
+                f"no step has room in it; allowed: more than {math.ceil((walltimes[key] + 1) / 60)} minutes, or a lower {key}"
             )
 
 
@@ -191,25 +193,34 @@ def job_options(section: SectionSource, job: JobConfig | Mapping[str, Any]) -> d
         job: Section `workflow.eval_job` or `workflow.convert_job`.
     """
     keys = _DIRECTIVES[:4]
-    options = {key: value for key in keys if (value := read_key(job, key)) is not None}
-    groups = [raw for raw in read_key(section, "node_groups", ()) if read_key(raw, "partition") is not None]
+    options = {key: option_value for key in keys if (option_value := read_key(job, key)) is not None}
+    groups = [
+        raw_group for raw_group in read_key(section, "node_groups", ()) if read_key(raw_group, "partition") is not None
+    ]
     if "partition" not in options and groups:
         needs_accelerators = gpus_in(read_key(job, "gres")) is not None
-        group = next((raw for raw in groups if _has_accelerators(raw) == needs_accelerators), groups[0])
-        options = {**{key: value for key in keys if (value := read_key(group, key)) is not None}, **options}
-    return {key: str(value) for key, value in options.items()}
+        group = next(
+            (raw_group for raw_group in groups if _has_accelerators(raw_group) == needs_accelerators), groups[0]
+        )
+        options = {
+            **{key: option_value for key in keys if (option_value := read_key(group, key)) is not None},
+            **options,
+        }
+    return {key: str(option_value) for key, option_value in options.items()}
 
 
 def _has_accelerators(group: SectionSource) -> bool:
     accelerator_keys: tuple[Key, ...] = ("gres", "gres_name", "accelerators_per_node")
-    kind = str(read_key(group, "accelerator_kind", "")).lower()
-    return kind not in WITHOUT_ACCELERATORS and any(read_key(group, key) for key in accelerator_keys)
+    accelerator_kind = str(read_key(group, "accelerator_kind", "")).lower()
+    return accelerator_kind not in WITHOUT_ACCELERATORS and any(read_key(group, key) for key in accelerator_keys)
 
 
 def _needs_slurm(section: SectionSource, groups: Sequence[SectionSource], cluster: Cluster | None) -> bool:
     if cluster is not None and cluster.source != "virtual":
         return cluster.source == "slurm"
-    requests_resources = any(read_key(raw, key) is not None for raw in [*groups, section] for key in _RESOURCES)
+    requests_resources = any(
+        read_key(raw_section, key) is not None for raw_section in [*groups, section] for key in _RESOURCES
+    )
     return requests_resources or (len(cluster.nodes) if cluster else read_key(section, "num_nodes", 1)) > 1
 
 
@@ -218,27 +229,29 @@ def _needs_slurm(section: SectionSource, groups: Sequence[SectionSource], cluste
 
 def _components(groups: Sequence[SectionSource], section: SectionSource, cluster: Cluster) -> tuple[JobComponent, ...]:
     """Divides the nodes into components: like the allocation, or one for each node group with its own resources."""
-    by_rank = {r: raw for raw in groups for r in cluster.node_group(str(read_key(raw, "label"))).node_ranks}
+    by_rank = {
+        r: raw_group for raw_group in groups for r in cluster.node_group(str(read_key(raw_group, "label"))).node_ranks
+    }
     allocated = cluster.source == "slurm" or any(n.het_group is not None for n in cluster.nodes)
-    parts: list[tuple[Any, list[int]]] = []
+    runs_of_nodes: list[tuple[Any, list[int]]] = []
     for node in cluster.nodes:
-        raw = by_rank.get(node.rank)
-        has_resources = raw is not None and any(read_key(raw, key) is not None for key in _RESOURCES)
-        key = (node.het_group or 0) if allocated else str(read_key(raw, "label")) if has_resources else "cluster"
-        if not parts or parts[-1][0] != key:
-            parts.append((key, []))
-        parts[-1][1].append(node.rank)
-    keys = [key for key, _ in parts]
-    for key, ranks in parts:
+        raw_group = by_rank.get(node.rank)
+        has_resources = raw_group is not None and any(read_key(raw_group, key) is not None for key in _RESOURCES)
+        key = (node.het_group or 0) if allocated else str(read_key(raw_group, "label")) if has_resources else "cluster"
+        if not runs_of_nodes or runs_of_nodes[-1][0] != key:
+            runs_of_nodes.append((key, []))
+        runs_of_nodes[-1][1].append(node.rank)
+    keys = [key for key, _ in runs_of_nodes]
+    for key, ranks in runs_of_nodes:
         if keys.count(key) > 1:
             raise ConfigError(
                 f"cluster.node_groups: the nodes of {key!r} do not follow one another (node {ranks[0]}): a job component "
                 f"is a row of nodes; give the groups node_ranks without gaps"
             )
     components = []
-    for index, (_, ranks) in enumerate(parts):
-        members = [raw for raw in groups if any(by_rank.get(r) is raw for r in ranks)]
-        labels = "+".join(str(read_key(raw, "label")) for raw in members) or "cluster"
+    for index, (_, ranks) in enumerate(runs_of_nodes):
+        members = [raw_group for raw_group in groups if any(by_rank.get(r) is raw_group for r in ranks)]
+        labels = "+".join(str(read_key(raw_group, "label")) for raw_group in members) or "cluster"
         accelerators = max(len(cluster.nodes[r].accelerators) for r in ranks)
         options = _options(members, section, labels, accelerators, len(ranks))
         components.append(JobComponent(index, labels, tuple(ranks), options))
@@ -251,14 +264,14 @@ def _options(
     """Returns the sbatch options of a component: those of its groups or, without groups, those of the whole cluster."""
 
     def one(key: Key) -> str | None:
-        values = {str(v) for raw in members if (v := read_key(raw, key)) is not None}
+        values = {str(v) for raw_group in members if (v := read_key(raw_group, key)) is not None}
         if len(values) > 1:
             raise ConfigError(
                 f"cluster.node_groups[{labels}].{key} is {' and '.join(sorted(values))}: groups of one job component "
                 f"share their resources; give each its own het_component"
             )
-        common = read_key(section, key)
-        return next(iter(values), None if common is None else str(common))
+        common_value = read_key(section, key)
+        return next(iter(values), None if common_value is None else str(common_value))
 
     options: list[tuple[str, str]] = [(k, v) for k in _DIRECTIVES[:4] if (v := one(k)) is not None]
     options += [("nodes", str(nodes)), ("ntasks-per-node", "1")]  # the one task is the driver; ranks run in steps
@@ -281,22 +294,22 @@ def _local(group: str, ranks: Sequence[Placement], names: Sequence[str], interpr
 def _oversubscribed(nodes: Sequence[PlannedNode], placements: Mapping[str, Sequence[Placement]]) -> list[str]:
     warnings = []
     for rank, node in enumerate(nodes):
-        here = [p for ranks in placements.values() for p in ranks if p.node_rank == rank]
-        if node.cpus and len(here) > node.cpus:
-            warnings.append(f"{node.name}: {len(here)} processes share {_some(node.cpus, 'core')}")
+        local_ranks = [p for ranks in placements.values() for p in ranks if p.node_rank == rank]
+        if node.cpus and len(local_ranks) > node.cpus:
+            warnings.append(f"{node.name}: {len(local_ranks)} processes share {_some(node.cpus, 'core')}")
         sharing: dict[tuple[str, ...], list[int]] = {}
         for index in range(node.accelerators):
             users = tuple(_ranks_on(placements, rank, index))
             if len(users) != 1:
                 sharing.setdefault(tuple(dict.fromkeys(u.rpartition("-")[0] for u in users)), []).append(index)
         for groups, indices in sharing.items():
-            subject = f"{node.name}: {_format_ranges('accelerator', indices)}"
+            resource_name = f"{node.name}: {_format_ranges('accelerator', indices)}"
             if not groups:
-                warnings.append(f"{subject}: nobody uses {'them' if len(indices) > 1 else 'it'}")
+                warnings.append(f"{resource_name}: nobody uses {'them' if len(indices) > 1 else 'it'}")
             elif len(groups) == 1:
-                warnings.append(f"{subject}: shared by several ranks of {groups[0]}")
+                warnings.append(f"{resource_name}: shared by several ranks of {groups[0]}")
             else:
-                warnings.append(f"{subject}: shared by {', '.join(groups)}")
+                warnings.append(f"{resource_name}: shared by {', '.join(groups)}")
     return warnings
 
 
@@ -325,11 +338,13 @@ def render_plan(plan: JobPlan) -> str:
             nodes = _format_ranges("node", component.nodes)
             lines += ["", f"# component {component.index}: {component.label}, {nodes}", *component.directives]
         for job, options in plan.workflow_jobs.items():
-            words = ", ".join(f"{key} {value}" for key, value in options.items()) or "the default partition"
+            options_text = (
+                ", ".join(f"{key} {option_value}" for key, option_value in options.items()) or "the default partition"
+            )
             lines += (
-                ["", f"# jobs of workflow.{job}: {words}"]
+                ["", f"# jobs of workflow.{job}: {options_text}"]
                 if job == "eval_job"
-                else [f"# jobs of workflow.{job}: {words}"]
+                else [f"# jobs of workflow.{job}: {options_text}"]
             )
     for helpers in plan.helpers:
         lines += ["", *helpers.lines()]
@@ -340,16 +355,16 @@ def render_plan(plan: JobPlan) -> str:
             lines += [f"  {step.group}: {ranks}", f"    SLURM_HOSTFILE: {' '.join(step.hosts)}"]
             lines.append(f"    {shlex.join(step.argv)}")
         else:
-            how = "forked from" if step.argv[-1].endswith("fork_server") else "started with"
-            lines.append(f"  {step.group}: {ranks}, {how} {shlex.join(step.argv)}")
+            start_method = "forked from" if step.argv[-1].endswith("fork_server") else "started with"
+            lines.append(f"  {step.group}: {ranks}, {start_method} {shlex.join(step.argv)}")
     lines += ["", "placement"]
     for rank, node in enumerate(plan.nodes):
         cores = _some(node.cpus, "core") if node.cpus else "the site's number of cores"
         lines.append(f"  {node.name}: {cores}, {_some(node.accelerators, 'accelerator')}")
         for index in range(node.accelerators):
             lines.append(f"    accelerator {index}: {' '.join(_ranks_on(plan.placements, rank, index)) or '-'}")
-        if (bare := _ranks_on(plan.placements, rank, None)) or not node.accelerators:
-            lines.append(f"    no accelerator: {' '.join(bare) or '-'}")
+        if (cpu_ranks := _ranks_on(plan.placements, rank, None)) or not node.accelerators:
+            lines.append(f"    no accelerator: {' '.join(cpu_ranks) or '-'}")
     if slurm and not all(node.cpus for node in plan.nodes):
         lines += ["", "--cpus-per-task=?: a node's cores, once Slurm has granted them, shared by the ranks on it"]
     if plan.warnings:
@@ -369,5 +384,5 @@ def _format_ranges(noun: str, numbers: Sequence[int]) -> str:
             runs[-1].append(n)
         else:
             runs.append([n])
-    text = ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {text}"
+    ranges = ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {ranges}"

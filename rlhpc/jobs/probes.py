@@ -83,15 +83,15 @@ class JobState(Enum):
     @classmethod
     def parse(cls, text: str) -> JobState:
         """Parses a state as squeue, sacct or scontrol prints it: `CANCELLED by 123`, `OUT_OF_ME+`, `PD`, `running`."""
-        words = text.strip().upper().split()
-        if not words:
+        state_words = text.strip().upper().split()
+        if not state_words:
             return cls.UNKNOWN
-        word = words[0].rstrip("+")
+        state_word = state_words[0].rstrip("+")
         for state in cls:
-            if word in (state.value, state.code):
+            if state_word in (state.value, state.code):
                 return state
-        if words[0].endswith("+"):  # sacct cuts long words off
-            long_enough = [s for s in cls if s.value.startswith(word)]
+        if state_words[0].endswith("+"):  # sacct cuts long words off
+            long_enough = [s for s in cls if s.value.startswith(state_word)]
             if len(long_enough) == 1:
                 return long_enough[0]
         return cls.UNKNOWN
@@ -116,10 +116,10 @@ _TERMINAL = frozenset(
 def _stat_of(pid: int) -> tuple[str, int] | None:
     """Returns (state letter, start time in clock ticks since boot) of a process; None if it does not exist."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        stat_text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may contain spaces and parentheses
+    fields = stat_text.rpartition(")")[2].split()  # the name before it may contain spaces and parentheses
     return fields[0], int(fields[19])
 
 
@@ -152,8 +152,8 @@ class ProcessId:
         """Returns True or False on the process's own host, False after a reboot, None on another host."""
         if self.host != process_space():
             name, boot, _ = (*self.host.split("/"), "", "")[:3]
-            here, boot_here, _ = (*process_space().split("/"), "", "")[:3]
-            return False if name == here and boot != boot_here else None
+            local_host, boot_here, _ = (*process_space().split("/"), "", "")[:3]
+            return False if name == local_host and boot != boot_here else None
         stat = _stat_of(self.pid)
         return stat is not None and stat[0] not in "ZX" and stat[1] == self.start
 
@@ -161,13 +161,13 @@ class ProcessId:
         """Returns whether the process has a file of a folder open; None if it has no open files, like a process that is
         ending.
         """
-        root, opened = folder.resolve(), None
+        root, has_open = folder.resolve(), None
         with contextlib.suppress(OSError):
-            for entry in os.scandir(f"/proc/{self.pid}/fd"):
-                opened = opened or False
+            for fd_entry in os.scandir(f"/proc/{self.pid}/fd"):
+                has_open = has_open or False
                 with contextlib.suppress(OSError):
-                    opened = opened or Path(os.readlink(entry.path)).is_relative_to(root)
-        return opened if self.alive() else None
+                    has_open = has_open or Path(os.readlink(fd_entry.path)).is_relative_to(root)
+        return has_open if self.alive() else None
 
 
 @dataclass(frozen=True)
@@ -217,11 +217,11 @@ class LocalProbe(JobProbe):
 
     def _report(self, job_id: str) -> JobReport:
         process = self._processes.get(job_id)
-        alive = None if process is None else process.alive()
-        if process is None or alive is None:
-            where = "" if process is None else f"runs on {process.host.split('/')[0]}"
-            return JobReport(JobState.UNKNOWN, where, conclusive=False)
-        if alive:
+        is_alive = None if process is None else process.alive()
+        if process is None or is_alive is None:
+            detail = "" if process is None else f"runs on {process.host.split('/')[0]}"
+            return JobReport(JobState.UNKNOWN, detail, conclusive=False)
+        if is_alive:
             return JobReport(JobState.RUNNING, source="proc")
         # /proc does not show how it ended: a waiter reads the marker or the exit record
         return JobReport(JobState.UNKNOWN, f"process {process.pid} is gone", source="proc")
@@ -269,8 +269,8 @@ class SlurmProbe(JobProbe):
     def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
         ids = list(dict.fromkeys(job_ids))
         open_ids = [i for i in ids if i not in self._last or not self._last[i].state.is_terminal]
-        fresh = self._asked_at is not None and self._clock() - self._asked_at < self._wait_s
-        if open_ids and not (fresh and all(i in self._last for i in ids)):
+        is_fresh = self._asked_at is not None and self._clock() - self._asked_at < self._wait_s
+        if open_ids and not (is_fresh and all(i in self._last for i in ids)):
             self._ask(open_ids)
             self._asked_at = self._clock()
         return {i: self._last[i] for i in ids}
@@ -281,60 +281,64 @@ class SlurmProbe(JobProbe):
         Raises:
             NotNow: Slurm does not answer, so the job may exist.
         """
-        answer = ask("squeue", "--noheader", "--me", f"--name={job_name}", "--format=%i", timeout_s=self._timeout_s)
-        if not _has_answered(answer) and shutil.which("squeue"):
-            output = " ".join(answer.lines)
+        squeue_output = ask(
+            "squeue", "--noheader", "--me", f"--name={job_name}", "--format=%i", timeout_s=self._timeout_s
+        )
+        if not _has_answered(squeue_output) and shutil.which("squeue"):
+            output = " ".join(squeue_output.lines)
             raise NotNow(f"squeue does not say whether there is a job {job_name}: {output}", reason="Slurm does not answer",
                          silent=True)  # fmt: skip
-        ids = [_leader(line) for line in answer.lines if line.strip()]
-        return ids[0] if answer.ok and ids else None
+        ids = [_leader(line) for line in squeue_output.lines if line.strip()]
+        return ids[0] if squeue_output.ok and ids else None
 
     def _ask(self, ids: list[str]) -> None:
         reports: dict[str, JobReport] = {}
-        answered = self._ask_squeue(ids, reports)
+        has_answered = self._ask_squeue(ids, reports)
         missing = [i for i in ids if i not in reports]
         sacct_answered = self._ask_sacct(missing, reports) if missing else True
         missing = [i for i in ids if i not in reports]
         if missing:
-            answered = self._ask_scontrol(missing, reports) and answered
+            has_answered = self._ask_scontrol(missing, reports) and has_answered
         for job_id in ids:
             if job_id in reports:
                 self._last[job_id] = reports[job_id]
             elif self._finished is not None and self._finished(job_id):
                 self._last[job_id] = JobReport(JobState.COMPLETED, source="marker")
-            elif answered:  # the controller no longer knows the job
+            elif has_answered:  # the controller no longer knows the job
                 reason = "Slurm does not know the job" + ("" if sacct_answered else " and has no accounting")
                 self._last[job_id] = JobReport(JobState.UNKNOWN, reason, source="squeue")
             else:
-                before = self._last.get(job_id, JobReport(JobState.UNKNOWN))
-                self._last[job_id] = replace(before, reason="Slurm does not answer", conclusive=False)
+                last_report = self._last.get(job_id, JobReport(JobState.UNKNOWN))
+                self._last[job_id] = replace(last_report, reason="Slurm does not answer", conclusive=False)
         # a site sees one query per interval, and fewer while its scheduler is in trouble
-        silent = not answered and not reports
-        self._wait_s = min(self._wait_s * 2, self._max_interval_s) if silent else self._interval_s
+        is_silent = not has_answered and not reports
+        self._wait_s = min(self._wait_s * 2, self._max_interval_s) if is_silent else self._interval_s
 
     def _ask_squeue(self, ids: list[str], reports: dict[str, JobReport]) -> bool:
-        answer = ask("squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r",
+        squeue_output = ask("squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r",
                      timeout_s=self._timeout_s)  # fmt: skip
-        self._collect((line.split("|") for line in answer.lines), ids, reports, "squeue")
-        return _has_answered(answer)
+        self._collect((line.split("|") for line in squeue_output.lines), ids, reports, "squeue")
+        return _has_answered(squeue_output)
 
     def _ask_sacct(self, ids: list[str], reports: dict[str, JobReport]) -> bool:
-        answer = ask("sacct", "-X", "--noheader", "--parsable2", f"--jobs={','.join(ids)}",
+        sacct_output = ask("sacct", "-X", "--noheader", "--parsable2", f"--jobs={','.join(ids)}",
                      "--format=JobID,State,ExitCode", timeout_s=self._timeout_s)  # fmt: skip
-        if answer.ok:
-            self._collect((line.split("|") for line in answer.lines), ids, reports, "sacct")
-        return answer.ok
+        if sacct_output.ok:
+            self._collect((line.split("|") for line in sacct_output.lines), ids, reports, "sacct")
+        return sacct_output.ok
 
     def _ask_scontrol(self, ids: list[str], reports: dict[str, JobReport]) -> bool:
-        answered = True
+        has_answered = True
         for job_id in ids:
-            answer = ask("scontrol", "--oneliner", "show", "job", job_id, timeout_s=self._timeout_s)
+            scontrol_output = ask("scontrol", "--oneliner", "show", "job", job_id, timeout_s=self._timeout_s)
             rows = [
-                [job_id, pairs["JobState"], pairs.get("Reason", "")] for pairs in answer.records if "JobState" in pairs
+                [job_id, fields["JobState"], fields.get("Reason", "")]
+                for fields in scontrol_output.records
+                if "JobState" in fields
             ]
             self._collect(rows, ids, reports, "scontrol")
-            answered = answered and _has_answered(answer)
-        return answered
+            has_answered = has_answered and _has_answered(scontrol_output)
+        return has_answered
 
     @staticmethod
     def _collect(rows: Iterable[list[str]], ids: list[str], reports: dict[str, JobReport], source: str) -> None:
@@ -350,6 +354,6 @@ class SlurmProbe(JobProbe):
             if state is not JobState.UNKNOWN:
                 reason = row[2].strip() if len(row) > 2 and row[2].strip() not in ("None", "0:0") else ""
                 reports_by_leader.setdefault(_leader(row[0]), []).append(JobReport(state, reason, source))
-        for job_id, parts in reports_by_leader.items():
-            parts.sort(key=lambda r: (r.state.is_terminal, r.state.is_success, r.state is JobState.CANCELLED))
-            reports[job_id] = parts[0]
+        for job_id, reports_of_job in reports_by_leader.items():
+            reports_of_job.sort(key=lambda r: (r.state.is_terminal, r.state.is_success, r.state is JobState.CANCELLED))
+            reports[job_id] = reports_of_job[0]

@@ -67,8 +67,10 @@ class SegmentJournal:
 
     def exit_of(self, token: str) -> ExitRecord | None:
         """Returns how the driver of the submission with this token ended without finishing; None if it has not."""
-        value = read_json_file(self.exit)
-        return None if value is None or value.get("token") != token else ExitRecord.from_json(value)
+        exit_content = read_json_file(self.exit)
+        return (
+            None if exit_content is None or exit_content.get("token") != token else ExitRecord.from_json(exit_content)
+        )
 
     def write_exit(self, record: ExitRecord) -> None:
         """Records how a driver ended."""
@@ -107,10 +109,10 @@ class SegmentJournal:
             names = os.listdir(self.paths.submit)
         except FileNotFoundError:
             return 0
-        number = max((int(match[1]) for name in names if (match := pattern.match(name))), default=0)
-        while self.claim(number + 1).exists():
-            number += 1
-        return number
+        claim_number = max((int(match[1]) for name in names if (match := pattern.match(name))), default=0)
+        while self.claim(claim_number + 1).exists():
+            claim_number += 1
+        return claim_number
 
     @property
     def driver_out(self) -> Path:
@@ -155,8 +157,8 @@ class JobRecord:
     @classmethod
     def read(cls, journal: SegmentJournal) -> JobRecord | None:
         """Returns the last submission of a segment; None without one."""
-        value = read_json_file(journal.record)
-        return None if value is None else cls.from_json(value)
+        record_content = read_json_file(journal.record)
+        return None if record_content is None else cls.from_json(record_content)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> JobRecord | None:
@@ -170,8 +172,8 @@ class JobRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the file's content."""
-        value = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**value, "process": self.process.to_json() if self.process else None}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**fields, "process": self.process.to_json() if self.process else None}
 
     def write(self, journal: SegmentJournal) -> None:
         """Replaces the segment's record."""
@@ -217,9 +219,9 @@ class ExitRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the file's content."""
-        value = asdict(self)
-        value["ended"] = value.pop("end_time")
-        return value
+        fields = asdict(self)
+        fields["ended"] = fields.pop("end_time")
+        return fields
 
 
 @dataclass(frozen=True)
@@ -259,22 +261,22 @@ class Claim:
     def newest(cls, files: SegmentJournal) -> Claim | None:
         """Returns the claim with the highest number; None if no job has ever started."""
         look_again(files.paths.submit)
-        for number in range(files.newest_claim(), 0, -1):
+        for claim_number in range(files.newest_claim(), 0, -1):
             for _ in range(3):  # without hard links, a half-written claim may be seen
-                value = read_json_file(files.claim(number))
-                job = ProcessId.from_json((value or {}).get("job"))
-                if value is not None and job is not None:
+                claim_content = read_json_file(files.claim(claim_number))
+                job = ProcessId.from_json((claim_content or {}).get("job"))
+                if claim_content is not None and job is not None:
                     return cls(
                         files=files,
-                        number=number,
-                        token=str(value.get("token", "")),
-                        job_id=str(value.get("job_id", "")),
-                        executor=str(value.get("executor", "")),
+                        number=claim_number,
+                        token=str(claim_content.get("token", "")),
+                        job_id=str(claim_content.get("job_id", "")),
+                        executor=str(claim_content.get("executor", "")),
                         job=job,
-                        driver=ProcessId.from_json(value.get("driver")),
-                        started=float(value.get("started") or 0.0),
-                        err_offset=int(value.get("err_offset") or 0),
-                        released=bool(value.get("released")),
+                        driver=ProcessId.from_json(claim_content.get("driver")),
+                        started=float(claim_content.get("started") or 0.0),
+                        err_offset=int(claim_content.get("err_offset") or 0),
+                        released=bool(claim_content.get("released")),
                     )
                 time.sleep(0.1)
         return None
@@ -285,12 +287,12 @@ class Claim:
     ) -> Claim | None:
         """Claims the segment for this process; returns None if another live job has it."""
         latest = files.newest_claim()
-        before = cls.newest(files)
-        if before is not None and before.number > latest:
+        newest_claim = cls.newest(files)
+        if newest_claim is not None and newest_claim.number > latest:
             return None  # another job was faster
         # a requeued Slurm job finds the claim of its own earlier attempt, which is over
-        own_earlier = before is not None and executor == "slurm" and before.job_id == job_id
-        if before is not None and not own_earlier and before.alive(probe):
+        own_earlier = newest_claim is not None and executor == "slurm" and newest_claim.job_id == job_id
+        if newest_claim is not None and not own_earlier and newest_claim.alive(probe):
             return None
         claim = cls(
             files=files,
@@ -307,9 +309,9 @@ class Claim:
 
     def alive(self, probe: JobProbe | None = None) -> bool:
         """Returns whether the job or its driver is alive: by pid on this host, by scheduler or renewals elsewhere."""
-        here = self.alive_here()
-        if here is not None:
-            return here
+        alive_here = self.alive_here()
+        if alive_here is not None:
+            return alive_here
         if probe is not None and self.executor == "slurm":
             report = probe.query_one(self.job_id)
             if report.state.is_terminal:
@@ -332,12 +334,12 @@ class Claim:
 
     def update(self, **changes: Any) -> Claim:
         """Changes fields of the claim, and writes it to its file."""
-        changed = replace(self, **changes)
-        if changed.released and self.lease is not None:
+        changed_claim = replace(self, **changes)
+        if changed_claim.released and self.lease is not None:
             self.lease.end_renewal()
-        if changed.owns():
-            write_json(changed.path, changed._to_json())
-        return changed
+        if changed_claim.owns():
+            write_json(changed_claim.path, changed_claim._to_json())
+        return changed_claim
 
     def _to_json(self) -> dict[str, Any]:
         return {

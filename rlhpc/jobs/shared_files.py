@@ -31,10 +31,10 @@ def read_json_file(path: Path) -> dict[str, Any] | None:
     """Returns the JSON object in a file that others replace atomically; None if it is missing or not (yet) readable."""
     look_again(path.parent)
     try:
-        value = read_json(read_file(path).decode())
+        parsed = read_json(read_file(path).decode())
     except (OSError, ValueError):
         return None
-    return value if isinstance(value, dict) else None
+    return parsed if isinstance(parsed, dict) else None
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -49,11 +49,11 @@ def renewed_within(path: Path, seconds: float, alive_again: Callable[[], bool] =
     Only changes count, never the file's age: the clocks of two hosts need not agree.
     """
     try:
-        first = path.stat().st_mtime_ns
+        first_mtime = path.stat().st_mtime_ns
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             time.sleep(min(0.5, seconds / 4))
-            if path.stat().st_mtime_ns != first or alive_again():
+            if path.stat().st_mtime_ns != first_mtime or alive_again():
                 return True
     except FileNotFoundError:
         pass

@@ -32,9 +32,9 @@ _RENEWED_S = 15.0
 
 def meeting_place() -> Path:
     """Returns the folder where this user's waiting commands meet: one for each host, installation and cluster."""
-    parts = (process_space(), str(Path(__file__).resolve()), os.environ.get("SLURM_CONF", ""),
+    key_fields = (process_space(), str(Path(__file__).resolve()), os.environ.get("SLURM_CONF", ""),
              os.environ.get("SLURM_CLUSTERS", ""), shutil.which("squeue") or "")  # fmt: skip
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+    key = hashlib.sha256("\0".join(key_fields).encode()).hexdigest()[:12]
     return Path(tempfile.gettempdir()) / f"rlhpc.waits-{os.getuid()}-{key}"
 
 
@@ -96,10 +96,10 @@ class SharedProbe(JobProbe):
         open_jobs = [job for job in sorted(renewal_times) if not _report(reports.get(job)).state.is_terminal]
         if open_jobs and self._is_due(answers, now):
             new_reports = self._probe.query(open_jobs)
-            silent = not any(report.conclusive for report in new_reports.values())
-            pause = min(2 * answers["pause"], MOST_S) if silent and answers["reports"] else self._interval_s
+            is_silent = not any(report.conclusive for report in new_reports.values())
+            pause_s = min(2 * answers["pause"], MOST_S) if is_silent and answers["reports"] else self._interval_s
             rows = {job: [r.state.value, r.reason, r.source, r.conclusive] for job, r in new_reports.items()}
-            answers = {**answers, "asked": time.monotonic(), "pause": pause, "reports": {**reports, **rows}}
+            answers = {**answers, "asked": time.monotonic(), "pause": pause_s, "reports": {**reports, **rows}}
         self._write(answers)
         return answers
 
@@ -139,9 +139,9 @@ class SharedProbe(JobProbe):
             return empty
 
     def _write(self, answers: dict[str, Any]) -> None:
-        new = self._place / "answers.new"
-        new.write_text(json.dumps(answers))
-        new.replace(self._place / "answers.json")
+        new_file = self._place / "answers.new"
+        new_file.write_text(json.dumps(answers))
+        new_file.replace(self._place / "answers.json")
 
 
 def _report(row: list[Any] | None) -> JobReport:

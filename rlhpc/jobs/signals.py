@@ -97,15 +97,15 @@ class StopRequest:
         self.restore()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        which = signal.Signals(signum)
-        if which is signal.SIGINT:
+        signal_id = signal.Signals(signum)
+        if signal_id is signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
         # a request to end the run outweighs one to continue it later: scancel may follow a walltime signal
-        if self._signal is None or (self._signal is signal.SIGUSR2 and which is not signal.SIGUSR2):
-            self._signal = which
-            self._reason = _REASONS[which]
+        if self._signal is None or (self._signal is signal.SIGUSR2 and signal_id is not signal.SIGUSR2):
+            self._signal = signal_id
+            self._reason = _REASONS[signal_id]
 
 
 #: Maximum and minimum interval between queries of a job's end; the interval shrinks as the end approaches.
@@ -145,11 +145,13 @@ def end_of_job(*, at_once: bool = False) -> float | None:
         at_once: Ask now, whatever the age of the last answer.
     """
     global _last_job_end
-    job, text = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_JOB_END_TIME", "")
-    if _last_job_end is None or _last_job_end.job != (job, text):
-        at = (float(text) or math.inf) if text.isdigit() else end_of(job) if job else None
-        _last_job_end = _JobEnd((job, text), time.monotonic(), at)
+    job, end_text = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_JOB_END_TIME", "")
+    if _last_job_end is None or _last_job_end.job != (job, end_text):
+        end_time = (float(end_text) or math.inf) if end_text.isdigit() else end_of(job) if job else None
+        _last_job_end = _JobEnd((job, end_text), time.monotonic(), end_time)
     elif job and (at_once or _last_job_end.is_old):
-        answer = end_of(job)
-        _last_job_end = _JobEnd((job, text), time.monotonic(), _last_job_end.at if answer is None else answer)
+        new_end_time = end_of(job)
+        _last_job_end = _JobEnd(
+            (job, end_text), time.monotonic(), _last_job_end.at if new_end_time is None else new_end_time
+        )
     return None if _last_job_end.at is None or math.isinf(_last_job_end.at) else _last_job_end.at

@@ -26,19 +26,23 @@ def component_ids(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 def end_steps(patience_s: float = 20.0) -> bool:
     """Kills the steps that a dead driver left, and waits for their end; returns True if no step remains."""
-    end, pause = time.monotonic() + patience_s, 0.5
+    deadline, pause_s = time.monotonic() + patience_s, 0.5
     jobs = component_ids()
     while True:
-        answer = ask("squeue", "--noheader", "--steps", f"--jobs={','.join(jobs)}", "--format=%i")
-        steps = [word for word in answer.text.split() if word.rpartition(".")[2].isdigit()] if answer.ok else []
-        if answer.ok and not steps:
+        squeue_output = ask("squeue", "--noheader", "--steps", f"--jobs={','.join(jobs)}", "--format=%i")
+        steps = (
+            [step_id for step_id in squeue_output.text.split() if step_id.rpartition(".")[2].isdigit()]
+            if squeue_output.ok
+            else []
+        )
+        if squeue_output.ok and not steps:
             return True
         if steps:
             ask("scancel", "--signal=KILL", *steps)
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             return False
-        time.sleep(pause)
-        pause = min(2 * pause, 4.0)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 4.0)
 
 
 #: A node refuses to restart a job with a credential that is older, by the node's clock, than the end of the job's
@@ -57,14 +61,14 @@ def hasten(job_id: str, name: str) -> None:
             return
     except RlhpcError:
         return
-    answer = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%A|%T|%r|%S")
-    rows = [line.split("|") for line in answer.lines if line.count("|") == 3]
-    if not answer.ok or not all(row[1:3] == ["PENDING", "BeginTime"] for row in rows):
+    squeue_output = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%A|%T|%r|%S")
+    rows = [line.split("|") for line in squeue_output.lines if line.count("|") == 3]
+    if not squeue_output.ok or not all(row[1:3] == ["PENDING", "BeginTime"] for row in rows):
         return
-    soon = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + _HASTE_S))
+    soon_text = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + _HASTE_S))
     for job, _, _, start in rows:
-        if start > soon:
-            ask("scontrol", "update", f"JobId={job.strip()}", f"StartTime={soon}")
+        if start > soon_text:
+            ask("scontrol", "update", f"JobId={job.strip()}", f"StartTime={soon_text}")
 
 
 def requeue_without(job_id: str, node: str) -> bool:
@@ -84,9 +88,9 @@ def requeue_without(job_id: str, node: str) -> bool:
 
 def end_of(job_id: str) -> float | None:
     """Returns the Unix time at which Slurm ends a job, infinite without a limit; None if Slurm does not answer."""
-    words = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%e").text.split()
-    ends = [_time_of(word) for word in words]  # one per component; N/A without a limit
-    return min((math.inf if end is None else end for end in ends), default=None)
+    time_texts = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%e").text.split()
+    end_times = [_time_of(time_text) for time_text in time_texts]  # one per component; N/A without a limit
+    return min((math.inf if end_time is None else end_time for end_time in end_times), default=None)
 
 
 _START = re.compile(r"Job \d+ to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
@@ -110,11 +114,11 @@ def would_start(script: str) -> Start:
 
     This is an estimate from the limits of the running and waiting jobs: they may end sooner, or others may overtake this one.
     """
-    answer = ask("sbatch", "--test-only", stdin=script, timeout_s=60)
-    at = _start_in(answer)
-    if not answer.ok or at is None:
-        return Start(None, answer.words.removeprefix("allocation failure: ").removeprefix("sbatch: error: "))
-    return Start(at)
+    sbatch_output = ask("sbatch", "--test-only", stdin=script, timeout_s=60)
+    start_time = _start_in(sbatch_output)
+    if not sbatch_output.ok or start_time is None:
+        return Start(None, sbatch_output.words.removeprefix("allocation failure: ").removeprefix("sbatch: error: "))
+    return Start(start_time)
 
 
 @functools.cache
@@ -122,10 +126,10 @@ def has_gpus(partition: str | None) -> bool:
     """Returns whether all nodes of a partition (None: the default one) have GPUs, by `sinfo`; False if Slurm does not
     report it.
     """
-    answer = ask("sinfo", "--noheader", *([f"--partition={partition}"] if partition else []), "--format=%P|%G")
-    rows = [line.split("|") for line in answer.lines if "|" in line]
+    sinfo_output = ask("sinfo", "--noheader", *([f"--partition={partition}"] if partition else []), "--format=%P|%G")
+    rows = [line.split("|") for line in sinfo_output.lines if "|" in line]
     rows = rows if partition else [row for row in rows if row[0].endswith("*")]
-    return answer.ok and bool(rows) and all("gpu" in row[1] for row in rows)
+    return sinfo_output.ok and bool(rows) and all("gpu" in row[1] for row in rows)
 
 
 def _start_in(answer: CommandOutput) -> float | None:
@@ -155,38 +159,38 @@ def allowance(account: str | None) -> Allowance | None:
     Args:
         account: Name of the account; None for this user's first.
     """
-    only = [f"--accounts={account}"] if account else []
+    account_filter = [f"--accounts={account}"] if account else []
     columns = "Account,User,FairShare,GrpTRESMins,GrpTRESRaw"
-    answer = ask("sshare", "--noheader", "--parsable2", f"--format={columns}", *only)
-    rows = [[cell.strip() for cell in line.split("|")] for line in answer.lines if line.count("|") == 4]
+    sshare_output = ask("sshare", "--noheader", "--parsable2", f"--format={columns}", *account_filter)
+    rows = [[cell.strip() for cell in line.split("|")] for line in sshare_output.lines if line.count("|") == 4]
     user_rows = [row for row in rows if row[1]]
     name = account or next((row[0] for row in user_rows if row[0] != "root"), None)
-    if not answer.ok or name is None:
+    if not sshare_output.ok or name is None:
         return None
     minutes: dict[str, tuple[float, float]] = {}
-    for _, _, _, allowed, used in (row for row in rows if row[0] == name):
-        spent = _tres(used)
+    for _, _, _, allowed, used_text in (row for row in rows if row[0] == name):
+        used_minutes = _tres(used_text)
         for resource, limit in _tres(allowed).items():
-            remaining = limit - spent.get(resource, 0.0)
+            remaining = limit - used_minutes.get(resource, 0.0)
             if resource not in minutes or remaining < minutes[resource][0] - minutes[resource][1]:
-                minutes[resource] = (limit, spent.get(resource, 0.0))
-    shares = [row[2] for row in user_rows if row[0] == name]
+                minutes[resource] = (limit, used_minutes.get(resource, 0.0))
+    fair_shares = [row[2] for row in user_rows if row[0] == name]
     try:
-        return Allowance(name, minutes, float(shares[0]) if shares and shares[0] else None)
+        return Allowance(name, minutes, float(fair_shares[0]) if fair_shares and fair_shares[0] else None)
     except ValueError:
         return Allowance(name, minutes, None)
 
 
 def _tres(text: str) -> dict[str, float]:
     """Parses `cpu=100,gres/gpu=600` into its numbers."""
-    pairs = (part.partition("=") for part in text.split(","))
-    return {name: float(count) for name, _, count in pairs if count.replace(".", "", 1).isdigit()}
+    assignments = (assignment.partition("=") for assignment in text.split(","))
+    return {name: float(count) for name, _, count in assignments if count.replace(".", "", 1).isdigit()}
 
 
 def nothing_queued() -> bool:
     """Returns whether this user has no job at all, so that a limit on their number will never admit one."""
-    answer = ask("squeue", "--noheader", "--me", "--format=%i")
-    return answer.ok and not answer.text.strip()
+    squeue_output = ask("squeue", "--noheader", "--me", "--format=%i")
+    return squeue_output.ok and not squeue_output.text.strip()
 
 
 @dataclass(frozen=True)
@@ -215,10 +219,10 @@ def identify_job(job_id: str) -> JobIdentity | None:
     """
     if not _JOB_ID.fullmatch(job_id):  # a list, or an option of the command
         return None
-    answer = ask("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%i|%Z|%k|%j")
-    if not answer.ok and "nvalid job id" not in answer.error:
-        raise RlhpcError(f"squeue does not say whose job {job_id} is: {answer.words}")
-    for line in answer.lines:
+    squeue_output = ask("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%i|%Z|%k|%j")
+    if not squeue_output.ok and "nvalid job id" not in squeue_output.error:
+        raise RlhpcError(f"squeue does not say whose job {job_id} is: {squeue_output.words}")
+    for line in squeue_output.lines:
         leader, *columns = line.strip().split("|", 3)
         if len(columns) == 3 and leader.partition("+")[0] == job_id:  # the first component of a het job
             folder, comment, name = columns
@@ -259,9 +263,9 @@ def scancel(job_id: str, *options: str, name: str) -> None:
     """
     if not is_job_named(job_id, name):
         return
-    done = ask("scancel", *options, job_id, timeout_s=60)
-    if not done.ok and "already completing or completed" not in done.error:
-        raise RlhpcError(f"scancel {job_id} failed: {done.words}")
+    scancel_output = ask("scancel", *options, job_id, timeout_s=60)
+    if not scancel_output.ok and "already completing or completed" not in scancel_output.error:
+        raise RlhpcError(f"scancel {job_id} failed: {scancel_output.words}")
 
 
 @dataclass(frozen=True)
@@ -284,10 +288,10 @@ class QueuedJob:
 
 def jobs_named(name: str) -> list[QueuedJob] | None:
     """Returns this user's jobs of that name that have not ended; None if Slurm does not answer."""
-    answer = ask("squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%T|%r|%N|%S")
-    if not answer.ok:
+    squeue_output = ask("squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%T|%r|%N|%S")
+    if not squeue_output.ok:
         return None
-    rows = [line.strip().split("|") for line in answer.lines if line.count("|") == 4]
+    rows = [line.strip().split("|") for line in squeue_output.lines if line.count("|") == 4]
     return [
         QueuedJob(job, state, reason, node, _time_of(start) if node else None)
         for job, state, reason, node, start in rows
@@ -312,15 +316,15 @@ def end_named(name: str, *, queued_only: bool = False, softly: bool = False, tim
     """
     if shutil.which("scancel") is None:
         return False
-    done = True
+    has_ended = True
     if queued_only or softly:
-        done = ask("scancel", "--me", f"--name={name}", "--state=PENDING", timeout_s=timeout_s, apart=True).ok
+        has_ended = ask("scancel", "--me", f"--name={name}", "--state=PENDING", timeout_s=timeout_s, apart=True).ok
     if softly:
         signal = ("--state=RUNNING", "--batch", "--signal=USR1")
-        done = ask("scancel", "--me", f"--name={name}", *signal, timeout_s=timeout_s, apart=True).ok and done
+        has_ended = ask("scancel", "--me", f"--name={name}", *signal, timeout_s=timeout_s, apart=True).ok and has_ended
     if not queued_only and not softly:
-        done = ask("scancel", "--me", f"--name={name}", timeout_s=timeout_s, apart=True).ok
-    return done
+        has_ended = ask("scancel", "--me", f"--name={name}", timeout_s=timeout_s, apart=True).ok
+    return has_ended
 
 
 def starts_in(options: Mapping[str, Any]) -> tuple[float | None, str]:
@@ -328,10 +332,10 @@ def starts_in(options: Mapping[str, Any]) -> tuple[float | None, str]:
     None
     instead of seconds if it would not start or Slurm does not say.
     """
-    words = [f"--{name}={value}" for name, value in options.items()]
-    answer = ask("sbatch", "--test-only", *words, "--wrap=true", environment=free_of_job(os.environ))
-    start = _start_in(answer)
-    return (None if start is None else max(0.0, start - time.time())), answer.words
+    option_words = [f"--{name}={option_value}" for name, option_value in options.items()]
+    sbatch_output = ask("sbatch", "--test-only", *option_words, "--wrap=true", environment=free_of_job(os.environ))
+    start = _start_in(sbatch_output)
+    return (None if start is None else max(0.0, start - time.time())), sbatch_output.words
 
 
 _OF_JOB = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SUBMITIT)_(?!CONF$)")
@@ -350,11 +354,11 @@ def minutes_of(time: str) -> int:
     `1-12:00:00`.
     """
     days, dash, clock = time.rpartition("-")
-    parts = [int(part) for part in clock.split(":")]
+    clock_fields = [int(clock_field) for clock_field in clock.split(":")]
     if dash:  # days-hours[:minutes[:seconds]]
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    elif len(parts) < 3:  # minutes[:seconds]
-        hours, minutes, seconds = 0, *(*parts, 0)[:2]
+        hours, minutes, seconds = (*clock_fields, 0, 0)[:3]
+    elif len(clock_fields) < 3:  # minutes[:seconds]
+        hours, minutes, seconds = 0, *(*clock_fields, 0)[:2]
     else:
-        hours, minutes, seconds = parts
+        hours, minutes, seconds = clock_fields
     return int(days or 0) * 1440 + hours * 60 + minutes + (seconds + 59) // 60

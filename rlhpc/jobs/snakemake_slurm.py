@@ -111,11 +111,11 @@ def share_jobs() -> None:
         try:
             record.parent.mkdir(parents=True, exist_ok=True)
             with LeaseLock(record.with_suffix(".lease"), str(job.rule.name)):
-                if (info := _find_shared(self, job, record)) is not None:
+                if (job_info := _find_shared(self, job, record)) is not None:
                     self.logger.info(
-                        f"Job {job.jobid} waits for SLURM job {info.external_jobid}, submitted for it before."
+                        f"Job {job.jobid} waits for SLURM job {job_info.external_jobid}, submitted for it before."
                     )
-                    self.report_job_submission(info)
+                    self.report_job_submission(job_info)
                     return
                 submitted = True
                 submit(self, job)
@@ -134,22 +134,22 @@ def share_jobs() -> None:
 
     @functools.wraps(check)
     async def check_active_jobs(self: Any, active_jobs: list[Any]) -> AsyncIterator[Any]:
-        attached = [info for info in active_jobs if _is_attached(info)]
+        attached = [job_info for job_info in active_jobs if _is_attached(job_info)]
         if attached:
-            reports = await asyncio.to_thread(_probe_of(self).query, [info.external_jobid for info in attached])
-            for info in attached:
-                if await _settle(self, info, reports[info.external_jobid]):
-                    _probe_of(self).leave([info.external_jobid])
+            reports = await asyncio.to_thread(_probe_of(self).query, [job_info.external_jobid for job_info in attached])
+            for job_info in attached:
+                if await _settle(self, job_info, reports[job_info.external_jobid]):
+                    _probe_of(self).leave([job_info.external_jobid])
                 else:
-                    yield info
-        async for info in check(self, [info for info in active_jobs if not _is_attached(info)]):
-            yield info
+                    yield job_info
+        async for job_info in check(self, [job_info for job_info in active_jobs if not _is_attached(job_info)]):
+            yield job_info
 
     @functools.wraps(cancel)
     def cancel_jobs(self: Any, active_jobs: list[Any]) -> None:
-        _probe_of(self).leave([info.external_jobid for info in active_jobs if _is_attached(info)])
+        _probe_of(self).leave([job_info.external_jobid for job_info in active_jobs if _is_attached(job_info)])
         # the Snakemake that submitted a job decides about it, as long as it runs
-        cancel(self, [info for info in active_jobs if not _is_attached(info) or _is_orphan(info)])
+        cancel(self, [job_info for job_info in active_jobs if not _is_attached(job_info) or _is_orphan(job_info)])
 
     executor.run_job, executor.report_job_submission = run_job, report_job_submission
     executor.check_active_jobs, executor.cancel_jobs = check_active_jobs, cancel_jobs
@@ -163,8 +163,8 @@ def _record_of(job: Any) -> Path | None:
 
 def _digest(job: Any) -> str:
     """Returns a digest of a job's rule and of the parameters whose change would start it again."""
-    texts = sorted(repr(value) for value in job.non_derived_params if isinstance(value, _COMPARED))
-    return hashlib.sha256(json.dumps([job.rule.name, sorted(map(str, job.output)), texts]).encode()).hexdigest()
+    param_texts = sorted(repr(param) for param in job.non_derived_params if isinstance(param, _COMPARED))
+    return hashlib.sha256(json.dumps([job.rule.name, sorted(map(str, job.output)), param_texts]).encode()).hexdigest()
 
 
 def _content(job: Any, job_id: str) -> dict[str, Any]:
@@ -194,27 +194,29 @@ def _find_shared(executor: Any, job: Any, record: Path) -> Any:
     """Returns the job to wait for, as Snakemake's `SubmittedJobInfo`; None if a new one must be submitted."""
     from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
-    content = read_json_file(record)
-    if content is None or content.get("digest") != _digest(job) or not content.get("job_id"):
+    job_content = read_json_file(record)
+    if job_content is None or job_content.get("digest") != _digest(job) or not job_content.get("job_id"):
         return None
-    job_id = str(content["job_id"])
+    job_id = str(job_content["job_id"])
     report = SlurmProbe().query_one(job_id)
     if report.state is JobState.UNKNOWN and report.conclusive:
         return None
-    if report.state.is_terminal and not (report.state.is_success and _outputs_are_current(executor, job, content)):
+    if report.state.is_terminal and not (report.state.is_success and _outputs_are_current(executor, job, job_content)):
         return None
-    return SubmittedJobInfo(job, external_jobid=job_id, aux={_ATTACHED: content, "slurm_logfile": None})
+    return SubmittedJobInfo(job, external_jobid=job_id, aux={_ATTACHED: job_content, "slurm_logfile": None})
 
 
 def _outputs_are_current(executor: Any, job: Any, content: dict[str, Any]) -> bool:
     """Returns whether a finished job is up to date: all outputs exist, and no input has changed since."""
     if executor.workflow.dag.reason(job).forced:
         return False
-    before, now = content.get("inputs") or {}, _inputs(job)
+    inputs_before, inputs_now = content.get("inputs") or {}, _inputs(job)
     try:
         oldest = min(os.stat(path).st_mtime for path in job.output)
         return all(
-            path.is_ancient or os.stat(path).st_mtime <= oldest or (path in now and now[path] == before.get(path))
+            path.is_ancient
+            or os.stat(path).st_mtime <= oldest
+            or (path in inputs_now and inputs_now[path] == inputs_before.get(path))
             for path in job.input
         )
     except OSError:
@@ -237,11 +239,11 @@ def _is_orphan(info: Any) -> bool:
         identity = identify_job(info.external_jobid)
     except RlhpcError:
         return False
-    rule = f"rule_{info.job.rule.name}"
+    rule_name = f"rule_{info.job.rule.name}"
     return (
         identity is not None
         and identity.folder == os.getcwd()
-        and (identity.comment == rule or identity.comment.startswith(f"{rule}_wildcards_"))
+        and (identity.comment == rule_name or identity.comment.startswith(f"{rule_name}_wildcards_"))
     )
 
 

@@ -120,10 +120,10 @@ class Facts:
             return False
         if claim is not None and (claim.alive_here() is not False or self._is_own(claim)):
             return False
-        over = max(
+        last_end = max(
             record.submitted, claim.started if claim else 0.0, self.exit_record.end_time if self.exit_record else 0.0
         )
-        return bool(self.exit_record or self._done()) and started > over and self.status.get("segment") is None
+        return bool(self.exit_record or self._done()) and started > last_end and self.status.get("segment") is None
 
     def _is_own(self, claim: Claim) -> bool:
         """Returns whether `status.json` was written by the claim's driver."""
@@ -139,31 +139,35 @@ class Facts:
             return RunState("starting", job, job, is_current=False)
         state, reason = str(self.status.get("state") or ""), str(self.status.get("stop_reason") or "")
         attempts = Attempts(files, record.token)
-        number = f", start {attempts.count}" if attempts.count > 1 else ""
+        start_text = f", start {attempts.count}" if attempts.count > 1 else ""
         if attempts.last_end:
             return RunState("starting", f"{job}, again after: {attempts.last_end}", job, is_current=False)
         if not self._is_own(claim):
-            return RunState("starting", f"{job}{number}", job, is_current=False)
+            return RunState("starting", f"{job}{start_text}", job, is_current=False)
         if state in ("finished", "stopped") and claim.alive_here() is not False:
             return RunState("ending", f"{job}: {ending_words(reason)}", job)
         if state in FINAL:
             return RunState("starting", f"{job}, again after: {ending_words(reason)}", job, is_current=False)
-        return RunState("running", f"{job}{number}", job)
+        return RunState("running", f"{job}{start_text}", job)
 
     def _by_report(self, report: JobReport, job: str, cancelled: bool) -> RunState:
         if report.state in _QUEUED:
-            again = ", to go on" if self.claim is not None else ""
+            resume_text = ", to go on" if self.claim is not None else ""
             is_current = self.claim is None or not self._is_own(self.claim)
             reason = (
                 report.reason if report.reason != "None" else ""
             )  # Slurm's placeholder before it has determined a reason
             reason = reason or ("" if report.state is JobState.PENDING else report.state.value.lower())
-            return RunState("pending", f"{job}{again}" + (f": {reason}" if reason else ""), job, is_current=is_current)
+            return RunState(
+                "pending", f"{job}{resume_text}" + (f": {reason}" if reason else ""), job, is_current=is_current
+            )
         if report.state is JobState.CANCELLED or (report.state.is_terminal and cancelled):
             return RunState("cancelled", f"{job}; submit the run again to go on", job)
         if report.state.is_terminal:
-            how = report.state.value
-            return RunState("dead", f"{job} ended without a result ({how}); submit the run again to resume it", job)
+            state_name = report.state.value
+            return RunState(
+                "dead", f"{job} ended without a result ({state_name}); submit the run again to resume it", job
+            )
         if report.state in (JobState.COMPLETING, JobState.STAGE_OUT):
             return RunState("ending", job, job)
         if report.state in (JobState.SUSPENDED, JobState.STOPPED):
@@ -180,8 +184,8 @@ class Facts:
         if claim is None:
             if controller is False:
                 return RunState("dead", f"{job} is gone; submit the run again", job)
-            silent = "; Slurm does not answer" if report is not None else ""
-            return RunState("waiting", f"{job}: submitted, not started yet{silent}", job, is_current=False)
+            silence_note = "; Slurm does not answer" if report is not None else ""
+            return RunState("waiting", f"{job}: submitted, not started yet{silence_note}", job, is_current=False)
         if controller:
             return RunState("starting", f"{job}, again", job, is_current=False)
         if claim.alive_here() is False:
@@ -213,9 +217,9 @@ class Facts:
             if Path(f"/proc/{pid}").exists():
                 return state, reason
             return "dead", f"its driver (pid {pid}) is gone; submit the run again to resume it"
-        silent = time.time() - (number_of(status, "updated") or 0.0)
-        if silent > _SILENT_S:
-            return "dead", f"its driver on {host or '?'} has not been heard of for {duration(silent)}"
+        silent_s = time.time() - (number_of(status, "updated") or 0.0)
+        if silent_s > _SILENT_S:
+            return "dead", f"its driver on {host or '?'} has not been heard of for {duration(silent_s)}"
         return state, reason
 
 
@@ -241,10 +245,10 @@ def run_state(paths: RunPaths) -> tuple[str, str]:
 def newest_segment(paths: RunPaths) -> SegmentJournal | None:
     """Returns the segment that was submitted last; None without one, or if it is another user's."""
     try:
-        numbers = paths.submitted()
+        segments = paths.submitted()
     except OSError:
         return None
-    return SegmentJournal(paths, numbers[-1]) if numbers else None
+    return SegmentJournal(paths, segments[-1]) if segments else None
 
 
 def owner(paths: RunPaths) -> str:
@@ -255,15 +259,17 @@ def owner(paths: RunPaths) -> str:
 def find_runs(folder: Path, depth: int = 3) -> Iterable[RunPaths]:
     """Yields the runs below a folder, by name; run folders themselves are not searched further."""
     try:
-        entries = [entry for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")]
+        subfolders = [
+            subfolder for subfolder in os.scandir(folder) if subfolder.is_dir() and not subfolder.name.startswith(".")
+        ]
     except OSError:
         return
-    for entry in sorted(entries, key=lambda e: e.name):
-        paths = RunPaths(Path(entry.path))
-        if any(mark.exists() for mark in (paths.config, paths.submit, paths.driver_state)):
+    for subfolder in sorted(subfolders, key=lambda e: e.name):
+        paths = RunPaths(Path(subfolder.path))
+        if any(marker.exists() for marker in (paths.config, paths.submit, paths.driver_state)):
             yield paths
         elif depth > 1:
-            yield from find_runs(Path(entry.path), depth - 1)
+            yield from find_runs(Path(subfolder.path), depth - 1)
 
 
 def duration(seconds: float | None) -> str:
@@ -290,8 +296,8 @@ def _readable(folder: Path) -> bool:
 
 def number_of(values: dict[str, Any], key: str) -> float | None:
     """Returns the number under a key of a JSON object; None if the key is missing or another type."""
-    value = values.get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    field_value = values.get(key)
+    return float(field_value) if isinstance(field_value, int | float) and not isinstance(field_value, bool) else None
 
 
 #: Minimum interval between Slurm queries, and the number of equal answers required in a row: between the end of one attempt

@@ -34,16 +34,16 @@ def helper_lines(paths: RunPaths, *, over: bool) -> list[str]:
         lines.append(f"helpers      {len(queued)} job{'s' if len(queued) > 1 else ''} in the queue: {reasons}")
     if not joined_ranks:
         return lines
-    present = [stay for stay in joined_ranks if stay.left_at is None]
+    present_stays = [stay for stay in joined_ranks if stay.left_at is None]
     departed = [stay for stay in joined_ranks if stay.left_at is not None]
     hours = sum(stay.hours(now) for stay in joined_ranks)
-    lines.append(f"joined       {len(joined_ranks)} ranks in all, {len(present)} there now, {hours:.2f} hours")
+    lines.append(f"joined       {len(joined_ranks)} ranks in all, {len(present_stays)} there now, {hours:.2f} hours")
     lines += ["", f"{'joined':<16} {'node':<16} {'job':>10}  {'came':<11}  {'left':<11}  {'hours':>6}  why"]
-    for stay in [*departed[-_MAX_LEFT_LINES:], *present]:
-        came, left_at = _clock(stay.joined), "" if stay.left_at is None else _clock(stay.left_at)
+    for stay in [*departed[-_MAX_LEFT_LINES:], *present_stays]:
+        joined_at, left_at = _clock(stay.joined), "" if stay.left_at is None else _clock(stay.left_at)
         reason = stay.why or ("works" if stay.works else "loads")
         lines.append(
-            f"{f'{stay.group}-{stay.rank}':<16} {stay.node:<16} {stay.job or '-':>10}  {came:<11}  {left_at:<11}  "
+            f"{f'{stay.group}-{stay.rank}':<16} {stay.node:<16} {stay.job or '-':>10}  {joined_at:<11}  {left_at:<11}  "
             f"{stay.hours(now):>6.2f}  {reason}"
         )
     if len(departed) > _MAX_LEFT_LINES:
@@ -68,37 +68,41 @@ def progress_line(paths: RunPaths, since: float = 0.0) -> str:
 
 
 def _progress(status: dict[str, Any]) -> list[str]:
-    parts = []
+    phrases = []
     step, max_steps = number_of(status, "step"), number_of(status, "max_steps")
     if step is not None:
-        parts.append(f"step {step:.0f}" + (f"/{max_steps:.0f}" if max_steps is not None and max_steps >= 0 else ""))
-    value, rate, eta = (number_of(status, key) for key in ("return", "env_steps_per_s", "eta_s"))
-    if value is not None:
-        parts.append(f"return {value:.1f}")
+        phrases.append(f"step {step:.0f}" + (f"/{max_steps:.0f}" if max_steps is not None and max_steps >= 0 else ""))
+    mean_return, rate, eta = (number_of(status, key) for key in ("return", "env_steps_per_s", "eta_s"))
+    if mean_return is not None:
+        phrases.append(f"return {mean_return:.1f}")
     if rate is not None:
-        parts.append(f"{rate:.0f} env steps/s")
+        phrases.append(f"{rate:.0f} env steps/s")
     for name in ("reward", "loss"):
         if (metric := number_of(status, name)) is not None:
-            parts.append(f"{name} {metric:.3f}")
+            phrases.append(f"{name} {metric:.3f}")
     if (tokens := number_of(status, "tokens_per_s")) is not None:
-        parts.append(f"{tokens:.0f} tokens/s")
+        phrases.append(f"{tokens:.0f} tokens/s")
     if eta is not None and status.get("state") not in FINAL:
-        parts.append(f"ETA {duration(eta)}")
-    return parts
+        phrases.append(f"ETA {duration(eta)}")
+    return phrases
 
 
 def best_words(status: dict[str, Any]) -> str:
     """Returns `step 30, by eval/loss 0.42` from a run's status.json; "" without a best checkpoint."""
-    step, value = number_of(status, "best_step"), number_of(status, "best_value")
-    return "" if step is None or value is None else f"step {step:.0f}, by {status.get('best_metric')} {value:.6g}"
+    step, best_value = number_of(status, "best_step"), number_of(status, "best_value")
+    return (
+        ""
+        if step is None or best_value is None
+        else f"step {step:.0f}, by {status.get('best_metric')} {best_value:.6g}"
+    )
 
 
 def newest_generation(paths: RunPaths) -> Path | None:
     """Returns the registry folder of the current generation; the newest one if none is declared current."""
     try:
-        current = paths.registry / read_file(paths.registry / CURRENT).decode().strip()
-        if current.is_dir():
-            return current
+        generation_folder = paths.registry / read_file(paths.registry / CURRENT).decode().strip()
+        if generation_folder.is_dir():
+            return generation_folder
     except (OSError, ValueError):
         pass
     try:
@@ -131,7 +135,7 @@ def _read_shared_memory(rows: list[dict[str, Any]]) -> tuple[int, int] | None:
     tokens = {str(row["token"]) for row in rows if row.get("token") and row.get("host") == host_id()}
     sessions = [Scratch(token) for token in tokens]
     usage = [(scratch.used_bytes(), bytes_in_use(scratch.shm)) for scratch in sessions if scratch.shm.is_dir()]
-    return (sum(held for held, _ in usage), sum(used for _, used in usage)) if usage else None
+    return (sum(held_bytes for held_bytes, _ in usage), sum(used_bytes for _, used_bytes in usage)) if usage else None
 
 
 def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str:
@@ -153,8 +157,8 @@ def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str
     progress = _progress(status) if run.is_current or run.state in OVER else []
     if progress:
         lines.append(f"progress     {', '.join(progress)}")
-    if headlines is not None and (numbers := headlines([paths])):
-        lines.append("results      " + ", ".join(f"{title} {text}" for title, (text,) in numbers.items()))
+    if headlines is not None and (headline_cells := headlines([paths])):
+        lines.append("results      " + ", ".join(f"{title} {cell}" for title, (cell,) in headline_cells.items()))
     lines += _time_lines(status, run)
     done = sorted(int(p.stem) for p in paths.segments.glob("*.json") if p.stem.isdigit())
     lines.append(f"segments     {', '.join(map(str, done)) + ' done' if done else 'none done'}")
@@ -179,26 +183,28 @@ def _robot_lines(paths: RunPaths) -> list[str]:
     """Returns lines for the robots outside the cluster that have connected or are awaited."""
     generation, lines = newest_generation(paths), []
     for file in sorted((generation / ROBOTS).glob("slot_*.json")) if generation else ():
-        place = read_json_file(file) or {}
-        began = number_of(place, "since")
-        since = "" if began is None else f" for {duration(max(0.0, time.time() - began))}"
-        name = f"{place.get('robot')} (slot {place.get('slot')})"
-        waits = f"is waited for{since}: rlhpc robot invite {paths.root} --output FILE"
-        lines.append(f"robot        {name} " + (f"has been there{since}" if place.get("there") else waits))
+        robot_state = read_json_file(file) or {}
+        waiting_since = number_of(robot_state, "since")
+        duration_text = "" if waiting_since is None else f" for {duration(max(0.0, time.time() - waiting_since))}"
+        name = f"{robot_state.get('robot')} (slot {robot_state.get('slot')})"
+        waiting_text = f"is waited for{duration_text}: rlhpc robot invite {paths.root} --output FILE"
+        lines.append(
+            f"robot        {name} " + (f"has been there{duration_text}" if robot_state.get("there") else waiting_text)
+        )
     return lines
 
 
 def _time_lines(status: dict[str, Any], run: RunState) -> list[str]:
     """Returns lines with the run's training time in total, and since its latest start."""
-    started, updated, elapsed = (number_of(status, key) for key in ("started", "updated", "elapsed_s"))
-    if started is None or updated is None:
+    started, updated_at, elapsed = (number_of(status, key) for key in ("started", "updated", "elapsed_s"))
+    if started is None or updated_at is None:
         return []
     lines = []
     if elapsed is not None:
         lines.append(f"trained for  {duration(elapsed)} in all")
     if run.is_current or run.state in OVER:
-        age = "" if run.state in OVER else f", last heard {duration(time.time() - updated)} ago"
-        lines.append(f"this start   {duration(updated - started)} on {status.get('host', '?')}{age}")
+        age = "" if run.state in OVER else f", last heard {duration(time.time() - updated_at)} ago"
+        lines.append(f"this start   {duration(updated_at - started)} on {status.get('host', '?')}{age}")
     return lines
 
 
@@ -239,16 +245,18 @@ def render_runs(
         _cells(folder, facts, state, (notes or {}).get(facts.paths.root.name, "")) for facts, state in states(runs)
     ]
     columns: dict[str, Sequence[str]] = {title: [row[title] for row in cells] for title in cells[0]}
-    last = {title: columns.pop(title) for title in ("time left", "note")}
+    last_columns = {title: columns.pop(title) for title in ("time left", "note")}
     columns |= {} if headlines is None else headlines(runs)
-    columns |= last
-    filled = [
-        (title, *map(one_line, texts)) for title, texts in columns.items() if title in ("run", "state") or any(texts)
+    columns |= last_columns
+    filled_columns = [
+        (title, *map(one_line, column_cells))
+        for title, column_cells in columns.items()
+        if title in ("run", "state") or any(column_cells)
     ]
-    widths = [max(map(len, column)) for column in filled]
+    widths = [max(map(len, column)) for column in filled_columns]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in zip(*filled, strict=True)
+        for row in zip(*filled_columns, strict=True)
     )
 
 
@@ -256,25 +264,25 @@ def _cells(folder: Path, facts: Facts, run: RunState, note: str) -> dict[str, st
     """Returns a run's line of the list: title of the column → text."""
     step, max_steps, eta = (number_of(facts.status, key) for key in ("step", "max_steps", "eta_s"))
     reason = run.why.removeprefix(run.job).lstrip(":;, ") if run.job else run.why
-    is_there = facts.paths.root.is_dir()
+    exists = facts.paths.root.is_dir()
     prefix = "ended: " if reason and run.state in FINAL else ""
     return {
         "run": str(facts.paths.root.relative_to(folder)),
-        "state": run.state if is_there else "not started",
+        "state": run.state if exists else "not started",
         "job": run.job,
         "step": ""
         if step is None
         else f"{step:.0f}" + (f"/{max_steps:.0f}" if max_steps is not None and max_steps >= 0 else ""),
         "time left": duration(eta) if eta is not None and run.state == "running" else "",
-        "note": "; ".join(filter(None, (f"{prefix}{reason}" if is_there else "", note))),
+        "note": "; ".join(filter(None, (f"{prefix}{reason}" if exists else "", note))),
     }
 
 
 def _member_line(row: dict[str, Any], *, over: bool) -> str:
     pid, node, state = row.get("pid"), str(row.get("node") or "?"), str(row.get("state") or "?")
     if state not in (*OVER, "ended", "left"):
-        here = row.get("host") == host_id() and isinstance(pid, int)
-        if over or (here and not Path(f"/proc/{pid}").exists()):
+        is_local = row.get("host") == host_id() and isinstance(pid, int)
+        if over or (is_local and not Path(f"/proc/{pid}").exists()):
             state = "ended" if over else "gone"
     return f"{row['group']!s:<12} {row.get('rank', '?')!s:>4}  {node:<16} {pid if pid else '?'!s:>8}  {state}"
 
@@ -289,14 +297,14 @@ def _log_files(paths: RunPaths, group: str | None, rank: int | None) -> dict[Pat
     folders = sorted(paths.logs.glob(segment_name("*")), key=lambda p: p.stat().st_mtime) if paths.logs.is_dir() else []
     for path in sorted([*folders[-1].glob("*.out"), *folders[-1].glob("*.err")]) if folders else []:
         labels.setdefault(path, path.stem)
-    selected = {}
+    log_files = {}
     for path, label in labels.items():
-        name, _, number = label.rpartition("-")
+        name, _, rank_text = label.rpartition("-")
         if not name:
-            name, number = label, ""  # the driver has no rank
-        if (group is None or group == name) and (rank is None or str(rank) == number):
-            selected[path] = label
-    return selected
+            name, rank_text = label, ""  # the driver has no rank
+        if (group is None or group == name) and (rank is None or str(rank) == rank_text):
+            log_files[path] = label
+    return log_files
 
 
 def _tail(path: Path, lines: int, start: str) -> tuple[list[str], int]:
@@ -305,11 +313,11 @@ def _tail(path: Path, lines: int, start: str) -> tuple[list[str], int]:
         with open_file(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - 512 * max(lines, 1) - 4096) if start in (LAST, ALL) else 0)
-            data = file.read(size - file.tell())
+            tail_bytes = file.read(size - file.tell())
     except (OSError, ValueError):  # an invalid file name
         return [], 0
-    text = lines_of_start(data.decode("utf-8", "replace").splitlines(), start)
-    return text[-lines:] if lines > 0 else [], size
+    tail_lines = lines_of_start(tail_bytes.decode("utf-8", "replace").splitlines(), start)
+    return tail_lines[-lines:] if lines > 0 else [], size
 
 
 def print_logs(
@@ -346,15 +354,15 @@ def print_logs(
             "" if group is None and rank is None else f" of {group or 'any group'}{'' if rank is None else f'-{rank}'}"
         )
         raise UserError(f"no logs{requested} in {paths.logs}; there are: {', '.join(labels) or 'none yet'}")
-    at: dict[Path, int] = {}
+    offsets: dict[Path, int] = {}
     for path, label in files.items():
-        text, at[path] = _tail(path, lines, start)
-        _write(target, label, text)
+        tail_lines, offsets[path] = _tail(path, lines, start)
+        _write(target, label, tail_lines)
     while follow:
-        over = run_state(paths)[0] in (*OVER, "unknown")
+        is_over = run_state(paths)[0] in (*OVER, "unknown")
         for path, label in _log_files(paths, group, rank).items():
-            _write(target, label, list(_iter_new_lines(path, at)))
-        if over:
+            _write(target, label, list(_iter_new_lines(path, offsets)))
+        if is_over:
             return
         time.sleep(poll_s)
 
@@ -379,6 +387,6 @@ def _iter_new_lines(path: Path, at: dict[Path, int]) -> Iterator[str]:
 
 def _write(target: TextIO, label: str, lines: list[str]) -> None:
     for line in lines:
-        for part in line.splitlines() or [""]:  # a progress bar overwrites its line repeatedly
-            target.write(one_line(f"[{label}] {part}") + "\n")
+        for line_part in line.splitlines() or [""]:  # a progress bar overwrites its line repeatedly
+            target.write(one_line(f"[{label}] {line_part}") + "\n")
     target.flush()

@@ -72,8 +72,8 @@ DYING_S = 10.0
 def driver_command(config_path: str | Path, overrides: Sequence[str] = (), *, segment: int | None = 0) -> list[str]:
     """Returns the argv of the driver: the command to train without submitting; `segment` None trains the whole run."""
     config = str(expand_home(config_path).absolute())
-    part = [] if segment is None else ["--segment", str(segment)]
-    return run_module("rlhpc.cli", "train", config, *part, *overrides)
+    segment_option = [] if segment is None else ["--segment", str(segment)]
+    return run_module("rlhpc.cli", "train", config, *segment_option, *overrides)
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,8 @@ class Submission:
             DeadlineExceeded: The deadline is over.
         """
         files, segment = self.files, self.request.segment
-        if (result := files.result()) is not None:
-            return answer("finished", JobRecord.read(files), segment, result)
+        if (segment_result := files.result()) is not None:
+            return answer("finished", JobRecord.read(files), segment, segment_result)
         _make_folders(files)
         while True:
             _await_orphan(files, self.request.save_grace_s, self._out)
@@ -233,8 +233,8 @@ class Submission:
         """Decides under the submit lock, so that two submissions start only one job."""
         files, request = self.files, self.request
         with files.submit_lock():
-            if (result := files.result()) is not None:
-                return _Finished(result)
+            if (segment_result := files.result()) is not None:
+                return _Finished(segment_result)
             try:
                 if (record := find_job(files)) is not None:
                     request.on_decision(True)
@@ -304,10 +304,10 @@ class Submission:
     def _start_job(self) -> JobRecord:
         """Submits a `DriverJob` through submitit; the caller holds the lock."""
         files, request, command = self.files, self.request, list(self.request.command)
-        before = JobRecord.read(files)
+        previous_record = JobRecord.read(files)
         record = JobRecord(
             segment=files.segment,
-            attempt=before.attempt + bool(before.job_id) if before else 1,
+            attempt=previous_record.attempt + bool(previous_record.job_id) if previous_record else 1,
             token=secrets.token_hex(8),
             executor=self.executor,
             command=command,

@@ -78,10 +78,10 @@ class Backoff:
         self._silent_since = (self._silent_since or now) if refusal.silent else None
         if self._silent_since is not None and now - self._silent_since > SILENT_S:
             raise SubmitError(f"{refusal}\n  tried for {SILENT_S:.0f} s; see `scontrol ping`")
-        end = now + self._pause
+        deadline = now + self._pause
         self._pause = min(2 * self._pause, MOST_S)
-        while (now := time.monotonic()) < end:
+        while (now := time.monotonic()) < deadline:
             if self._deadline_s is not None and now - self._began > self._deadline_s:
                 raise DeadlineExceeded(f"{refusal}\n  waited {self._deadline_s:g} s for room; nothing was submitted")
             check()
-            time.sleep(min(1.0, end - now))
+            time.sleep(min(1.0, deadline - now))

@@ -143,15 +143,15 @@ def address(place: int, name: str = SOCKET) -> str:
 
 def _reach(wait: Wait) -> socket.socket | None:
     """Connects to a watcher that will report on the wait; starts one if none runs."""
-    end, started = time.monotonic() + _REACH_S, 0
+    deadline, started = time.monotonic() + _REACH_S, 0
     request = {**asdict(wait), "values": {n: os.environ[n] for n in wait.secrets if n in os.environ}}
     try:
-        while time.monotonic() < end and started < _STARTS:
-            with _open_place() as place:
-                connection = _connect(place, json.dumps(request).encode() + b"\n")
+        while time.monotonic() < deadline and started < _STARTS:
+            with _open_place() as folder_fd:
+                connection = _connect(folder_fd, json.dumps(request).encode() + b"\n")
                 if connection is not None:
                     return connection
-                if _start(place):
+                if _start(folder_fd):
                     started += 1
                 else:
                     time.sleep(0.05)  # another watcher is just starting, or about to end
@@ -170,14 +170,14 @@ def _open_place() -> Any:
     path = meeting_place()
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    place = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        status = os.fstat(place)
+        status = os.fstat(folder_fd)
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise PermissionError(f"{path} is not this user's alone")
-        yield place
+        yield folder_fd
     finally:
-        os.close(place)
+        os.close(folder_fd)
 
 
 def _connect(place: int, request: bytes) -> socket.socket | None:

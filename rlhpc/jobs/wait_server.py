@@ -89,20 +89,20 @@ class Watcher:
     def serve(self) -> None:
         """Serves until no command waits any more."""
         self._listener.settimeout(_LINGER_S / 4)
-        served = time.monotonic()
-        while time.monotonic() - served < _LINGER_S:
+        served_at = time.monotonic()
+        while time.monotonic() - served_at < _LINGER_S:
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
                 self._threads = [thread for thread in self._threads if thread.is_alive()]
-                served = time.monotonic() if self._threads else served
+                served_at = time.monotonic() if self._threads else served_at
                 continue
             except OSError:  # too many open files: the connecting process will finally wait by itself
                 time.sleep(_LINGER_S / 4)
                 continue
-            served = time.monotonic()
-            pause = sum(thread.is_alive() for thread in self._threads) // _AT_ONCE
-            thread = threading.Thread(target=self._follow, args=(connection, pause), daemon=True)
+            served_at = time.monotonic()
+            pause_s = sum(thread.is_alive() for thread in self._threads) // _AT_ONCE
+            thread = threading.Thread(target=self._follow, args=(connection, pause_s), daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the user's thread limit is reached: the connecting process waits by itself
@@ -128,10 +128,10 @@ class Watcher:
         hangup = select.poll()
         hangup.register(connection, select.POLLIN)  # the connection only becomes readable when it ends
         try:
-            while (done := waiter.poll()) is None:
+            while (wait_result := waiter.poll()) is None:
                 if hangup.poll(1000 * waiter.poll_s):
                     return
-            answer = waiter.answer(done)
+            answer = waiter.answer(wait_result)
             _tell(connection, "E", f"rlhpc: {answer_line(answer)}")
             if wait.answers:
                 _tell(connection, "O", json.dumps(answer))
@@ -160,7 +160,7 @@ def _tell(connection: socket.socket, kind: str, text: str) -> None:
 
 def main(arguments: list[str]) -> None:
     """Runs the server; `arguments` are the inherited descriptors of the lock, the socket and the folder that contains both."""
-    lock, socket_fd, place = map(int, arguments)
+    lock, socket_fd, folder_fd = map(int, arguments)
     for fd in map(int, arguments):
         os.set_inheritable(fd, False)  # squeue must not inherit it
     threading.stack_size(_STACK_BYTES)
@@ -168,10 +168,10 @@ def main(arguments: list[str]) -> None:
     watcher.serve()
     # a process that connects from now on starts another watcher as soon as this one's lock is removed
     with contextlib.suppress(OSError):
-        if os.stat(LOCK, dir_fd=place).st_ino == os.fstat(lock).st_ino:  # otherwise this watcher's lock was removed
+        if os.stat(LOCK, dir_fd=folder_fd).st_ino == os.fstat(lock).st_ino:  # otherwise this watcher's lock was removed
             for name in (SOCKET, LOCK):
-                os.unlink(name, dir_fd=place)
-        os.rmdir(os.readlink(address(place, "").rstrip("/")))
+                os.unlink(name, dir_fd=folder_fd)
+        os.rmdir(os.readlink(address(folder_fd, "").rstrip("/")))
     os._exit(0)
 
 

@@ -93,8 +93,8 @@ def answer(state: str, record: JobRecord | None, segment: int, result: dict[str,
 
 def answer_line(answer: dict[str, Any]) -> str:
     """Formats the last line shown to the user."""
-    end = f" at step {answer['result']['global_step']}" if answer["result"] else f", job {answer['job_id']}"
-    return f"segment {answer['segment']}: {answer['state']}{end}"
+    end_text = f" at step {answer['result']['global_step']}" if answer["result"] else f", job {answer['job_id']}"
+    return f"segment {answer['segment']}: {answer['state']}{end_text}"
 
 
 def goes_on(files: SegmentJournal, record: JobRecord) -> str:
@@ -177,10 +177,10 @@ class Waiter:
         then.
         """
         try:
-            while (done := self.poll()) is None:
+            while (wait_result := self.poll()) is None:
                 between()
                 time.sleep(self.poll_s)
-            return done
+            return wait_result
         finally:
             self.leave()
 
@@ -208,9 +208,9 @@ class Waiter:
             self._ended_claim = claim.number
         if now >= self._next_look or has_ended or self._over_since is not None:
             self._next_look = now + min(max(self.poll_s, (now - self.began) / 10), _LOOK_S)
-            done = self._read(now, always=has_ended or self._over_since is not None)
-            if done is not None:
-                return done
+            wait_result = self._read(now, always=has_ended or self._over_since is not None)
+            if wait_result is not None:
+                return wait_result
         if self._over_since is not None:
             if now - self._over_since > _SETTLE_S:
                 raise self._lost_error()
@@ -240,13 +240,13 @@ class Waiter:
         if folder_times == self._folder_times and now < self._next_read and not always:
             return None
         self._folder_times, self._next_read = folder_times, now + _READ_S
-        done = self.files.result()
-        if done is None:
+        segment_result = self.files.result()
+        if segment_result is None:
             self._claim = Claim.newest(self.files)
             if self._claim is not None and self._claim.token != self.record.token and self._is_claim_alive(self._claim):
                 self._follow(owner_of(self.files, self.record, alive=True))  # another submitter's job came first
             self._raise_if_failed()
-        return done
+        return segment_result
 
     def _follow(self, owner: JobRecord) -> None:
         if owner.token != self.record.token:
@@ -256,16 +256,16 @@ class Waiter:
 
     def _is_claim_alive(self, claim: Claim) -> bool:
         """Returns whether the holder of a claim is alive: by its processes on this host, elsewhere by its renewals."""
-        here = claim.alive_here()
-        if here is not None:
-            return here
+        alive_here = claim.alive_here()
+        if alive_here is not None:
+            return alive_here
         try:
-            stamp = claim.path.stat().st_mtime_ns
+            mtime_ns = claim.path.stat().st_mtime_ns
         except OSError:
             return False
-        number, before, at = self._renewed
-        if (number, before) != (claim.number, stamp):
-            self._renewed = (claim.number, stamp, time.monotonic() if number == claim.number else at)
+        claim_number, last_mtime_ns, renewed_s = self._renewed
+        if (claim_number, last_mtime_ns) != (claim.number, mtime_ns):
+            self._renewed = (claim.number, mtime_ns, time.monotonic() if claim_number == claim.number else renewed_s)
         renewed_at = self._renewed[2]
         return renewed_at is not None and time.monotonic() - renewed_at < LEASE_S
 
@@ -281,8 +281,8 @@ class Waiter:
             return None
         if report.state is not JobState.UNKNOWN:
             self._silent_since = None
-            held = report.state is JobState.PENDING and report.reason == "BeginTime"
-            if held and claim is not None and time.monotonic() > self._next_hasten:
+            is_held = report.state is JobState.PENDING and report.reason == "BeginTime"
+            if is_held and claim is not None and time.monotonic() > self._next_hasten:
                 self._next_hasten = time.monotonic() + _HASTEN_S
                 # it ran before, so this is the hold after a requeue
                 hasten(self.record.job_id, segment_job_name(self.files))
@@ -305,45 +305,47 @@ class Waiter:
         offset = claim.err_offset if claim is not None and claim.token == self.record.token else 0
         removed = next((p for p in (self.files.paths.root, self.files.paths.submit) if not p.is_dir()), None)
         if removed is not None:
-            kind = "run folder" if removed == self.files.paths.root else "folder of its submissions"
+            folder = "run folder" if removed == self.files.paths.root else "folder of its submissions"
             return FolderRemoved(
-                f"segment {self.files.segment}: the {kind} {removed} was removed while {job_words(self.record)} was pending "
+                f"segment {self.files.segment}: the {folder} {removed} was removed while {job_words(self.record)} was pending "
                 "or ran, so the job ended without a result, and its logs may be gone with it\n"
                 "  to go on, put it back from a copy (a snapshot of the file system), then run the same command\n"
                 "  without one, the same command starts "
-                + ("the run anew, at step 0" if kind == "run folder" else "from the last checkpoint that is left")
+                + ("the run anew, at step 0" if folder == "run folder" else "from the last checkpoint that is left")
             )
-        how = report.state.value if report.state.is_terminal else "killed, or its node is gone"
-        text = first_failure(self.files.driver_err, offset, lines=10)
+        cause = report.state.value if report.state.is_terminal else "killed, or its node is gone"
+        failure_text = first_failure(self.files.driver_err, offset, lines=10)
         # A job that ended before its driver began has its error at the end of its own log only.
-        text = text or first_failure(Path(self.record.job_log), lines=2) if self.record.job_log else text
+        failure_text = (
+            failure_text or first_failure(Path(self.record.job_log), lines=2) if self.record.job_log else failure_text
+        )
         complete = self.files.paths.complete_steps()
-        again = "resumes from the last checkpoint" if complete else "starts anew: there is no checkpoint"
+        resume_text = "resumes from the last checkpoint" if complete else "starts anew: there is no checkpoint"
         if report.state is JobState.TIMEOUT and not complete:
-            again += "; if no step ends within the walltime, give it more (cluster.time)"
+            resume_text += "; if no step ends within the walltime, give it more (cluster.time)"
         return JobLost(
-            f"segment {self.files.segment}: {job_words(self.record)} ended without a result ({how}"
+            f"segment {self.files.segment}: {job_words(self.record)} ended without a result ({cause}"
             f"{': ' + report.reason if report.reason else ''})\n"
-            + (f"{text}\n" if text else "")
+            + (f"{failure_text}\n" if failure_text else "")
             + f"  driver log: {self.files.driver_err}\n  job log:    {self.record.job_log}\n"
-            f"  the same command again {again}",
+            f"  the same command again {resume_text}",
             log_path=str(self.files.driver_err),
         )
 
     def _raise_if_failed(self) -> None:
-        end = self.files.exit_of(self.record.token)
-        if end is None:
+        exit_record = self.files.exit_of(self.record.token)
+        if exit_record is None:
             return
-        if end.cancelled:
-            raise cancelled_error(self.files, self.record, end.message)
-        head = end.message or f"the driver ended with exit code {end.exit_code} and said nothing"
-        if end.signal:
-            last_words = f"; its last words:\n{end.message}" if end.message else ""
-            head = f"the driver was ended by {end.signal}{last_words}"
+        if exit_record.cancelled:
+            raise cancelled_error(self.files, self.record, exit_record.message)
+        head = exit_record.message or f"the driver ended with exit code {exit_record.exit_code} and said nothing"
+        if exit_record.signal:
+            message_text = f"; its last words:\n{exit_record.message}" if exit_record.message else ""
+            head = f"the driver was ended by {exit_record.signal}{message_text}"
         message = f"{head}\n  driver log: {self.files.driver_err} (segment {self.files.segment})"
-        if end.exit_code == 2:
+        if exit_record.exit_code == 2:
             raise DriverRejected(message)
-        raise DriverFailed(message, exit_code=end.exit_code, log_path=str(self.files.driver_err))
+        raise DriverFailed(message, exit_code=exit_record.exit_code, log_path=str(self.files.driver_err))
 
     def _show(self, report: JobReport) -> None:
         if report.state is JobState.UNKNOWN and not report.reason:
@@ -352,8 +354,8 @@ class Waiter:
         line = f"{self.files.paths.root.name} segment {self.files.segment}: {job_words(self.record)} {state}"
         # ignores the numbers of an earlier segment or attempt
         is_current = self._claim is not None and self._claim.token == self.record.token
-        since = self._claim.started if is_current and self._claim is not None else self.record.submitted
-        progress = progress_line(self.files.paths, since=since) if report.state is not JobState.PENDING else ""
+        started_at = self._claim.started if is_current and self._claim is not None else self.record.submitted
+        progress = progress_line(self.files.paths, since=started_at) if report.state is not JobState.PENDING else ""
         line += f", {progress}" if progress else ""
         if line != self._last_line:
             self._last_line = line

@@ -39,9 +39,13 @@ def examine(section: SectionSource, folder: Path, *, start_s: float = 60.0, most
     folder = here.nearest_folder(expand_home(folder).absolute())
     lines = [slurm_checks.commands(shutil.which), *_here(folder)]
     if lines[0].level != "pass":
-        alone = look_here(site, folder, len(visible_accelerators(os.environ)))
-        lines += nodes.gpus_in_torch(alone, os.environ) + nodes.shared_memory(alone) + nodes.node_disks(alone, site)
-        return lines + nodes.simulators(alone) + nodes.limits(alone)
+        local_probe = look_here(site, folder, len(visible_accelerators(os.environ)))
+        lines += (
+            nodes.gpus_in_torch(local_probe, os.environ)
+            + nodes.shared_memory(local_probe)
+            + nodes.node_disks(local_probe, site)
+        )
+        return lines + nodes.simulators(local_probe) + nodes.limits(local_probe)
     facts = SlurmFacts.gather(getpass.getuser())
     lines += [slurm_checks.version(facts), slurm_checks.controller(facts)]
     if lines[-1].level == "fail":
@@ -52,18 +56,18 @@ def examine(section: SectionSource, folder: Path, *, start_s: float = 60.0, most
     lines.append(slurm_checks.het_jobs(facts, _find_refusal(facts, site)))
     jobs = plan_jobs(site, facts, most_nodes) if most_nodes else []
     start_s += wake_up_s(jobs, facts)
-    probed = run_probes(jobs, site, folder, start_s=start_s) if jobs else Probed(folder, [])
+    probes = run_probes(jobs, site, folder, start_s=start_s) if jobs else Probed(folder, [])
     lines += [
-        slurm_checks.requeue(facts, probed.jobs, os.environ, site),
+        slurm_checks.requeue(facts, probes.jobs, os.environ, site),
         slurm_checks.accounting(facts),
         slurm_checks.min_job_age(facts),
     ]
     lines += slurm_checks.walltime(facts, site) + slurm_checks.preemption(facts, site)
-    lines += nodes.started(probed.jobs) + nodes.shared_folder(probed)
-    lines += nodes.interface(probed, site) + nodes.ports(probed) + nodes.gpu_masks(probed, os.environ)
-    lines += nodes.gpus_in_torch(probed, os.environ)
-    lines += nodes.python(probed) + nodes.shared_memory(probed) + nodes.node_disks(probed, site)
-    return lines + nodes.simulators(probed) + nodes.clocks(probed) + nodes.limits(probed)
+    lines += nodes.started(probes.jobs) + nodes.shared_folder(probes)
+    lines += nodes.interface(probes, site) + nodes.ports(probes) + nodes.gpu_masks(probes, os.environ)
+    lines += nodes.gpus_in_torch(probes, os.environ)
+    lines += nodes.python(probes) + nodes.shared_memory(probes) + nodes.node_disks(probes, site)
+    return lines + nodes.simulators(probes) + nodes.clocks(probes) + nodes.limits(probes)
 
 
 def _here(folder: Path) -> list[Finding]:
@@ -73,8 +77,8 @@ def _here(folder: Path) -> list[Finding]:
         versions[name] = None
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    conf = os.environ.get("SLURM_CONF")
-    lines = here.packages(versions, conf if conf and not _is_same_file(conf, _USUAL_CONF) else None)
+    slurm_conf = os.environ.get("SLURM_CONF")
+    lines = here.packages(versions, slurm_conf if slurm_conf and not _is_same_file(slurm_conf, _USUAL_CONF) else None)
     lines += here.environment(os.environ)
     lines.append(here.disk("folder of runs", str(folder), space(str(folder))))
     lines.append(here.disk("home", str(Path.home()), space(str(Path.home()))))
@@ -94,5 +98,5 @@ def _find_refusal(facts: SlurmFacts, site: Site) -> str | None:
     groups = [group for group in site.groups if facts.partition(group.partition)]
     if not groups:
         return None
-    answer = ask("sbatch", "--test-only", stdin=slurm_checks.het_script(groups))
-    return answer.words if answer.code else None
+    sbatch_output = ask("sbatch", "--test-only", stdin=slurm_checks.het_script(groups))
+    return sbatch_output.words if sbatch_output.code else None

@@ -60,18 +60,18 @@ def shared_folder(probed: Probed) -> list[Finding]:
     latencies = {}
     for job in probed.jobs:
         for node, report in job.hello.items():
-            canary, second = report["canary"], job.peers.get(node, {}).get("second", {})
-            view = job.canary_views.get(node, {})
+            canary, second_node = report["canary"], job.peers.get(node, {}).get("second", {})
+            canary_view = job.canary_views.get(node, {})
             if "error" in canary:
                 reason = "have another folder of that name" if canary["parent"] else "have no such folder"
             elif "write_error" in canary:
                 reason = f"cannot write there ({canary['write_error']})"
-            elif "error" in view:
+            elif "error" in canary_view:
                 reason = "write files there that are not seen here"
-            elif "error" in second:
+            elif "error" in second_node:
                 reason = "do not see a file that was written after they had looked for it"
             else:
-                latencies[node] = max(canary["ms"], view.get("ms", 0.0), second.get("ms", 0.0))
+                latencies[node] = max(canary["ms"], canary_view.get("ms", 0.0), second_node.get("ms", 0.0))
                 continue
             problems.setdefault(reason, []).append(node)
     lines = [
@@ -99,45 +99,45 @@ def interface(probed: Probed, site: Site) -> list[Finding]:
     if not hellos:
         return []
     if site.interface:
-        lacking = [node for node, report in hellos.items() if site.interface not in report["interfaces"]]
-        if lacking:
-            available = sorted({name for node in lacking for name in hellos[node]["interfaces"]})
+        missing_nodes = [node for node, report in hellos.items() if site.interface not in report["interfaces"]]
+        if missing_nodes:
+            available = sorted({name for node in missing_nodes for name in hellos[node]["interfaces"]})
             return [
-                Finding("fail", subject, f"{site.interface} has no address on {names(lacking)}; there are: "
+                Finding("fail", subject, f"{site.interface} has no address on {names(missing_nodes)}; there are: "
                      f"{', '.join(available)}", "correct interface in the site file")
             ]  # fmt: skip
         return [Finding("pass", subject, f"{site.interface}, on every node looked at")]
-    used: dict[str, set[str]] = {}
+    nodes_by_interface: dict[str, set[str]] = {}
     for node, report in probed.peers.items():
-        for other, connection in report["reach"].items():
-            if other != node and connection.get("interface"):
-                used.setdefault(connection["interface"], set()).add(node)
-    if not used:
+        for peer, connection in report["reach"].items():
+            if peer != node and connection.get("interface"):
+                nodes_by_interface.setdefault(connection["interface"], set()).add(node)
+    if not nodes_by_interface:
         return []
-    text = "; ".join(f"{name}: {names(nodes)}" for name, nodes in sorted(used.items()))
-    fast = set.intersection(*({n for n in report["interfaces"] if _FAST.match(n)} for report in hellos.values())) - set(
-        used
-    )
-    if fast:
+    routes = "; ".join(f"{name}: {names(nodes)}" for name, nodes in sorted(nodes_by_interface.items()))
+    fast_interfaces = set.intersection(
+        *({n for n in report["interfaces"] if _FAST.match(n)} for report in hellos.values())
+    ) - set(nodes_by_interface)
+    if fast_interfaces:
         return [
-            Finding("warn", subject, f"the route goes by {text}; every node has {', '.join(sorted(fast))}, too",
-                 f"if that is the faster network, set interface: {min(fast)} in the site file")
+            Finding("warn", subject, f"the route goes by {routes}; every node has {', '.join(sorted(fast_interfaces))}, too",
+                 f"if that is the faster network, set interface: {min(fast_interfaces)} in the site file")
         ]  # fmt: skip
-    if any(name.startswith(("lo", "docker", "virbr")) for name in used) and len(hellos) > 1:
-        return [Finding("warn", subject, f"the route goes by {text}", "set interface in the site file")]
-    return [Finding("pass", subject, f"by the route between nodes: {text}")]
+    if any(name.startswith(("lo", "docker", "virbr")) for name in nodes_by_interface) and len(hellos) > 1:
+        return [Finding("warn", subject, f"the route goes by {routes}", "set interface in the site file")]
+    return [Finding("pass", subject, f"by the route between nodes: {routes}")]
 
 
 def ports(probed: Probed) -> list[Finding]:
     """Checks that nodes reach one another on ports that the kernel picks, both ways."""
     peers = probed.peers
-    pairs = {
-        (node, other): connection
+    connections = {
+        (node, peer): connection
         for node, report in peers.items()
-        for other, connection in report["reach"].items()
-        if other != node
+        for peer, connection in report["reach"].items()
+        if peer != node
     }
-    if not pairs:
+    if not connections:
         if probed.hellos:
             return [
                 Finding(
@@ -145,22 +145,22 @@ def ports(probed: Probed) -> list[Finding]:
                 )
             ]
         return []
-    closed = {pair: connection["error"] for pair, connection in pairs.items() if "error" in connection}
+    closed = {node_pair: connection["error"] for node_pair, connection in connections.items() if "error" in connection}
     if closed:
-        (one, other), reason = next(iter(closed.items()))
+        (source_node, peer), reason = next(iter(closed.items()))
         return [
             Finding("fail", "ports",
-                 f"{len(closed)} of {len(pairs)} connections between nodes fail: {one} → {other}: {reason}",
+                 f"{len(closed)} of {len(connections)} connections between nodes fail: {source_node} → {peer}: {reason}",
                  "open TCP between compute nodes (net.ipv4.ip_local_port_range), or name the interface they share")
         ]  # fmt: skip
-    slowest = max(connection["ms"] for connection in pairs.values())
+    slowest = max(connection["ms"] for connection in connections.values())
     return [Finding("pass", "ports", f"{names(peers)} reach one another both ways, within {math.ceil(slowest)} ms")]
 
 
 def gpu_masks(probed: Probed, environ: Mapping[str, str]) -> list[Finding]:
     """Checks that each node's mask names as many GPUs as the job requested."""
     problems: dict[str, list[str]] = {}
-    right: list[str] = []
+    correct_nodes: list[str] = []
     unmasked: list[str] = []
     stale = environ.get("CUDA_VISIBLE_DEVICES")
     for job in probed.jobs:
@@ -170,21 +170,24 @@ def gpu_masks(probed: Probed, environ: Mapping[str, str]) -> list[Finding]:
             if job.gpus and count is None:
                 unmasked.append(node)
             elif (count or 0) == job.gpus:
-                right.append(node)
+                correct_nodes.append(node)
             else:
-                text = f"CUDA_VISIBLE_DEVICES={mask} names {count}, the job asked for {job.gpus}"
-                problems.setdefault(text + (" (it is this shell's)" if mask == stale else ""), []).append(node)
-    do = "unset CUDA_VISIBLE_DEVICES before submitting" if stale is not None else (
+                problem = f"CUDA_VISIBLE_DEVICES={mask} names {count}, the job asked for {job.gpus}"
+                problems.setdefault(problem + (" (it is this shell's)" if mask == stale else ""), []).append(node)
+    way_out = "unset CUDA_VISIBLE_DEVICES before submitting" if stale is not None else (
         "something sets it on the node: look in ~/.bashrc, modules and the task prolog"
     )  # fmt: skip
-    lines = [Finding("fail", "GPU mask", f"stale on {names(nodes)}: {text}", do) for text, nodes in problems.items()]
+    lines = [
+        Finding("fail", "GPU mask", f"stale on {names(nodes)}: {problem}", way_out)
+        for problem, nodes in problems.items()
+    ]
     if unmasked:
         lines.append(
             Finding("warn", "GPU mask", f"none on {names(unmasked)}, though a GPU was asked for",
                  "ask for whole nodes (sbatch: [--exclusive]), or for File= in gres.conf")
         )  # fmt: skip
-    if right and not problems:
-        lines.append(Finding("pass", "GPU mask", f"as asked for on {names(right)}"))
+    if correct_nodes and not problems:
+        lines.append(Finding("pass", "GPU mask", f"as asked for on {names(correct_nodes)}"))
     return lines
 
 
@@ -206,52 +209,60 @@ def gpus_in_torch(probed: Probed, environ: Mapping[str, str]) -> list[Finding]:
                  "here", f"unset {VIRTUAL} unless they are")
         ]  # fmt: skip
     problems: dict[tuple[str, str], list[str]] = {}
-    right: dict[str, list[str]] = {}
+    correct_nodes: dict[str, list[str]] = {}
     for node, job in jobs_by_node.items():
         report = job.torch.get(node, {"hung_s": 0.0})
-        if trouble := _trouble(report, job.gpus, job.hello[node]["mask"]):
-            problems.setdefault(trouble, []).append(node)
+        if problem_and_fix := _trouble(report, job.gpus, job.hello[node]["mask"]):
+            problems.setdefault(problem_and_fix, []).append(node)
         else:
-            text = f"torch {report['torch']} computes on the {job.gpus} granted"
-            text += f", and sums over {report['seen']} of them by NCCL" if report.get("nccl") else ""
-            right.setdefault(text, []).append(node)
+            summary = f"torch {report['torch']} computes on the {job.gpus} granted"
+            summary += f", and sums over {report['seen']} of them by NCCL" if report.get("nccl") else ""
+            correct_nodes.setdefault(summary, []).append(node)
     return [
-        *(Finding("fail", subject, f"{names(nodes)}: {problem}", do) for (problem, do), nodes in problems.items()),
-        *(Finding("pass", subject, f"{text} ({names(nodes)})") for text, nodes in right.items()),
+        *(
+            Finding("fail", subject, f"{names(nodes)}: {problem}", way_out)
+            for (problem, way_out), nodes in problems.items()
+        ),
+        *(Finding("pass", subject, f"{summary} ({names(nodes)})") for summary, nodes in correct_nodes.items()),
     ]
 
 
 def _trouble(report: Mapping[str, Any], granted: int, mask: str | None) -> tuple[str, str] | None:
     """Returns the problem in torch's report on a node, with advice; None if everything works."""
-    look = "look at that node with nvidia-smi and dmesg"
+    way_out = "look at that node with nvidia-smi and dmesg"
     if "torch" not in report:
-        stage, look = "importing torch", "run python -c 'import torch' there"
+        stage, way_out = "importing torch", "run python -c 'import torch' there"
     elif "seen" not in report:
         stage = "counting GPUs"
     elif report["seen"] < granted:
-        reason, do = why_unseen(report["seen"], report["cuda"], report["hip"], mask, report.get("driver", ""))
+        reason, fix = why_unseen(report["seen"], report["cuda"], report["hip"], mask, report.get("driver", ""))
         driver = (
             f"the driver takes CUDA up to {report['driver']}" if report.get("driver") else "there is no libcuda.so.1"
         )
-        words = f" ({report['warning']})" if report["warning"] else ""
-        return f"granted {granted}, torch sees {report['seen']}: torch {report['torch']} {reason}{words}; {driver}", do
+        warning_text = f" ({report['warning']})" if report["warning"] else ""
+        return (
+            f"granted {granted}, torch sees {report['seen']}: torch {report['torch']} {reason}{warning_text}; {driver}",
+            fix,
+        )
     elif "computes" not in report:
         stage = "computing on a GPU"
-        look += "; where the build has no kernel for it, take another: RLHPC_TORCH=cu126 bash envs/setup.sh"
+        way_out += "; where the build has no kernel for it, take another: RLHPC_TORCH=cu126 bash envs/setup.sh"
     elif report.get("nccl") is False:
         return (
             "NCCL's all-reduce gave a wrong sum",
             "try NCCL_P2P_DISABLE=1; if that mends it, see PCIe ACS and the IOMMU",
         )
     elif report.get("error") or report.get("code") != 0:
-        stage, look = "NCCL's all-reduce", "try NCCL_DEBUG=INFO, and NCCL_P2P_DISABLE=1 (PCIe ACS, the IOMMU)"
+        stage, way_out = "NCCL's all-reduce", "try NCCL_DEBUG=INFO, and NCCL_P2P_DISABLE=1 (PCIe ACS, the IOMMU)"
     else:
         return None
     if report.get("error"):
-        return f"{stage} failed: {report['error']}", look
+        return f"{stage} failed: {report['error']}", way_out
     if "hung_s" in report:
-        return f"{stage} did not end" + (f" within {report['hung_s']:.0f} s" if report["hung_s"] else " in time"), look
-    return f"{stage} ended with exit code {report['code']}: {report.get('words', '')}", look
+        return f"{stage} did not end" + (
+            f" within {report['hung_s']:.0f} s" if report["hung_s"] else " in time"
+        ), way_out
+    return f"{stage} ended with exit code {report['code']}: {report.get('words', '')}", way_out
 
 
 def _grouped(hellos: Mapping[str, Any], judge: Callable[[Mapping[str, Any]], str | None]) -> dict[str, list[str]]:
@@ -286,10 +297,10 @@ def shared_memory(probed: Probed) -> list[Finding]:
             return "cannot use /dev/shm"
         return f"have {size(space['free'])} left in /dev/shm" if space["free"] < _LEAST_SHM else None
 
-    free = [report["space"]["/dev/shm"].get("free", 0) for report in probed.hellos.values()]
+    free_bytes = [report["space"]["/dev/shm"].get("free", 0) for report in probed.hellos.values()]
     return _lines(
         probed, "/dev/shm", judge, "warn", "data between ranks goes to files instead; set cluster.scratch to a fast disk",
-        f"{size(min(free, default=0))} or more free",
+        f"{size(min(free_bytes, default=0))} or more free",
     )  # fmt: skip
 
 
@@ -297,16 +308,16 @@ def node_disks(probed: Probed, site: Site) -> list[Finding]:
     def judge(report: Mapping[str, Any]) -> str | None:
         for name in ("/tmp", "scratch"):
             space = report["space"].get(name)
-            where = site.scratch if name == "scratch" else name
+            location = site.scratch if name == "scratch" else name
             if space and ("error" in space or not space["writable"]):
-                return f"cannot write in {where} ({space.get('error', 'not writable')})"
+                return f"cannot write in {location} ({space.get('error', 'not writable')})"
             if space and space["free"] < 2**30:
-                return f"have {size(space['free'])} left in {where}"
+                return f"have {size(space['free'])} left in {location}"
         return None
 
-    passed = f"room in /tmp{f' and {site.scratch}' if site.scratch else ''}"
+    success_text = f"room in /tmp{f' and {site.scratch}' if site.scratch else ''}"
     return _lines(
-        probed, "node-local disk", judge, "fail", "correct scratch in the site file, or have it cleaned", passed
+        probed, "node-local disk", judge, "fail", "correct scratch in the site file, or have it cleaned", success_text
     )
 
 
@@ -327,18 +338,22 @@ def simulators(probed: Probed) -> list[Finding]:
 
 
 def clocks(probed: Probed) -> list[Finding]:
-    offsets = {node: off for job in probed.jobs for node, off in job.offsets.items()}
+    offsets = {node: node_offset for job in probed.jobs for node, node_offset in job.offsets.items()}
     if not offsets:
         return []
-    wrong = {node: by for node, (by, sure) in offsets.items() if abs(by) - sure > _CLOCK_S}
+    wrong = {
+        node: offset_s
+        for node, (offset_s, uncertainty_s) in offsets.items()
+        if abs(offset_s) - uncertainty_s > _CLOCK_S
+    }
     if wrong:
         node = max(wrong, key=lambda name: abs(wrong[name]))
         return [
             Finding("warn", "clocks", f"of {names(wrong)} differ from this one's, by up to {abs(wrong[node]):.0f} s ({node})",
                  "ask for NTP on all nodes; a requeued job may be refused by a node whose clock is behind")
         ]  # fmt: skip
-    sure = max(abs(by) + half for by, half in offsets.values())
-    return [Finding("pass", "clocks", f"within {max(sure, 0.1):.1f} s of this one's")]
+    uncertainty_s = max(abs(offset_s) + uncertainty for offset_s, uncertainty in offsets.values())
+    return [Finding("pass", "clocks", f"within {max(uncertainty_s, 0.1):.1f} s of this one's")]
 
 
 def limits(probed: Probed) -> list[Finding]:
@@ -352,9 +367,9 @@ def limits(probed: Probed) -> list[Finding]:
             return f"allow {size(node_limits['memlock'])} of locked memory (ulimit -l), too little for InfiniBand"
         return None
 
-    passed = "enough open files, processes and locked memory"
+    success_text = "enough open files, processes and locked memory"
     return _lines(
-        probed, "limits", judge, "warn", "raise it in setup of the site file, or ask the administrators", passed
+        probed, "limits", judge, "warn", "raise it in setup of the site file, or ask the administrators", success_text
     )
 
 
@@ -387,11 +402,11 @@ def environment(environ: Mapping[str, str]) -> list[Finding]:
             Finding("warn", "this shell's GPU mask", f"CUDA_VISIBLE_DEVICES={mask!r} goes along with every job",
                  "unset CUDA_VISIBLE_DEVICES (look in ~/.bashrc) before submitting")
         )  # fmt: skip
-    stray = sorted(name for name in environ if name.startswith(("SBATCH_", "SALLOC_")))
-    if stray:
+    inherited_names = sorted(name for name in environ if name.startswith(("SBATCH_", "SALLOC_")))
+    if inherited_names:
         lines.append(
-            Finding("warn", "this shell's options", f"set: {', '.join(stray)}; they win over what a run asks for",
-                 f"unset {' '.join(stray)}")
+            Finding("warn", "this shell's options", f"set: {', '.join(inherited_names)}; they win over what a run asks for",
+                 f"unset {' '.join(inherited_names)}")
         )  # fmt: skip
     return lines
 
@@ -400,26 +415,28 @@ def packages(versions: Mapping[str, str | None], conf: str | None) -> list[Findi
     """Checks versions of the packages that submit; `conf` is the path of slurm.conf if it is not the usual one."""
     lines = []
     min_versions = {"snakemake": (9,), "submitit": (1, 5), "snakemake-executor-plugin-slurm": (2,)}
-    for name, text in versions.items():
-        installed_version = tuple(int(part) for part in re.findall(r"\d+", text or "")[:3])
+    for name, version_text in versions.items():
+        installed_version = tuple(int(digits) for digits in re.findall(r"\d+", version_text or "")[:3])
         required_version = ".".join(map(str, min_versions.get(name, ())))
-        if text is None and name.startswith("snakemake-executor"):
+        if version_text is None and name.startswith("snakemake-executor"):
             lines.append(
                 Finding("warn", name, "not installed", "pip install 'rlhpc[slurm]' (only profiles/slurm needs it)")
             )
-        elif text is None:
+        elif version_text is None:
             lines.append(Finding("fail", name, "not installed", f"pip install {name}"))
         elif installed_version < min_versions.get(name, ()):
             lines.append(
-                Finding("fail", name, f"{text}; {required_version} or later is needed", f"pip install -U {name}")
+                Finding(
+                    "fail", name, f"{version_text}; {required_version} or later is needed", f"pip install -U {name}"
+                )
             )
         elif name.endswith("jobstep") and installed_version == (0, 6, 1) and conf:
             lines.append(
-                Finding("warn", name, f"{text} loses SLURM_CONF in its jobs, and here it is {conf}",
+                Finding("warn", name, f"{version_text} loses SLURM_CONF in its jobs, and here it is {conf}",
                      f"pip install {name}==0.6.0, or have the file at /etc/slurm/slurm.conf")
             )  # fmt: skip
         else:
-            lines.append(Finding("pass", name, text))
+            lines.append(Finding("pass", name, version_text))
     return lines
 
 
@@ -427,32 +444,35 @@ def disk(subject: str, path: str, status: Mapping[str, Any]) -> Finding:
     """Checks space and inodes of a filesystem, as `node_probe.space` reports them."""
     if "error" in status:
         return Finding("fail", subject, f"{path}: {status['error']}", "make the folder, or name another")
-    text = f"{path}: {size(status['free'])} of {size(status['total'])} free"
+    summary = f"{path}: {size(status['free'])} of {size(status['total'])} free"
     if status["inodes"]:
-        text += f", {status['inodes_free']} of {status['inodes']} inodes"
+        summary += f", {status['inodes_free']} of {status['inodes']} inodes"
     if not status["writable"]:
         return Finding("fail", subject, f"{path} is not writable", "name a folder of your own")
     if status["free"] < _LEAST_SPACE or (status["inodes"] and status["inodes_free"] < _LEAST_INODES):
-        return Finding("warn", subject, text, "make room, or use another folder: a run that cannot save stops")
-    return Finding("pass", subject, text)
+        return Finding("warn", subject, summary, "make room, or use another folder: a run that cannot save stops")
+    return Finding("pass", subject, summary)
 
 
 def quotas(text: str) -> list[Finding]:
     """Checks the output of `quota -wp` (with raw times): used and limits of blocks and of files."""
     lines = []
     for row in text.splitlines():
-        words = [word.rstrip("*") for word in row.split()]
-        if len(words) < 9 or not all(word.isdigit() for word in words[1:]):
+        cells = [cell.rstrip("*") for cell in row.split()]
+        if len(cells) < 9 or not all(cell.isdigit() for cell in cells[1:]):
             continue
-        for resource, unit, (used, soft, hard) in (("space", 1024, words[1:4]), ("inodes", 1, words[5:8])):
-            limit = int(soft) or int(hard)
+        for resource, unit, (used, soft, hard_limit) in (
+            ("space", 1024, cells[1:4]),
+            ("inodes", 1, cells[5:8]),
+        ):
+            limit = int(soft) or int(hard_limit)
             if not limit:
                 continue
-            share = f"{100 * int(used) / limit:.0f} % of {size(limit * unit) if unit > 1 else limit} {resource} on {words[0]}"
+            usage = f"{100 * int(used) / limit:.0f} % of {size(limit * unit) if unit > 1 else limit} {resource} on {cells[0]}"
             if int(used) > 0.9 * limit:
-                lines.append(Finding("warn", "quota", share, "make room: caches in $HOME are often the cause"))
+                lines.append(Finding("warn", "quota", usage, "make room: caches in $HOME are often the cause"))
             else:
-                lines.append(Finding("pass", "quota", share))
+                lines.append(Finding("pass", "quota", usage))
     return lines
 
 

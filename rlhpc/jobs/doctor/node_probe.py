@@ -30,8 +30,8 @@ _PIECE = 600
 
 
 def say(kind: str, content: dict[str, Any]) -> None:
-    text = base64.b64encode(json.dumps({"kind": kind, **content}).encode()).decode()
-    pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
+    encoded = base64.b64encode(json.dumps({"kind": kind, **content}).encode()).decode()
+    pieces = [encoded[i : i + _PIECE] for i in range(0, len(encoded), _PIECE)]
     task = os.environ.get("SLURM_PROCID", "0")
     for number, piece in enumerate(pieces):
         os.write(1, f"{MARK} {task} {kind} {number} {len(pieces)} {piece}\n".encode())
@@ -46,8 +46,8 @@ def interfaces() -> dict[str, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                addresses[name] = socket.inet_ntoa(answer[20:24])
+                reply = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                addresses[name] = socket.inet_ntoa(reply[20:24])
     return addresses
 
 
@@ -81,10 +81,10 @@ def wait_for(path: str, content: str, patience_s: float) -> dict[str, Any]:
 def canary(plan: dict[str, Any]) -> dict[str, Any]:
     """Reads the file that the login side wrote, and writes another one next to it."""
     folder = plan["canary"]
-    result = wait_for(os.path.join(folder, "login"), plan["token"], plan["patience_s"])
-    result["parent"] = os.path.isdir(os.path.dirname(folder))
-    if "error" in result:
-        return result
+    canary_status = wait_for(os.path.join(folder, "login"), plan["token"], plan["patience_s"])
+    canary_status["parent"] = os.path.isdir(os.path.dirname(folder))
+    if "error" in canary_status:
+        return canary_status
     os.path.exists(os.path.join(folder, "second"))  # not yet: shows whether a client caches the missing name
     path = os.path.join(folder, f"node-{node_name()}")
     try:
@@ -94,8 +94,8 @@ def canary(plan: dict[str, Any]) -> dict[str, Any]:
             os.fsync(file.fileno())
         os.rename(path + ".new", path)
     except OSError as error:
-        result["write_error"] = error.strerror
-    return result
+        canary_status["write_error"] = error.strerror
+    return canary_status
 
 
 def vulkan() -> dict[str, Any]:
@@ -105,15 +105,19 @@ def vulkan() -> dict[str, Any]:
         loader = True
     except OSError:
         loader = False
-    named = os.environ.get("VK_DRIVER_FILES") or os.environ.get("VK_ICD_FILENAMES")
+    driver_paths = os.environ.get("VK_DRIVER_FILES") or os.environ.get("VK_ICD_FILENAMES")
     folders = ("/etc/vulkan/icd.d", "/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d")
-    drivers = named.split(":") if named else [path for folder in folders for path in glob.glob(folder + "/*.json")]
+    drivers = (
+        driver_paths.split(":")
+        if driver_paths
+        else [path for folder in folders for path in glob.glob(folder + "/*.json")]
+    )
     return {"loader": loader, "drivers": sorted(os.path.basename(path) for path in drivers if os.path.exists(path))}
 
 
 def limits() -> dict[str, int]:
     names = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
-    return {name: resource.getrlimit(number)[0] for name, number in names.items()}
+    return {name: resource.getrlimit(limit_id)[0] for name, limit_id in names.items()}
 
 
 def has_package(name: str) -> bool:
@@ -148,11 +152,11 @@ def reach(address: str, port: int, token: str) -> dict[str, Any]:
     try:
         with socket.create_connection((address, port), timeout=4) as connection:
             connection.sendall(token.encode())
-            answer = connection.recv(64)
+            reply = connection.recv(64)
             local_address = connection.getsockname()[0]
     except OSError as error:
         return {"error": error.strerror or str(error)}
-    if answer != token.encode():
+    if reply != token.encode():
         return {"error": "something else answers there"}
     interface = next((name for name, host in interfaces().items() if host == local_address), "")
     return {"ms": 1000 * (time.monotonic() - start), "interface": interface, "address": local_address}
@@ -210,20 +214,20 @@ def main() -> None:
     signal.alarm(int(plan["limit_s"]))  # bounds how long the probe outlives its doctor
     port = listen(plan["token"])
     torch: dict[str, Any] = {}
-    asking = threading.Thread(target=lambda: torch.update(ask_torch(plan["torch"], plan["torch_s"])), daemon=True)
+    torch_thread = threading.Thread(target=lambda: torch.update(ask_torch(plan["torch"], plan["torch_s"])), daemon=True)
     if plan.get("torch"):
-        asking.start()
+        torch_thread.start()
     say("hello", {**look(plan), "canary": canary(plan), "port": port})
     instructions = json.loads(sys.stdin.readline() or "{}")
     say("clock", {"now": time.time()})
-    second: dict[str, Any] = {}
+    second_status: dict[str, Any] = {}
     if instructions.get("second"):
-        second = wait_for(os.path.join(plan["canary"], "second"), plan["token"], plan["patience_s"])
+        second_status = wait_for(os.path.join(plan["canary"], "second"), plan["token"], plan["patience_s"])
     peers = instructions.get("peers", ())
-    connections = {name: reach(address, number, plan["token"]) for name, address, number in peers}
-    say("peers", {"second": second, "reach": connections})
+    connections = {name: reach(address, port_number, plan["token"]) for name, address, port_number in peers}
+    say("peers", {"second": second_status, "reach": connections})
     if plan.get("torch"):
-        asking.join(plan["torch_s"] + 5)
+        torch_thread.join(plan["torch_s"] + 5)
         say("torch", torch)
     sys.stdin.readline()  # other nodes may still connect to this one
 

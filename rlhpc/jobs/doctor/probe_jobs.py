@@ -86,18 +86,20 @@ def plan_jobs(site: Site, facts: SlurmFacts, most_nodes: int) -> list[ProbeJob]:
             by_partition.setdefault(group.partition, []).append(group)
     jobs = []
     for partition, groups in by_partition.items():
-        first = groups[0]
+        first_group = groups[0]
         nodes = facts.nodes_of(partition)
-        with_gpus = [node for node in nodes if first.matches(node.get("Gres", ""))]
-        wants = bool(with_gpus) and (first.gres is not None or len(with_gpus) == len(nodes))
-        ready = sum(usable(node) for node in (with_gpus if wants else nodes))
-        options = [f"--{key}={value}" for key in ("account", "qos") if (value := getattr(first, key))]
-        if first.constraint and len({group.constraint for group in groups}) == 1:
-            options.append(f"--constraint={first.constraint}")
+        gpu_nodes = [node for node in nodes if first_group.matches(node.get("Gres", ""))]
+        wants_gpus = bool(gpu_nodes) and (first_group.gres is not None or len(gpu_nodes) == len(nodes))
+        ready = sum(usable(node) for node in (gpu_nodes if wants_gpus else nodes))
+        options = [
+            f"--{key}={option_value}" for key in ("account", "qos") if (option_value := getattr(first_group, key))
+        ]
+        if first_group.constraint and len({group.constraint for group in groups}) == 1:
+            options.append(f"--constraint={first_group.constraint}")
         count = max(1, min(most_nodes, ready))
         labels = tuple(group.label for group in groups)
-        gpus = min(2, *(first.matches(node.get("Gres", "")) for node in with_gpus)) if wants else 0
-        gres = f"{first.gres or 'gpu'}:{gpus}" if wants else None
+        gpus = min(2, *(first_group.matches(node.get("Gres", "")) for node in gpu_nodes)) if wants_gpus else 0
+        gres = f"{first_group.gres or 'gpu'}:{gpus}" if wants_gpus else None
         jobs.append(ProbeJob(partition, labels, tuple(options), gres, gpus, count, ready))
     return jobs
 
@@ -149,7 +151,9 @@ class _Step:
         self.sent_at = 0.0
         self._node_of: dict[str, str] = {}
         self._pieces: dict[tuple[str, str], dict[int, str]] = {}
-        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._hear, self._overhear)]
+        self._readers = [
+            threading.Thread(target=read_stream, daemon=True) for read_stream in (self._hear, self._overhear)
+        ]
         for reader in self._readers:
             reader.start()
 
@@ -168,15 +172,15 @@ class _Step:
     def _hear(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            words = line.split()
-            if len(words) != 6 or words[0] != node_probe.MARK:
+            fields = line.split()
+            if len(fields) != 6 or fields[0] != node_probe.MARK:
                 continue
-            _, task, kind, number, total, piece = words
+            _, task, kind, number, total, piece = fields
             pieces = self._pieces.setdefault((task, kind), {})
             pieces[int(number)] = piece
             if len(pieces) == int(total):
-                text = base64.b64decode("".join(pieces[i] for i in range(len(pieces))))
-                self._take(task, kind, json.loads(text))
+                encoded = base64.b64decode("".join(pieces[i] for i in range(len(pieces))))
+                self._take(task, kind, json.loads(encoded))
 
     def _take(self, task: str, kind: str, content: dict[str, Any]) -> None:
         if kind == "hello":
@@ -184,8 +188,8 @@ class _Step:
             self.job.hello[content["node"]] = content
         elif kind == "clock" and task in self._node_of:
             now = time.time()
-            between, half = (self.sent_at + now) / 2, (now - self.sent_at) / 2
-            self.job.offsets[self._node_of[task]] = (content["now"] - between, half)
+            middle_s, half_s = (self.sent_at + now) / 2, (now - self.sent_at) / 2
+            self.job.offsets[self._node_of[task]] = (content["now"] - middle_s, half_s)
         elif task in self._node_of:
             reports = self.job.torch if kind == "torch" else self.job.peers
             reports[self._node_of[task]] = content
@@ -252,12 +256,14 @@ def _interruptible() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous_handlers = {
+        signum: signal.signal(signum, signal.default_int_handler) for signum in (signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in previous_handlers.items():
+            signal.signal(signum, handler)
 
 
 def _until(condition: Callable[[], bool], patience_s: float) -> None:
@@ -274,7 +280,7 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
         folder: Folder for runs; must exist.
         start_s: A job that has not started after this long is cancelled.
     """
-    probed = Probed(folder, list(jobs))
+    probes = Probed(folder, list(jobs))
     token = secrets.token_hex(16)
     canary = folder / f".rlhpc-doctor-{token[:8]}"
     steps: list[_Step] = []
@@ -284,7 +290,7 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
                 canary.mkdir(mode=0o700)
                 _write(canary / "login", token)
             except OSError as error:
-                probed.folder_error = error.strerror or str(error)
+                probes.folder_error = error.strerror or str(error)
             tests_torch = not os.environ.get(VIRTUAL) and any(job.gpus for job in jobs)
             limit = int(start_s + 2 * _ANSWER_S + tests_torch * _TORCH_S + 20)
             for job in jobs:
@@ -298,7 +304,7 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
                 steps.append(_Step(job, site))
                 steps[-1].send({**plan, **torch} if job.gpus else plan)
             _until(lambda: all(step.over or len(step.job.hello) == step.job.nodes for step in steps), _ANSWER_S)
-            _look_for_files(probed, canary, token)
+            _look_for_files(probes, canary, token)
             _introduce(steps, site, canary, token)
             _until(lambda: all(step.over or len(step.job.peers) == step.job.nodes for step in steps), _ANSWER_S)
             if tests_torch:
@@ -314,21 +320,21 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
             for step in steps:
                 step.end()
             shutil.rmtree(canary, ignore_errors=True)
-    return probed
+    return probes
 
 
 def _write(path: Path, text: str) -> None:
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.replace(path)
+    new_path = path.with_suffix(".new")
+    new_path.write_text(text)
+    new_path.replace(path)
 
 
 def _submit(job: ProbeJob, site: Site, limit: int) -> None:
-    answer = ask("sbatch", "--parsable", stdin=script_of(job, site, limit), timeout_s=60)
-    if answer.code != 0:
-        job.fail(f"sbatch: {answer.words.removeprefix('sbatch: ').removeprefix('error: ')}")
+    sbatch_output = ask("sbatch", "--parsable", stdin=script_of(job, site, limit), timeout_s=60)
+    if sbatch_output.code != 0:
+        job.fail(f"sbatch: {sbatch_output.words.removeprefix('sbatch: ').removeprefix('error: ')}")
         return
-    job.job_id = answer.text.strip().splitlines()[-1].partition(";")[0]
+    job.job_id = sbatch_output.text.strip().splitlines()[-1].partition(";")[0]
     for record in ask("scontrol", "--oneliner", "show", "job", job.job_id).records:
         job.requeue = record.get("Requeue", "")
 
@@ -338,8 +344,8 @@ def _iter_started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob
     waiting = {job.job_id: job for job in jobs if job.job_id}
     deadline = time.monotonic() + start_s
     while waiting:
-        answer = ask("squeue", "--noheader", "--states=all", f"--jobs={','.join(waiting)}", "--format=%A|%T|%r")
-        rows = [line.strip().split("|") for line in answer.text.splitlines()]
+        squeue_output = ask("squeue", "--noheader", "--states=all", f"--jobs={','.join(waiting)}", "--format=%A|%T|%r")
+        rows = [line.strip().split("|") for line in squeue_output.text.splitlines()]
         for job_id, state, reason in (row for row in rows if len(row) == 3 and row[0] in waiting):
             waiting[job_id].reason = reason if state == "PENDING" else state
             if state == "RUNNING":
@@ -367,14 +373,14 @@ def _introduce(steps: Sequence[_Step], site: Site, canary: Path, token: str) -> 
     """Sends every node the addresses of the others, and writes a second file for it to see."""
     hellos = {node: report for step in steps for node, report in step.job.hello.items()}
     addresses = node_addresses(list(hellos)) if hellos else {}
-    where = {
+    address_by_node = {
         node: (report["interfaces"].get(site.interface or "", addresses.get(node, node)), report["port"])
         for node, report in hellos.items()
     }
-    written = False
+    is_written = False
     with contextlib.suppress(OSError):
         _write(canary / "second", token)
-        written = True
-    peers = [(node, *place) for node, place in where.items()]
+        is_written = True
+    peers = [(node, *address) for node, address in address_by_node.items()]
     for step in steps:
-        step.send({"peers": peers, "second": written and any("ms" in s["canary"] for s in step.job.hello.values())})
+        step.send({"peers": peers, "second": is_written and any("ms" in s["canary"] for s in step.job.hello.values())})

@@ -41,16 +41,16 @@ def commands(which: Callable[[str], str | None]) -> Finding:
 
 
 def version(facts: SlurmFacts) -> Finding:
-    number = version_of(facts.version.text or facts.config.get("SLURM_VERSION", ""))
-    if not number:
+    version_number = version_of(facts.version.text or facts.config.get("SLURM_VERSION", ""))
+    if not version_number:
         return Finding("fail", "Slurm version", facts.version.words, "sbatch --version should print it")
-    text = (facts.version.text or facts.config.get("SLURM_VERSION", "")).strip().split()[-1]
-    if number < _OLDEST_SLURM:
-        return Finding("fail", "Slurm version", text, "srun --overlap came with 20.11; ask for an upgrade")
+    version_text = (facts.version.text or facts.config.get("SLURM_VERSION", "")).strip().split()[-1]
+    if version_number < _OLDEST_SLURM:
+        return Finding("fail", "Slurm version", version_text, "srun --overlap came with 20.11; ask for an upgrade")
     tested = ", ".join(f"{year}.{month:02}" for year, month in TESTED_SLURM)
-    if number < TESTED_SLURM[0]:
-        return Finding("warn", "Slurm version", text, f"rlhpc is tested with {tested}; try a short run first")
-    return Finding("pass", "Slurm version", f"{text}; rlhpc is tested with {tested}")
+    if version_number < TESTED_SLURM[0]:
+        return Finding("warn", "Slurm version", version_text, f"rlhpc is tested with {tested}; try a short run first")
+    return Finding("pass", "Slurm version", f"{version_text}; rlhpc is tested with {tested}")
 
 
 def controller(facts: SlurmFacts) -> Finding:
@@ -94,15 +94,17 @@ def partitions(facts: SlurmFacts, site: Site) -> list[Finding]:
 
 def _nodes_line(subject: str, facts: SlurmFacts, name: str | None) -> Finding:
     nodes = facts.nodes_of(name)
-    out = [node.get("NodeName", "?") for node in nodes if is_out_of_service(node)]
-    ready, asleep = sum(usable(node) for node in nodes), sum(is_asleep(node) for node in nodes)
+    unavailable = [node.get("NodeName", "?") for node in nodes if is_out_of_service(node)]
+    ready, num_asleep = sum(usable(node) for node in nodes), sum(is_asleep(node) for node in nodes)
     summary = f"up; {len(nodes)} nodes, {ready} of them free"
-    if asleep:
-        summary += f", {asleep} asleep, which Slurm starts for jobs"
-    if len(out) == len(nodes):
+    if num_asleep:
+        summary += f", {num_asleep} asleep, which Slurm starts for jobs"
+    if len(unavailable) == len(nodes):
         return Finding("fail", subject, "no node of it works", "ask the site's administrators")
-    if out:
-        return Finding("warn", subject, f"{summary}; out of service: {names(out)}", "sinfo --list-reasons says why")
+    if unavailable:
+        return Finding(
+            "warn", subject, f"{summary}; out of service: {names(unavailable)}", "sinfo --list-reasons says why"
+        )
     return Finding("pass", subject, summary)
 
 
@@ -158,20 +160,24 @@ def resources(facts: SlurmFacts, site: Site) -> list[Finding]:
         nodes = facts.nodes_of(group.partition)
         if group.gres is None or not nodes:
             continue
-        having = [node for node in nodes if group.matches(node.get("Gres", ""))]
+        matching_nodes = [node for node in nodes if group.matches(node.get("Gres", ""))]
         subject = f"GPUs of {group.label}"
-        if having:
-            counts = sorted({group.matches(node["Gres"]) for node in having})
+        if matching_nodes:
+            counts = sorted({group.matches(node["Gres"]) for node in matching_nodes})
             lines.append(
                 Finding(
                     "pass",
                     subject,
-                    f"{group.gres}: {'/'.join(map(str, counts))} a node, on {len(having)} of {len(nodes)} nodes",
+                    f"{group.gres}: {'/'.join(map(str, counts))} a node, on {len(matching_nodes)} of {len(nodes)} nodes",
                 )
             )
             continue
         available = sorted(
-            {":".join(filter(None, (name, of))) for node in nodes for name, of, _ in gres_of(node.get("Gres", ""))}
+            {
+                ":".join(filter(None, (name, gres_type)))
+                for node in nodes
+                for name, gres_type, _ in gres_of(node.get("Gres", ""))
+            }
         )
         lines.append(
             Finding("fail", subject, f"no node of partition {group.partition or '(default)'} has {group.gres}; its nodes "
@@ -183,15 +189,17 @@ def resources(facts: SlurmFacts, site: Site) -> list[Finding]:
 def het_jobs(facts: SlurmFacts, test: str | None = None) -> Finding:
     """Checks heterogeneous jobs, which need backfill; `test` is the message with which `sbatch --test-only` refused one."""
     scheduler, parameters = facts.config.get("SchedulerType", ""), facts.config.get("SchedulerParameters", "")
-    subject, do = "het jobs", "runs whose nodes are all alike work; for unlike nodes ask the administrators"
+    subject, way_out = "het jobs", "runs whose nodes are all alike work; for unlike nodes ask the administrators"
     if scheduler != "sched/backfill":
-        return Finding("fail", subject, f"SchedulerType={scheduler or '?'}: only sched/backfill starts them", do)
+        return Finding("fail", subject, f"SchedulerType={scheduler or '?'}: only sched/backfill starts them", way_out)
     if re.search(r"disable_het(ero)?_?(job_)?steps", parameters):
-        return Finding("fail", subject, f"steps in them are disabled (SchedulerParameters={parameters})", do)
+        return Finding("fail", subject, f"steps in them are disabled (SchedulerParameters={parameters})", way_out)
     if test:
         if re.search(r"account|partition|qos|node count|walltime|time limit", test, re.IGNORECASE):
-            do = "the site file's values are at fault, not het jobs as such: see the lines on partition and account"
-        return Finding("fail", subject, f"Slurm refused one: {test}", do)
+            way_out = (
+                "the site file's values are at fault, not het jobs as such: see the lines on partition and account"
+            )
+        return Finding("fail", subject, f"Slurm refused one: {test}", way_out)
     interval = re.search(r"bf_interval=(\d+)", parameters)
     summary = f"allowed; started by backfill every {interval[1] if interval else '30'} s"
     if interval and int(interval[1]) > 300:
@@ -202,17 +210,17 @@ def het_jobs(facts: SlurmFacts, test: str | None = None) -> Finding:
 def requeue(facts: SlurmFacts, jobs: Iterable[ProbeJob], environ: Mapping[str, str], site: Site) -> Finding:
     """Checks that jobs may be requeued; they request it themselves with --requeue."""
     subject = "requeue"
-    refused = [job for job in jobs if job.requeue == "0"]
+    refused_jobs = [job for job in jobs if job.requeue == "0"]
     default = facts.config.get("JobRequeue", "?")
-    if refused:
+    if refused_jobs:
         if "SBATCH_NO_REQUEUE" in environ:
-            reason, do = "SBATCH_NO_REQUEUE is set in this shell", "unset SBATCH_NO_REQUEUE"
+            reason, way_out = "SBATCH_NO_REQUEUE is set in this shell", "unset SBATCH_NO_REQUEUE"
         elif "--no-requeue" in site.sbatch:
-            reason, do = "the site file has sbatch: --no-requeue", "remove it there"
+            reason, way_out = "the site file has sbatch: --no-requeue", "remove it there"
         else:
             reason = f"JobRequeue={default}, and Slurm took --requeue back (a submit plugin, perhaps)"
-            do = "ask the administrators to allow it; until then give a job enough walltime, or runner.segments"
-        return Finding("fail", subject, f"disabled: a job submitted with --requeue got Requeue=0: {reason}", do)
+            way_out = "ask the administrators to allow it; until then give a job enough walltime, or runner.segments"
+        return Finding("fail", subject, f"disabled: a job submitted with --requeue got Requeue=0: {reason}", way_out)
     is_allowed = any(job.requeue == "1" for job in jobs)
     if default == "0":
         allowed = (
@@ -228,10 +236,10 @@ def requeue(facts: SlurmFacts, jobs: Iterable[ProbeJob], environ: Mapping[str, s
 
 
 def accounting(facts: SlurmFacts) -> Finding:
-    kind = facts.config.get("AccountingStorageType", "")
-    if not kind.endswith("slurmdbd"):
+    storage_type = facts.config.get("AccountingStorageType", "")
+    if not storage_type.endswith("slurmdbd"):
         return Finding(
-            "warn", "accounting", f"none (AccountingStorageType={kind or '?'})",
+            "warn", "accounting", f"none (AccountingStorageType={storage_type or '?'})",
             "runs work; use profiles/slurm-no-accounting; reports have no GPU-hours",
         )  # fmt: skip
     if facts.accounting.code != 0:
@@ -247,16 +255,16 @@ def accounting(facts: SlurmFacts) -> Finding:
 
 
 def min_job_age(facts: SlurmFacts) -> Finding:
-    text = facts.config.get("MinJobAge", "")
-    age = seconds_of(text)
-    without = not facts.config.get("AccountingStorageType", "").endswith("slurmdbd")
+    age_text = facts.config.get("MinJobAge", "")
+    age = seconds_of(age_text)
+    no_database = not facts.config.get("AccountingStorageType", "").endswith("slurmdbd")
     if age is not None and age < _LEAST_JOB_AGE_S:
         return Finding(
-            "fail" if without else "warn", "MinJobAge",
-            f"{text}: Slurm forgets how a job ended before it is asked" + ("" if without else ", where sacct fails"),
+            "fail" if no_database else "warn", "MinJobAge",
+            f"{age_text}: Slurm forgets how a job ended before it is asked" + ("" if no_database else ", where sacct fails"),
             f"ask for MinJobAge={_LEAST_JOB_AGE_S} or more",
         )  # fmt: skip
-    return Finding("pass", "MinJobAge", text or "not told")
+    return Finding("pass", "MinJobAge", age_text or "not told")
 
 
 def _minutes(text: str | None) -> int | None:
@@ -274,13 +282,13 @@ def walltime(facts: SlurmFacts, site: Site) -> list[Finding]:
         record = facts.partition(group.partition)
         if record is None:
             continue
-        subject, longest = f"walltime of {group.label}", record.get("MaxTime", "UNLIMITED")
+        subject, max_time = f"walltime of {group.label}", record.get("MaxTime", "UNLIMITED")
         default = record.get("DefaultTime", "NONE")
-        requested, max_minutes = _minutes(group.time), _minutes(longest)
+        requested, max_minutes = _minutes(group.time), _minutes(max_time)
         minutes = requested or _minutes(default) or max_minutes
-        summary = f"{group.time or f'not set (the partition has {default})'}; at most {longest}"
+        summary = f"{group.time or f'not set (the partition has {default})'}; at most {max_time}"
         if requested is not None and max_minutes is not None and requested > max_minutes:
-            lines.append(Finding("fail", subject, summary, f"lower time in the site file to {longest}"))
+            lines.append(Finding("fail", subject, summary, f"lower time in the site file to {max_time}"))
         elif minutes is not None and site.signal_lead_s > minutes * 60 / 2:
             lines.append(
                 Finding("fail", subject, f"{summary}; signal_lead_s={site.signal_lead_s} is more than half of it",
@@ -331,10 +339,12 @@ def preemption(facts: SlurmFacts, site: Site) -> list[Finding]:
 
 def het_script(groups: Iterable[SiteNodeGroup]) -> str:
     """Returns a batch script for `sbatch --test-only` that requests two components."""
-    parts = []
+    group_options = []
     for group in groups:
         keys = ("partition", "account", "qos", "constraint")
-        parts.append(" ".join(f"--{key}={value}" for key in keys if (value := getattr(group, key))))
-    first, second = (*parts, parts[0])[:2]
+        group_options.append(
+            " ".join(f"--{key}={option_value}" for key in keys if (option_value := getattr(group, key)))
+        )
+    first, second = (*group_options, group_options[0])[:2]
     common = "--nodes=1 --ntasks=1 --mem=500M --time=1"
     return f"#!/bin/bash\n#SBATCH {common} {first}\n#SBATCH hetjob\n#SBATCH {common} {second}\ntrue\n"

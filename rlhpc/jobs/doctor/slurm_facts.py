@@ -19,8 +19,8 @@ Record = Mapping[str, str]
 
 def parse_config(text: str) -> dict[str, str]:
     """Parses the output of `scontrol show config` into names and values."""
-    pairs = (line.split("=", 1) for line in text.splitlines() if re.match(r"[A-Za-z]\S*\s*=", line))
-    return {name.strip(): value.strip() for name, value in pairs}
+    assignments = (line.split("=", 1) for line in text.splitlines() if re.match(r"[A-Za-z]\S*\s*=", line))
+    return {name.strip(): value.strip() for name, value in assignments}
 
 
 def seconds_of(text: str) -> int | None:
@@ -32,17 +32,17 @@ def seconds_of(text: str) -> int | None:
 def version_of(text: str) -> tuple[int, ...]:
     """Parses `slurm-wlm 22.05.8` into (22, 5, 8)."""
     match = re.search(r"\d+(?:\.\d+)+", text)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
+    return tuple(int(digits) for digits in match[0].split(".")) if match else ()
 
 
 def gres_of(text: str) -> list[tuple[str, str, int]]:
     """Returns (name, type, number) of a node's generic resources: `gpu:a100:4(S:0-1),nvme:1`."""
     resources = []
-    for part in re.sub(r"\([^)]*\)", "", text or "").split(","):
-        words = part.strip().split(":")
-        if words[0] and words[0] != "null":
-            count = int(words[-1]) if len(words) > 1 and words[-1].isdigit() else 1
-            resources.append((words[0], words[1] if len(words) > 1 and not words[1].isdigit() else "", count))
+    for gres_text in re.sub(r"\([^)]*\)", "", text or "").split(","):
+        fields = gres_text.strip().split(":")
+        if fields[0] and fields[0] != "null":
+            count = int(fields[-1]) if len(fields) > 1 and fields[-1].isdigit() else 1
+            resources.append((fields[0], fields[1] if len(fields) > 1 and not fields[1].isdigit() else "", count))
     return resources
 
 
@@ -60,8 +60,12 @@ class SiteNodeGroup:
 
     def matches(self, gres: str) -> int:
         """Returns the number of the group's GPUs that a node with these resources has."""
-        name, kind = (*(self.gres or "gpu").split(":"), "")[:2]
-        return sum(n for other, of, n in gres_of(gres) if other == name and (not kind or kind == of))
+        name, gres_type = (*(self.gres or "gpu").split(":"), "")[:2]
+        return sum(
+            n
+            for gres_name, node_gres_type, n in gres_of(gres)
+            if gres_name == name and (not gres_type or gres_type == node_gres_type)
+        )
 
 
 @dataclass(frozen=True)
@@ -82,24 +86,28 @@ class Site:
 
         def group(raw: SectionSource) -> SiteNodeGroup:
             def one(key: Key) -> str | None:
-                value = read_key(raw, key, read_key(section, key))
-                return None if value is None else str(value)
+                setting = read_key(raw, key, read_key(section, key))
+                return None if setting is None else str(setting)
 
-            gres = next((part for part in (one("gres") or "").split(",") if part.startswith("gpu")), None)
-            named = ":".join(word for word in (gres or one("gres_name") or "").split(":") if not word.isdigit())
+            gres = next(
+                (gres_part for gres_part in (one("gres") or "").split(",") if gres_part.startswith("gpu")), None
+            )
+            gres_name = ":".join(
+                gres_field for gres_field in (gres or one("gres_name") or "").split(":") if not gres_field.isdigit()
+            )
             label = str(read_key(raw, "label", "cluster"))
             return SiteNodeGroup(
-                label, one("partition"), one("account"), one("qos"), one("constraint"), named or None, one("time")
+                label, one("partition"), one("account"), one("qos"), one("constraint"), gres_name or None, one("time")
             )
 
         raws = list(read_key(section, "node_groups", ())) or [None]
         return cls(
-            groups=tuple(group(raw) for raw in raws),
+            groups=tuple(group(raw_group) for raw_group in raws),
             interface=read_key(section, "interface"),
             scratch=read_key(section, "scratch"),
             setup=tuple(str(line) for line in read_key(section, "setup", ())),
-            container=tuple(str(word) for word in read_key(section, "container", ())),
-            sbatch=tuple(str(word) for word in read_key(section, "sbatch", ())),
+            container=tuple(str(argument) for argument in read_key(section, "container", ())),
+            sbatch=tuple(str(argument) for argument in read_key(section, "sbatch", ())),
             signal_lead_s=int(read_key(section, "signal_lead_s", 120)),
         )
 
@@ -120,8 +128,8 @@ class SlurmFacts:
     def gather(cls, user: str) -> SlurmFacts:
         config = ask("scontrol", "show", "config")
         if config.code != 0:
-            none = CommandOutput(1, "", "slurmctld does not answer")
-            return cls(ask("sbatch", "--version"), {}, config, (), (), none, none)
+            no_answer = CommandOutput(1, "", "slurmctld does not answer")
+            return cls(ask("sbatch", "--version"), {}, config, (), (), no_answer, no_answer)
         return cls(
             version=ask("sbatch", "--version"),
             config=parse_config(config.text),
@@ -176,28 +184,28 @@ _HELD = frozenset(["MAINT", "MAINTENANCE", "RESERVED", "REBOOT", "REBOOT_ISSUED"
 
 def state_words(node: Record) -> frozenset[str]:
     """Splits a node's state into its words: `IDLE+CLOUD+POWERED_DOWN`, `DOWN*+DRAIN`; a star is NOT_RESPONDING."""
-    text = node.get("State", "").upper()
-    words = {part.rstrip("*~#!%$@^-") for part in text.split("+")} - {""}
-    return frozenset(words | ({"NOT_RESPONDING"} if "*" in text else set()))
+    state_text = node.get("State", "").upper()
+    flags = {flag.rstrip("*~#!%$@^-") for flag in state_text.split("+")} - {""}
+    return frozenset(flags | ({"NOT_RESPONDING"} if "*" in state_text else set()))
 
 
 def is_asleep(node: Record) -> bool:
     """Returns whether the node is off or starting, and takes jobs once it is on."""
-    words = state_words(node)
-    return bool(words & _ASLEEP) and not words & _OUT_OF_SERVICE
+    flags = state_words(node)
+    return bool(flags & _ASLEEP) and not flags & _OUT_OF_SERVICE
 
 
 def is_out_of_service(node: Record) -> bool:
     """Returns whether an administrator must repair the node, or release it, before it takes jobs."""
-    words = state_words(node)
-    return bool(words & _OUT_OF_SERVICE) or ("NOT_RESPONDING" in words and not is_asleep(node))
+    flags = state_words(node)
+    return bool(flags & _OUT_OF_SERVICE) or ("NOT_RESPONDING" in flags and not is_asleep(node))
 
 
 def usable(node: Record) -> bool:
     """Returns whether a job may start on the node at once, by its state."""
-    words = state_words(node)
-    obstacles = words & (_OUT_OF_SERVICE | _ASLEEP | _HELD | {"NOT_RESPONDING"})
-    return bool(words & {"IDLE", "MIXED"}) and not obstacles
+    flags = state_words(node)
+    obstacles = flags & (_OUT_OF_SERVICE | _ASLEEP | _HELD | {"NOT_RESPONDING"})
+    return bool(flags & {"IDLE", "MIXED"}) and not obstacles
 
 
 Level = Literal["pass", "warn", "fail"]
@@ -224,8 +232,10 @@ class Finding:
 
 def names(nodes: Iterable[str]) -> str:
     """Formats node names for a message: all of them if they are few, otherwise their number."""
-    listed = sorted(dict.fromkeys(nodes))
-    return ", ".join(listed) if len(listed) <= 6 else f"{', '.join(listed[:5])} and {len(listed) - 5} more"
+    node_names = sorted(dict.fromkeys(nodes))
+    return (
+        ", ".join(node_names) if len(node_names) <= 6 else f"{', '.join(node_names[:5])} and {len(node_names) - 5} more"
+    )
 
 
 def size(number: float) -> str:
@@ -244,19 +254,21 @@ def render(lines: Sequence[Finding]) -> str:
     """Formats the findings as text, and a line that counts them."""
     column = max((len(line.check) for line in lines), default=0) + 2
     indent = " " * (6 + column)
-    out = []
+    wrapped_lines = []
     for line in lines:
-        out += textwrap.wrap(
+        wrapped_lines += textwrap.wrap(
             line.result, _WIDTH, initial_indent=f"{line.level}  {line.check:<{column}}", subsequent_indent=indent,
             break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
         if line.advice:
-            out += textwrap.wrap(
+            wrapped_lines += textwrap.wrap(
                 line.advice, _WIDTH, initial_indent=f"{indent}→ ", subsequent_indent=f"{indent}  ",
                 break_long_words=False, break_on_hyphens=False,
             )  # fmt: skip
     counts = Counter(line.level for line in lines)
-    return "\n".join([*out, "", f"{len(lines)} checks: " + ", ".join(f"{counts[level]} {level}" for level in LEVELS)])
+    return "\n".join(
+        [*wrapped_lines, "", f"{len(lines)} checks: " + ", ".join(f"{counts[level]} {level}" for level in LEVELS)]
+    )
 
 
 def to_json(lines: Sequence[Finding]) -> str:

@@ -18,36 +18,39 @@ def say(**values: Any) -> None:
 
 def newest_cuda() -> str:
     """Returns the newest CUDA version that the node's driver supports; empty without a driver."""
-    number = ctypes.c_int()
+    cuda_version = ctypes.c_int()
     try:
-        code = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+        code = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda_version))
     except (OSError, AttributeError):
         return ""
-    return "" if code else f"{number.value // 1000}.{number.value % 1000 // 10}"
+    return "" if code else f"{cuda_version.value // 1000}.{cuda_version.value % 1000 // 10}"
 
 
 def look() -> None:
     import torch
 
     say(torch=torch.__version__, cuda=torch.version.cuda, hip=torch.version.hip)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    say(seen=num_devices, warning=str(caught[0].message).partition("\n")[0][:160] if caught else "")
-    for number in range(num_devices):
+    say(seen=num_devices, warning=str(caught_warnings[0].message).partition("\n")[0][:160] if caught_warnings else "")
+    for device_index in range(num_devices):
         torch.ones(
-            2, device=f"cuda:{number}"
+            2, device=f"cuda:{device_index}"
         ).sum().item()  # a busy or broken one, or one too new for the build, fails here
     say(computes=True)
     if num_devices < 2:
         return
-    parts = [torch.full((2**20,), float(number + 1), device=f"cuda:{number}") for number in range(num_devices)]
-    if not torch.cuda.nccl.is_available(parts):
+    tensors = [
+        torch.full((2**20,), float(device_index + 1), device=f"cuda:{device_index}")
+        for device_index in range(num_devices)
+    ]
+    if not torch.cuda.nccl.is_available(tensors):
         return
     start = time.monotonic()
-    torch.cuda.nccl.all_reduce(parts)
-    right = all(bool((part == num_devices * (num_devices + 1) / 2).all()) for part in parts)
-    say(nccl=right, nccl_s=time.monotonic() - start)
+    torch.cuda.nccl.all_reduce(tensors)
+    is_correct = all(bool((tensor == num_devices * (num_devices + 1) / 2).all()) for tensor in tensors)
+    say(nccl=is_correct, nccl_s=time.monotonic() - start)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ class HelperJob:
     def __call__(self) -> None:
         """Runs until all ranks have ended, and exits with the greatest of their exit codes."""
         started = list[subprocess.Popen[bytes]]()
-        for number in _LEAVE:
-            signal.signal(number, lambda signum, _: _pass_on(started, signum))
+        for leave_signal in _LEAVE:
+            signal.signal(leave_signal, lambda signum, _: _pass_on(started, signum))
         signal.pthread_sigmask(signal.SIG_BLOCK, _LEAVE)
         for rank in range(self.ranks):
             # leaves if the job's process is killed
@@ -70,8 +70,15 @@ class HelperJob:
             sys.exit(code)
 
     def _command(self) -> list[str]:
-        words = ("--group", self.group, "--accelerators", str(self.accelerators), "--patience", f"{self.patience_s:g}")
-        return [*self.container, *run_module("rlhpc.cli", "join", self.run_root, *words, "--await-driver")]
+        join_arguments = (
+            "--group",
+            self.group,
+            "--accelerators",
+            str(self.accelerators),
+            "--patience",
+            f"{self.patience_s:g}",
+        )
+        return [*self.container, *run_module("rlhpc.cli", "join", self.run_root, *join_arguments, "--await-driver")]
 
     def _environment(self, rank: int) -> dict[str, str]:
         cores = int(os.environ.get("SLURM_CPUS_PER_TASK") or granted_cpus())
@@ -103,25 +110,25 @@ def submit(folder: Path, name: str, plan: HelperPlan, run_root: Path) -> str:
     job = HelperJob(
         str(run_root), plan.group, plan.bounds.per_job, plan.accelerators, list(plan.container), 60.0 * plan.minutes
     )
-    wish = {"folder": str(folder), "name": name, "slurm": plan.submitit_parameters(), "job": asdict(job)}
-    done = ask(
-        *run_module("rlhpc.jobs.elastic.helper_job"), stdin=json.dumps(wish), timeout_s=_SUBMIT_S,
+    request = {"folder": str(folder), "name": name, "slurm": plan.submitit_parameters(), "job": asdict(job)}
+    sbatch_output = ask(
+        *run_module("rlhpc.jobs.elastic.helper_job"), stdin=json.dumps(request), timeout_s=_SUBMIT_S,
         environment=free_of_job(os.environ), apart=True,
     )  # fmt: skip
-    words = done.text.split()
-    if not done.ok or not words or not words[-1].isdigit():
-        raise SubmitError(f"a job of helpers could not be submitted: {done.words}")
-    return words[-1]
+    output_words = sbatch_output.text.split()
+    if not sbatch_output.ok or not output_words or not output_words[-1].isdigit():
+        raise SubmitError(f"a job of helpers could not be submitted: {sbatch_output.words}")
+    return output_words[-1]
 
 
 def main() -> None:
     """Submits the job that standard input describes, and prints its id."""
     from rlhpc.jobs.executors import make_slurm_executor
 
-    wish: dict[str, Any] = json.loads(sys.stdin.read())
-    executor = make_slurm_executor(wish["folder"], wish["name"], wish["slurm"], max_num_timeout=1)
+    request: dict[str, Any] = json.loads(sys.stdin.read())
+    executor = make_slurm_executor(request["folder"], request["name"], request["slurm"], max_num_timeout=1)
     try:
-        print(executor.submit(HelperJob(**wish["job"])).job_id)
+        print(executor.submit(HelperJob(**request["job"])).job_id)
     except Exception as error:  # submitit raises RuntimeError, CalledProcessError's text, OSError, ValueError, …
         sys.exit(" ".join(str(error).split()))
 

@@ -129,13 +129,13 @@ class Rule:
 
     def decide(self, state: ClusterState) -> Decision:
         """Returns the decision for the current state."""
-        bounds, live = self.bounds, [job for job in state.jobs if job.state != "leaving"]
+        bounds, live_jobs = self.bounds, [job for job in state.jobs if job.state != "leaving"]
         if self._target is None:  # a restarted driver begins with the present jobs
-            self._target = self._jobs_for(len(live) * bounds.per_job)
-        used = state.spent + sum(job.hours for job in state.jobs)
-        if bounds.budget is not None and used >= bounds.budget:
+            self._target = self._jobs_for(len(live_jobs) * bounds.per_job)
+        spent_hours = state.spent + sum(job.hours for job in state.jobs)
+        if bounds.budget is not None and spent_hours >= bounds.budget:
             return Decision(
-                leave=tuple(job.id for job in live), why=f"the budget of {bounds.budget:g} hours is used up"
+                leave=tuple(job.id for job in live_jobs), why=f"the budget of {bounds.budget:g} hours is used up"
             )
         if state.requested_ranks is not None:
             self._target, self._since, reason = (
@@ -144,16 +144,16 @@ class Rule:
                 f"{state.requested_ranks} were asked for",
             )
         else:
-            reason = self._follow(state, live)
+            reason = self._follow(state, live_jobs)
         ranks = self._target * bounds.per_job
-        if (surplus := len(live) - self._target) > 0:
-            order = sorted(range(len(live)), key=lambda at: (live[at].state != "queued", -at))
-            return Decision(leave=tuple(live[at].id for at in order[:surplus]), target=ranks, why=reason)
+        if (surplus := len(live_jobs) - self._target) > 0:
+            order = sorted(range(len(live_jobs)), key=lambda at: (live_jobs[at].state != "queued", -at))
+            return Decision(leave=tuple(live_jobs[index].id for index in order[:surplus]), target=ranks, why=reason)
         missing = min(-surplus, self._affordable(state))
         if missing <= 0 or self._pauses(state):
             return Decision(target=ranks, why=reason)
-        only_soon = state.requested_ranks is None and len(live) * bounds.per_job >= bounds.min_ranks
-        return Decision(missing, only_soon, target=ranks, why=reason)
+        only_if_soon = state.requested_ranks is None and len(live_jobs) * bounds.per_job >= bounds.min_ranks
+        return Decision(missing, only_if_soon, target=ranks, why=reason)
 
     def not_soon(self, live: int) -> None:
         """Limits the target to the present jobs, because the queue would not start a job soon, until the actor has waited
@@ -170,22 +170,24 @@ class Rule:
         """Adjusts the target to the actor's waiting time."""
         assert self._target is not None
         self._target = min(self._target, self._jobs_for(state.useful))
-        waited, unchanged = state.waited, f"there are to be {self._target * self.bounds.per_job}"
-        trend = 0 if waited is None else 1 if waited >= WAITS else -1 if waited <= IDLES else 0
-        at_work = len(live) >= self._target and all(job.state == "running" and job.ranks for job in live)
-        if trend != self._trend or trend == 0 or (trend > 0 and not at_work):
+        waited_fraction, unchanged_reason = state.waited, f"there are to be {self._target * self.bounds.per_job}"
+        trend = (
+            0 if waited_fraction is None else 1 if waited_fraction >= WAITS else -1 if waited_fraction <= IDLES else 0
+        )
+        all_running = len(live) >= self._target and all(job.state == "running" and job.ranks for job in live)
+        if trend != self._trend or trend == 0 or (trend > 0 and not all_running):
             self._trend, self._since = trend, state.now
-            return unchanged
+            return unchanged_reason
         if self._since is None:
             self._since = state.now
         if state.now - self._since < self.bounds.react_s:
-            return unchanged
+            return unchanged_reason
         self._since = state.now
         if trend > 0:
             self._target = min(max(1, 2 * self._target), self._jobs_for(state.useful))
-            return f"the actor waits for rollouts {waited:.0%} of the time"
+            return f"the actor waits for rollouts {waited_fraction:.0%} of the time"
         self._target = max(self.bounds.min_jobs, min(self._target, len(live)) - 1)
-        return f"the actor waits for rollouts only {waited:.0%} of the time"
+        return f"the actor waits for rollouts only {waited_fraction:.0%} of the time"
 
     def _affordable(self, state: ClusterState) -> int:
         bounds = self.bounds
@@ -247,7 +249,7 @@ class HelperPlan:
 
     def submitit_parameters(self) -> dict[str, Any]:
         """Returns the job's resources as parameters of `submitit.SlurmExecutor`."""
-        parameters: dict[str, Any] = {name.replace("-", "_"): value for name, value in self.options}
+        parameters: dict[str, Any] = {name.replace("-", "_"): option_value for name, option_value in self.options}
         for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
             if name in parameters:
                 parameters[name] = int(parameters[name])
@@ -260,7 +262,10 @@ class HelperPlan:
         ranks = f"{bounds.min_ranks} to {bounds.max_ranks} more ranks of {self.group}, {bounds.per_job} a job"
         hours = "accelerator-hours" if self.accelerators else "node-hours"
         budget = "" if bounds.budget is None else f", {bounds.budget:g} {hours} in all"
-        return [f"# helpers: {ranks}{budget}", *(f"#SBATCH --{name}={value}" for name, value in self.options)]
+        return [
+            f"# helpers: {ranks}{budget}",
+            *(f"#SBATCH --{name}={option_value}" for name, option_value in self.options),
+        ]
 
 
 def helper_plans(section: SectionSource, placements: Mapping[str, Sequence[HelperPlacement]]) -> tuple[HelperPlan, ...]:
@@ -270,7 +275,7 @@ def helper_plans(section: SectionSource, placements: Mapping[str, Sequence[Helpe
         section: Section `cluster`.
         placements: Placements of the ranks that the run starts with.
     """
-    return tuple(_plan(section, raw, placements) for raw in read_key(section, "elastic", ()))
+    return tuple(_plan(section, raw_helper, placements) for raw_helper in read_key(section, "elastic", ()))
 
 
 def _plan(
@@ -283,9 +288,11 @@ def _plan(
         int(configured) if configured is not None else max((len(rank.accelerators) for rank in group_ranks), default=0)
     )
     options: list[tuple[str, str]] = [
-        (key, str(value)) for key in _SHARED if (value := read_key(raw, key, read_key(section, key))) is not None
+        (key, str(option_value))
+        for key in _SHARED
+        if (option_value := read_key(raw, key, read_key(section, key))) is not None
     ]
-    options += [(key, str(value)) for key in _ENTRY_KEYS[:2] if (value := read_key(raw, key)) is not None]
+    options += [(key, str(option_value)) for key in _ENTRY_KEYS[:2] if (option_value := read_key(raw, key)) is not None]
     options += [("nodes", "1"), ("ntasks-per-node", "1")]
     options += [("cpus-per-task", str(cpus)) for cpus in [read_key(raw, "cpus_per_node")] if cpus is not None]
     options += [("mem", str(memory)) for memory in [read_key(raw, "mem")] if memory is not None]
@@ -321,27 +328,27 @@ def check_elastic(section: SectionSource, groups: Collection[str], fail: Fail, w
         ConfigError: The first rule that is broken.
     """
     checked_groups: set[str] = set()
-    for index, raw in enumerate(read_key(section, "elastic", ())):
-        at, group = f"cluster.elastic[{index}]", str(read_key(raw, "group", "rollout"))
+    for index, raw_helper in enumerate(read_key(section, "elastic", ())):
+        key_path, group = f"cluster.elastic[{index}]", str(read_key(raw_helper, "group", "rollout"))
         if group not in groups:
-            rule = f"groups of this run that take ranks under way: {', '.join(groups) or 'none'}"
-            raise fail(f"{at}.group", f"{rule}; {why_none}" if why_none else rule)
+            rule_text = f"groups of this run that take ranks under way: {', '.join(groups) or 'none'}"
+            raise fail(f"{key_path}.group", f"{rule_text}; {why_none}" if why_none else rule_text)
         if group in checked_groups:
-            raise fail(f"{at}.group", "there is another entry for it: a group has one")
+            raise fail(f"{key_path}.group", "there is another entry for it: a group has one")
         checked_groups.add(group)
-        bounds = _plan(section, raw, {}).bounds
+        bounds = _plan(section, raw_helper, {}).bounds
         if bounds.max_ranks < max(bounds.min_ranks, bounds.per_job):
             raise fail(
-                f"{at}.max", f"it must be at least min ({bounds.min_ranks}) and ranks_per_job ({bounds.per_job})"
+                f"{key_path}.max", f"it must be at least min ({bounds.min_ranks}) and ranks_per_job ({bounds.per_job})"
             )
         if bounds.max_ranks < bounds.min_jobs * bounds.per_job:
             raise fail(
-                f"{at}.max",
+                f"{key_path}.max",
                 f"min ({bounds.min_ranks}) takes {bounds.min_jobs} jobs of {bounds.per_job} ranks: it must be at least "
                 f"{bounds.min_jobs * bounds.per_job}, or min or ranks_per_job smaller",
             )
         if bounds.budget is not None and bounds.budget < bounds.hours_per_job:
             raise fail(
-                f"{at}.max_gpu_hours",
-                f"one job takes {bounds.hours_per_job:g} (time {read_key(raw, 'time')}): give more, or a shorter time",
+                f"{key_path}.max_gpu_hours",
+                f"one job takes {bounds.hours_per_job:g} (time {read_key(raw_helper, 'time')}): give more, or a shorter time",
             )

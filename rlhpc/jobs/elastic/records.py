@@ -85,12 +85,12 @@ class HelperJobRecord:
             last_seen: When it was last in the queue.
             walltime_s: Its time limit.
         """
-        joined, start = max(self.joined, ranks), self.started
+        num_joined, start = max(self.joined, ranks), self.started
         cancelled = self.leaving is not None and state == JobState.CANCELLED.value
-        if start is None and (joined or not cancelled):
+        if start is None and (num_joined or not cancelled):
             start = max(last_seen, now - walltime_s)
-        end = now if start is None else min(now, max(last_seen, start + walltime_s))
-        return replace(self, state=state, joined=joined, started=start, finished=end)
+        end_time = now if start is None else min(now, max(last_seen, start + walltime_s))
+        return replace(self, state=state, joined=num_joined, started=start, finished=end_time)
 
 
 @dataclass
@@ -196,7 +196,7 @@ class Attendance:
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
-        self._present = dict.fromkeys(key for key, stay in _stays(path).items() if stay.left_at is None)
+        self._present = dict.fromkeys(key for key, rank_stay in _stays(path).items() if rank_stay.left_at is None)
         self.close("its driver was gone")  # ranks whose driver was killed
 
     def note(self, event: Mapping[str, Any]) -> None:
@@ -254,14 +254,14 @@ def _stays(path: Path) -> dict[str, Stay]:
     """Returns the ranks by their incarnations."""
     stays_by_incarnation: dict[str, Stay] = {}
     for event in _events(path):
-        key, at = str(event["incarnation"]), float(event.get("time") or 0.0)
+        key, event_time = str(event["incarnation"]), float(event.get("time") or 0.0)
         if event["event"] == JOINED:
             stays_by_incarnation[key] = Stay(
                 str(event.get("group")), int(event.get("rank") or 0), str(event.get("node") or "?"),
-                str(event.get("job") or ""), int(event.get("accelerators") or 0), at,
+                str(event.get("job") or ""), int(event.get("accelerators") or 0), event_time,
             )  # fmt: skip
         elif key in stays_by_incarnation and event["event"] == WORKS:
-            stays_by_incarnation[key].works = at
+            stays_by_incarnation[key].works = event_time
         elif key in stays_by_incarnation:
-            stays_by_incarnation[key].left_at, stays_by_incarnation[key].why = at, str(event.get("why") or "")
+            stays_by_incarnation[key].left_at, stays_by_incarnation[key].why = event_time, str(event.get("why") or "")
     return stays_by_incarnation
