@@ -20,15 +20,15 @@ def main() -> None:
     if unknown := [name for name in names if importlib.util.find_spec(f"bench.{name}") is None]:
         print(f"bench: there is no bench/{unknown[0]}.py; those that take minutes: {', '.join(NAMES)}", file=sys.stderr)
         sys.exit(2)
-    failed = []
+    failed_names = []
     for name in names:
         print(f"== {name}", flush=True)
         if subprocess.run([sys.executable, "-m", f"bench.{name}"]).returncode:
-            failed.append(name)
+            failed_names.append(name)
     for page in ("page", "measured"):
         importlib.import_module(f"bench.{page}").main()
-    if failed:
-        sys.exit(f"failed: {', '.join(failed)}")
+    if failed_names:
+        sys.exit(f"failed: {', '.join(failed_names)}")
 
 
 if __name__ == "__main__":

@@ -41,10 +41,10 @@ def rlhpc(seed: int) -> dict[str, Any]:
         subprocess.run(command, check=True, capture_output=True)
         total = time.perf_counter() - started
         rows = [json.loads(line) for line in (Path(folder) / "quickstart" / "metrics.jsonl").read_text().splitlines()]
-    last = rows[-1]
-    reached = last.get("train/episode_return", 0.0) >= TARGET
-    return {"seed": seed, "reached": reached, "env_steps": last["rollout/env_steps"], "loop_s": last["time/wall_s"],
-            "total_s": total, "env_steps_per_s": last["rollout/env_steps"] / last["time/wall_s"]}  # fmt: skip
+    last_row = rows[-1]
+    is_reached = last_row.get("train/episode_return", 0.0) >= TARGET
+    return {"seed": seed, "reached": is_reached, "env_steps": last_row["rollout/env_steps"], "loop_s": last_row["time/wall_s"],
+            "total_s": total, "env_steps_per_s": last_row["rollout/env_steps"] / last_row["time/wall_s"]}  # fmt: skip
 
 
 def single_process(seed: int, *options: str) -> dict[str, Any]:
@@ -52,9 +52,9 @@ def single_process(seed: int, *options: str) -> dict[str, Any]:
     command = [sys.executable, str(HERE / "single_process_ppo.py"), "--seed", str(seed), "--stop", "--target", str(TARGET),
                "--max-env-steps", str(MAX_ENV_STEPS), *options]  # fmt: skip
     started = time.perf_counter()
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    completed = subprocess.run(command, check=True, capture_output=True, text=True)
     total = time.perf_counter() - started
-    row = json.loads(done.stdout)
+    row = json.loads(completed.stdout)
     return {"seed": seed, "reached": row["env_steps"] is not None, "env_steps": row["total_env_steps"],
             "loop_s": row["total_seconds"], "total_s": total, "env_steps_per_s": row["env_steps_per_s"]}  # fmt: skip
 
@@ -82,11 +82,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, rows in runs.items()
     }
     ratio = {
-        other: {
-            key: summary["rlhpc"][key]["median"] / summary[other][key]["median"]
+        other_name: {
+            key: summary["rlhpc"][key]["median"] / summary[other_name][key]["median"]
             for key in ("env_steps", "loop_s", "total_s", "env_steps_per_s")
         }
-        for other in list(contenders)[1:]
+        for other_name in list(contenders)[1:]
     }
     path = write("cartpole", f"python -m bench.cartpole --seeds {args.seeds}", {
         "target": TARGET, "summary": summary, "rlhpc_over": ratio, "runs": runs,

@@ -75,7 +75,7 @@ def files(folder: Path, weights: dict[str, torch.Tensor], step: int) -> dict[str
 def until_step(folder: Path, steps: int) -> float:
     """Returns the seconds from the command until a row is added to the run's metrics; the run continues to its end."""
     metrics = folder / "resume" / "metrics.jsonl"
-    before = metrics.stat().st_size if metrics.exists() else 0
+    size_before = metrics.stat().st_size if metrics.exists() else 0
     command = [
         sys.executable, "-m", "rlhpc.cli", "train", str(HERE.parent / "configs" / "quickstart.yaml"),
         f"runner.run_dir={folder}", "runner.name=resume", "runner.segments=1", f"runner.max_steps={steps}",
@@ -83,13 +83,13 @@ def until_step(folder: Path, steps: int) -> float:
     ]  # fmt: skip
     started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
-        while run.poll() is None and (not metrics.exists() or metrics.stat().st_size <= before):
+        while run.poll() is None and (not metrics.exists() or metrics.stat().st_size <= size_before):
             time.sleep(0.005)
-        took = time.perf_counter() - started
+        elapsed_s = time.perf_counter() - started
         _, output = run.communicate()
     if run.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {run.returncode}:\n{output[-2000:]}")
-    return took
+    return elapsed_s
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -101,20 +101,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     weights: dict[str, torch.Tensor] = {name: tensor.normal_() for name, tensor in tensors()}
     rows: list[dict[str, float]] = []
     for step in range(args.repeat + 1):
-        with tempfile.TemporaryDirectory(dir=".") as place:
-            row = files(Path(place), weights, step)
-        with tempfile.TemporaryDirectory() as place:
-            row["start to the first step (s)"] = until_step(Path(place), 10)
-            row["resume to the next step (s)"] = until_step(Path(place), 20)
+        with tempfile.TemporaryDirectory(dir=".") as temporary_folder:
+            row = files(Path(temporary_folder), weights, step)
+        with tempfile.TemporaryDirectory() as temporary_folder:
+            row["start to the first step (s)"] = until_step(Path(temporary_folder), 10)
+            row["resume to the next step (s)"] = until_step(Path(temporary_folder), 20)
         if step:  # the first one also warms the disk's cache and the interpreter's files
             rows.append(row)
             print(json.dumps(row), flush=True)
     figures = {name: spread([row[name] for row in rows]) for name in rows[0]}
-    middle = {name: figure["median"] for name, figure in figures.items()}
+    medians = {name: figure["median"] for name, figure in figures.items()}
     ratios = {
-        "save / dd with fsync": middle["save (s)"] / middle["limit: dd with fsync (s)"],
-        "load / dd to nowhere": middle["load (s)"] / middle["limit: dd to nowhere (s)"],
-        "resume / start": middle["resume to the next step (s)"] / middle["start to the first step (s)"],
+        "save / dd with fsync": medians["save (s)"] / medians["limit: dd with fsync (s)"],
+        "load / dd to nowhere": medians["load (s)"] / medians["limit: dd to nowhere (s)"],
+        "resume / start": medians["resume to the next step (s)"] / medians["start to the first step (s)"],
     }
     for name, ratio in ratios.items():
         print(f"{name:30} {ratio:8.2f}")

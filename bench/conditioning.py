@@ -27,27 +27,29 @@ CRITIC = ("algorithm.bc_value_coef=0.5", "algorithm.gamma=0.8")
 def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measures one seed."""
     demos, own_demos = folder / "demos.h5", folder / "own.h5"
-    words = (
+    overrides = (
         f"runner.seed={seed}", f"runner.max_steps={options.steps}", "runner.save_interval=-1", "workflow.demos_expert=null",
         "actor.model.log_std_init=-0.5",
     )  # fmt: skip
     rlhpc("record", "--expert", "rlhpc.embodied.envs.experts:push_cube", "--config", BC, "--episodes",
           str(options.demonstrations), "--only-success", "--output", str(demos), f"runner.seed={seed}")  # fmt: skip
-    first = train(folder, BC, "first", f"demos.path={demos}", *words)
-    rlhpc("record", "--run", str(first), "--episodes", str(options.episodes), "--sample", "--output", str(own_demos))
-    all_of_them = f"demos.path=[{demos},{own_demos}]"
-    unconditioned = train(folder, BC, "alike", all_of_them, *words, *CRITIC)
-    good = train(folder, BC, "good", all_of_them, "demos.only_success=true", *words, *CRITIC)
+    first_run = train(folder, BC, "first", f"demos.path={demos}", *overrides)
+    rlhpc(
+        "record", "--run", str(first_run), "--episodes", str(options.episodes), "--sample", "--output", str(own_demos)
+    )
+    demos_override = f"demos.path=[{demos},{own_demos}]"
+    unconditioned = train(folder, BC, "alike", demos_override, *overrides, *CRITIC)
+    successes_only = train(folder, BC, "good", demos_override, "demos.only_success=true", *overrides, *CRITIC)
     conditioned = train(
-        folder, BC, "told", all_of_them, *words, "algorithm.gamma=0.8", f"algorithm.value_model={unconditioned}",
+        folder, BC, "told", demos_override, *overrides, "algorithm.gamma=0.8", f"algorithm.value_model={unconditioned}",
         "actor.model.model_type=conditioned", "actor.model.kwargs.of=mlp",
         f"algorithm.improved_fraction={options.improved}", f"algorithm.advantage_steps={options.advantage_steps}",
     )  # fmt: skip
     attempts = json.loads(own_demos.with_suffix(".json").read_text())["episodes"]
     return {
-        "seed": seed, "clone of the demonstrations": success(first),
-        "its own episodes that succeeded": sum(bool(each.get("success")) for each in attempts) / len(attempts),
-        "all alike": success(unconditioned), "successes only": success(good), "conditioned": success(conditioned),
+        "seed": seed, "clone of the demonstrations": success(first_run),
+        "its own episodes that succeeded": sum(bool(attempt.get("success")) for attempt in attempts) / len(attempts),
+        "all alike": success(unconditioned), "successes only": success(successes_only), "conditioned": success(conditioned),
     }  # fmt: skip
 
 

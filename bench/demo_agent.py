@@ -44,26 +44,28 @@ def rlhpc(*words: str) -> None:
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True, env=env
     )
-    if done.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    if completed.returncode:
+        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{completed.stdout[-3000:]}\n{completed.stderr[-3000:]}")
 
 
 def exported(run: Path) -> Path:
     """Returns the last checkpoint of a run, exported as a model."""
-    last = max((run / "checkpoints").glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
-    rlhpc("convert", "--checkpoint", str(last))
-    return run / "export" / last.name
+    last_checkpoint = max(
+        (run / "checkpoints").glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2])
+    )
+    rlhpc("convert", "--checkpoint", str(last_checkpoint))
+    return run / "export" / last_checkpoint.name
 
 
 def accuracy(model: Path, name: str, *words: str) -> dict[str, Any]:
     """Returns the accuracy of a model on the held-out questions."""
     output = model.parents[1] / "eval" / f"{name}.json"
     rlhpc("eval", "--model", str(model), "--config", GRPO, "--suite", "held_out", "--output", str(output), *words)
-    result: dict[str, Any] = json.loads(output.read_text())
-    return {"accuracy": result["accuracy"], "ci95": result["accuracy_ci95"], "n": result["n"]}
+    eval_result: dict[str, Any] = json.loads(output.read_text())
+    return {"accuracy": eval_result["accuracy"], "ci95": eval_result["accuracy_ci95"], "n": eval_result["n"]}
 
 
 def curve(run: Path) -> list[float]:
@@ -79,14 +81,14 @@ def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
     rlhpc("train", SFT, *folder, f"runner.name={start}")
     model = exported(runs / start)
     row: dict[str, Any] = {"seed": seed, "sft": accuracy(model, "held_out", *folder), "curves": {}}
-    for kind, words in {"grpo": (), **CONTROLS}.items():
+    for run_kind, overrides_of_kind in {"grpo": (), **CONTROLS}.items():
         name, run_overrides = (
-            f"demo-agent-{seed}-{kind}",
-            [*folder, f"actor.model.model_path={model}", *words, *overrides],
+            f"demo-agent-{seed}-{run_kind}",
+            [*folder, f"actor.model.model_path={model}", *overrides_of_kind, *overrides],
         )
         rlhpc("train", GRPO, *run_overrides, f"runner.name={name}")
-        row[kind] = accuracy(exported(runs / name), "held_out", *run_overrides)
-        row["curves"][kind] = curve(runs / name)
+        row[run_kind] = accuracy(exported(runs / name), "held_out", *run_overrides)
+        row["curves"][run_kind] = curve(runs / name)
     return {**row, "seconds": time.perf_counter() - started_at}
 
 
@@ -95,8 +97,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     lowest seed to the highest.
     """
     lines = []
-    for color, (kind, name) in enumerate(NAMES.items()):
-        curves = [list(map(statistics.mean, batched(row["curves"][kind], 5))) for row in rows]
+    for color, (run_kind, name) in enumerate(NAMES.items()):
+        curves = [list(map(statistics.mean, batched(row["curves"][run_kind], 5))) for row in rows]
         columns = list(zip(*curves, strict=False))
         x = [5.0 * (i + 1) for i in range(len(columns))]
         lines.append(band(name, x, columns, color))
@@ -106,7 +108,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def batched(values: list[float], size: int) -> list[list[float]]:
     """Batches neighbouring values; the last batch may be smaller."""
-    return [values[at : at + size] for at in range(0, len(values), size)]
+    return [values[start_index : start_index + size] for start_index in range(0, len(values), size)]
 
 
 def fell_short(row: dict[str, Any]) -> str:
@@ -132,14 +134,18 @@ def main() -> int:
     for seed in range(1, args.seeds + 1):
         row = run_seed(seed, args.runs.absolute(), args.overrides)
         rows.append(row)
-        text = ", ".join(f"{kind} {row[kind]['accuracy']:.1%}" for kind in ("sft", "grpo", *CONTROLS))
-        print(f"seed {seed}: {text} of {row['sft']['n']} held-out questions; {row['seconds']:.0f} s", flush=True)
+        accuracy_text = ", ".join(
+            f"{run_kind} {row[run_kind]['accuracy']:.1%}" for run_kind in ("sft", "grpo", *CONTROLS)
+        )
+        print(
+            f"seed {seed}: {accuracy_text} of {row['sft']['n']} held-out questions; {row['seconds']:.0f} s", flush=True
+        )
     draw(rows, RESULTS / "demo_agent.svg")
     write("demo_agent", f"python -m bench.demo_agent --seeds {args.seeds}", {"rows": rows})
-    short = {row["seed"]: why for row in rows if (why := fell_short(row))}
-    for seed, why in short.items():
-        print(f"seed {seed}: {why}", file=sys.stderr)
-    return int(bool(short))
+    shortfalls = {row["seed"]: shortfall for row in rows if (shortfall := fell_short(row))}
+    for seed, shortfall in shortfalls.items():
+        print(f"seed {seed}: {shortfall}", file=sys.stderr)
+    return int(bool(shortfalls))
 
 
 if __name__ == "__main__":

@@ -27,27 +27,27 @@ CONFIG = "configs/reasoning/demo.yaml"
 def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, float]:
     """Runs the workflow at one seed."""
     name, started_at = f"demo-llm-{seed}", time.perf_counter()
-    words = [f"runner.seed={seed}", f"runner.name={name}", f"runner.run_dir={runs}", *overrides]
+    run_overrides = [f"runner.seed={seed}", f"runner.name={name}", f"runner.run_dir={runs}", *overrides]
     subprocess.run(
-        [sys.executable, "-m", "rlhpc.cli", "run", CONFIG, *words],
+        [sys.executable, "-m", "rlhpc.cli", "run", CONFIG, *run_overrides],
         cwd=ROOT, check=True,
     )  # fmt: skip
     seconds = time.perf_counter() - started_at
-    results = sorted(
+    result_files = sorted(
         (json.loads(path.read_text()) for path in (runs / name / "eval").glob("global_step_*/held_out.json")),
         key=lambda result: result["global_step"],
     )
-    last = results[-1]
-    export = runs / name / "export" / f"global_step_{last['global_step']}"
-    other = runs / name / "eval" / "vllm.json"
+    last_result = result_files[-1]
+    export = runs / name / "export" / f"global_step_{last_result['global_step']}"
+    vllm_file = runs / name / "eval" / "vllm.json"
     subprocess.run(
         [sys.executable, "-m", "rlhpc.cli", "eval", "--model", str(export), "--config", CONFIG, "--suite", "held_out",
-         "--output", str(other), *words, "rollout.rollout_backend=vllm"],
+         "--output", str(vllm_file), *run_overrides, "rollout.rollout_backend=vllm"],
         cwd=ROOT, check=True,
     )  # fmt: skip
-    vllm = json.loads(other.read_text())
+    vllm = json.loads(vllm_file.read_text())
     return {
-        "seed": seed, "sft": results[0]["accuracy"], "grpo": last["accuracy"], "n": last["n"],
+        "seed": seed, "sft": result_files[0]["accuracy"], "grpo": last_result["accuracy"], "n": last_result["n"],
         "vllm": vllm["accuracy"], "seconds": seconds,
     }  # fmt: skip
 
@@ -70,16 +70,18 @@ def main() -> int:
         )
     for name in ("sft", "grpo"):
         values = [row[name] for row in rows]
-        mean = statistics.fmean(values)
+        mean_accuracy = statistics.fmean(values)
         print(
-            f"{name.upper()}: mean {mean:.1%}, {min(values):.1%} to {max(values):.1%} over {len(values)} seeds",
+            f"{name.upper()}: mean {mean_accuracy:.1%}, {min(values):.1%} to {max(values):.1%} over {len(values)} seeds",
             flush=True,
         )
     write("demo_llm", f"python -m bench.demo_llm --seeds {args.seeds}", {"rows": rows})
-    short = [row for row in rows if row["grpo"] < row["sft"] + 0.2 or abs(row["vllm"] - row["grpo"]) > 1.5 / row["n"]]
-    for row in short:
+    failed_rows = [
+        row for row in rows if row["grpo"] < row["sft"] + 0.2 or abs(row["vllm"] - row["grpo"]) > 1.5 / row["n"]
+    ]
+    for row in failed_rows:
         print(f"seed {row['seed']} fell short", file=sys.stderr)
-    return int(bool(short))
+    return int(bool(failed_rows))
 
 
 if __name__ == "__main__":

@@ -42,12 +42,12 @@ def controller(obs: np.ndarray) -> np.ndarray:
     """Returns actions `[N, 1]` for states `[N, 10]`: swings the pole up by its energy, and catches it only near the upright
     position.
     """
-    x, angle, speed, spin = obs[:, 0], (obs[:, 1] + np.pi) % (2 * np.pi) - np.pi, obs[:, 2], obs[:, 3]
-    missing = 15 * (1 - np.cos(angle)) - spin**2 / 2  # of the energy of a pole that stands still
-    pump = -0.4 * np.tanh(spin * np.cos(angle)) * np.clip(missing / 10, -1, 1) - 0.2 * x
-    catch = angle + 0.4 * spin + 0.1 * x + 0.3 * speed
-    near = 1 / (1 + np.exp(-20 * (0.4 - np.abs(angle))))
-    targets = near * catch + (1 - near) * pump + NOISE * _RNG.standard_normal(len(obs))
+    x, pole_angle, speed, spin = obs[:, 0], (obs[:, 1] + np.pi) % (2 * np.pi) - np.pi, obs[:, 2], obs[:, 3]
+    missing = 15 * (1 - np.cos(pole_angle)) - spin**2 / 2  # of the energy of a pole that stands still
+    swing_up = -0.4 * np.tanh(spin * np.cos(pole_angle)) * np.clip(missing / 10, -1, 1) - 0.2 * x
+    balance = pole_angle + 0.4 * spin + 0.1 * x + 0.3 * speed
+    upright_weight = 1 / (1 + np.exp(-20 * (0.4 - np.abs(pole_angle))))
+    targets = upright_weight * balance + (1 - upright_weight) * swing_up + NOISE * _RNG.standard_normal(len(obs))
     return np.clip(targets, -1, 1)[:, None].astype(np.float32)
 
 
@@ -55,8 +55,8 @@ def evaluation(run: Path) -> dict[str, float]:
     """Returns the evaluation of a run's newest checkpoint."""
     output = run / "held_out.json"
     rlhpc("eval", "--run", str(run), "--step", "latest", "--output", str(output))
-    result = json.loads(output.read_text())
-    return {"return": result["return_mean"], "lowest": result["return_min"], "n": result["episodes"]}
+    eval_result = json.loads(output.read_text())
+    return {"return": eval_result["return_mean"], "lowest": eval_result["return_min"], "n": eval_result["episodes"]}
 
 
 def curve(run: Path) -> list[tuple[int, float]]:
@@ -73,11 +73,11 @@ def run_seed(seed: int, runs: Path, episodes: int, overrides: list[str]) -> dict
           "--output", str(demos), *shared)  # fmt: skip
     rlhpc("train", BC, *shared, f"runner.name={name}-clone", f"demos.path={demos}")
     start = f"runner.init_from={runs / f'{name}-clone'}"
-    for kind, words in {"tuned": [start], "alone": []}.items():
-        rlhpc("train", PPO, *shared, f"runner.name={name}-{kind}", *words, *overrides)
+    for run_kind, start_overrides in {"tuned": [start], "alone": []}.items():
+        rlhpc("train", PPO, *shared, f"runner.name={name}-{run_kind}", *start_overrides, *overrides)
     row: dict[str, Any] = {"seed": seed, "demonstrations": demonstrated(demos)}
-    row |= {kind: evaluation(runs / f"{name}-{kind}") for kind in NAMES}
-    row["curves"] = {kind: curve(runs / f"{name}-{kind}") for kind in ("tuned", "alone")}
+    row |= {run_kind: evaluation(runs / f"{name}-{run_kind}") for run_kind in NAMES}
+    row["curves"] = {run_kind: curve(runs / f"{name}-{run_kind}") for run_kind in ("tuned", "alone")}
     return {**row, "seconds": time.perf_counter() - started_at}
 
 
@@ -91,34 +91,36 @@ def demonstrated(path: Path) -> float:
 
 def film(runs: Path, seed: int) -> list[Path]:
     """Films four episodes of the evaluation, before PPO and after it; none where rendering is not possible."""
-    films = []
-    for kind, name in {"clone": "before", "tuned": "after"}.items():
+    film_paths = []
+    for run_kind, name in {"clone": "before", "tuned": "after"}.items():
         output = runs / f"demo_vla_{name}.json"
-        run = runs / f"demo-vla-{seed}-{kind}"
+        run = runs / f"demo-vla-{seed}-{run_kind}"
         rlhpc("eval", "--run", str(run), "--step", "latest", "--output", str(output),
               "env.eval.num_envs=4", "env.eval.num_episodes=4", "env.eval.video_episodes=4")  # fmt: skip
-        films += [output.with_suffix(".mp4")] if output.with_suffix(".mp4").is_file() else []
-    return films
+        film_paths += [output.with_suffix(".mp4")] if output.with_suffix(".mp4").is_file() else []
+    return film_paths
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draws training curves: the mean over the seeds, and a band from the lowest to the highest."""
     lines = []
-    for color, kind in enumerate(("tuned", "alone")):
-        x = [float(steps) for steps, _ in rows[0]["curves"][kind]]
-        columns = list(zip(*([value for _, value in row["curves"][kind]] for row in rows), strict=True))
-        lines.append(band(NAMES[kind], x, columns, color))
+    for color, run_kind in enumerate(("tuned", "alone")):
+        x = [float(steps) for steps, _ in rows[0]["curves"][run_kind]]
+        columns = list(
+            zip(*([episode_return for _, episode_return in row["curves"][run_kind]] for row in rows), strict=True)
+        )
+        lines.append(band(NAMES[run_kind], x, columns, color))
     title = f"MS-CartpoleSwingUp-v1, {len(rows)} seeds"
     path.write_text(standalone(line_chart(title, "environment steps", "return in training, with noise", lines)))
 
 
 def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Compares means over the seeds, with the widest spread and the criterion's outcome."""
-    values = {kind: [row[kind]["return"] for row in rows] for kind in NAMES}
-    means = {kind: statistics.fmean(each) for kind, each in values.items()}
-    spread = max(max(each) - min(each) for each in values.values())
-    above = {kind: means["tuned"] - means[kind] for kind in ("clone", "alone")}
-    return {"means": means, "spread": spread, "above": above, "holds": min(above.values()) > spread}
+    values = {run_kind: [row[run_kind]["return"] for row in rows] for run_kind in NAMES}
+    mean_returns = {run_kind: statistics.fmean(returns) for run_kind, returns in values.items()}
+    return_range = max(max(returns) - min(returns) for returns in values.values())
+    gains = {run_kind: mean_returns["tuned"] - mean_returns[run_kind] for run_kind in ("clone", "alone")}
+    return {"means": mean_returns, "spread": return_range, "above": gains, "holds": min(gains.values()) > return_range}
 
 
 def main() -> int:
@@ -134,14 +136,16 @@ def main() -> int:
     for seed in range(1, args.seeds + 1):
         row = run_seed(seed, runs, args.demonstrations, args.overrides)
         rows.append(row)
-        text = ", ".join(f"{name} {row[kind]['return']:.1f}" for kind, name in NAMES.items())
-        print(f"seed {seed}: controller {row['demonstrations']:.1f}, {text}; {row['seconds']:.0f} s", flush=True)
+        returns_text = ", ".join(f"{name} {row[run_kind]['return']:.1f}" for run_kind, name in NAMES.items())
+        print(
+            f"seed {seed}: controller {row['demonstrations']:.1f}, {returns_text}; {row['seconds']:.0f} s", flush=True
+        )
     comparison = compared(rows)
     draw(rows, RESULTS / "demo_vla.svg")
     write("demo_vla", f"python -m bench.demo_vla --seeds {args.seeds}", {"rows": rows, "compared": comparison})
     print(json.dumps(comparison))
-    films = " ".join(map(str, film(runs, 1)))
-    print(f"films: {films or 'none, there is no renderer here'}")
+    film_paths = " ".join(map(str, film(runs, 1)))
+    print(f"films: {film_paths or 'none, there is no renderer here'}")
     if not comparison["holds"]:
         print("PPO from the clone is not above both by more than the spread of the seeds", file=sys.stderr)
     return int(not comparison["holds"])

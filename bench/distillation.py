@@ -35,9 +35,9 @@ DISTIL = (
 
 def rlhpc(*words: str) -> None:
     """Runs one command, quietly unless it fails."""
-    done = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    completed = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
+    if completed.returncode:
+        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{completed.stdout[-3000:]}\n{completed.stderr[-3000:]}")
 
 
 def train(config: str, folder: Path, name: str, steps: int, *overrides: str) -> Path:
@@ -57,8 +57,8 @@ def train(config: str, folder: Path, name: str, steps: int, *overrides: str) -> 
 def measured(folder: Path, name: str, export: Path) -> dict[str, float]:
     """Returns the result of a run, and its costs."""
     output = folder / f"{name}-eval.json"
-    words = ["--config", GRPO, "--suite", "held_out", "--output", str(output), f"runner.run_dir={folder}"]
-    rlhpc("eval", "--model", str(export), *words)
+    arguments = ["--config", GRPO, "--suite", "held_out", "--output", str(output), f"runner.run_dir={folder}"]
+    rlhpc("eval", "--model", str(export), *arguments)
     evaluation = json.loads(output.read_text())
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     tokens = sum(row["train/tokens"] for row in rows if "train/tokens" in row)
@@ -95,22 +95,30 @@ def main() -> int:
         for seed in range(1, args.seeds + 1):
             row = run_seed(seed, Path(folder), steps, args.overrides)
             rows.append(row)
-            texts = [f"{name} {row[name]['accuracy']:.1%} ({row[name]['tokens']:.0f} tokens)" for name in list(row)[1:]]
-            print(f"seed {seed}: {', '.join(texts)}", flush=True)
+            accuracy_texts = [
+                f"{name} {row[name]['accuracy']:.1%} ({row[name]['tokens']:.0f} tokens)" for name in list(row)[1:]
+            ]
+            print(f"seed {seed}: {', '.join(accuracy_texts)}", flush=True)
     figures = {
         name: {key: spread([row[name][key] for row in rows]) for key in ("accuracy", "tokens")}
         for name in ("sft", "grpo", "distilled")
     }
-    words = ["python -m bench.distillation", f"--seeds {args.seeds}", "--steps", *map(str, args.steps), *args.overrides]
-    print(write("distillation", " ".join(words), {"figures": figures, "rows": rows}))
-    short = 0
+    command_words = [
+        "python -m bench.distillation",
+        f"--seeds {args.seeds}",
+        "--steps",
+        *map(str, args.steps),
+        *args.overrides,
+    ]
+    print(write("distillation", " ".join(command_words), {"figures": figures, "rows": rows}))
+    exit_code = 0
     for row in rows:
         grpo, distilled = row["grpo"], row["distilled"]
         error = math.sqrt(2 * grpo["accuracy"] * (1 - grpo["accuracy"]) / grpo["n"])
         if distilled["accuracy"] < grpo["accuracy"] - 3 * error or distilled["tokens"] > grpo["tokens"] / 2:
             print(f"seed {row['seed']} fell short", file=sys.stderr)
-            short = 1
-    return short
+            exit_code = 1
+    return exit_code
 
 
 if __name__ == "__main__":

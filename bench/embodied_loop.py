@@ -42,13 +42,13 @@ def rlhpc() -> dict[str, float]:
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
             while not (metrics.exists() and metrics.stat().st_size) and run.poll() is None:
                 time.sleep(0.005)
-            first = time.perf_counter() - started
+            first_step_s = time.perf_counter() - started
         if run.returncode:
             raise SystemExit(f"{' '.join(command)} ended with {run.returncode}")
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert len(rows) == STEPS
     assert rows[-1]["rollout/env_steps"] == STEPS * ENV_STEPS
-    return {"first step (s)": first, "step (s)": statistics.median(row["time/step_s"] for row in rows[5:])}
+    return {"first step (s)": first_step_s, "step (s)": statistics.median(row["time/step_s"] for row in rows[5:])}
 
 
 def single_process() -> dict[str, float]:
@@ -63,18 +63,18 @@ def single_process() -> dict[str, float]:
     env = gymnasium.make("RlhpcDummy-v0")
     assert isinstance(env.action_space, gymnasium.spaces.Box)
     learner, buffer = SacLearner(17, env.action_space), Buffer(100_000, 17, 6)
-    obs, times = env.reset(seed=1)[0], []
+    obs, step_times = env.reset(seed=1)[0], []
     for step in range(STEPS):
         started = time.perf_counter()
         for _ in range(ENV_STEPS):
             with torch.no_grad():
                 action = learner.actor.act(torch.as_tensor(obs)[None])[0][0].numpy()
-            following, reward, terminated, _, _ = env.step(action)
-            buffer.add(obs, following, action, float(reward), terminated)
-            obs = following
+            next_obs, reward, terminated, _, _ = env.step(action)
+            buffer.add(obs, next_obs, action, float(reward), terminated)
+            obs = next_obs
         learner.update(2 * step, buffer.sample(256))
-        times.append(time.perf_counter() - started)
-    return {"step (s)": statistics.median(times[5:])}
+        step_times.append(time.perf_counter() - started)
+    return {"step (s)": statistics.median(step_times[5:])}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -91,22 +91,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: dict[str, list[dict[str, float]]] = {"rlhpc": [], "single process": []}
     for _ in range(args.repeat):
         rows["rlhpc"].append(rlhpc())
-        alone = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-m", "bench.embodied_loop", "--single"], check=True, stdout=subprocess.PIPE
         )
-        rows["single process"].append(json.loads(alone.stdout))
+        rows["single process"].append(json.loads(completed.stdout))
         print(json.dumps({side: side_rows[-1] for side, side_rows in rows.items()}), flush=True)
     figures = {
         side: {name: spread([row[name] for row in side_rows]) for name in side_rows[0]}
         for side, side_rows in rows.items()
     }
-    step, first = (figures["rlhpc"][name]["median"] for name in ("step (s)", "first step (s)"))
+    step, first_step_s = (figures["rlhpc"][name]["median"] for name in ("step (s)", "first step (s)"))
     goals = [
         goal("step / RLinf's on Ray", step / RLINF_STEP_S, at_most=1 / 20),
-        goal("start to the first step (s)", first, at_most=8),
+        goal("start to the first step (s)", first_step_s, at_most=8),
     ]
     ratio = step / figures["single process"]["step (s)"]["median"]
-    print(f"step {step:.4f} s, {ratio:.2f} of one process's; first step after {first:.2f} s")
+    print(f"step {step:.4f} s, {ratio:.2f} of one process's; first step after {first_step_s:.2f} s")
     content = {"figures": figures, "step_over_single_process": ratio, "goals": goals}
     print(write("embodied_loop", f"python -m bench.embodied_loop --repeat {args.repeat}", content))
 

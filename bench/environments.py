@@ -90,12 +90,12 @@ def play(
             runner.build()
             durations = []
             for step in range(ROLLOUTS + 1):
-                began, turn = time.perf_counter(), FullRollout(step, step, 0, steps)
+                started_at, turn = time.perf_counter(), FullRollout(step, step, 0, steps)
                 source = Source(runner.slots, (Acted(turn, runner.slots),))
                 handles = [runner.rollout.generate(turn), runner.env.interact(turn), runner.actor.receive(step, source)]
                 for handle in handles:
                     handle.wait()
-                durations.append(time.perf_counter() - began)
+                durations.append(time.perf_counter() - started_at)
             return min(durations[1:])
         finally:
             for group in groups.values():
@@ -129,8 +129,8 @@ def make(task: str) -> Any:
     import mani_skill.envs  # noqa: F401 (registers the tasks)
     from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
 
-    env_made = gymnasium.make(task, num_envs=1, render_backend="none", sim_backend="physx_cpu", **env["kwargs"])
-    return CPUGymWrapper(env_made, ignore_terminations=False)
+    base_env = gymnasium.make(task, num_envs=1, render_backend="none", sim_backend="physx_cpu", **env["kwargs"])
+    return CPUGymWrapper(base_env, ignore_terminations=False)
 
 
 def gymnasium_rate(kind: str, task: str, slots: int) -> float:
@@ -144,11 +144,11 @@ def gymnasium_rate(kind: str, task: str, slots: int) -> float:
 
 def gymnasium(kind: str, task: str, slots: int) -> float:
     """Returns the same rate from a separate process, without the threads of a driver."""
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "bench.environments", "--gymnasium", kind, task, str(slots)], cwd=ROOT, check=True,
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    return float(done.stdout.splitlines()[-1])
+    return float(completed.stdout.splitlines()[-1])
 
 
 # -- quickstart -------------------------------------------------------------------------------------------------------
@@ -164,8 +164,10 @@ def quickstart(ranks: int) -> float:
             cwd=ROOT, check=True, capture_output=True,
         )  # fmt: skip
         lines = (Path(folder) / "quickstart" / "metrics.jsonl").read_text().splitlines()
-    first, last = json.loads(lines[19]), json.loads(lines[-1])
-    return (last["rollout/env_steps"] - first["rollout/env_steps"]) / (last["time/wall_s"] - first["time/wall_s"])
+    early_row, last_row = json.loads(lines[19]), json.loads(lines[-1])
+    return (last_row["rollout/env_steps"] - early_row["rollout/env_steps"]) / (
+        last_row["time/wall_s"] - early_row["time/wall_s"]
+    )
 
 
 # -- all --------------------------------------------------------------------------------------------------------------
@@ -193,20 +195,22 @@ def ratios(median: dict[str, float]) -> dict[str, float]:
     """Returns the ratios for which goals are defined."""
     figures = {}
     for task in TASKS:
-        pairs = (
+        compared_names = (
             (f"rlhpc, 1 rank, {SLOTS} slots", f"gymnasium sync, {SLOTS} slots"),
             ("rlhpc, 2 ranks, 2 slots", "gymnasium async, 2 slots"),
             (f"rlhpc, 2 ranks, {SLOTS} slots", f"gymnasium async, {SLOTS} slots"),
             (f"rlhpc, 2 ranks, {SLOTS} slots", f"rlhpc, 1 rank, {SLOTS} slots"),
         )
-        for ours, reference in pairs:
-            if f"{task}: {ours}" in median and f"{task}: {reference}" in median:
-                figures[f"{task}: {ours} / {reference}"] = median[f"{task}: {ours}"] / median[f"{task}: {reference}"]
+        for rlhpc_name, reference in compared_names:
+            if f"{task}: {rlhpc_name}" in median and f"{task}: {reference}" in median:
+                figures[f"{task}: {rlhpc_name} / {reference}"] = (
+                    median[f"{task}: {rlhpc_name}"] / median[f"{task}: {reference}"]
+                )
     for e, p in PAIRS:
-        one, two = (median.get(f"rollout s: e {e} s, p {p} s, {stages} stages") for stages in (1, 2))
-        if one and two:
-            figures[f"e {e} s, p {p} s: speed-up / ideal"] = one / two / ((e + p) / max(e, p))
-            figures[f"e {e} s, p {p} s: longer of the two / pipelined"] = PIPELINED_STEPS * max(e, p) / two
+        one_stage_s, two_stages_s = (median.get(f"rollout s: e {e} s, p {p} s, {stages} stages") for stages in (1, 2))
+        if one_stage_s and two_stages_s:
+            figures[f"e {e} s, p {p} s: speed-up / ideal"] = one_stage_s / two_stages_s / ((e + p) / max(e, p))
+            figures[f"e {e} s, p {p} s: longer of the two / pipelined"] = PIPELINED_STEPS * max(e, p) / two_stages_s
     if "quickstart: 2 env ranks" in median:
         figures["quickstart: 2 env ranks / 1"] = median["quickstart: 2 env ranks"] / median["quickstart: 1 env ranks"]
     return figures
@@ -221,8 +225,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.gymnasium:
-        kind, task, slots = options.gymnasium
-        print(gymnasium_rate(kind, task, int(slots)))
+        env_kind, task, slots = options.gymnasium
+        print(gymnasium_rate(env_kind, task, int(slots)))
         return
     compare("environments", contenders(), ratios, options.repeat, options.only)
 

@@ -65,10 +65,10 @@ def clients(url: str, keys: list[str], turns: int, at_once: int) -> None:
     import aiohttp
 
     async def run() -> None:
-        todo = iter(keys)
+        pending_keys = iter(keys)
 
         async def some(client: Any) -> None:
-            for key in todo:
+            for key in pending_keys:
                 await _episode(client, key, turns)
 
         async with aiohttp.ClientSession(url) as client:
@@ -87,13 +87,15 @@ def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
     tokenizer = Counted(character_tokenizer(context=1 << 20))
     gateway = Gateway(tokenizer, Parsers(tokenizer, "hermes", "think"), 1 << 20)
     sampling, limits = SamplingParams(max_new_tokens=64), EpisodeLimits(turns, 1 << 20)
-    sessions = collections.deque(GatewaySession(number, sampling, number, limits) for number in range(episodes))
+    sessions = collections.deque(
+        GatewaySession(session_number, sampling, session_number, limits) for session_number in range(episodes)
+    )
     for session in sessions:
         gateway.open(session)
     del session
     reply = [*tokenizer.encode(_TEXT, add_special_tokens=False), tokenizer.eos_token_id]
     context = multiprocessing.get_context("spawn")
-    asking = context.Process(target=clients, args=(gateway.url, [s.key for s in sessions], turns, at_once))
+    client_process = context.Process(target=clients, args=(gateway.url, [s.key for s in sessions], turns, at_once))
 
     async def used() -> float:
         return time.thread_time()
@@ -101,29 +103,29 @@ def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
     def clock() -> float:
         return asyncio.run_coroutine_threadsafe(used(), gateway.loop).result(60)
 
-    asking.start()
-    drawn, started_at, half = 0, 0.0, 0.0
+    client_process.start()
+    num_drawn, started_at, half_memory = 0, 0.0, 0.0
     cpu = tokenizing = 0.0
-    while drawn < episodes * turns:
+    while num_drawn < episodes * turns:
         drawing: Drawing = gateway.engine_queue.get(timeout=60)
-        if not drawn:
+        if not num_drawn:
             started_at, cpu, tokenizing = time.perf_counter(), clock(), tokenizer.seconds
-        drawn += 1
-        drawing.answer(Completion(drawn, list(reply), [-1.0] * len(reply), [0] * len(reply), "stop"))
+        num_drawn += 1
+        drawing.answer(Completion(num_drawn, list(reply), [-1.0] * len(reply), [0] * len(reply), "stop"))
         while sessions and len(sessions[0].tree.turns) == turns:  # as a rank does with those that are over
-            over = sessions.popleft()
-            assert len(over.tree.samples(over.number)) == 1
-            gateway.loop.call_soon_threadsafe(gateway.end, over)
-        if drawn == episodes * turns // 2:
-            half = _memory()
-    asking.join(60)
+            finished_session = sessions.popleft()
+            assert len(finished_session.tree.samples(finished_session.number)) == 1
+            gateway.loop.call_soon_threadsafe(gateway.end, finished_session)
+        if num_drawn == episodes * turns // 2:
+            half_memory = _memory()
+    client_process.join(60)
     seconds, cpu, tokenizing = time.perf_counter() - started_at, clock() - cpu, tokenizer.seconds - tokenizing
-    grown = _memory() - half
+    memory_growth = _memory() - half_memory
     gateway.close()
     return {
-        "turns": float(drawn), "turns_per_s": drawn / seconds, "cpu_ms_a_turn": 1e3 * cpu / drawn,
-        "template_and_tokenizer_ms_a_turn": 1e3 * tokenizing / drawn,
-        "the_rest_ms_a_turn": 1e3 * (cpu - tokenizing) / drawn, "grown_in_second_half_mib": grown,
+        "turns": float(num_drawn), "turns_per_s": num_drawn / seconds, "cpu_ms_a_turn": 1e3 * cpu / num_drawn,
+        "template_and_tokenizer_ms_a_turn": 1e3 * tokenizing / num_drawn,
+        "the_rest_ms_a_turn": 1e3 * (cpu - tokenizing) / num_drawn, "grown_in_second_half_mib": memory_growth,
     }  # fmt: skip
 
 

@@ -44,9 +44,9 @@ WAYS = {
 
 def rlhpc(work: Path, *words: str) -> None:
     """Runs a command in the folder; it must succeed."""
-    done = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=work, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    completed = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=work, capture_output=True, text=True)
+    if completed.returncode:
+        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{completed.stdout[-3000:]}\n{completed.stderr[-3000:]}")
 
 
 def accuracy(work: Path, model: str, name: str) -> dict[str, Any]:
@@ -55,49 +55,55 @@ def accuracy(work: Path, model: str, name: str) -> dict[str, Any]:
     """
     output = work / f"{name}.json"
     rlhpc(work, "eval", "--config", str(CONFIG), "--model", model, "--suite", "held_out", "--output", str(output))
-    result = json.loads(output.read_text())
-    return {key: result[key] for key in ("accuracy", "accuracy_ci95", "n")}
+    eval_result = json.loads(output.read_text())
+    return {key: eval_result[key] for key in ("accuracy", "accuracy_ci95", "n")}
 
 
 def train(work: Path, name: str, steps: int, seed: int, *overrides: str) -> dict[str, Any]:
     """Trains a run of so many steps from the demonstrations' model, and returns its accuracy."""
-    words = [
+    overrides_of_run = [
         f"runner.name={name}", f"runner.seed={seed}", f"runner.max_steps={steps}", f"runner.save_interval={steps}",
         "runner.segments=1", "workflow.sft=null", "workflow.sft_overrides=[]", f"actor.model.model_path={SFT}", *overrides,
     ]  # fmt: skip
     if not (work / "runs" / name / "checkpoints" / f"global_step_{steps}" / "COMPLETE").exists():
-        rlhpc(work, "train", str(CONFIG), *words)
+        rlhpc(work, "train", str(CONFIG), *overrides_of_run)
     rlhpc(work, "convert", "--run", f"runs/{name}", "--step", "latest")
     rows = [json.loads(line) for line in (work / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    reached = accuracy(work, f"runs/{name}/export/global_step_{steps}", name)
-    last = rows[-1]
+    final_accuracy = accuracy(work, f"runs/{name}/export/global_step_{steps}", name)
+    last_row = rows[-1]
     logged_names = ("critic/explained_variance", "reward/reward", "train/accuracy")
     return {
-        "name": name, "seed": seed, "steps": steps, **reached, "seconds": last["time/wall_s"],
-        **{key: last[key] for key in logged_names if key in last},
+        "name": name, "seed": seed, "steps": steps, **final_accuracy, "seconds": last_row["time/wall_s"],
+        **{key: last_row[key] for key in logged_names if key in last_row},
     }  # fmt: skip
 
 
 def format_run(row: dict[str, Any]) -> str:
     """Formats a run in a line."""
     low, high = row["accuracy_ci95"]
-    more = ", ".join(f"{key} {row[key]:.2f}" for key in ("critic/explained_variance", "reward/reward") if key in row)
+    metrics_text = ", ".join(
+        f"{key} {row[key]:.2f}" for key in ("critic/explained_variance", "reward/reward") if key in row
+    )
     line = f"{row['name']}: {row['accuracy']:.1%} ({low:.1%} to {high:.1%}) after {row['steps']} steps"
-    return f"{line}, {more}" if more else line
+    return f"{line}, {metrics_text}" if metrics_text else line
 
 
 def with_critic(work: Path, seeds: int, steps: int) -> tuple[dict[str, Any], bool]:
     """Runs PPO with a critic, and REINFORCE without a baseline, on as many answers."""
-    rows: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    rows: dict[str, list[dict[str, Any]]] = {variant: [] for variant in WAYS}
     for seed in range(1, seeds + 1):
-        for way, words in WAYS.items():
-            rows[way].append(train(work, f"{way.replace(' ', '_')}-{steps}-{seed}", steps, seed, *SPARSE, *words))
-            print(format_run(rows[way][-1]), flush=True)
-    means = {way: statistics.fmean(row["accuracy"] for row in way_rows) for way, way_rows in rows.items()}
+        for variant, variant_overrides in WAYS.items():
+            rows[variant].append(
+                train(work, f"{variant.replace(' ', '_')}-{steps}-{seed}", steps, seed, *SPARSE, *variant_overrides)
+            )
+            print(format_run(rows[variant][-1]), flush=True)
+    mean_accuracies = {
+        variant: statistics.fmean(row["accuracy"] for row in way_rows) for variant, way_rows in rows.items()
+    }
     return {
         "rows": rows,
-        "accuracy": {way: spread([r["accuracy"] for r in way_rows]) for way, way_rows in rows.items()},
-    }, (means["critic"] <= means["no baseline"])
+        "accuracy": {variant: spread([r["accuracy"] for r in way_rows]) for variant, way_rows in rows.items()},
+    }, (mean_accuracies["critic"] <= mean_accuracies["no baseline"])
 
 
 def with_reward(work: Path, seeds: int, steps: int, model_steps: int) -> tuple[dict[str, Any], bool]:
@@ -105,30 +111,33 @@ def with_reward(work: Path, seeds: int, steps: int, model_steps: int) -> tuple[d
     from bench import reward_model
 
     reward_model.make_data(work)
-    for name, data in (("rm1", "train"), ("by_lot", "by_lot")):
+    for name, data_name in (("rm1", "train"), ("by_lot", "by_lot")):
         if not (work / "runs" / name / "checkpoints" / f"global_step_{model_steps}" / "COMPLETE").exists():
-            print(reward_model.format_run(reward_model.train(work, name, data, model_steps, 1)), flush=True)
+            print(reward_model.format_run(reward_model.train(work, name, data_name, model_steps, 1)), flush=True)
         rlhpc(work, "convert", "--run", f"runs/{name}", "--step", "latest")
     rows: dict[str, list[dict[str, Any]]] = {"rm1": [], "by_lot": []}
     for seed in range(1, seeds + 1):
         for name, name_rows in rows.items():
-            words = (
+            grpo_overrides = (
                 # What answers the model would never have given are worth, no reward model has learnt.
                 "reward.terms=[{name: reward}]", "algorithm.kl_coef=0.1",
                 f"reward.model.model_path=runs/{name}/export/global_step_{model_steps}",
                 "cluster.component_placement={actor: 0, rollout: 0, reward: 0}",
             )  # fmt: skip
-            name_rows.append(train(work, f"grpo-{name}-{steps}-{seed}", steps, seed, *words))
+            name_rows.append(train(work, f"grpo-{name}-{steps}-{seed}", steps, seed, *grpo_overrides))
             print(format_run(name_rows[-1]), flush=True)
-    means = {name: statistics.fmean(row["accuracy"] for row in name_rows) for name, name_rows in rows.items()}
+    mean_accuracies = {name: statistics.fmean(row["accuracy"] for row in name_rows) for name, name_rows in rows.items()}
     start = accuracy(work, SFT, "start")
     error = (start["accuracy"] * (1 - start["accuracy"]) / start["n"]) ** 0.5
-    short = means["rm1"] < start["accuracy"] + 3 * error or means["by_lot"] > start["accuracy"] + 3 * error
+    is_short = (
+        mean_accuracies["rm1"] < start["accuracy"] + 3 * error
+        or mean_accuracies["by_lot"] > start["accuracy"] + 3 * error
+    )
     return {
         "start": start,
         "rows": rows,
         "accuracy": {name: spread([r["accuracy"] for r in name_rows]) for name, name_rows in rows.items()},
-    }, short
+    }, is_short
 
 
 def main() -> int:
@@ -140,19 +149,19 @@ def main() -> int:
     parser.add_argument("--model-steps", type=int, default=1800, help="of the reward models")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench_reward_model")
     args = parser.parse_args()
-    work = args.work.absolute()
-    work.mkdir(parents=True, exist_ok=True)
-    if not (work / SFT / "config.json").exists():
-        rlhpc(work, "train", str(CONFIG.with_name("demo_sft.yaml")))
-        rlhpc(work, "convert", "--run", "runs/demo_sft")
+    work_folder = args.work.absolute()
+    work_folder.mkdir(parents=True, exist_ok=True)
+    if not (work_folder / SFT / "config.json").exists():
+        rlhpc(work_folder, "train", str(CONFIG.with_name("demo_sft.yaml")))
+        rlhpc(work_folder, "convert", "--run", "runs/demo_sft")
     if args.part == "critic":
-        figures, short = with_critic(work, args.seeds, args.steps)
+        figures, is_short = with_critic(work_folder, args.seeds, args.steps)
     else:
-        figures, short = with_reward(work, args.seeds, args.steps, args.model_steps)
+        figures, is_short = with_reward(work_folder, args.seeds, args.steps, args.model_steps)
     command = f"python -m bench.groups --part {args.part} --seeds {args.seeds} --steps {args.steps}"
     path = write(f"groups_{args.part}", command, figures)
     print(f"{json.dumps(figures['accuracy'])}\n{command} → {path.name}")
-    return int(short)
+    return int(is_short)
 
 
 if __name__ == "__main__":

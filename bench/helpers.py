@@ -62,23 +62,23 @@ class Timed(EngineBase):
         time.sleep(max(0.0, self._next - now))
         while self._waiting and len(self._running) < ROWS:
             request = self._waiting.popleft()
-            tokens = [4 + int(draw * (self.vocabulary - 4)) for draw in uniforms(request, TOKENS)]
+            tokens = [4 + int(uniform_draw * (self.vocabulary - 4)) for uniform_draw in uniforms(request, TOKENS)]
             self._running[request.id] = request, tokens[: TOKENS // 2 + tokens[0] % (TOKENS // 2)], 0
         if not self._drawn:
             self._drawn = True
             with (Path(os.environ["RLHPC_BENCH_FIRST"]) / f"{os.getpid()}").open("w") as file:
                 file.write(str(time.time()))
-        done = []
-        for number, (request, tokens, count) in list(self._running.items()):
-            self._running[number] = request, tokens, count + 1
+        completions = []
+        for request_id, (request, tokens, count) in list(self._running.items()):
+            self._running[request_id] = request, tokens, count + 1
             if count + 1 == len(tokens):
-                del self._running[number]
+                del self._running[request_id]
                 logprobs_and_versions = [-4.0] * len(tokens), [self.version] * len(tokens)
-                done.append(Completion(request.id, tokens, *logprobs_and_versions, finish_reason="stop"))
-        return done
+                completions.append(Completion(request.id, tokens, *logprobs_and_versions, finish_reason="stop"))
+        return completions
 
     def _abort(self) -> list[Completion]:
-        aborted = [Completion(number, finish_reason="abort") for number in [*self._running]]
+        aborted = [Completion(request_id, finish_reason="abort") for request_id in [*self._running]]
         aborted += [Completion(request.id, finish_reason="abort") for request in self._waiting]
         self._running.clear()
         self._waiting.clear()
@@ -135,9 +135,9 @@ class HelperRun:
 
     def until(self, goal: str, condition: Callable[[], bool]) -> None:
         """Waits until a condition holds; fails if the run ends before."""
-        end = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _PATIENCE_S
         while not condition():
-            if time.monotonic() > end or self.process.poll() is not None:
+            if time.monotonic() > deadline or self.process.poll() is not None:
                 raise SystemExit(f"bench.helpers: {goal}: {(self.folder / 'said.txt').read_text()[-2000:]}")
             time.sleep(0.05)
 
@@ -174,18 +174,20 @@ def measure(folder: Path) -> dict[str, Any]:
     cold = static.firsts()[0] - static.started
     expected = static.steps(2)
     static.end()
-    joined = HelperRun(folder / "joined", 2)
-    joined.until("two steps", lambda: len(joined.rows()) >= 2)
-    alone = [row["time/step_s"] for row in joined.rows()[1:]]
-    started_at, first = joined.join()
-    joined.until("the first helper", lambda: len(joined.firsts()) == 3)
-    warm = joined.firsts()[2] - started_at
-    _, second = joined.join()
-    joined.until("the second helper", lambda: len(joined.firsts()) == 4)
-    at_first, *joined_steps = joined.steps(len(joined.rows()), STEPS + 1)  # the step under way is the first with both
-    joined.end(first, second)
+    joined_run = HelperRun(folder / "joined", 2)
+    joined_run.until("two steps", lambda: len(joined_run.rows()) >= 2)
+    alone_s = [row["time/step_s"] for row in joined_run.rows()[1:]]
+    started_at, first_helper = joined_run.join()
+    joined_run.until("the first helper", lambda: len(joined_run.firsts()) == 3)
+    warm = joined_run.firsts()[2] - started_at
+    _, second_helper = joined_run.join()
+    joined_run.until("the second helper", lambda: len(joined_run.firsts()) == 4)
+    first_s, *joined_s = joined_run.steps(
+        len(joined_run.rows()), STEPS + 1
+    )  # the step under way is the first with both
+    joined_run.end(first_helper, second_helper)
     return {
-        "static": expected, "joined": joined_steps, "at first": at_first, "alone": alone, "cold_s": cold, "helper_s": warm
+        "static": expected, "joined": joined_s, "at first": first_s, "alone": alone_s, "cold_s": cold, "helper_s": warm
     }  # fmt: skip
 
 
@@ -196,26 +198,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(args.repeat):
-            rounds.append(measure(Path(folder) / f"round{number}"))
-            one = rounds[-1]
-            step = {name: statistics.median(one[name]) for name in ("static", "joined", "alone")}
+        for round_number in range(args.repeat):
+            rounds.append(measure(Path(folder) / f"round{round_number}"))
+            last_round = rounds[-1]
+            step = {name: statistics.median(last_round[name]) for name in ("static", "joined", "alone")}
             print(f"step: {step['static']:.2f} s with four ranks, {step['joined']:.2f} s with two and two helpers (the first "
-                  f"{one['at first']:.2f} s), "
-                  f"{step['alone']:.2f} s with two; first token: {one['cold_s']:.1f} s after a run's start, "
-                  f"{one['helper_s']:.1f} s after a helper's", flush=True)  # fmt: skip
+                  f"{last_round['at first']:.2f} s), "
+                  f"{step['alone']:.2f} s with two; first token: {last_round['cold_s']:.1f} s after a run's start, "
+                  f"{last_round['helper_s']:.1f} s after a helper's", flush=True)  # fmt: skip
     figures = {
-        "step_s, four ranks": spread([step for one in rounds for step in one["static"]]),
-        "step_s, two ranks and two helpers": spread([step for one in rounds for step in one["joined"]]),
+        "step_s, four ranks": spread([step for last_round in rounds for step in last_round["static"]]),
+        "step_s, two ranks and two helpers": spread([step for last_round in rounds for step in last_round["joined"]]),
         "throughput of that": statistics.median(
-            statistics.median(one["static"]) / statistics.median(one["joined"]) for one in rounds
+            statistics.median(last_round["static"]) / statistics.median(last_round["joined"]) for last_round in rounds
         ),
         "throughput in the first step with both": statistics.median(
-            statistics.median(one["static"]) / one["at first"] for one in rounds
+            statistics.median(last_round["static"]) / last_round["at first"] for last_round in rounds
         ),
-        "first token of a run, s": spread([one["cold_s"] for one in rounds]),
-        "first token of a helper, s": spread([one["helper_s"] for one in rounds]),
-        "first token, ratio": statistics.median(one["helper_s"] / one["cold_s"] for one in rounds),
+        "first token of a run, s": spread([last_round["cold_s"] for last_round in rounds]),
+        "first token of a helper, s": spread([last_round["helper_s"] for last_round in rounds]),
+        "first token, ratio": statistics.median(last_round["helper_s"] / last_round["cold_s"] for last_round in rounds),
     }
     print(write("helpers", f"python -m bench.helpers --repeat {args.repeat}", figures))
 

@@ -68,14 +68,28 @@ class Host:
 
 def connect(hosts: Sequence[Host]) -> None:
     """Lays a cable between two hosts."""
-    near, far = (str(host.process.pid) for host in hosts)
+    near_pid, far_pid = (str(host.process.pid) for host in hosts)
     subprocess.run(
-        ["ip", "link", "add", INTERFACE, "netns", near, "type", "veth", "peer", "name", INTERFACE, "netns", far],
+        [
+            "ip",
+            "link",
+            "add",
+            INTERFACE,
+            "netns",
+            near_pid,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            far_pid,
+        ],
         check=True,
     )
     for host, address in zip(hosts, ADDRESSES, strict=True):
-        for words in (f"addr add {address}/24 dev {INTERFACE}", f"link set {INTERFACE} up"):
-            subprocess.run([*host.enter, "ip", *words.split()], check=True)
+        for ip_command in (f"addr add {address}/24 dev {INTERFACE}", f"link set {INTERFACE} up"):
+            subprocess.run([*host.enter, "ip", *ip_command.split()], check=True)
 
 
 def allowed() -> bool:
@@ -112,8 +126,8 @@ class HostPeer(Worker):
         """Opens the plain TCP connection."""
         self.tcp: socket.socket
         if listens:
-            with socket.create_server((address, 5599), backlog=1) as door:
-                self.tcp = door.accept()[0]
+            with socket.create_server((address, 5599), backlog=1) as listener:
+                self.tcp = listener.accept()[0]
         else:
             time.sleep(1.0)
             self.tcp = socket.create_connection((address, 5599))
@@ -121,28 +135,28 @@ class HostPeer(Worker):
         self.out, self.back = np.ones(256 * MIB, np.uint8), np.ones(256 * MIB, np.uint8)
 
     def _fill(self, size: int) -> None:
-        view, at = self.back.data[:size], 0
-        while at < size:
-            at += self.tcp.recv_into(view[at:])
+        buffer, offset = self.back.data[:size], 0
+        while offset < size:
+            offset += self.tcp.recv_into(buffer[offset:])
 
     def _times(self, count: int, turn: Callable[[], Any]) -> list[float]:
         """Returns the seconds one way of `count` round trips, after one that does not count."""
-        times = []
+        one_way_times = []
         for _ in range(count + 1):
             started = time.perf_counter()
             turn()
-            times.append((time.perf_counter() - started) / 2)
-        return times[1:]
+            one_way_times.append((time.perf_counter() - started) / 2)
+        return one_way_times[1:]
 
     def raw(self, count: int, size: int, first: bool) -> list[float]:
-        out = self.out.data[:size]
+        payload = self.out.data[:size]
 
         def turn() -> None:
             if first:
-                self.tcp.sendall(out)
+                self.tcp.sendall(payload)
             self._fill(size)
             if not first:
-                self.tcp.sendall(out)
+                self.tcp.sendall(payload)
 
         return self._times(count, turn)
 
@@ -157,14 +171,14 @@ class HostPeer(Worker):
         return self._times(count, turn)
 
     def by_send(self, count: int, item: Any, first: bool) -> list[float]:
-        other = "far" if first else "near"
+        peer_name = "far" if first else "near"
 
         def turn() -> None:
             if first:
-                self.send(item, other, 0)
-                self.recv(other, 0)
+                self.send(item, peer_name, 0)
+                self.recv(peer_name, 0)
             else:
-                self.send(self.recv(other, 0), other, 0)
+                self.send(self.recv(peer_name, 0), peer_name, 0)
 
         return self._times(count, turn)
 
@@ -203,16 +217,18 @@ class Exchange(HostPeer):
 
 def wire_bytes() -> int:
     """Returns the bytes that this host has sent."""
-    done = subprocess.run(["ip", "-s", "-j", "link", "show", INTERFACE], capture_output=True, text=True, check=True)
-    return int(json.loads(done.stdout)[0]["stats64"]["tx"]["bytes"])
+    completed = subprocess.run(
+        ["ip", "-s", "-j", "link", "show", INTERFACE], capture_output=True, text=True, check=True
+    )
+    return int(json.loads(completed.stdout)[0]["stats64"]["tx"]["bytes"])
 
 
 def both(near: Any, far: Any, method: str, *args: Any) -> list[float]:
     """Runs one end of a measurement on each; seconds one way."""
     handles = [getattr(near, method)(*args, True), getattr(far, method)(*args, False)]
-    times: list[float] = handles[0].wait()[0]
+    one_way_times: list[float] = handles[0].wait()[0]
     handles[1].wait()
-    return times
+    return one_way_times
 
 
 def weights(sender: Any, group: Any, name: str, count: int, adopt: bool) -> tuple[float, float]:
@@ -224,15 +240,15 @@ def weights(sender: Any, group: Any, name: str, count: int, adopt: bool) -> tupl
         handle.wait()
     for version in range(3):  # the first two map the memory that versions come into in turn; what counts is later ones
         sender.change("all", version).wait()
-        before, started = wire_bytes(), time.perf_counter()
+        bytes_before, started = wire_bytes(), time.perf_counter()
         for handle in [sender.send(version), group.take(adopt)]:
             handle.wait()
         seconds = time.perf_counter() - started
-        crossed = (wire_bytes() - before) / BYTES
-    (sent,) = sender.value().wait()
-    assert all(value == sent for value in group.value().wait())
+        num_copies = (wire_bytes() - bytes_before) / BYTES
+    (sent_digest,) = sender.value().wait()
+    assert all(received_digest == sent_digest for received_digest in group.value().wait())
     sender.close().wait()
-    return seconds, crossed
+    return seconds, num_copies
 
 
 def measure(repeat: int, wrapper: str) -> None:
@@ -245,53 +261,53 @@ def measure(repeat: int, wrapper: str) -> None:
         strategy = NodePlacementStrategy([0] * count, "far") if far else NodePlacementStrategy([0] * count)
         return cls.create_group().launch(cluster, strategy, name)
 
-    near, far = launch(Exchange, 1, "near", False), launch(Exchange, 1, "far", True)
+    near_peer, far_peer = launch(Exchange, 1, "near", False), launch(Exchange, 1, "far", True)
     sender = launch(WeightHolder, 1, "sender", False)
     receivers = {n: launch(WeightHolder, n, f"r{n}", True) for n in (1, 4)}
-    handles = [near.open(ADDRESSES[0], True), far.open(ADDRESSES[0], False)]
-    handles += [near.join_gloo(0), far.join_gloo(1)]
+    handles = [near_peer.open(ADDRESSES[0], True), far_peer.open(ADDRESSES[0], False)]
+    handles += [near_peer.join_gloo(0), far_peer.join_gloo(1)]
     for handle in handles:
         handle.wait()
-    out, back = Channel.create("out", home="far"), Channel.create("back", home="near")
+    out_channel, back_channel = Channel.create("out", home="far"), Channel.create("back", home="near")
     rows: list[dict[str, float]] = []
-    for number in range(repeat + 1):
+    for repetition in range(repeat + 1):
         row: dict[str, float] = {}
-        for text, kind, size, turns in (("1 KB", "array", 1000, 200), ("64 MiB", "array", 64 * MIB, 5),
+        for text, payload_kind, size, turns in (("1 KB", "array", 1000, 200), ("64 MiB", "array", 64 * MIB, 5),
                                         ("256 MiB dict", "dict", 256 * MIB, 3)):  # fmt: skip
-            for handle in (near.make(kind, size), far.make(kind, size)):
+            for handle in (near_peer.make(payload_kind, size), far_peer.make(payload_kind, size)):
                 handle.wait()
             runs: dict[str, Callable[[], list[float]]] = {
-                "TCP": functools.partial(both, near, far, "raw", turns, size),
-                "channel": functools.partial(both, near, far, "channel", turns, out, back),
-                "send/recv": functools.partial(both, near, far, "messages", turns),
+                "TCP": functools.partial(both, near_peer, far_peer, "raw", turns, size),
+                "channel": functools.partial(both, near_peer, far_peer, "channel", turns, out_channel, back_channel),
+                "send/recv": functools.partial(both, near_peer, far_peer, "messages", turns),
             }
             if text == "64 MiB":
-                runs["gloo"] = functools.partial(both, near, far, "by_gloo", turns)
+                runs["gloo"] = functools.partial(both, near_peer, far_peer, "by_gloo", turns)
             for name, run in runs.items():
                 row[f"{name}, {text} (ms)"] = float(np.median(run())) * 1e3
             row[f"TCP again, {text} (ms)"] = float(np.median(runs["TCP"]())) * 1e3
         for count, group in receivers.items():
-            for adopt in (False, True):
-                how = "adopted" if adopt else "copied"
-                seconds, crossed = weights(sender, group, f"r{count}", count, adopt)
-                row[f"weights 1 to {count}, {how} (ms)"] = seconds * 1e3
-                row[f"weights 1 to {count}, {how}: times over the wire"] = crossed
-        if number:
+            for is_adopted in (False, True):
+                receive_mode = "adopted" if is_adopted else "copied"
+                seconds, num_copies = weights(sender, group, f"r{count}", count, is_adopted)
+                row[f"weights 1 to {count}, {receive_mode} (ms)"] = seconds * 1e3
+                row[f"weights 1 to {count}, {receive_mode}: times over the wire"] = num_copies
+        if repetition:
             rows.append(row)
         print(json.dumps({name: round(value, 3) for name, value in row.items()}), flush=True)
     figures = {name: spread([row[name] for row in rows]) for name in rows[0]}
     ratios: dict[str, float] = {}
     for name in figures:
-        kind, _, size_text = name.removesuffix(" (ms)").partition(", ")
-        if kind in ("channel", "send/recv", "gloo") and size_text != "1 KB":
+        payload_kind, _, size_text = name.removesuffix(" (ms)").partition(", ")
+        if payload_kind in ("channel", "send/recv", "gloo") and size_text != "1 KB":
             limits = [min(row[f"TCP, {size_text} (ms)"], row[f"TCP again, {size_text} (ms)"]) for row in rows]
-            ratios[f"{kind} {size_text}: rate / TCP"] = float(
+            ratios[f"{payload_kind} {size_text}: rate / TCP"] = float(
                 np.median([limit / row[name] for row, limit in zip(rows, limits, strict=True)])
             )
-        elif kind.startswith("weights") and "times" not in name:
+        elif payload_kind.startswith("weights") and "times" not in name:
             size = 256 * MIB
             limits = [min(row["TCP, 256 MiB dict (ms)"], row["TCP again, 256 MiB dict (ms)"]) for row in rows]
-            ratios[f"{kind}, {size_text}: time / TCP's for the bytes"] = float(
+            ratios[f"{payload_kind}, {size_text}: time / TCP's for the bytes"] = float(
                 np.median([row[name] / (limit / size * BYTES) for row, limit in zip(rows, limits, strict=True)])
             )
     for name, figure in figures.items():
@@ -307,7 +323,7 @@ def measure(repeat: int, wrapper: str) -> None:
     content = {"figures": figures, "ratios": ratios, "goals": goals}
     if repeat >= 5:
         print(write("hosts", f"python -m bench.hosts --repeat {repeat}", content))
-    for group in (near, far, sender, *receivers.values()):
+    for group in (near_peer, far_peer, sender, *receivers.values()):
         group.shutdown()
     session = Session.running()
     assert session is not None
@@ -338,8 +354,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = [*hosts[1].enter, sys.executable, "-c", "from bench.hosts import rank_of_the_far_host as r; r()"]
             wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$3"\n')
             wrapper.chmod(0o755)
-            again = [sys.executable, "-m", "bench.hosts", "--repeat", str(args.repeat), "--measure", str(wrapper)]
-            return subprocess.run([*hosts[0].enter, *again], check=False).returncode
+            measure_command = [
+                sys.executable,
+                "-m",
+                "bench.hosts",
+                "--repeat",
+                str(args.repeat),
+                "--measure",
+                str(wrapper),
+            ]
+            return subprocess.run([*hosts[0].enter, *measure_command], check=False).returncode
         finally:
             for host in hosts:
                 host.process.kill()

@@ -62,5 +62,5 @@ class SleepingEnv(VectorEnv):
     def step(self, actions: np.ndarray) -> Step:
         """Implements `VectorEnv.step`."""
         time.sleep(self.num_envs * self._seconds)
-        no = np.zeros(self.num_envs, bool)
-        return np.zeros((self.num_envs, 4), np.float32), np.zeros(self.num_envs, np.float32), no, no, {}
+        no_ends = np.zeros(self.num_envs, bool)
+        return np.zeros((self.num_envs, 4), np.float32), np.zeros(self.num_envs, np.float32), no_ends, no_ends, {}

@@ -21,10 +21,10 @@ def vector_rate(envs: Any, slots: int, steps: int) -> float:
     actions = [envs.action_space.sample() for _ in range(steps)]
     durations = []
     for _ in range(ROLLOUTS + 1):
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         for action in actions:
             envs.step(action)
-        durations.append(time.perf_counter() - began)
+        durations.append(time.perf_counter() - started_at)
     envs.close()
     return slots * steps / min(durations[1:])
 

@@ -69,7 +69,7 @@ def clone(folder: Path, name: str, demos: Path, seed: int, steps: int) -> Path:
 
 def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measures one seed."""
-    demos, more = folder / "demos.h5", folder / "more.h5"
+    demos, corrections = folder / "demos.h5", folder / "more.h5"
     record(demos, seed, options.demonstrations)
     rlhpc("dagger", CONFIG, "--intervene", PERSON, "--rounds", str(options.rounds), "--episodes", str(options.episodes),
           f"demos.path={demos}", f"runner.run_dir={folder}", f"runner.seed={seed}", "runner.name=hil",
@@ -79,17 +79,17 @@ def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, A
         success(folder / f"hil-round{k}") for k in range(options.rounds + 1) if (folder / f"hil-round{k}").is_dir()
     ]
     needed_steps, count = steps_of(demos) + sum(taken_over_steps), options.demonstrations
-    record(more, seed, count)
-    while steps_of(more) < needed_steps:
+    record(corrections, seed, count)
+    while steps_of(corrections) < needed_steps:
         count += 1
-        more.unlink()
-        record(more, seed, count)
-    longer = success(clone(folder, "longer", demos, seed, STEPS * len(rounds)))
+        corrections.unlink()
+        record(corrections, seed, count)
+    longer_success = success(clone(folder, "longer", demos, seed, STEPS * len(rounds)))
     return {
         "seed": seed, "demonstrated steps": steps_of(demos), "steps taken over, by round": taken_over_steps, "BC": rounds[0],
-        "BC, as many updates": longer, "HG-DAgger, by round": rounds[1:], "HG-DAgger": rounds[-1],
-        "BC from more demonstrations": success(clone(folder, "more", more, seed, STEPS * len(rounds))),
-        "steps of more demonstrations": steps_of(more),
+        "BC, as many updates": longer_success, "HG-DAgger, by round": rounds[1:], "HG-DAgger": rounds[-1],
+        "BC from more demonstrations": success(clone(folder, "more", corrections, seed, STEPS * len(rounds))),
+        "steps of more demonstrations": steps_of(corrections),
     }  # fmt: skip
 
 

@@ -118,11 +118,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     ratios: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for number, share, ahead in itertools.product(range(args.repeat), SHARES, (1, 2)):
-            expected, joined = measure(Path(folder) / f"{number}-{share}-{ahead}", share, ahead)
-            name = f"throughput, updates of {share:g} s, {ahead} ahead"
-            ratios.setdefault(name, []).append(statistics.fmean(expected) / statistics.fmean(joined))
-            print(f"{name}: {statistics.fmean(expected):.2f} s a step with two ranks, {statistics.fmean(joined):.2f} s with "
+        for repetition, env_share, max_ahead in itertools.product(range(args.repeat), SHARES, (1, 2)):
+            expected, joined_s = measure(Path(folder) / f"{repetition}-{env_share}-{max_ahead}", env_share, max_ahead)
+            name = f"throughput, updates of {env_share:g} s, {max_ahead} ahead"
+            ratios.setdefault(name, []).append(statistics.fmean(expected) / statistics.fmean(joined_s))
+            print(f"{name}: {statistics.fmean(expected):.2f} s a step with two ranks, {statistics.fmean(joined_s):.2f} s with "
                   f"one and one that joined: {ratios[name][-1]:.2f}", flush=True)  # fmt: skip
     content = {name: spread(values) for name, values in ratios.items()}
     print(write("joined_envs", f"python -m bench.joined_envs --repeat {args.repeat}", content))

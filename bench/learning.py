@@ -46,20 +46,20 @@ def command_line(command: Sequence[str]) -> str:
     """Returns the standard output of a command that must succeed, on one thread."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-    return done.stdout
+    completed = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    if completed.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{completed.stdout[-2000:]}\n{completed.stderr[-3000:]}")
+    return completed.stdout
 
 
 def run_ours(case: Case, seed: int, steps: int) -> dict[str, Any]:
     """Runs rlhpc: `[env steps, episodes, their returns' sum, their successes' sum]` a row."""
     total = steps // case.transitions + case.settings.get("offline_steps", 0)
     with tempfile.TemporaryDirectory() as folder:
-        words = [f"runner.run_dir={folder}", "runner.name=bench", f"runner.seed={seed}",
+        overrides = [f"runner.run_dir={folder}", "runner.name=bench", f"runner.seed={seed}",
                  f"runner.max_steps={total}", "runner.save_interval=-1",
                  "runner.logger.logger_backends=[jsonl]"]  # fmt: skip
-        command_line([sys.executable, "-m", "rlhpc.cli", "train", case.config, *case.overrides(), *words])
+        command_line([sys.executable, "-m", "rlhpc.cli", "train", case.config, *case.overrides(), *overrides])
         rows = [json.loads(line) for line in (Path(folder) / "bench" / "metrics.jsonl").read_text().splitlines()]
     points = []
     for row in rows:
@@ -72,17 +72,17 @@ def run_ours(case: Case, seed: int, steps: int) -> dict[str, Any]:
 
 def run_plain(case: Case, seed: int, steps: int) -> dict[str, Any]:
     """Runs the single-process loop, in the same rows."""
-    result = json.loads(command_line([sys.executable, "-m", *case.reference(seed, steps)]).splitlines()[-1])
+    run_result = json.loads(command_line([sys.executable, "-m", *case.reference(seed, steps)]).splitlines()[-1])
     if case.off_policy:
-        result["curve"] = [[step, [[value, None]]] for step, value in result["returns"]]
-        result |= {"total_env_steps": steps, "total_seconds": result["loop_s"]}
+        run_result["curve"] = [[step, [[episode_return, None]]] for step, episode_return in run_result["returns"]]
+        run_result |= {"total_env_steps": steps, "total_seconds": run_result["loop_s"]}
     points = []
-    for env_steps, episodes in result["curve"]:
+    for env_steps, episodes in run_result["curve"]:
         if episodes:
             has_success = all(success is not None for _, success in episodes)
             total = sum(success for _, success in episodes) if has_success else None
-            points.append([env_steps, len(episodes), sum(value for value, _ in episodes), total])
-    return {"rows": points, "env_steps": result["total_env_steps"], "loop_s": result["total_seconds"]}
+            points.append([env_steps, len(episodes), sum(episode_return for episode_return, _ in episodes), total])
+    return {"rows": points, "env_steps": run_result["total_env_steps"], "loop_s": run_result["total_seconds"]}
 
 
 def spans(rows: Sequence[Sequence[Any]], steps: int, count: int, column: int) -> list[float | None]:
@@ -90,26 +90,26 @@ def spans(rows: Sequence[Sequence[Any]], steps: int, count: int, column: int) ->
     sums = [[0.0, 0.0] for _ in range(count)]
     for row in rows:
         if row[column] is not None:
-            at = sums[min((int(row[0]) - 1) * count // steps, count - 1)]
-            at[0], at[1] = at[0] + row[column], at[1] + row[1]
+            span_sums = sums[min((int(row[0]) - 1) * count // steps, count - 1)]
+            span_sums[0], span_sums[1] = span_sums[0] + row[column], span_sums[1] + row[1]
     return [total / episodes if episodes else None for total, episodes in sums]
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> dict[str, float | bool]:
     """Returns, for two sides' seeds, means, their difference in standard deviations of a seed, and the t-test."""
     n = len(one)
-    apart = statistics.mean(one) - statistics.mean(other)
-    spread = math.sqrt((statistics.variance(one) + statistics.variance(other)) / 2) or 1e-12
-    t = apart / (spread * math.sqrt(2 / n))
-    return {"rlhpc": statistics.mean(one), "single_process": statistics.mean(other), "difference": apart,
-            "in_seed_deviations": apart / spread, "t": t, "t_point": T_POINTS[2 * n - 2],
+    mean_difference = statistics.mean(one) - statistics.mean(other)
+    deviation = math.sqrt((statistics.variance(one) + statistics.variance(other)) / 2) or 1e-12
+    t = mean_difference / (deviation * math.sqrt(2 / n))
+    return {"rlhpc": statistics.mean(one), "single_process": statistics.mean(other), "difference": mean_difference,
+            "in_seed_deviations": mean_difference / deviation, "t": t, "t_point": T_POINTS[2 * n - 2],
             "equal": abs(t) < T_POINTS[2 * n - 2]}  # fmt: skip
 
 
 def compare(curves: dict[str, list[list[float | None]]]) -> dict[str, Any]:
     """Checks the criterion for one measure."""
     spans = zip(*(curve for side in SIDES for curve in curves[side]), strict=True)
-    common_spans = [number for number, values in enumerate(spans) if None not in values]
+    common_spans = [span_index for span_index, values in enumerate(spans) if None not in values]
     full_curves = {side: [_at(curve, common_spans) for curve in curves[side]] for side in SIDES}
     num_late = max(1, len(common_spans) // 4)
 
@@ -130,43 +130,43 @@ def compare(curves: dict[str, list[list[float | None]]]) -> dict[str, Any]:
 
 
 def _at(curve: Sequence[float | None], spans: Sequence[int]) -> list[float]:
-    return [value for number in spans if (value := curve[number]) is not None]
+    return [span_mean for span_index in spans if (span_mean := curve[span_index]) is not None]
 
 
 def learn(name: str, case: Case, seeds: int, steps: int, num_concurrent: int) -> None:
     """Runs a case and writes its result."""
     jobs = [(seed, side) for seed in range(1, seeds + 1) for side in SIDES]
-    begin = time.perf_counter()
-    played = write_data(DATA) if "data" in case.settings else []
+    started_at = time.perf_counter()
+    data_returns = write_data(DATA) if "data" in case.settings else []
 
     def one(job: tuple[int, str]) -> dict[str, Any]:
         seed, side = job
         run = (run_ours if side == "rlhpc" else run_plain)(case, seed, steps)
-        measures = {"return": spans(run["rows"], steps, case.spans, 2)}
+        curves = {"return": spans(run["rows"], steps, case.spans, 2)}
         if any(row[3] is not None for row in run["rows"]):
-            measures["success"] = spans(run["rows"], steps, case.spans, 3)
-        result = {
+            curves["success"] = spans(run["rows"], steps, case.spans, 3)
+        run_result = {
             "side": side,
             "seed": seed,
             "loop_s": run["loop_s"],
             "env_steps": run["env_steps"],
-            "curves": measures,
+            "curves": curves,
         }
-        print(name, json.dumps(result), flush=True)
-        return result
+        print(name, json.dumps(run_result), flush=True)
+        return run_result
 
     with ThreadPoolExecutor(num_concurrent) as pool:
         runs = list(pool.map(one, jobs))
-    measures = {
+    comparisons = {
         measure: compare({side: [run["curves"][measure] for run in runs if run["side"] == side] for side in SIDES})
         for measure in runs[0]["curves"]
     }
-    print(name, json.dumps(measures), flush=True)
-    words = f"--case {name} --seeds {seeds} --steps {steps} --together {num_concurrent}"
-    print(write(f"learning_{name}", f"python -m bench.learning {words}", {
+    print(name, json.dumps(comparisons), flush=True)
+    arguments = f"--case {name} --seeds {seeds} --steps {steps} --together {num_concurrent}"
+    print(write(f"learning_{name}", f"python -m bench.learning {arguments}", {
         "title": case.title, "task": case.env, "algorithm": case.algorithm, "env_steps": steps, "spans": case.spans,
-        "settings": case.settings, "seconds": time.perf_counter() - begin, "compared": measures,
-        "runs": runs, **({"data_return": statistics.mean(played)} if played else {}),
+        "settings": case.settings, "seconds": time.perf_counter() - started_at, "compared": comparisons,
+        "runs": runs, **({"data_return": statistics.mean(data_returns)} if data_returns else {}),
     }))  # fmt: skip
 
 

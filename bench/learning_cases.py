@@ -91,34 +91,36 @@ class Case:
     def overrides(self) -> list[str]:
         """Returns the overrides of rlhpc's configuration."""
         keys = SAC_KEYS if self.off_policy else PPO_KEYS
-        words = [f"{key}={_written(value)}" for name, value in self.settings.items() for key in keys[name]]
-        words += [f"env.train.env_id={self.env}", "env.train.simulators=0"]
-        words += [f"env.train.kwargs.{name}={_written(value)}" for name, value in self.env_kwargs.items()]
+        override_words = [f"{key}={_written(value)}" for name, value in self.settings.items() for key in keys[name]]
+        override_words += [f"env.train.env_id={self.env}", "env.train.simulators=0"]
+        override_words += [f"env.train.kwargs.{name}={_written(value)}" for name, value in self.env_kwargs.items()]
         if self.off_policy:
-            words.append(f"algorithm.rollout_steps={SAC_ROLLOUT}")
-        words += self.more
+            override_words.append(f"algorithm.rollout_steps={SAC_ROLLOUT}")
+        override_words += self.more
         if self.maniskill:
-            words += ["env.train.env_type=maniskill", "env.train.ignore_terminations=true"]
+            override_words += ["env.train.env_type=maniskill", "env.train.ignore_terminations=true"]
         if self.normalize:
-            words.append("env.train.wrappers=[bench.cleanrl_wrappers:normalized]")
-        return words
+            override_words.append("env.train.wrappers=[bench.cleanrl_wrappers:normalized]")
+        return override_words
 
     def reference(self, seed: int, steps: int) -> list[str]:
         """Returns module and arguments of the single-process loop."""
-        words = [f"bench.single_process_{self.algorithm}", "--env", self.env, "--seed", str(seed)]
-        words += ["--env-kwargs", json.dumps(self.env_kwargs)]
-        words += ["--steps" if self.off_policy else "--max-env-steps", str(steps)]
+        arguments = [f"bench.single_process_{self.algorithm}", "--env", self.env, "--seed", str(seed)]
+        arguments += ["--env-kwargs", json.dumps(self.env_kwargs)]
+        arguments += ["--steps" if self.off_policy else "--max-env-steps", str(steps)]
         for name, value in self.settings.items():
             argument = name.replace("_", "-")
             if isinstance(value, bool):
-                words.append(f"--{argument}" if value else f"--no-{argument}")
+                arguments.append(f"--{argument}" if value else f"--no-{argument}")
             elif value is not None:
                 # With `=`, since a value may begin with a minus.
-                words.append(f"--{argument}=" + (",".join(map(str, value)) if isinstance(value, list) else str(value)))
+                arguments.append(
+                    f"--{argument}=" + (",".join(map(str, value)) if isinstance(value, list) else str(value))
+                )
         if self.algorithm == "ppo":
-            words.append("--bootstrap-truncations")
-        words += ["--maniskill"] * self.maniskill + ["--normalize"] * self.normalize
-        return words
+            arguments.append("--bootstrap-truncations")
+        arguments += ["--maniskill"] * self.maniskill + ["--normalize"] * self.normalize
+        return arguments
 
 
 def _written(value: Any) -> str:

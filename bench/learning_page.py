@@ -20,13 +20,15 @@ def _curves(result: dict[str, Any], side: str, measure: str) -> list[list[float 
 
 
 def _panels(results: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
-    return [(result, measure) for result in results for measure in result["compared"]]
+    return [(learning_result, measure) for learning_result in results for measure in learning_result["compared"]]
 
 
 def band(name: str, x: Sequence[float], columns: Sequence[Sequence[float]], color: int) -> Line:
     """Returns mean and band from lowest to highest seed; `columns` has the seeds' values at each x."""
-    mean, low, high = ([float(of(column)) for column in columns] for of in (statistics.mean, min, max))
-    return Line(name, x, mean, low, high, color=color, band=True)
+    means, minima, maxima = (
+        [float(statistic(column)) for column in columns] for statistic in (statistics.mean, min, max)
+    )
+    return Line(name, x, means, minima, maxima, color=color, band=True)
 
 
 def panel(result: dict[str, Any], measure: str) -> str:
@@ -35,9 +37,9 @@ def panel(result: dict[str, Any], measure: str) -> str:
     lines = []
     for side, color in COLOURS.items():
         curves = _curves(result, side, measure)
-        at = [i for i in range(result["spans"]) if all(curve[i] is not None for curve in curves)]
-        columns = [[float(curve[i] or 0.0) for curve in curves] for i in at]
-        lines.append(band(NAMES[side], [(i + 1) * width for i in at], columns, color))
+        span_indices = [i for i in range(result["spans"]) if all(curve[i] is not None for curve in curves)]
+        columns = [[float(curve[i] or 0.0) for curve in curves] for i in span_indices]
+        lines.append(band(NAMES[side], [(i + 1) * width for i in span_indices], columns, color))
     label = {"return": "return of training episodes", "success": "success, once in an episode"}[measure]
     seeds = len(_curves(result, "rlhpc", measure))
     return line_chart(f"{result['title']}, {seeds} seeds", "environment steps", label, lines, CHART)
@@ -45,7 +47,7 @@ def panel(result: dict[str, Any], measure: str) -> str:
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Draws one picture with a panel for each case and measure."""
-    charts = [panel(result, measure) for result, measure in _panels(results)]
+    charts = [panel(learning_result, measure) for learning_result, measure in _panels(results)]
     path.write_text(standalone(arrange_in_rows(charts, CHART, columns=3)))
 
 
@@ -56,16 +58,16 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         "| difference in seed deviations (whole, end) | bands overlap | equal |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for result, measure in _panels(results):
-        comparison = result["compared"][measure]
-        full_curve, end = comparison["whole"], comparison["end"]
-        both = [f"{part['rlhpc']:.3g} / {part['single_process']:.3g}" for part in (full_curve, end)]
-        apart = f"{full_curve['in_seed_deviations']:+.1f}, {end['in_seed_deviations']:+.1f}"
-        equal = "yes" if full_curve["equal"] and end["equal"] else "**no**"
-        seeds = len(_curves(result, "rlhpc", measure))
+    for learning_result, measure in _panels(results):
+        comparison = learning_result["compared"][measure]
+        full_curve, end_part = comparison["whole"], comparison["end"]
+        part_texts = [f"{part['rlhpc']:.3g} / {part['single_process']:.3g}" for part in (full_curve, end_part)]
+        deviations_text = f"{full_curve['in_seed_deviations']:+.1f}, {end_part['in_seed_deviations']:+.1f}"
+        equal_text = "yes" if full_curve["equal"] and end_part["equal"] else "**no**"
+        seeds = len(_curves(learning_result, "rlhpc", measure))
         lines.append(
-            f"| {result['title']} | {measure} | {result['env_steps']:,} | {seeds} | {both[0]} | {both[1]} | {apart} "
-            f"| {comparison['bands_overlap']:.0%} | {equal} |"
+            f"| {learning_result['title']} | {measure} | {learning_result['env_steps']:,} | {seeds} | {part_texts[0]} "
+            f"| {part_texts[1]} | {deviations_text} | {comparison['bands_overlap']:.0%} | {equal_text} |"
         )
     return "\n".join(lines)
 

@@ -31,9 +31,14 @@ def machine() -> dict[str, Any]:
 def commit() -> str:
     """Returns the checked out commit, with `-dirty` if the code differs from it; empty without a repository."""
 
-    top, changed = RESULTS.parents[1], ("status", "--porcelain", "--", "rlhpc", "bench", ":!bench/results")
+    repository, status_arguments = (
+        RESULTS.parents[1],
+        ("status", "--porcelain", "--", "rlhpc", "bench", ":!bench/results"),
+    )
     try:
-        return run_git(top, "rev-parse", "--short", "HEAD") + ("-dirty" if run_git(top, *changed) else "")
+        return run_git(repository, "rev-parse", "--short", "HEAD") + (
+            "-dirty" if run_git(repository, *status_arguments) else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -45,9 +50,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def goal(text: str, measured: float, at_most: float | None = None, at_least: float | None = None) -> dict[str, Any]:
     """Returns a goal together with the measurement."""
-    bound = f"<= {at_most:.4g}" if at_most is not None else f">= {at_least:.4g}"
-    met = measured <= at_most if at_most is not None else measured >= (at_least or 0.0)
-    return {"goal": text, "measured": measured, "wanted": bound, "met": bool(met)}
+    bound_text = f"<= {at_most:.4g}" if at_most is not None else f">= {at_least:.4g}"
+    is_met = measured <= at_most if at_most is not None else measured >= (at_least or 0.0)
+    return {"goal": text, "measured": measured, "wanted": bound_text, "met": bool(is_met)}
 
 
 def write(name: str, command: str, content: dict[str, Any]) -> Path:

@@ -32,18 +32,18 @@ def write(path: Path) -> list[float]:
     env, random, returns = gym.make("Pendulum-v1"), np.random.default_rng(0), []
     with TrajectoryWriter(path, env_id="Pendulum-v1", source_type="scripted") as writer:
         for episode in range(EPISODES):
-            share = 0.2 + 0.7 * episode / (EPISODES - 1)
-            obs, actions, rewards, over = [env.reset(seed=episode)[0]], [], [], False
-            while not over:
-                choice = random.uniform(-2, 2) if random.random() < share else controller(obs[-1])
+            random_probability = 0.2 + 0.7 * episode / (EPISODES - 1)
+            obs, actions, rewards, is_over = [env.reset(seed=episode)[0]], [], [], False
+            while not is_over:
+                choice = random.uniform(-2, 2) if random.random() < random_probability else controller(obs[-1])
                 actions.append(np.array([choice], np.float32))
                 observation, reward, terminated, truncated, _ = env.step(actions[-1])
                 obs.append(observation)
                 rewards.append(float(reward))
-                over = terminated or truncated
-            cut = np.arange(len(actions)) == len(actions) - 1
+                is_over = terminated or truncated
+            limits = np.arange(len(actions)) == len(actions) - 1
             writer.add({"obs": np.array(obs), "actions": np.array(actions), "rewards": np.array(rewards, np.float32),
-                        "terminations": np.zeros(len(actions), bool), "truncations": cut, "seed": episode})  # fmt: skip
+                        "terminations": np.zeros(len(actions), bool), "truncations": limits, "seed": episode})  # fmt: skip
             returns.append(sum(rewards))
     return returns
 

@@ -39,17 +39,17 @@ WARM = 5
 def measure(folder: Path, mode: str, steps: int, turn: int) -> dict[str, float]:
     """Returns medians over the steps of one run: seconds of the step and of its phases."""
     name = f"{mode.split()[0]}-{turn}"
-    words = [
+    overrides = [
         f"runner.run_dir={folder}", f"runner.name={name}", "runner.segments=1", f"runner.max_steps={steps}",
         "runner.save_interval=-1", "actor.model.model_path=builtin:tiny", "workflow.sft=null", "workflow.sft_overrides=[]",
         "rollout.max_new_tokens=24", *MODES[mode],
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhpc.cli", "train", "configs/reasoning/demo.yaml", *words], cwd=ROOT, text=True,
+    completed = subprocess.run(
+        [sys.executable, "-m", "rlhpc.cli", "train", "configs/reasoning/demo.yaml", *overrides], cwd=ROOT, text=True,
         capture_output=True,
     )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
+    if completed.returncode:
+        raise SystemExit(completed.stdout + completed.stderr)
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()][WARM:-2]
     # In async mode steps are as far apart as their ends are; the mean does not care how they are cut.
     seconds = (rows[-1]["time/wall_s"] - rows[0]["time/wall_s"]) / (len(rows) - 1)
@@ -68,11 +68,11 @@ def main(arguments: list[str] | None = None) -> None:
             for mode in MODES if turn % 2 else reversed(MODES):
                 row = measure(Path(folder), mode, options.steps, turn)
                 phases = [row[phase] for phase in PHASES]
-                busiest = max(row["generate"], row["score"] + row["train"])
+                busiest_s = max(row["generate"], row["score"] + row["train"])
                 row |= {
                     "step / sum": row["step"] / sum(phases),
                     "step / longest": row["step"] / max(phases),
-                    "step / busiest rank": row["step"] / busiest,
+                    "step / busiest rank": row["step"] / busiest_s,
                 }
                 rows_by_mode[mode].append(row)
                 print(f"{mode:20} " + "  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)

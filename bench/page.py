@@ -67,7 +67,7 @@ def leaves(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 def runtime_plots(result: Mapping[str, Any]) -> list[str]:
     """Draws rlhpc and Ray and, where available, the limit of each figure."""
-    measured = result["figures"]
+    figures = result["figures"]
     limits = {
         "cold start to 8 ready workers (s)": "interpreter and import torch (s)",
         "dispatch to 1 worker (us)": "ZeroMQ TCP round trip, 1 KB (us)",
@@ -82,11 +82,11 @@ def runtime_plots(result: Mapping[str, Any]) -> list[str]:
         ("(PSS, MB)", "Idle memory"),
     ):  # fmt: skip
         rows: dict[str, dict[str, tuple[float, float, float]]] = {}
-        for name in measured["rlhpc"]:
+        for name in figures["rlhpc"]:
             if not name.endswith(unit):
                 continue
-            figures_by_side = {"limit": measured["limit"].get(limits.get(name, ""))} | {
-                side: measured[side].get(name) for side in ("rlhpc", "Ray") if side in measured
+            figures_by_side = {"limit": figures["limit"].get(limits.get(name, ""))} | {
+                side: figures[side].get(name) for side in ("rlhpc", "Ray") if side in figures
             }
             rows[name.removesuffix(unit).strip(" ,")] = {
                 side: (max(f["min"], 1e-3), max(f["median"], 1e-3), max(f["max"], 1e-3))
@@ -126,14 +126,14 @@ PLOTS = {"runtime": runtime_plots, "scale": scale_plots}
 
 def _bound_text(text: str) -> str:
     """Formats a goal's bound: `>= 1e+04` as `≥ 10k`."""
-    sign, _, value = text.partition(" ")
-    return f"{ {'<=': '≤', '>=': '≥'}.get(sign, sign) } {number(float(value))}"
+    sign, _, bound = text.partition(" ")
+    return f"{ {'<=': '≤', '>=': '≥'}.get(sign, sign) } {number(float(bound))}"
 
 
 def chapter(name: str, result: Mapping[str, Any]) -> str:
     """Formats a result's part of the page."""
     machine = result["machine"]
-    parts = [facts({
+    sections = [facts({
         "command": result["command"], "date": machine["date"],
         "machine": f"{machine['cores']} cores of {machine['cpu']}, load {machine['load']:.1f} when it ended",
     })]  # fmt: skip
@@ -142,27 +142,28 @@ def chapter(name: str, result: Mapping[str, Any]) -> str:
             ["met" if g["met"] else "missed", g["goal"], number(g["measured"]), _bound_text(g["wanted"])]
             for g in result["goals"]
         ]
-        parts.append(table(["", "goal", "measured", "wanted"], rows, text_columns=(0, 1)))
+        sections.append(table(["", "goal", "measured", "wanted"], rows, text_columns=(0, 1)))
     if name in PLOTS:
-        parts.append(figures(PLOTS[name](result)))
+        sections.append(figures(PLOTS[name](result)))
     rows = [[" · ".join(path), *(number(f[key]) for key in ("min", "median", "max"))] for path, f in leaves(result)]
     if rows:
         figure_table = table(["figure", "min", "median", "max"], rows, text_columns=(0,))
-        parts.append(f"<details><summary>All figures</summary>{figure_table}</details>")
-    drawings = sorted(RESULTS.glob(f"{name}*.svg")) + sorted(RESULTS.glob(f"{name}*.png"))
-    parts += [
-        f'<figure><img src="{escape(path.name)}" alt="{escape(path.stem)}" width="100%"></figure>' for path in drawings
+        sections.append(f"<details><summary>All figures</summary>{figure_table}</details>")
+    image_paths = sorted(RESULTS.glob(f"{name}*.svg")) + sorted(RESULTS.glob(f"{name}*.png"))
+    sections += [
+        f'<figure><img src="{escape(path.name)}" alt="{escape(path.stem)}" width="100%"></figure>'
+        for path in image_paths
     ]
-    return section(TITLES.get(name, name.replace("_", " ").capitalize()), "".join(parts))
+    return section(TITLES.get(name, name.replace("_", " ").capitalize()), "".join(sections))
 
 
 def main() -> None:
     """Writes `results/index.html`."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     order = [*(name for name in TITLES if name in results), *(name for name in results if name not in TITLES)]
-    body = [chapter(name, results[name]) for name in order]
+    chapters = [chapter(name, results[name]) for name in order]
     path = RESULTS / "index.html"
-    path.write_text(page("Benchmarks", "Medians of interleaved repetitions, by the scripts in bench/", body))
+    path.write_text(page("Benchmarks", "Medians of interleaved repetitions, by the scripts in bench/", chapters))
     print(path)
 
 

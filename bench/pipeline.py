@@ -67,18 +67,18 @@ class UnevenEnv(SleepingEnv):
 def rows(folder: Path, seconds: float, *overrides: str) -> list[dict[str, float]]:
     """Returns the metrics of a run's steps, in which the training of a transition takes so many seconds."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RLHPC_BENCH_SECONDS": str(seconds)}
-    words = (
+    run_overrides = (
         f"runner.run_dir={folder}", "runner.name=run", f"runner.max_steps={STEPS}", "runner.save_interval=-1",
         f"algorithm.rollout_steps={DECISIONS}", "algorithm.update_epochs=1", "algorithm.normalize_advantages=none",
         "env.train.env_id=sleep", "actor.model.model_type=bench.pipeline:SleepingMLP", "actor.model.hidden_sizes=[8]",
         *overrides,
     )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhpc.cli", "train", str(ROOT / "configs" / "quickstart.yaml"), *words], text=True,
+    completed = subprocess.run(
+        [sys.executable, "-m", "rlhpc.cli", "train", str(ROOT / "configs" / "quickstart.yaml"), *run_overrides], text=True,
         cwd=ROOT, capture_output=True, env=os.environ | environment,
     )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
+    if completed.returncode:
+        raise SystemExit(completed.stdout + completed.stderr)
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][WARM:]
 
 
@@ -101,8 +101,8 @@ def train(folder: Path, parts: int, epoch_s: float, pipeline: bool) -> float:
 
 def lower_bound_s(parts: int, epoch_s: float) -> float:
     """Returns the seconds of a step if switching between groups costs nothing."""
-    play, learn = ROLLOUT_S / parts, epoch_s / parts
-    return play + (parts - 1) * max(play, learn) + learn
+    play_s, learn = ROLLOUT_S / parts, epoch_s / parts
+    return play_s + (parts - 1) * max(play_s, learn) + learn
 
 
 def play(folder: Path, ranks: int, decoupled: bool) -> tuple[float, float]:
@@ -130,17 +130,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as work_dir:
         for turn in range(args.repeat):
             for epoch_s in EPOCHS_S:
-                for parts in PARTS:
-                    folder = Path(work_dir) / f"train-{turn}-{epoch_s}-{parts}"
-                    after, streamed_s = (train(folder / str(on), parts, epoch_s, on) for on in (False, True))
-                    case = f"training, an epoch of {epoch_s:g} s, {parts} parts"
-                    note(f"{case}: one after the other / meanwhile", after / streamed_s)
-                    note(f"{case}: meanwhile / least", streamed_s / lower_bound_s(parts, epoch_s))
+                for num_parts in PARTS:
+                    folder = Path(work_dir) / f"train-{turn}-{epoch_s}-{num_parts}"
+                    sequential_s, streamed_s = (
+                        train(folder / str(is_streamed), num_parts, epoch_s, is_streamed)
+                        for is_streamed in (False, True)
+                    )
+                    case_text = f"training, an epoch of {epoch_s:g} s, {num_parts} parts"
+                    note(f"{case_text}: one after the other / meanwhile", sequential_s / streamed_s)
+                    note(f"{case_text}: meanwhile / least", streamed_s / lower_bound_s(num_parts, epoch_s))
             for ranks in RANKS:
                 folder = Path(work_dir) / f"play-{turn}-{ranks}"
-                (in_lockstep_s, _), (apart, slowest_own_s) = (play(folder / str(on), ranks, on) for on in (False, True))
-                note(f"speed, {ranks} env ranks: together / as they ask", in_lockstep_s / apart)
-                note(f"speed, {ranks} env ranks: as they ask / least", apart / slowest_own_s)
+                (lockstep_s, _), (independent_s, slowest_own_s) = (
+                    play(folder / str(is_streamed), ranks, is_streamed) for is_streamed in (False, True)
+                )
+                note(f"speed, {ranks} env ranks: together / as they ask", lockstep_s / independent_s)
+                note(f"speed, {ranks} env ranks: as they ask / least", independent_s / slowest_own_s)
     content = {name: spread(values) for name, values in figures.items()}
     print(write("pipeline", f"python -m bench.pipeline --repeat {args.repeat}", content))
 

@@ -36,17 +36,19 @@ def run(folder: Path, words: tuple[str, ...], steps: int) -> dict[str, Any]:
         f"runner.run_dir={folder}", f"runner.max_steps={steps}", "runner.save_interval=-1",
         "runner.logger.logger_backends=[jsonl]",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    completed = subprocess.run(command, capture_output=True, text=True)
+    if completed.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {completed.returncode}:\n{completed.stderr[-2000:]}")
     rows = [json.loads(line) for line in (folder / "smollm2" / "metrics.jsonl").read_text().splitlines()]
-    proof, step = [row["time/proof_s"] for row in rows], [row["time/cpu_s"] for row in rows]
+    proof_times, step = [row["time/proof_s"] for row in rows], [row["time/cpu_s"] for row in rows]
     return {
         "a step (CPU s)": spread(step),
-        "of that, proof (CPU s)": spread(proof),
-        "share of the whole run": sum(proof) / sum(step),
-        "share of a step, most": max(part / step_s for part, step_s in zip(proof, step, strict=True)),
-        "share of a step, median": statistics.median(part / step_s for part, step_s in zip(proof, step, strict=True)),
+        "of that, proof (CPU s)": spread(proof_times),
+        "share of the whole run": sum(proof_times) / sum(step),
+        "share of a step, most": max(proof_s / step_s for proof_s, step_s in zip(proof_times, step, strict=True)),
+        "share of a step, median": statistics.median(
+            proof_s / step_s for proof_s, step_s in zip(proof_times, step, strict=True)
+        ),
     }
 
 
@@ -56,11 +58,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=11)
     args = parser.parse_args()
     figures, goals = {}, []
-    for name, words in ENGINES.items():
-        with tempfile.TemporaryDirectory() as place:
-            figures[name] = run(Path(place), words, args.steps)
-        share = figures[name]["share of the whole run"]
-        goals.append(goal(f"{name}: proof takes at most a hundredth of the processor's time", share, at_most=0.01))
+    for name, engine_overrides in ENGINES.items():
+        with tempfile.TemporaryDirectory() as temporary_folder:
+            figures[name] = run(Path(temporary_folder), engine_overrides, args.steps)
+        proof_fraction = figures[name]["share of the whole run"]
+        goals.append(
+            goal(f"{name}: proof takes at most a hundredth of the processor's time", proof_fraction, at_most=0.01)
+        )
         print(name, json.dumps(figures[name]), flush=True)
     print(write("proof", f"python -m bench.proof --steps {args.steps}", {"figures": figures, "goals": goals}))
 

@@ -82,9 +82,9 @@ class HalfTrainer(Worker):
             name: DTensor.from_local(torch.zeros(rows // 2, columns, dtype=torch.bfloat16), mesh, [Shard(0)])
             for name, (rows, columns) in shapes(layers).items()
         }
-        to = [(engine, [0, 1])]
-        self.shards = make_sync("shards", self, (self.group_name, 0), to, "off")
-        self.gathered_sync = make_sync("broadcast", self, (self.group_name, 0), to, "off")
+        receivers = [(engine, [0, 1])]
+        self.shards = make_sync("shards", self, (self.group_name, 0), receivers, "off")
+        self.gathered_sync = make_sync("broadcast", self, (self.group_name, 0), receivers, "off")
 
     def change(self, version: int) -> None:
         for tensor in self.held.values():
@@ -107,9 +107,9 @@ class HalfTrainer(Worker):
 
     def _parts(self) -> Iterator[Part]:
         for name, tensor in self.held.items():
-            for box, local in boxes(tensor):
-                values = cut(tensor.to_local(), local)
-                yield Part(name, tuple(tensor.shape), torch.bfloat16, box, lambda v=values: v)  # type: ignore[misc]
+            for global_box, local_box in boxes(tensor):
+                values = cut(tensor.to_local(), local_box)
+                yield Part(name, tuple(tensor.shape), torch.bfloat16, global_box, lambda v=values: v)  # type: ignore[misc]
 
 
 class HalfEngine(Worker):
@@ -119,9 +119,9 @@ class HalfEngine(Worker):
         self.memory = Resident()
         self.boxes = {name: slice_of(name, shape, self.rank) for name, shape in shapes(layers).items()}
         self.local_shards = {name: torch.zeros(box.sizes, dtype=torch.bfloat16) for name, box in self.boxes.items()}
-        to = [(self.group_name, [0, 1])]
-        self.shards = make_sync("shards", self, ("trainer", 0), to, complete_updates=True)
-        self.gathered_sync = make_sync("broadcast", self, ("trainer", 0), to, complete_updates=True)
+        receivers = [(self.group_name, [0, 1])]
+        self.shards = make_sync("shards", self, ("trainer", 0), receivers, complete_updates=True)
+        self.gathered_sync = make_sync("broadcast", self, ("trainer", 0), receivers, complete_updates=True)
         assert isinstance(self.shards, ShardSync)
         self.shards.want({name: (box,) for name, box in self.boxes.items()})
 
@@ -146,7 +146,7 @@ def measure(trainer: WorkerGroup, engine: WorkerGroup, way: str, version: int) -
     sent_reports, received_mb = (handle.wait() for handle in handles)
     seconds = time.perf_counter() - started
     assert all(engine.check(version).wait()), (way, version)
-    return seconds, [sent for sent, _ in sent_reports], max(mb for _, mb in sent_reports), max(received_mb)
+    return seconds, [sent_bytes for sent_bytes, _ in sent_reports], max(mb for _, mb in sent_reports), max(received_mb)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -155,31 +155,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
-    figures, ratios, shares = {}, {}, {}
+    figures, ratios, max_shares = {}, {}, {}
     for size, layers in SIZES.items():
-        for where in WHERE:
+        for location in WHERE:
             session = Session.start(tcp_address="127.0.0.1")
-            cluster, two = Cluster.local(1, 0), NodePlacementStrategy([0, 0])
-            trainer = HalfTrainer.create_group().launch(cluster, two, "trainer")
-            env = {"RLHPC_HOST_ID": "elsewhere"} if where == "far" else {}
-            engine = HalfEngine.create_group().launch(cluster, two, "engine", env_vars=env)
+            cluster, two_ranks = Cluster.local(1, 0), NodePlacementStrategy([0, 0])
+            trainer = HalfTrainer.create_group().launch(cluster, two_ranks, "trainer")
+            env = {"RLHPC_HOST_ID": "elsewhere"} if location == "far" else {}
+            engine = HalfEngine.create_group().launch(cluster, two_ranks, "engine", env_vars=env)
             for handle in (trainer.open(layers, "engine"), engine.open(layers)):
                 handle.wait()
             results_by_way: dict[str, list[tuple[float, list[int], float, float]]] = {way: [] for way in WAYS}
             for repeat in range(args.repeat + 1):
                 for way in WAYS if repeat % 2 else WAYS[::-1]:
-                    result = measure(trainer, engine, way, 2 * repeat + WAYS.index(way))
+                    measurement = measure(trainer, engine, way, 2 * repeat + WAYS.index(way))
                     if repeat:
-                        results_by_way[way].append(result)
-            label = f"{size}, {where}"
+                        results_by_way[way].append(measurement)
+            label = f"{size}, {location}"
             for way in WAYS:
                 figures[f"{label}, {way} (s)"] = spread([one[0] for one in results_by_way[way]])
                 figures[f"{label}, {way}, trainer (MB)"] = spread([one[2] for one in results_by_way[way]])
                 figures[f"{label}, {way}, engine (MB)"] = spread([one[3] for one in results_by_way[way]])
-                sent = results_by_way[way][-1][1]
-                shares[f"{label}, {way}"] = max(sent) / (sum(sent) / len(sent))
-            pairs = zip(results_by_way["shards"], results_by_way["gathered"], strict=True)
-            ratios[f"{label}: shards / gathered"] = float(np.median([a[0] / b[0] for a, b in pairs]))
+                sent_bytes = results_by_way[way][-1][1]
+                max_shares[f"{label}, {way}"] = max(sent_bytes) / (sum(sent_bytes) / len(sent_bytes))
+            measurement_pairs = zip(results_by_way["shards"], results_by_way["gathered"], strict=True)
+            ratios[f"{label}: shards / gathered"] = float(np.median([a[0] / b[0] for a, b in measurement_pairs]))
             print(
                 label,
                 {way: round(float(np.median([one[0] for one in results_by_way[way]])), 3) for way in WAYS},
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             session.stop()
     for name, ratio in ratios.items():
         print(f"{name:40} {ratio:8.3f}")
-    content = {"figures": figures, "ratios": ratios, "most sent by a rank, of its share": shares}
+    content = {"figures": figures, "ratios": ratios, "most sent by a rank, of its share": max_shares}
     print(write("reshard", f"python -m bench.reshard --repeat {args.repeat}", content))
 
 

@@ -38,12 +38,12 @@ def make_data(work: Path) -> dict[str, int]:
     if not (work / "runs/demo_sft/export/global_step_180/config.json").exists():
         rlhpc(work, "train", str(CONFIGS / "demo_sft.yaml"))
         rlhpc(work, "convert", "--run", "runs/demo_sft")
-    ask = ["pairs", "--run", "runs/demo_sft"]
-    for name, more in {
+    pairs_command = ["pairs", "--run", "runs/demo_sft"]
+    for name, more_arguments in {
         "train": [], "held_out": ["--suite", "held_out", SUITE], "by_lot": ["--shuffle"],
     }.items():  # fmt: skip
         if not (work / f"{name}.jsonl").exists():
-            rlhpc(work, *ask, "--output", f"{name}.jsonl", *more)
+            rlhpc(work, *pairs_command, "--output", f"{name}.jsonl", *more_arguments)
     return {name: len((work / f"{name}.jsonl").read_text().splitlines()) for name in ("train", "held_out")}
 
 
@@ -51,32 +51,35 @@ def train(work: Path, name: str, data: str, steps: int, seed: int) -> dict[str, 
     """Trains a run; returns its evaluations during training, the complete last one, and accuracy by the error of the rejected
     answer.
     """
-    words = [
+    overrides = [
         f"runner.name={name}", f"runner.seed={seed}", f"runner.max_steps={steps}", "runner.val_check_interval=100",
         "runner.resume_dir=auto",
         f"data.train.path={data}.jsonl", "data.eval=[{name: held_out, source: jsonl, path: held_out.jsonl}]",
     ]  # fmt: skip
-    rlhpc(work, "train", str(CONFIGS / "reward_model.yaml"), *words)
+    rlhpc(work, "train", str(CONFIGS / "reward_model.yaml"), *overrides)
     rlhpc(work, "eval", "--run", f"runs/{name}", "--suite", "held_out")
     run = work / "runs" / name
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    result = json.loads((run / f"eval/global_step_{steps}/held_out.json").read_text())
+    eval_result = json.loads((run / f"eval/global_step_{steps}/held_out.json").read_text())
     evaluations = [
         json.loads(line) for line in (run / f"eval/global_step_{steps}/held_out.rewards.jsonl").read_text().splitlines()
     ]
-    kinds: dict[str, list[bool]] = {}
+    hits_by_kind: dict[str, list[bool]] = {}
     for row in evaluations:
-        right, wrong = row["responses"]
-        kind = "no number of as many digits"
-        if len(right) == len(wrong) and wrong.isdigit():
-            kind = "last digit right" if right[-1] == wrong[-1] else "last digit wrong"
-        kinds.setdefault(kind, []).append(row["rewards"][0] > row["rewards"][1])
+        right_response, wrong_response = row["responses"]
+        error_kind = "no number of as many digits"
+        if len(right_response) == len(wrong_response) and wrong_response.isdigit():
+            error_kind = "last digit right" if right_response[-1] == wrong_response[-1] else "last digit wrong"
+        hits_by_kind.setdefault(error_kind, []).append(row["rewards"][0] > row["rewards"][1])
     return {
         "name": name, "seed": seed, "steps": steps, "seconds": rows[-1]["time/wall_s"],
-        **{key: result[key] for key in ("n", "accuracy", "accuracy_ci95", "margin", "calibration_error")},
+        **{key: eval_result[key] for key in ("n", "accuracy", "accuracy_ci95", "margin", "calibration_error")},
         "curve": {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row},
         "train_accuracy": statistics.fmean(row["train/accuracy"] for row in rows[-50:]),
-        "kinds": {kind: {"n": len(hits), "accuracy": statistics.fmean(hits)} for kind, hits in sorted(kinds.items())},
+        "kinds": {
+            error_kind: {"n": len(hits), "accuracy": statistics.fmean(hits)}
+            for error_kind, hits in sorted(hits_by_kind.items())
+        },
     }  # fmt: skip
 
 
@@ -84,14 +87,15 @@ def format_run(row: dict[str, Any]) -> str:
     """Formats a run in a line."""
     low, high = row["accuracy_ci95"]
     curve = ", ".join(f"{step}: {value:.1%}" for step, value in row["curve"].items() if step % 100 == 0)
-    kinds = "; ".join(
-        f"{kind} {kind_result['accuracy']:.1%} of {kind_result['n']}" for kind, kind_result in row["kinds"].items()
+    kinds_text = "; ".join(
+        f"{error_kind} {kind_result['accuracy']:.1%} of {kind_result['n']}"
+        for error_kind, kind_result in row["kinds"].items()
     )
     return (
         f"{row['name']}: {row['accuracy']:.1%} ({low:.1%} to {high:.1%}) of {row['n']} held-out pairs, "
         f"{row['train_accuracy']:.1%} of those of the last 50 steps; margin {row['margin']:.2f}, "
         f"calibration error {row['calibration_error']:.1%}; "
-        f"{row['seconds']:.0f} s\n  by step: {curve}\n  {kinds}"
+        f"{row['seconds']:.0f} s\n  by step: {curve}\n  {kinds_text}"
     )
 
 
@@ -103,12 +107,12 @@ def main() -> int:
     parser.add_argument("--control", action="store_true", help="also learn from pairs whose chosen one is drawn by lot")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench_reward_model")
     args = parser.parse_args()
-    work = args.work.absolute()
-    pairs = make_data(work)
-    print(f"{pairs['train']} pairs of training, {pairs['held_out']} held out", flush=True)
+    work_folder = args.work.absolute()
+    num_pairs = make_data(work_folder)
+    print(f"{num_pairs['train']} pairs of training, {num_pairs['held_out']} held out", flush=True)
     rows = []
     for seed in range(1, args.seeds + 1):
-        rows.append(train(work, f"rm{seed}", "train", args.steps, seed))
+        rows.append(train(work_folder, f"rm{seed}", "train", args.steps, seed))
         print(format_run(rows[-1]), flush=True)
     values = [row["accuracy"] for row in rows]
     print(
@@ -116,9 +120,9 @@ def main() -> int:
         flush=True,
     )
     command = f"python -m bench.reward_model --seeds {args.seeds} --steps {args.steps}"
-    figures, fell_short = {"pairs": pairs, "rows": rows}, statistics.fmean(values) < 0.8
+    figures, fell_short = {"pairs": num_pairs, "rows": rows}, statistics.fmean(values) < 0.8
     if args.control:
-        figures["control"] = control = train(work, "by_lot", "by_lot", args.steps, 1)
+        figures["control"] = control = train(work_folder, "by_lot", "by_lot", args.steps, 1)
         print(format_run(control), flush=True)
         command, fell_short = f"{command} --control", fell_short or abs(control["accuracy"] - 0.5) > 0.1
     path = write("reward_model", command, figures)

@@ -26,9 +26,9 @@ BC, PPO = "configs/embodied/push_cube_bc.yaml", "configs/embodied/push_cube_ppo.
 
 def rlhpc(*words: str) -> None:
     """Runs one command, quietly unless it fails."""
-    done = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
+    completed = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
+    if completed.returncode:
+        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{completed.stdout[-2000:]}\n{completed.stderr[-3000:]}")
 
 
 def success(run: Path) -> float:
@@ -90,12 +90,12 @@ def main(arguments: list[str] | None = None) -> None:
         name: statistics.median(row[name] for row in rows)
         for name in ("clone", "PPO from scratch", "PPO from the clone")
     }
-    words = f"--seeds {options.seeds} --steps {options.steps} --demonstrations {options.demonstrations}"
+    command_words = f"--seeds {options.seeds} --steps {options.steps} --demonstrations {options.demonstrations}"
     print(medians)
     print(
         write(
             "robot",
-            f"python -m bench.robot {words}",
+            f"python -m bench.robot {command_words}",
             {"env_steps": 800 * options.steps, "medians": medians, "rows": rows},
         )
     )

@@ -77,10 +77,10 @@ def served(folder: Path, way: str, ssh: str, pictures: bool) -> None:
     """Runs the robot's machine: joins when the run waits for a robot."""
     key = folder / f"{way}-{time.monotonic_ns()}.key"
     invite(folder / "meeting", key, slot=None, minutes=5, wait_s=60, run="bench")
-    words = ["--ssh", ssh] if way == "ssh" else []
+    ssh_options = ["--ssh", ssh] if way == "ssh" else []
     subprocess.run(
         [sys.executable, "-m", "rlhpc.cli", "robot", "serve", str(key), "--robot", "bench.robot_link:Still",
-         "--kwargs", f"pictures: {str(pictures).lower()}", *words],
+         "--kwargs", f"pictures: {str(pictures).lower()}", *ssh_options],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True,
     )  # fmt: skip
 
@@ -112,26 +112,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args(arguments)
-    ways = ["the same process", "TCP", *(["ssh"] if options.ssh else [])]
-    rows: dict[str, dict[str, list[dict[str, float]]]] = {shows: {way: [] for way in ways} for shows in SHOWS}
+    link_names = ["the same process", "TCP", *(["ssh"] if options.ssh else [])]
+    rows: dict[str, dict[str, list[dict[str, float]]]] = {
+        picture_mode: {link_name: [] for link_name in link_names} for picture_mode in SHOWS
+    }
     with tempfile.TemporaryDirectory() as work_dir:
         for _ in range(options.repeat):
-            for shows, description in SHOWS.items():
-                for way in ways:
-                    rows[shows][way].append(one(way, description, options, Path(work_dir)))
-                    print(shows, way, rows[shows][way][-1], flush=True)
+            for picture_mode, description in SHOWS.items():
+                for link_name in link_names:
+                    rows[picture_mode][link_name].append(one(link_name, description, options, Path(work_dir)))
+                    print(picture_mode, link_name, rows[picture_mode][link_name][-1], flush=True)
     figures: dict[str, Any] = {}
-    for shows, by_way in rows.items():
-        for way, way_rows in by_way.items():
+    for picture_mode, rows_by_link in rows.items():
+        for link_name, way_rows in rows_by_link.items():
             names = ("latency_ms_p50", "latency_ms_p95", "latency_ms_max", "link_ms_p50", "late", "dropped")
             measured_names = [name for name in names if f"env/robot_{name}" in way_rows[0]]
-            figures.setdefault(shows, {})[way] = {
+            figures.setdefault(picture_mode, {})[link_name] = {
                 name: spread([row[f"env/robot_{name}"] for row in way_rows]) for name in measured_names
             }
             p50 = statistics.median(row["env/robot_latency_ms_p50"] for row in way_rows)
-            print(f"{shows}, {way}: {p50:.2f} ms from an observation to its command")
-    words = f"--ssh … --hz {options.hz:g} --steps {options.steps} --repeat {options.repeat}"
-    print(write("robot_link", f"python -m bench.robot_link {words}", {"figures": figures}))
+            print(f"{picture_mode}, {link_name}: {p50:.2f} ms from an observation to its command")
+    command_words = f"--ssh … --hz {options.hz:g} --steps {options.steps} --repeat {options.repeat}"
+    print(write("robot_link", f"python -m bench.robot_link {command_words}", {"figures": figures}))
 
 
 if __name__ == "__main__":

@@ -63,12 +63,14 @@ def plain_transformers(folder: str, prompts: Sequence[tuple[int, ...]], lengths:
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
 
     def run() -> None:
-        out = model.generate(
+        outputs = model.generate(
             ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=max(lengths),
             min_new_tokens=max(lengths), pad_token_id=0, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
         # The log-probs that training needs.
-        torch.stack([step.log_softmax(-1) for step in out.logits], 1).gather(2, out.sequences[:, width:].unsqueeze(2))
+        torch.stack([step.log_softmax(-1) for step in outputs.logits], 1).gather(
+            2, outputs.sequences[:, width:].unsqueeze(2)
+        )
 
     return run
 
@@ -106,19 +108,19 @@ def measure(backend: str, folder: str, lengths: Sequence[int], batch: int, repea
         Request(i, prompt, SamplingParams(max_new_tokens=length), seed=i)
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
-    sides: dict[str, Callable[[], Any]] = {
+    contenders: dict[str, Callable[[], Any]] = {
         "rlhpc": lambda: engine.generate(queue),
         "plain": plain_vllm(folder, prompts, lengths, batch)
         if backend == "vllm"
         else plain_transformers(folder, prompts, lengths),
     }
-    rates: dict[str, list[float]] = {f"{name} (tokens/{unit})": [] for name in sides for unit in ("s", "CPU s")}
+    rates: dict[str, list[float]] = {f"{name} (tokens/{unit})": [] for name in contenders for unit in ("s", "CPU s")}
     for turn in range(repeat + 1):
-        for name in sorted(sides, reverse=bool(turn % 2)):
-            wall, cpu = time.perf_counter(), time.process_time()
-            sides[name]()
+        for name in sorted(contenders, reverse=bool(turn % 2)):
+            started_s, cpu = time.perf_counter(), time.process_time()
+            contenders[name]()
             if turn:  # the first one warms up
-                rates[f"{name} (tokens/s)"].append(sum(lengths) / (time.perf_counter() - wall))
+                rates[f"{name} (tokens/s)"].append(sum(lengths) / (time.perf_counter() - started_s))
                 rates[f"{name} (tokens/CPU s)"].append(sum(lengths) / (time.process_time() - cpu))
     engine.close()
     figures = {name: spread(values) for name, values in rates.items()}
@@ -147,14 +149,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             "equal lengths": [args.tokens] * args.requests,
             "mixed lengths": [rng.randint(max(1, args.tokens // 8), args.tokens) for _ in range(args.requests)],
         }
-        results: dict[str, Any] = {backend: {} for backend in args.backends}
+        engine_results: dict[str, Any] = {backend: {} for backend in args.backends}
         for backend in args.backends:
             for case, lengths in cases.items():
                 measurements = measure(backend, args.model or work_dir, lengths, args.batch, args.repeat)
-                results[backend][case] = measurements
+                engine_results[backend][case] = measurements
                 print(backend, case, json.dumps(measurements), flush=True)
-    words = " ".join(f"--{name} {getattr(args, name)}" for name in ("requests", "tokens", "batch", "repeat"))
-    print(write("rollout", f"python -m bench.rollout {words}", {"engines": results}))
+    arguments = " ".join(f"--{name} {getattr(args, name)}" for name in ("requests", "tokens", "batch", "repeat"))
+    print(write("rollout", f"python -m bench.rollout {arguments}", {"engines": engine_results}))
 
 
 if __name__ == "__main__":

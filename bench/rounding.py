@@ -79,8 +79,8 @@ class PlainTrainer:
 def measure(folder: str, updates: int, vllm: bool) -> list[tuple[float, float]]:
     """Returns, for each update, the mean difference of log-probs per token, and the trainer's estimate of rounding."""
     trainer: Any = PlainTrainer(folder)
-    text = probe_text(trainer.model.config.get_text_config().vocab_size, 60)
-    prober, differences = Prober(trainer, text, 0, torch.bfloat16), []
+    probe_sequence = probe_text(trainer.model.config.get_text_config().vocab_size, 60)
+    prober, differences = Prober(trainer, probe_sequence, 0, torch.bfloat16), []
     engine: Any = None
     if vllm:
         cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
@@ -91,7 +91,7 @@ def measure(folder: str, updates: int, vllm: bool) -> list[tuple[float, float]]:
         if engine is not None:
             engine.update_weights(update, ((n, t.detach().clone()) for n, t in trainer.model.named_parameters()))
         probe = prober.ask()
-        engine_logprobs = trainer.exact(text) if engine is None else engine.score(probe.token_ids)
+        engine_logprobs = trainer.exact(probe_sequence) if engine is None else engine.score(probe.token_ids)
         differences.append((float(np.abs(np.subtract(engine_logprobs, probe.logprobs)).mean()), probe.rounding))
         trainer.step(10.0 ** -(1 + update % 5))
     if engine is not None:
@@ -113,19 +113,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     figures: dict[str, dict[str, float]] = {}
 
     def tell(name: str, rows: list[tuple[float, float]]) -> None:
-        apart, ratios = np.asarray([row[0] for row in rows]), np.asarray([row[0] / row[1] for row in rows])
+        differences, ratios = np.asarray([row[0] for row in rows]), np.asarray([row[0] / row[1] for row in rows])
         figures[name] = {
-            "n": len(rows), "apart, median": float(np.median(apart)), "apart, most": float(apart.max()),
+            "n": len(rows), "apart, median": float(np.median(differences)), "apart, most": float(differences.max()),
             "of what the trainer says, median": float(np.median(ratios)),
             "of what the trainer says, most": float(ratios.max()),
         }  # fmt: skip
         print(f"{name:50}", *(f"{value:9.3g}" for value in figures[name].values()), flush=True)
 
     for deviation in DEVIATIONS:
-        for family, changes in FAMILIES.items():
+        for family, family_changes in FAMILIES.items():
             with tempfile.TemporaryDirectory() as folder:
                 torch.manual_seed(0)
-                options = {**SIZES, **changes, "initializer_range": deviation}
+                options = {**SIZES, **family_changes, "initializer_range": deviation}
                 config = getattr(transformers, f"{family.split()[0]}Config")(**options)
                 transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
                 tell(f"{family}, {deviation}, float32", measure(folder, args.updates, False))

@@ -68,10 +68,10 @@ def step(token_trainer: TokenTrainer, parts: list[TokenBatch], total: int, entro
     """Runs forward and backward."""
 
     def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        value = -(batch.columns["weights"] * scores.logprobs).sum() / total
+        loss_value = -(batch.columns["weights"] * scores.logprobs).sum() / total
         if scores.entropy is not None:
-            value = value - 0.01 * scores.entropy.sum() / total
-        return value, {"loss": value}
+            loss_value = loss_value - 0.01 * scores.entropy.sum() / total
+        return loss_value, {"loss": loss_value}
 
     token_trainer.forward_backward(parts, loss, entropy=entropy)
 
@@ -79,17 +79,20 @@ def step(token_trainer: TokenTrainer, parts: list[TokenBatch], total: int, entro
 def throughput(folder: str, repeat: int) -> dict[str, Any]:
     """Returns tokens per CPU second of both, and their ratio within a round."""
     batch = samples(mixed(), VOCABULARY)
-    ways, rates, cells = {}, dict[str, list[float]](), dict[str, int]()
+    step_arguments, rates, cells = {}, dict[str, list[float]](), dict[str, int]()
     for name, packed in (("rows", True), ("rectangles", False)):
         token_trainer = trainer(folder, packed)
-        parts = [part for _, part in split_micro_batches(batch, MAX_TOKENS, packed=packed, hidden=token_trainer.hidden)]
-        cells[name] = sum(part.inputs()["input_ids"].numel() for part in parts)
-        ways[name], rates[name] = (token_trainer, parts), []
+        micro_batches = [
+            micro_batch
+            for _, micro_batch in split_micro_batches(batch, MAX_TOKENS, packed=packed, hidden=token_trainer.hidden)
+        ]
+        cells[name] = sum(micro_batch.inputs()["input_ids"].numel() for micro_batch in micro_batches)
+        step_arguments[name], rates[name] = (token_trainer, micro_batches), []
     for turn in range(repeat + 1):
-        for name in sorted(ways, reverse=bool(turn % 2)):
-            token_trainer, parts = ways[name]
+        for name in sorted(step_arguments, reverse=bool(turn % 2)):
+            token_trainer, micro_batches = step_arguments[name]
             started = time.process_time()
-            step(token_trainer, parts, batch.tokens)
+            step(token_trainer, micro_batches, batch.tokens)
             token_trainer.optimizer_step(LR)
             if turn:  # the first round warms up
                 rates[name].append(batch.tokens / (time.process_time() - started))
@@ -114,22 +117,22 @@ def peak(folder: str, tokens: int, entropy: bool) -> None:
     """
     token_trainer = trainer(folder, True)
     vocabulary = token_trainer.backend.module.config.vocab_size  # type: ignore[union-attr]
-    small = samples([8, 8], int(vocabulary))  # type: ignore[arg-type]
-    step(token_trainer, [small.read_by(True)], small.tokens, entropy)
+    small_batch = samples([8, 8], int(vocabulary))  # type: ignore[arg-type]
+    step(token_trainer, [small_batch.read_by(True)], small_batch.tokens, entropy)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = resident("VmRSS")
+    kib_before = resident("VmRSS")
     batch, started = samples([512] * (tokens // 512), int(vocabulary)), time.perf_counter()  # type: ignore[arg-type]
     step(token_trainer, [batch.read_by(True)], batch.tokens, entropy)
-    print(json.dumps({"MiB": (resident("VmHWM") - before) / 1024, "seconds": time.perf_counter() - started}))
+    print(json.dumps({"MiB": (resident("VmHWM") - kib_before) / 1024, "seconds": time.perf_counter() - started}))
 
 
 def in_process(folder: str, tokens: int, *words: str) -> dict[str, float]:
     command = [sys.executable, "-m", "bench.rows", "--peak", str(tokens), "--model", folder, *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr[-2000:])
-    result: dict[str, float] = json.loads(done.stdout)
-    return result
+    completed = subprocess.run(command, capture_output=True, text=True)
+    if completed.returncode:
+        raise SystemExit(completed.stderr[-2000:])
+    figures: dict[str, float] = json.loads(completed.stdout)
+    return figures
 
 
 def main() -> None:
@@ -154,10 +157,10 @@ def main() -> None:
         figures = throughput(str(Path(folder) / "mixed"), args.repeat)
         for tokens in SIZES:
             figures[f"a row of {tokens} tokens (MiB)"] = in_process(str(Path(folder) / "mixed"), tokens)["MiB"]
-        first, last = (figures[f"a row of {tokens} tokens (MiB)"] for tokens in (SIZES[-2], SIZES[-1]))
+        half_size_mib, full_size_mib = (figures[f"a row of {tokens} tokens (MiB)"] for tokens in (SIZES[-2], SIZES[-1]))
         goals = [
             goal("rows without padding as fast as rectangles, or faster", figures["rows / rectangles"], at_least=1.0),
-            goal("twice the tokens, at most twice the memory", last / first, at_most=2.1),
+            goal("twice the tokens, at most twice the memory", full_size_mib / half_size_mib, at_most=2.1),
         ]
     report("rows", f"python -m bench.rows --repeat {args.repeat}", args.threads, figures, goals)
 
@@ -165,9 +168,12 @@ def main() -> None:
 def loss(folder: str, threads: int) -> None:
     """Returns the memory of the log-probs and entropies of many tokens over a large vocabulary, and of their gradients."""
     make_model(Path(folder) / "wide", 1, 64, 152_000)
-    result = in_process(str(Path(folder) / "wide"), 16384, "--entropy", "--threads", str(threads))
-    figures = {"the loss of 16384 tokens over 152000 words (MiB)": result["MiB"], "the same (s)": result["seconds"]}
-    goals = [goal("16k tokens over 152k words in half a gigabyte", result["MiB"] / 953.7, at_most=0.5)]
+    peak_figures = in_process(str(Path(folder) / "wide"), 16384, "--entropy", "--threads", str(threads))
+    figures = {
+        "the loss of 16384 tokens over 152000 words (MiB)": peak_figures["MiB"],
+        "the same (s)": peak_figures["seconds"],
+    }
+    goals = [goal("16k tokens over 152k words in half a gigabyte", peak_figures["MiB"] / 953.7, at_most=0.5)]
     report("rows_loss", "python -m bench.rows --loss", threads, figures, goals)
 
 
@@ -177,8 +183,11 @@ def report(name: str, command: str, threads: int, figures: dict[str, Any], goals
     path = write(name, command, {"figures": figures, "goals": goals})
     for name, value in figures.items():
         print(f"{name:50} {value['median'] if isinstance(value, dict) else value:12.3f}")
-    for one in goals:
-        print(f"{'met' if one['met'] else 'NOT MET':8} {one['goal']}: {one['measured']:.3f} ({one['wanted']})")
+    for goal_row in goals:
+        print(
+            f"{'met' if goal_row['met'] else 'NOT MET':8} {goal_row['goal']}: "
+            f"{goal_row['measured']:.3f} ({goal_row['wanted']})"
+        )
     print(path)
 
 

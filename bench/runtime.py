@@ -24,10 +24,10 @@ ROUND_TRIP = "ZeroMQ TCP round trip, 1 KB (us)"
 
 def child(python: str, *command: str) -> Any:
     """Returns the last line of a program's stdout."""
-    done = subprocess.run([python, *command], capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run([python, *command], capture_output=True, text=True, timeout=900)
+    if completed.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{completed.stderr[-3000:]}")
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def has_ray(python: str) -> bool:
@@ -47,29 +47,29 @@ def once(ray_python: str | None) -> dict[str, dict[str, float]]:
 
 def goals(medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     """Returns the goals of the runtime, with the measurements."""
-    limit, ours, ray = medians["limit"], medians["rlhpc"], medians.get("Ray")
+    limit, rlhpc, ray = medians["limit"], medians["rlhpc"], medians.get("Ray")
     start, trip = limit["interpreter and import torch (s)"], limit[ROUND_TRIP]
     runtime_goals = [
-        goal("cold start to 8 workers / interpreter and torch", ours["cold start to 8 ready workers (s)"] / start, at_most=2),
-        goal("warm launch of 8 (s)", ours["warm launch of 8 workers (s)"], at_most=1),
-        goal("dispatch to 1 worker / ZeroMQ round trip", ours["dispatch to 1 worker (us)"] / trip, at_most=3),
-        goal("channel 1 KB, one way / ZeroMQ round trip", ours["channel, 1 KB, one way (us)"] / trip, at_most=5),
-        goal("channel 1 KB, one to one (items/s)", ours["channel, 1 KB, one to one (items/s)"], at_least=10_000),
-        goal("channel 1 KB, four to one (items/s)", ours["channel, 1 KB, four to one (items/s)"], at_least=10_000),
+        goal("cold start to 8 workers / interpreter and torch", rlhpc["cold start to 8 ready workers (s)"] / start, at_most=2),
+        goal("warm launch of 8 (s)", rlhpc["warm launch of 8 workers (s)"], at_most=1),
+        goal("dispatch to 1 worker / ZeroMQ round trip", rlhpc["dispatch to 1 worker (us)"] / trip, at_most=3),
+        goal("channel 1 KB, one way / ZeroMQ round trip", rlhpc["channel, 1 KB, one way (us)"] / trip, at_most=5),
+        goal("channel 1 KB, one to one (items/s)", rlhpc["channel, 1 KB, one to one (items/s)"], at_least=10_000),
+        goal("channel 1 KB, four to one (items/s)", rlhpc["channel, 1 KB, four to one (items/s)"], at_least=10_000),
         goal("memory copy / channel, 64 MiB",
-             limit["memory copy, 64 MiB (ms)"] / ours["channel, 64 MiB, one way (ms)"], at_least=0.75),
+             limit["memory copy, 64 MiB (ms)"] / rlhpc["channel, 64 MiB, one way (ms)"], at_least=0.75),
         goal("memory copy / send and recv, 64 MiB",
-             limit["memory copy, 64 MiB (ms)"] / ours["send and recv, 64 MiB, one way (ms)"], at_least=0.75),
+             limit["memory copy, 64 MiB (ms)"] / rlhpc["send and recv, 64 MiB, one way (ms)"], at_least=0.75),
         goal("memory copy / channel, dict of 256 MiB",
-             limit["memory copy, 256 MiB (ms)"] / ours["channel, 256 MiB dict of tensors, one way (ms)"], at_least=0.75),
+             limit["memory copy, 256 MiB (ms)"] / rlhpc["channel, 256 MiB dict of tensors, one way (ms)"], at_least=0.75),
         goal("idle PSS of a worker beyond the first (MB)",
-             ours["idle memory, a worker beyond the first (PSS, MB)"], at_most=60),
-        goal("system processes", ours["system processes"], at_most=1),
-        goal("idle CPU with 8 workers (% of a core)", ours["idle CPU, 8 workers and all else (% of a core)"], at_most=1),
+             rlhpc["idle memory, a worker beyond the first (PSS, MB)"], at_most=60),
+        goal("system processes", rlhpc["system processes"], at_most=1),
+        goal("idle CPU with 8 workers (% of a core)", rlhpc["idle CPU, 8 workers and all else (% of a core)"], at_most=1),
     ]  # fmt: skip
     if ray:
         key = "dispatch to 8 workers (us)"
-        runtime_goals.append(goal("dispatch to 8 workers / Ray's", ours[key] / ray[key], at_most=1 / 15))
+        runtime_goals.append(goal("dispatch to 8 workers / Ray's", rlhpc[key] / ray[key], at_most=1 / 15))
     return runtime_goals
 
 
@@ -97,13 +97,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, value in medians["rlhpc"].items()
         if name in medians.get("Ray", {}) and value
     }
-    reached = goals(medians)
-    content = {"figures": figures, "ray_over_rlhpc": beside_ray, "goals": reached}
+    goal_rows = goals(medians)
+    content = {"figures": figures, "ray_over_rlhpc": beside_ray, "goals": goal_rows}
     path = write("runtime", f"python -m bench.runtime --repeat {args.repeat}", content)
     for side, side_figures in figures.items():
         for name, figure in side_figures.items():
             print(f"{side:6} {name:55} {figure['min']:12.2f} {figure['median']:12.2f} {figure['max']:12.2f}")
-    for line in reached:
+    for line in goal_rows:
         print(f"{'met   ' if line['met'] else 'MISSED'} {line['goal']:55} {line['measured']:12.3f} ({line['wanted']})")
     print(path)
 

@@ -37,8 +37,8 @@ def ours() -> Callable[[], None]:
     from rlhpc.embodied.models.off_policy import SACPolicy
 
     model = SacModelConfig(hidden_sizes=[256, 256], activation="relu", ortho_init=False)
-    box = spaces.Box(-1, 1, (ACT,), np.float32)
-    policy = build_model(model, spaces.Box(-np.inf, np.inf, (OBS,), np.float32), box, seed=1)
+    action_space = spaces.Box(-1, 1, (ACT,), np.float32)
+    policy = build_model(model, spaces.Box(-np.inf, np.inf, (OBS,), np.float32), action_space, seed=1)
     assert isinstance(policy, SACPolicy)
     algorithm = SacAlgorithmConfig(gamma=0.99, tau=0.005)
     optim = SacOptimConfig(lr=3e-4, value_lr=1e-3, adam_eps=1e-8, clip_grad=None)
@@ -53,9 +53,9 @@ def ours() -> Callable[[], None]:
     mixture = Mixture(replay, None, batch_size=256, demo_ratio=0.0, action_dim=ACT, seed=1)
 
     def step() -> None:
-        draw = mixture.draw(update.updates)
-        columns = {name: torch.from_numpy(column) for name, column in draw.columns.items()}
-        update.step(TransitionBatch(**columns, noise=torch.from_numpy(draw.noise), total=draw.total))
+        batch = mixture.draw(update.updates)
+        columns = {name: torch.from_numpy(column) for name, column in batch.columns.items()}
+        update.step(TransitionBatch(**columns, noise=torch.from_numpy(batch.noise), total=batch.total))
 
     return step
 
@@ -94,12 +94,12 @@ def updates(turns: int) -> dict[str, Any]:
             step()
     for _ in range(turns):
         for name, step in contenders.items():
-            begin, num_updates = time.process_time(), 0
-            while time.process_time() - begin < TURN_S:
+            started_s, num_updates = time.process_time(), 0
+            while time.process_time() - started_s < TURN_S:
                 step()
                 step()  # the single process trains its actor every second time
                 num_updates += 2
-            rates[name].append(num_updates / (time.process_time() - begin))
+            rates[name].append(num_updates / (time.process_time() - started_s))
     ratios = [a / b for a, b in zip(rates["rlhpc"], rates["single_process"], strict=True)]
     return {
         "updates_per_cpu_s": {name: spread(side_rates) for name, side_rates in rates.items()},
@@ -113,9 +113,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=20)
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
-    content = updates(args.turns)
-    print(json.dumps(content), flush=True)
-    print(write("sac", f"python -m bench.sac --turns {args.turns}", content))
+    update_rates = updates(args.turns)
+    print(json.dumps(update_rates), flush=True)
+    print(write("sac", f"python -m bench.sac --turns {args.turns}", update_rates))
 
 
 if __name__ == "__main__":

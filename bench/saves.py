@@ -36,17 +36,17 @@ def run(folder: Path, async_save: bool, epochs: int) -> dict[str, float]:
         sys.executable, "-m", "rlhpc.cli", "train", str(ROOT / "configs" / "quickstart.yaml"), *WORDS,
         f"runner.run_dir={folder}", f"runner.async_save={str(async_save).lower()}", f"algorithm.update_epochs={epochs}",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    completed = subprocess.run(command, capture_output=True, text=True)
+    if completed.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {completed.returncode}:\n{completed.stderr[-2000:]}")
     root = folder / "quickstart"
     rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
-    last = json.loads((root / "status.json").read_text())
+    last_status = json.loads((root / "status.json").read_text())
     saved = root / "checkpoints" / f"global_step_{STEPS}"
     return {
         "still": statistics.fmean(row["time/save_s"] for row in rows[2:]),
         "step": statistics.fmean(row["time/step_s"] for row in rows[1:]),
-        "all": float(last["elapsed_s"]),
+        "all": float(last_status["elapsed_s"]),
         "gigabytes": sum(path.stat().st_size for path in saved.rglob("*")) / 1e9,
     }
 
@@ -61,8 +61,8 @@ def main() -> None:
     rows: dict[str, list[dict[str, float]]] = {"beside": [], "waiting": []}
     for _ in range(args.repeat):
         for name, mode_rows in rows.items():
-            with tempfile.TemporaryDirectory(dir=args.folder) as place:
-                mode_rows.append(run(Path(place), name == "beside", args.epochs))
+            with tempfile.TemporaryDirectory(dir=args.folder) as temporary_folder:
+                mode_rows.append(run(Path(temporary_folder), name == "beside", args.epochs))
             print(name, json.dumps(mode_rows[-1]), flush=True)
     figures = {
         name: {key: spread([row[key] for row in mode_rows]) for key in mode_rows[0]} for name, mode_rows in rows.items()

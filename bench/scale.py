@@ -34,11 +34,11 @@ SLOW_MS = (0, 20, 100)
 def child(*arguments: str, **environment: str) -> dict[str, float]:
     """Runs one measurement in a separate process."""
     command = [sys.executable, "-m", "bench.scale", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **environment})
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **environment})
+    if completed.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{completed.stderr[-3000:]}")
+    figures: dict[str, float] = json.loads(completed.stdout.splitlines()[-1])
+    return figures
 
 
 def seconds(act: Callable[[], Any]) -> float:
@@ -76,22 +76,22 @@ def simulated(count: int) -> dict[str, float]:
         session = Session.start(
             registry_root=Path(folder) / "registry", log_dir=Path(folder) / "logs", tcp_address="127.0.0.1"
         )
-        tell = session._forked._tell
+        tell_server = session._forked._tell
 
         def start(**message: Any) -> None:
-            simulators.start(message["spec"]) if message["op"] == "start" else tell(**message)
+            simulators.start(message["spec"]) if message["op"] == "start" else tell_server(**message)
 
         session._forked._tell = start
-        me = psutil.Process()
+        this_process = psutil.Process()
 
         def cost(act: Callable[[], Any]) -> tuple[float, float]:
             """Returns wall seconds and CPU seconds of this process."""
-            before = me.cpu_times()
-            took = seconds(act)
-            after = me.cpu_times()
-            return took, after.user + after.system - before.user - before.system
+            cpu_before = this_process.cpu_times()
+            wall_s = seconds(act)
+            cpu_after = this_process.cpu_times()
+            return wall_s, cpu_after.user + cpu_after.system - cpu_before.user - cpu_before.system
 
-        memory = me.memory_info().rss
+        memory = this_process.memory_info().rss
         slow_files.take()
         group = Worker.create_group()
         cluster = Cluster.local(1, 0)
@@ -106,13 +106,13 @@ def simulated(count: int) -> dict[str, float]:
         row["file operations of the driver"] = slow_files.take()
         row["file operations a member"] = simulators.operations() / count
         row["first dispatch (s)"], row["first dispatch, CPU of the driver (s)"] = cost(lambda: group.barrier().wait())
-        later = [cost(lambda: group.barrier().wait()) for _ in range(5)]
-        row["dispatch (s)"] = float(np.median([wall for wall, _ in later]))
-        row["dispatch, CPU of the driver (s)"] = float(np.median([cpu for _, cpu in later]))
+        later_barriers = [cost(lambda: group.barrier().wait()) for _ in range(5)]
+        row["dispatch (s)"] = float(np.median([wall_s for wall_s, _ in later_barriers]))
+        row["dispatch, CPU of the driver (s)"] = float(np.median([cpu for _, cpu in later_barriers]))
         _, idle = cost(lambda: time.sleep(4.0))
         row["idle, CPU of the driver (% of a core)"] = idle / 4 * 100
-        row["memory of the driver (MB)"] = (me.memory_info().rss - memory) / 1e6
-        session._forked._tell = tell
+        row["memory of the driver (MB)"] = (this_process.memory_info().rss - memory) / 1e6
+        session._forked._tell = tell_server
         for member in session.members.values():
             member.state = "ended"
         simulators.stop()
@@ -135,17 +135,17 @@ def slow(milliseconds: int) -> dict[str, float]:
         Session.start(registry_root=Path(folder) / "registry", preload=["bench.peers.slow_files"])
         group = RuntimePeer.create_group().launch(cluster, NodePlacementStrategy([0] * 8), "eight")
         row["cold start to 8 ready workers (s)"] = time.perf_counter() - started
-        other = RuntimePeer.create_group()
-        row["warm launch (s)"] = seconds(lambda: other.launch(cluster, NodePlacementStrategy([0]), "other"))
+        other_group = RuntimePeer.create_group()
+        row["warm launch (s)"] = seconds(lambda: other_group.launch(cluster, NodePlacementStrategy([0]), "other"))
         group.idle().wait()
         row["dispatch to 8 (us)"] = float(np.median([seconds(lambda: group.idle().wait()) for _ in range(100)])) * 1e6
 
         def talk(count: int) -> list[float]:
-            channel, back = Channel.create("out", home="other"), Channel.create("back", home="eight")
-            ping = group.execute_on(0).ping(channel, back, count, np.ones(1000, np.uint8))
-            other.pong(channel, back, count).wait()
-            times: list[float] = ping.wait()[0]
-            return times
+            channel, back_channel = Channel.create("out", home="other"), Channel.create("back", home="eight")
+            ping_handle = group.execute_on(0).ping(channel, back_channel, count, np.ones(1000, np.uint8))
+            other_group.pong(channel, back_channel, count).wait()
+            round_trips: list[float] = ping_handle.wait()[0]
+            return round_trips
 
         row["channel, first items (s)"] = seconds(lambda: talk(1))
         row["channel, 1 KB, one way (us)"] = float(np.median(talk(200))) / 2 * 1e6
@@ -160,35 +160,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", nargs=2, metavar=("PART", "NUMBER"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    parts: dict[str, tuple[Callable[[int], dict[str, float]], Sequence[int]]] = {
+    measured_parts: dict[str, tuple[Callable[[int], dict[str, float]], Sequence[int]]] = {
         "real": (real, REAL), "simulated": (simulated, SIMULATED), "slow": (slow, SLOW_MS),
     }  # fmt: skip
     if args.only:
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        print(json.dumps(parts[args.only[0]][0](int(args.only[1]))))
+        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+        print(json.dumps(measured_parts[args.only[0]][0](int(args.only[1]))))
         return
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows: dict[str, dict[int, list[dict[str, float]]]] = {part: {} for part in parts}
+    rows: dict[str, dict[int, list[dict[str, float]]]] = {part: {} for part in measured_parts}
     for _ in range(args.repeat):
-        for part, (_, numbers) in parts.items():
-            for number in numbers:
-                row = child("--only", part, str(number))
-                rows[part].setdefault(number, []).append(row)
-                print(part, number, json.dumps(row), flush=True)
+        for part, (_, counts) in measured_parts.items():
+            for count in counts:
+                row = child("--only", part, str(count))
+                rows[part].setdefault(count, []).append(row)
+                print(part, count, json.dumps(row), flush=True)
     figures = {
         part: {
-            number: {name: spread([row[name] for row in count_rows]) for name in count_rows[0]}
-            for number, count_rows in by.items()
+            count: {name: spread([row[name] for row in count_rows]) for name in count_rows[0]}
+            for count, count_rows in rows_by_count.items()
         }
-        for part, by in rows.items()
+        for part, rows_by_count in rows.items()
     }
-    largest, some = figures["simulated"][SIMULATED[-1]], figures["simulated"][SIMULATED[-2]]
+    largest, smaller = figures["simulated"][SIMULATED[-1]], figures["simulated"][SIMULATED[-2]]
     growth = SIMULATED[-1] / SIMULATED[-2]
     goals = [
         goal("10 000 members: file operations a member", largest["file operations a member"]["median"], at_most=10),
         goal("10 000 members: rendezvous a member / that of 1000",
-             largest["rendezvous (s)"]["median"] / some["rendezvous (s)"]["median"] / growth, at_most=1.5),
+             largest["rendezvous (s)"]["median"] / smaller["rendezvous (s)"]["median"] / growth, at_most=1.5),
         goal("10 000 members: one dispatch, CPU of the driver (s)",
              largest["dispatch, CPU of the driver (s)"]["median"], at_most=1),
     ]  # fmt: skip

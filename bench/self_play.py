@@ -38,18 +38,18 @@ def policy_of(checkpoint: Path) -> dict[tuple[str, str], tuple[float, float]]:
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoint / "model"))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(checkpoint / "model"))).eval()
     model.load_state_dict(load_file(checkpoint / "model.safetensors"))
-    passes, bets = (tokenizer.convert_tokens_to_ids(move) for move in "pb")
+    pass_id, bet_id = (tokenizer.convert_tokens_to_ids(move) for move in "pb")
     chances_by_state = {}
     for moves, seat in kuhn.TURNS.items():
         for card in kuhn.CARDS:
-            again = moves == "pb"  # it was asked before, and knows its card from there
-            messages = [{"role": "user", "content": f"{seat + 1}{card}{'' if again else moves}"}]
-            if again:
+            is_second_turn = moves == "pb"  # it was asked before, and knows its card from there
+            messages = [{"role": "user", "content": f"{seat + 1}{card}{'' if is_second_turn else moves}"}]
+            if is_second_turn:
                 messages += [{"role": "assistant", "content": "p"}, {"role": "user", "content": "b"}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            chances = model(torch.tensor([ids])).logits[0, -1].softmax(-1)
-            chances_by_state[card, moves] = float(chances[passes]), float(chances[bets])
+            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer.encode(prompt, add_special_tokens=False)
+            probabilities = model(torch.tensor([ids])).logits[0, -1].softmax(-1)
+            chances_by_state[card, moves] = float(probabilities[pass_id]), float(probabilities[bet_id])
     return chances_by_state
 
 
@@ -67,19 +67,19 @@ def kuhn_poker(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
     steps = sorted(folders, key=lambda path: int(path.name.rpartition("_")[2]))
     policies = [policy_of(folder) for folder in steps]
     average = kuhn.average(policies[len(policies) // 2 :])
-    last = {
+    last_return = {
         "exploitability": kuhn.exploitability(policies[-1]),
         "against_uniform": kuhn.against(policies[-1], kuhn.uniform()),
     }
     rounded_policy = {
-        f"{card} {moves}".strip(): [round(chance, 3) for chance in chances]
-        for (card, moves), chances in average.items()
+        f"{card} {moves}".strip(): [round(chance, 3) for chance in probabilities]
+        for (card, moves), probabilities in average.items()
     }
     return {
         "seed": seed,
         "exploitability": kuhn.exploitability(average),
         "against_uniform": kuhn.against(average, kuhn.uniform()),
-        "last": last,
+        "last": last_return,
         "curve": [round(kuhn.exploitability(policy), 4) for policy in policies],
         "policy": rounded_policy,
         "seconds": time.perf_counter() - started_at,
@@ -91,10 +91,10 @@ def guess(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
     started_at, name = time.perf_counter(), f"guess-{seed}"
     rlhpc("train", GUESS, f"runner.run_dir={runs}", f"runner.name={name}", f"runner.seed={seed}", *overrides)
     found_shares = curve(runs / name)
-    last = found_shares[-20:]
+    last_shares = found_shares[-20:]
     return {
         "seed": seed,
-        "found": sum(last) / len(last),
+        "found": sum(last_shares) / len(last_shares),
         "curve": found_shares,
         "seconds": time.perf_counter() - started_at,
     }
@@ -107,9 +107,9 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs")
     parser.add_argument("overrides", nargs="*", help="key=value, of both games")
     args = parser.parse_args()
-    runs, poker, numbers = args.runs.absolute(), list[dict[str, Any]](), list[dict[str, Any]]()
-    game = {"high": 15, "turns": 4}
-    best = Guess.optimum(**game)
+    runs, poker, guess_rows = args.runs.absolute(), list[dict[str, Any]](), list[dict[str, Any]]()
+    game_options = {"high": 15, "turns": 4}
+    best = Guess.optimum(**game_options)
     for seed in range(1, args.seeds + 1):
         row = kuhn_poker(seed, runs, args.overrides)
         poker.append(row)
@@ -119,7 +119,7 @@ def main() -> int:
             flush=True,
         )
         row = guess(seed, runs, args.overrides)
-        numbers.append(row)
+        guess_rows.append(row)
         print(f"guess, seed {seed}: {row['found']:.1%}, best {best:.0%}; {row['seconds']:.0f} s", flush=True)
     low_return, high_return = (kuhn.against(kuhn.equilibrium(bluff), kuhn.uniform()) for bluff in (0.0, 1 / 3))
     uniform = {
@@ -127,16 +127,20 @@ def main() -> int:
         "value": kuhn.value(kuhn.equilibrium(), kuhn.equilibrium()),
         "won_by_equilibria": [low_return, high_return],
     }
-    content = {"kuhn_poker": poker, "guess": numbers, "known": {"uniform": uniform, "guess": {**game, "best": best}}}
+    content = {
+        "kuhn_poker": poker,
+        "guess": guess_rows,
+        "known": {"uniform": uniform, "guess": {**game_options, "best": best}},
+    }
     write("self_play", f"python -m bench.self_play --seeds {args.seeds}", content)
-    short = [
+    failed_seeds = [
         row["seed"]
         for row in poker
         if row["exploitability"] > MAX_EXPLOITABILITY or row["against_uniform"] < low_return
     ]
-    for seed in short:
+    for seed in failed_seeds:
         print(f"Kuhn poker, seed {seed} fell short", file=sys.stderr)
-    return int(bool(short))
+    return int(bool(failed_seeds))
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ def shuffled(batch: TokenBatch) -> TokenBatch:
     """Returns the same samples, each episode with the reward of another episode of its group;
     deterministic in the tokens.
     """
-    draw = torch.Generator().manual_seed(int(batch.ids.sum()))
+    generator = torch.Generator().manual_seed(int(batch.ids.sum()))
     reward = batch.reward.clone()
     for group in batch.group.unique():
-        inside = batch.group == group
-        episodes, which = batch.episode[inside].unique(return_inverse=True)
-        episode_rewards = torch.zeros(len(episodes)).index_copy(0, which, batch.reward[inside])
-        reward[inside] = episode_rewards[torch.randperm(len(episodes), generator=draw)][which]
+        is_in_group = batch.group == group
+        episodes, episode_index = batch.episode[is_in_group].unique(return_inverse=True)
+        episode_rewards = torch.zeros(len(episodes)).index_copy(0, episode_index, batch.reward[is_in_group])
+        reward[is_in_group] = episode_rewards[torch.randperm(len(episodes), generator=generator)][episode_index]
     columns = dict(batch.columns)
     if TURN_REWARDS in columns:
         columns[TURN_REWARDS] = torch.zeros_like(columns[TURN_REWARDS])

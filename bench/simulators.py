@@ -44,17 +44,17 @@ def ours(task: str, processes: int) -> float:
 
     env = {**section(task), "simulator_python": PYTHON}
     model = {"model_type": "bench.idle:RandomPolicy"}
-    took = play(env, model, ranks=1, slots=SLOTS, steps=TASKS[task], simulators=processes)
-    return SLOTS * TASKS[task] / took
+    elapsed_s = play(env, model, ranks=1, slots=SLOTS, steps=TASKS[task], simulators=processes)
+    return SLOTS * TASKS[task] / elapsed_s
 
 
 def gymnasium_rate(kind: str, task: str) -> float:
     """Returns environment steps a second of a vector environment, in a process of the simulators' Python."""
-    words = [PYTHON, "-m", "bench.simulators", "--theirs", kind, task, json.dumps(section(task))]
-    done = subprocess.run(
-        words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.PIPE
+    command = [PYTHON, "-m", "bench.simulators", "--theirs", kind, task, json.dumps(section(task))]
+    completed = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.PIPE
     )
-    return float(done.stdout.splitlines()[-1])
+    return float(completed.stdout.splitlines()[-1])
 
 
 def their_rate(kind: str, task: str, env: dict[str, Any]) -> float:
@@ -64,9 +64,9 @@ def their_rate(kind: str, task: str, env: dict[str, Any]) -> float:
 
     envs: Any
     if kind == "own":
-        package, _, game = env["env_id"].partition(":")
+        package, _, env_name = env["env_id"].partition(":")
         importlib.import_module(package)  # registers the games
-        envs = gymnasium.make_vec(game, SLOTS, "vector_entry_point", reward_clipping=True, repeat_action_probability=0.0,
+        envs = gymnasium.make_vec(env_name, SLOTS, "vector_entry_point", reward_clipping=True, repeat_action_probability=0.0,
                                   episodic_life=True, use_fire_reset=True, autoreset_mode=AutoresetMode.SAME_STEP)  # fmt: skip
     else:
         vector = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}[kind]
@@ -81,8 +81,8 @@ def _one(env: dict[str, Any]) -> Any:
     from rlhpc.embodied.config import EnvSideConfig
     from rlhpc.embodied.envs.gymnasium_env import make_one
 
-    env_made, limit = make_one(OmegaConf.merge(OmegaConf.structured(EnvSideConfig), env))  # type: ignore[arg-type]
-    return TimeLimit(env_made, limit) if limit else env_made
+    base_env, limit = make_one(OmegaConf.merge(OmegaConf.structured(EnvSideConfig), env))  # type: ignore[arg-type]
+    return TimeLimit(base_env, limit) if limit else base_env
 
 
 def contenders() -> dict[str, Any]:
@@ -99,11 +99,15 @@ def contenders() -> dict[str, Any]:
 
 def ratios(median: dict[str, float]) -> dict[str, float]:
     """Returns the ratios of rlhpc's rates to the others."""
-    one, two = "rlhpc, 1 process", "rlhpc, 2 processes"
-    pairs = [(one, "SyncVectorEnv"), (two, "AsyncVectorEnv"), (two, "AtariVectorEnv")]
+    one_process, two_processes = "rlhpc, 1 process", "rlhpc, 2 processes"
+    compared_names = [
+        (one_process, "SyncVectorEnv"),
+        (two_processes, "AsyncVectorEnv"),
+        (two_processes, "AtariVectorEnv"),
+    ]
     return {
-        f"{task}: {own_name} / {other}": median[f"{task}: {own_name}"] / median[f"{task}: {other}"]
-        for task in TASKS for own_name, other in pairs if {f"{task}: {own_name}", f"{task}: {other}"} <= set(median)
+        f"{task}: {own_name} / {peer}": median[f"{task}: {own_name}"] / median[f"{task}: {peer}"]
+        for task in TASKS for own_name, peer in compared_names if {f"{task}: {own_name}", f"{task}: {peer}"} <= set(median)
     }  # fmt: skip
 
 
@@ -116,8 +120,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.theirs:
-        kind, task, env = options.theirs
-        print(their_rate(kind, task, json.loads(env)))
+        env_kind, task, env = options.theirs
+        print(their_rate(env_kind, task, json.loads(env)))
         return
     compare("simulators", contenders(), ratios, options.repeat, options.only)
 

@@ -19,8 +19,8 @@ from bench.single_process_sac import main
 def network(inputs: int, outputs: int) -> nn.Sequential:
     """Builds a perceptron with normalisation before each layer."""
     layers: list[nn.Module] = []
-    for wide, narrow in ((inputs, 256), (256, 256)):
-        layers += [nn.BatchNorm1d(wide, eps=1e-3, momentum=0.01), nn.Linear(wide, narrow), nn.ReLU()]
+    for num_inputs, num_outputs in ((inputs, 256), (256, 256)):
+        layers += [nn.BatchNorm1d(num_inputs, eps=1e-3, momentum=0.01), nn.Linear(num_inputs, num_outputs), nn.ReLU()]
     return nn.Sequential(*layers, nn.BatchNorm1d(256, eps=1e-3, momentum=0.01), nn.Linear(256, outputs)).eval()
 
 
@@ -39,9 +39,9 @@ class CrossQActor(nn.Module):
         """Returns actions and their log-probabilities `[B]`."""
         mean, log_std = self.body(obs).chunk(2, -1)
         normal = torch.distributions.Normal(mean, (-5 + 0.5 * 7 * (torch.tanh(log_std) + 1)).exp())
-        before = normal.rsample()
-        squashed = torch.tanh(before)
-        logprob = normal.log_prob(before) - torch.log(self.scale * (1 - squashed.pow(2)) + 1e-6)
+        pre_tanh = normal.rsample()
+        squashed = torch.tanh(pre_tanh)
+        logprob = normal.log_prob(pre_tanh) - torch.log(self.scale * (1 - squashed.pow(2)) + 1e-6)
         return squashed * self.scale + self.bias, logprob.sum(1)
 
 
@@ -59,16 +59,16 @@ class CrossQLearner:
 
     def update(self, step: int, data: list[torch.Tensor]) -> None:
         """Runs one update."""
-        obs, next_obs, actions, rewards, ends = data
+        obs, next_obs, actions, rewards, dones = data
         with torch.no_grad():
-            following, logprob = self.actor.act(next_obs)
-        both = torch.cat([torch.cat([obs, actions], 1), torch.cat([next_obs, following], 1)])
+            next_actions, logprob = self.actor.act(next_obs)
+        joined_batch = torch.cat([torch.cat([obs, actions], 1), torch.cat([next_obs, next_actions], 1)])
         self.critics.train()
-        values = [critic(both).flatten().chunk(2) for critic in self.critics]
+        values = [critic(joined_batch).flatten().chunk(2) for critic in self.critics]
         self.critics.eval()
-        after = torch.min(*(value[1] for value in values)).detach() - self.alpha * logprob
-        targets = rewards.flatten() + (1 - ends.flatten()) * 0.99 * after
-        loss = torch.stack([F.mse_loss(value[0], targets) for value in values]).sum()
+        next_values = torch.min(*(q_values[1] for q_values in values)).detach() - self.alpha * logprob
+        targets = rewards.flatten() + (1 - dones.flatten()) * 0.99 * next_values
+        loss = torch.stack([F.mse_loss(q_values[0], targets) for q_values in values]).sum()
         self.q_opt.zero_grad()
         loss.backward()
         self.q_opt.step()
@@ -77,9 +77,9 @@ class CrossQLearner:
         self.actor.train()
         chosen, logprob = self.actor.act(obs)
         self.actor.eval()
-        pairs = torch.cat([obs, chosen], 1)
-        value = torch.min(*(critic(pairs).flatten() for critic in self.critics))
-        actor_loss = (self.alpha * logprob - value).mean()
+        critic_inputs = torch.cat([obs, chosen], 1)
+        q_values = torch.min(*(critic(critic_inputs).flatten() for critic in self.critics))
+        actor_loss = (self.alpha * logprob - q_values).mean()
         self.actor_opt.zero_grad()
         actor_loss.backward()
         self.actor_opt.step()

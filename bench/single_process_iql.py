@@ -66,11 +66,13 @@ class IqlLearner:
         self.expectile, self.temperature = args.expectile, args.inverse_temperature
         with h5py.File(args.data) as file:
             episodes = [file[name] for name in sorted(file, key=lambda name: int(name[5:]))]
-            parts = [
+            transitions = [
                 [group["obs"][:-1], group["obs"][1:], group["actions"][()], group["rewards"][()][:, None],
                  group["terminated"][()][:, None]] for group in episodes
             ]  # fmt: skip
-        self.data = [torch.as_tensor(np.concatenate(part), dtype=torch.float32) for part in zip(*parts, strict=True)]
+        self.data = [
+            torch.as_tensor(np.concatenate(column), dtype=torch.float32) for column in zip(*transitions, strict=True)
+        ]
         for _ in range(args.offline_steps * args.offline_updates):
             self.learn(self.drawn(256))
 
@@ -82,20 +84,25 @@ class IqlLearner:
     def update(self, step: int, data: list[torch.Tensor]) -> None:
         """Runs one update, half from the data."""
         del step
-        self.learn([torch.cat([old, new[:128]]) for old, new in zip(self.drawn(128), data, strict=True)])
+        self.learn(
+            [
+                torch.cat([offline_column, online_column[:128]])
+                for offline_column, online_column in zip(self.drawn(128), data, strict=True)
+            ]
+        )
 
     def learn(self, data: list[torch.Tensor]) -> None:
         """Trains value network, critics, target networks and policy."""
-        obs, next_obs, actions, rewards, ends = data
+        obs, next_obs, actions, rewards, dones = data
         with torch.no_grad():
-            following = self.value(next_obs)
+            next_values = self.value(next_obs)
             targets = torch.min(self.t1(obs, actions), self.t2(obs, actions))
-        apart = targets - self.value(obs)
-        value_loss = (torch.abs(self.expectile - (apart < 0).float()) * apart**2).mean()
+        advantages = targets - self.value(obs)
+        value_loss = (torch.abs(self.expectile - (advantages < 0).float()) * advantages**2).mean()
         self.v_opt.zero_grad()
         value_loss.backward()
         self.v_opt.step()
-        target = rewards + (1 - ends) * 0.99 * following
+        target = rewards + (1 - dones) * 0.99 * next_values
         loss = F.mse_loss(self.q1(obs, actions), target) + F.mse_loss(self.q2(obs, actions), target)
         self.q_opt.zero_grad()
         loss.backward()
@@ -103,9 +110,9 @@ class IqlLearner:
         for q, t in ((self.q1, self.t1), (self.q2, self.t2)):
             for p, average in zip(q.parameters(), t.parameters(), strict=True):
                 average.data.copy_(0.005 * p.data + 0.995 * average.data)
-        weights = torch.exp(self.temperature * apart.detach()).clamp(max=100.0).flatten()
-        unit = (actions - self.actor.bias) / self.actor.scale
-        actor_loss = -(weights * self.actor.normal(obs).log_prob(unit).sum(1)).mean()
+        weights = torch.exp(self.temperature * advantages.detach()).clamp(max=100.0).flatten()
+        unit_actions = (actions - self.actor.bias) / self.actor.scale
+        actor_loss = -(weights * self.actor.normal(obs).log_prob(unit_actions).sum(1)).mean()
         self.actor_opt.zero_grad()
         actor_loss.backward()
         self.actor_opt.step()

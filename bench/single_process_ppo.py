@@ -33,9 +33,9 @@ def network(sizes: list[int], outputs: int, gain: float) -> nn.Sequential:
         nn.init.orthogonal_(linear.weight, 2**0.5)
         nn.init.zeros_(linear.bias)
         layers += [linear, nn.Tanh()]
-    last = layers[-2]
-    assert isinstance(last, nn.Linear)
-    nn.init.orthogonal_(last.weight, gain)
+    last_layer = layers[-2]
+    assert isinstance(last_layer, nn.Linear)
+    nn.init.orthogonal_(last_layer.weight, gain)
     return nn.Sequential(*layers[:-1])
 
 
@@ -53,8 +53,10 @@ class Agent(nn.Module):
 
     def act(self, obs: torch.Tensor, action: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns action, log-probability, entropy and value."""
-        out = self.actor(obs)
-        policy: Any = Categorical(logits=out) if self.discrete else Normal(out, self.log_std.exp().expand_as(out))
+        output = self.actor(obs)
+        policy: Any = (
+            Categorical(logits=output) if self.discrete else Normal(output, self.log_std.exp().expand_as(output))
+        )
         if action is None:
             action = policy.sample()
         logprob, entropy = policy.log_prob(action), policy.entropy()
@@ -84,8 +86,8 @@ class Environments:
 
     def reset(self) -> np.ndarray:
         """Returns the first observations."""
-        first: np.ndarray = self.envs.reset(seed=self.seed)[0]
-        return first
+        first_obs: np.ndarray = self.envs.reset(seed=self.seed)[0]
+        return first_obs
 
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
         """Returns obs, rewards, terminated, truncated, last observations of ended episodes, and (return, success) of each of
@@ -94,13 +96,15 @@ class Environments:
         if isinstance(self.space, gym.spaces.Box):
             actions = actions.clip(self.space.low, self.space.high)
         obs, rewards, terminated, truncated, infos = self.envs.step(actions)
-        final, episode_results = None, []
+        final_obs, episode_results = None, []
         if "final_info" in infos:
             mask = infos["_final_info"]
-            final = np.zeros_like(obs)
-            final[mask] = np.stack(infos["final_obs"][mask])
-            episode_results = [(float(value), None) for value in infos["final_info"]["episode"]["r"][mask]]
-        return obs, rewards, terminated, truncated & ~terminated, final, episode_results
+            final_obs = np.zeros_like(obs)
+            final_obs[mask] = np.stack(infos["final_obs"][mask])
+            episode_results = [
+                (float(episode_return), None) for episode_return in infos["final_info"]["episode"]["r"][mask]
+            ]
+        return obs, rewards, terminated, truncated & ~terminated, final_obs, episode_results
 
 
 class ManiSkill(Environments):
@@ -117,8 +121,8 @@ class ManiSkill(Environments):
 
     def reset(self) -> np.ndarray:
         """Returns the first observations."""
-        first: np.ndarray = self.envs.reset()[0]
-        return first
+        first_obs: np.ndarray = self.envs.reset()[0]
+        return first_obs
 
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
         """Implements `Environments.step`."""
@@ -140,10 +144,10 @@ def advantages_of(
     """
     advantages, trace = torch.zeros_like(rewards), torch.zeros_like(last)
     for t in reversed(range(len(rewards))):
-        following = last if t == len(rewards) - 1 else values[t + 1]
-        alive = 1 - dones[t]
-        delta = rewards[t] + args.gamma * following * alive - values[t]
-        advantages[t] = trace = delta + args.gamma * args.gae_lambda * alive * trace
+        next_value = last if t == len(rewards) - 1 else values[t + 1]
+        not_done = 1 - dones[t]
+        delta = rewards[t] + args.gamma * next_value * not_done - values[t]
+        advantages[t] = trace = delta + args.gamma * args.gae_lambda * not_done * trace
     return advantages
 
 
@@ -151,17 +155,17 @@ def update(args: argparse.Namespace, agent: Agent, optimizer: torch.optim.Optimi
     """Runs all epochs over one rollout, until the KL limit."""
     for _ in range(args.epochs):
         for index in torch.randperm(len(flat[0])).split(args.minibatch):
-            o, a, lp, adv, ret, val = (x[index] for x in flat)
-            _, new_logp, entropy, new_value = agent.act(o, a)
-            ratio = (new_logp - lp).exp()
-            if args.target_kl and float((ratio - 1 - (new_logp - lp)).detach().mean()) > args.target_kl:
+            obs, a, old_logp, adv, ret, val = (x[index] for x in flat)
+            _, new_logp, entropy, new_value = agent.act(obs, a)
+            ratio = (new_logp - old_logp).exp()
+            if args.target_kl and float((ratio - 1 - (new_logp - old_logp)).detach().mean()) > args.target_kl:
                 return
             adv = (adv - adv.mean()) / (adv.std() + 1e-8)
             policy_loss = torch.max(-adv * ratio, -adv * ratio.clamp(1 - args.clip, 1 + args.clip)).mean()
             errors = (new_value - ret) ** 2
             if args.value_clip:
-                near = val + (new_value - val).clamp(-args.value_clip, args.value_clip)
-                errors = torch.max(errors, (near - ret) ** 2)
+                clipped_value = val + (new_value - val).clamp(-args.value_clip, args.value_clip)
+                errors = torch.max(errors, (clipped_value - ret) ** 2)
             loss = policy_loss - args.entropy * entropy.mean() + args.value_coef * 0.5 * errors.mean()
             optimizer.zero_grad()
             loss.backward()
@@ -184,32 +188,32 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     act_b = torch.zeros(steps, args.num_envs, *actions, dtype=torch.long if agent.discrete else torch.float32)
     logp_b, rew_b, end_b, val_b = (torch.zeros(steps, args.num_envs) for _ in range(4))
     returns_seen: deque[float] = deque(maxlen=100)
-    reached: dict[str, float | int | None] = {"env_steps": None, "seconds": None}
+    reached_at: dict[str, float | int | None] = {"env_steps": None, "seconds": None}
     curve: list[list[Any]] = []
     started = time.perf_counter()
     obs = torch.as_tensor(envs.reset(), dtype=torch.float32)
-    for number in range(updates):
+    for update_index in range(updates):
         if args.anneal_lr:
-            optimizer.param_groups[0]["lr"] = (1 - number / updates) * args.lr
-        env_steps, episode_results = (number + 1) * batch, []
+            optimizer.param_groups[0]["lr"] = (1 - update_index / updates) * args.lr
+        env_steps, episode_results = (update_index + 1) * batch, []
         for t in range(steps):
             obs_b[t] = obs
             with torch.no_grad():
                 act_b[t], logp_b[t], _, val_b[t] = agent.act(obs)
-            raw, reward, terminated, truncated, final, episodes = envs.step(act_b[t].numpy())
+            next_obs, reward, terminated, truncated, final_obs, episodes = envs.step(act_b[t].numpy())
             rew_b[t] = torch.as_tensor(reward)
             if args.bootstrap_truncations and truncated.any():
                 rows = torch.as_tensor(truncated.nonzero()[0])
                 with torch.no_grad():
-                    values = agent.critic(torch.as_tensor(final[truncated], dtype=torch.float32))
+                    values = agent.critic(torch.as_tensor(final_obs[truncated], dtype=torch.float32))
                 rew_b[t, rows] += args.gamma * values.squeeze(-1)
-            obs = torch.as_tensor(raw, dtype=torch.float32)
+            obs = torch.as_tensor(next_obs, dtype=torch.float32)
             end_b[t] = torch.as_tensor(terminated | truncated)
             episode_results += episodes
-        returns_seen.extend(value for value, _ in episode_results)
+        returns_seen.extend(episode_return for episode_return, _ in episode_results)
         curve.append([env_steps, episode_results])
-        if len(returns_seen) == 100 and np.mean(returns_seen) >= args.target and reached["env_steps"] is None:
-            reached = {"env_steps": env_steps, "seconds": time.perf_counter() - started}
+        if len(returns_seen) == 100 and np.mean(returns_seen) >= args.target and reached_at["env_steps"] is None:
+            reached_at = {"env_steps": env_steps, "seconds": time.perf_counter() - started}
             if args.stop:
                 break
         with torch.no_grad():
@@ -217,14 +221,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         columns = (obs_b, act_b, logp_b, advantages, advantages + val_b, val_b)
         update(args, agent, optimizer, [x.reshape(batch, *x.shape[2:]) for x in columns])
     total = time.perf_counter() - started
-    return {"seed": args.seed, **reached, "total_env_steps": env_steps, "total_seconds": total,
+    return {"seed": args.seed, **reached_at, "total_env_steps": env_steps, "total_seconds": total,
             "env_steps_per_s": env_steps / total, "last_return": float(np.mean(returns_seen)) if returns_seen else None,
             "curve": curve}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, kind, default in (
+    for name, value_type, default in (
         ("seed", int, 1), ("num-envs", int, 8), ("rollout-steps", int, 32), ("max-env-steps", int, 122_880),
         ("lr", float, 1e-3), ("gamma", float, 0.98), ("gae-lambda", float, 0.8), ("epochs", int, 20),
         ("minibatch", int, 256), ("clip", float, 0.2), ("entropy", float, 0.0), ("value-coef", float, 0.5),
@@ -232,7 +236,7 @@ def main() -> None:
         ("actor-gain", float, 0.01), ("critic-gain", float, 1.0), ("target", float, 475.0),
         ("env", str, "CartPole-v1"), ("env-kwargs", str, "{}"),
     ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=kind, default=default)
+        parser.add_argument(f"--{name}", type=value_type, default=default)
     parser.add_argument("--stop", action="store_true", help="stop when the target is reached")
     parser.add_argument("--bootstrap-truncations", action="store_true", help="value of the final observation where cut")
     parser.add_argument("--anneal-lr", action=argparse.BooleanOptionalAction, default=True)

@@ -51,9 +51,9 @@ class SacActor(nn.Module):
         hidden = F.relu(self.two(F.relu(self.one(obs))))
         mean, log_std = self.mean(hidden), torch.tanh(self.log_std(hidden))
         normal = torch.distributions.Normal(mean, (-5 + 0.5 * 7 * (log_std + 1)).exp())
-        before = normal.rsample()
-        squashed = torch.tanh(before)
-        logprob = normal.log_prob(before) - torch.log(self.scale * (1 - squashed.pow(2)) + 1e-6)
+        pre_tanh = normal.rsample()
+        squashed = torch.tanh(pre_tanh)
+        logprob = normal.log_prob(pre_tanh) - torch.log(self.scale * (1 - squashed.pow(2)) + 1e-6)
         return squashed * self.scale + self.bias, logprob.sum(1, keepdim=True)
 
 
@@ -68,11 +68,11 @@ class Buffer:
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: float, end: bool) -> None:
         """Adds one transition."""
-        at = self.at
-        self.obs[at], self.next_obs[at], self.actions[at], self.rewards[at], self.ends[at] = (
+        index = self.at
+        self.obs[index], self.next_obs[index], self.actions[index], self.rewards[index], self.ends[index] = (
             obs, next_obs, action, reward, end,
         )  # fmt: skip
-        self.at = (at + 1) % self.size
+        self.at = (index + 1) % self.size
         self.full |= self.at == 0
 
     def sample(self, count: int) -> list[torch.Tensor]:
@@ -97,11 +97,13 @@ class SacLearner:
 
     def update(self, step: int, data: list[torch.Tensor]) -> None:
         """Runs one update."""
-        obs, next_obs, actions, rewards, ends = data
+        obs, next_obs, actions, rewards, dones = data
         with torch.no_grad():
-            following, logprob = self.actor.act(next_obs)
-            value = torch.min(self.t1(next_obs, following), self.t2(next_obs, following)) - self.alpha * logprob
-            targets = rewards.flatten() + (1 - ends.flatten()) * 0.99 * value.view(-1)
+            next_actions, logprob = self.actor.act(next_obs)
+            next_values = (
+                torch.min(self.t1(next_obs, next_actions), self.t2(next_obs, next_actions)) - self.alpha * logprob
+            )
+            targets = rewards.flatten() + (1 - dones.flatten()) * 0.99 * next_values.view(-1)
         loss = F.mse_loss(self.q1(obs, actions).view(-1), targets) + F.mse_loss(self.q2(obs, actions).view(-1), targets)
         self.q_opt.zero_grad()
         loss.backward()
@@ -109,8 +111,8 @@ class SacLearner:
         if step % 2 == 0:
             for _ in range(2):
                 chosen, logprob = self.actor.act(obs)
-                value = torch.min(self.q1(obs, chosen), self.q2(obs, chosen))
-                actor_loss = (self.alpha * logprob - value).mean()
+                next_values = torch.min(self.q1(obs, chosen), self.q2(obs, chosen))
+                actor_loss = (self.alpha * logprob - next_values).mean()
                 self.actor_opt.zero_grad()
                 actor_loss.backward()
                 self.actor_opt.step()

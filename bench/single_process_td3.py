@@ -52,12 +52,12 @@ class Td3Learner:
 
     def update(self, step: int, data: list[torch.Tensor]) -> None:
         """Runs one update."""
-        obs, next_obs, actions, rewards, ends = data
+        obs, next_obs, actions, rewards, dones = data
         with torch.no_grad():
             noise = (torch.randn_like(actions) * 0.2).clamp(-0.5, 0.5) * self.actor.scale
-            following = (self.target_actor(next_obs) + noise).clamp(self.actor.low, self.actor.high)
-            value = torch.min(self.t1(next_obs, following), self.t2(next_obs, following))
-            targets = rewards + (1 - ends) * 0.99 * value
+            next_actions = (self.target_actor(next_obs) + noise).clamp(self.actor.low, self.actor.high)
+            next_values = torch.min(self.t1(next_obs, next_actions), self.t2(next_obs, next_actions))
+            targets = rewards + (1 - dones) * 0.99 * next_values
         loss = F.mse_loss(self.q1(obs, actions), targets) + F.mse_loss(self.q2(obs, actions), targets)
         self.q_opt.zero_grad()
         loss.backward()

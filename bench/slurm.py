@@ -31,12 +31,12 @@ CONFIG = Path(__file__).resolve().parent.parent / "configs" / "embodied" / "cart
 
 
 def _until(condition: Callable[[], Any], goal: str, deadline_s: float = 120.0) -> Any:
-    end = time.monotonic() + deadline_s
-    while not (value := condition()):
-        if time.monotonic() > end:
+    deadline = time.monotonic() + deadline_s
+    while not (condition_value := condition()):
+        if time.monotonic() > deadline:
             raise SystemExit(f"waited {deadline_s:.0f} s until {goal}")
         time.sleep(0.05)
-    return value
+    return condition_value
 
 
 def _json(path: Path) -> Any:
@@ -56,27 +56,29 @@ def once(site: str, folder: Path) -> dict[str, float]:
                "runner.save_interval=20", "runner.logger.logger_backends=[jsonl]"]  # fmt: skip
     waiter = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        first = _until(
+        first_times = _until(
             lambda: _json(next(iter(root.glob("registry/*-0/timeline.json")), root)), "the first step is done"
         )
         _until(lambda: list(root.glob("checkpoints/*/COMPLETE")), "a checkpoint is there")
         job = _json(root / "submit" / "segment_0.json")["job_id"]
-        stopped = time.time()
+        stopped_at = time.time()
         subprocess.run(["scancel", "--batch", "--signal=USR2", job], check=True)
-        again = _until(lambda: _json(next(iter(root.glob("registry/*-1/timeline.json")), root)), "it goes on", 300)
+        resumed_times = _until(
+            lambda: _json(next(iter(root.glob("registry/*-1/timeline.json")), root)), "it goes on", 300
+        )
         attempts = _json(root / "submit" / "segment_0.attempts.json")["attempts"]
     finally:
         subprocess.run([sys.executable, "-m", "rlhpc.cli", "cancel", str(root)], capture_output=True)
         waiter.wait(60)
-    began, ended_at, resumed = attempts[0]["began"], attempts[0]["ended"], attempts[1]["began"]
+    began_at, ended_at, resumed = attempts[0]["began"], attempts[0]["ended"], attempts[1]["began"]
     return {
-        "job start to driver (s)": first["driver"] - began,
-        "job start to all ranks (s)": first["ranks"] - began,
-        "job start to first rollout (s)": first["first_step"] - began,
-        "stop to saved and gone (s)": ended_at - stopped,
+        "job start to driver (s)": first_times["driver"] - began_at,
+        "job start to all ranks (s)": first_times["ranks"] - began_at,
+        "job start to first rollout (s)": first_times["first_step"] - began_at,
+        "stop to saved and gone (s)": ended_at - stopped_at,
         "queue (Slurm's own, s)": resumed - ended_at,
-        "requeued job start to first new step (s)": again["first_step"] - resumed,
-        "stop to first new step, net of the queue (s)": ended_at - stopped + again["first_step"] - resumed,
+        "requeued job start to first new step (s)": resumed_times["first_step"] - resumed,
+        "stop to first new step, net of the queue (s)": ended_at - stopped_at + resumed_times["first_step"] - resumed,
     }
 
 
@@ -89,9 +91,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     rows: list[dict[str, float]] = []
     for _ in range(args.repeat):
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         subprocess.run([sys.executable, "-c", "import torch"], check=True)
-        limit = time.perf_counter() - began
+        limit = time.perf_counter() - started_at
         with tempfile.TemporaryDirectory(dir=os.environ.get("RLHPC_BENCH_DIR")) as folder:
             rows.append({"limit: import torch, one interpreter (s)": limit, **once(args.site, Path(folder))})
         print(json.dumps(rows[-1]), flush=True)

@@ -48,37 +48,37 @@ class TailRollout(Worker):
 
     def make(self, steps: int, ahead: int, ranks: int, tool_s: float) -> None:
         """Takes prompts of all steps as these are given out, until word comes that it is over."""
-        takings = PromptLeases(PROMPTS, self.rank, self.work, self.delivered)
-        takings.begin(0, ranks)
+        leases = PromptLeases(PROMPTS, self.rank, self.work, self.delivered)
+        leases.begin(0, ranks)
         sizes = {step: lengths(step) for step in range(1, steps + 1)}
         waiting, running = deque[tuple[int, int, int]](), dict[tuple[int, int, int], int]()
-        remaining, first, now = dict[tuple[int, int], int](), 1, time.perf_counter()
-        away, preempted = deque[tuple[float, tuple[int, int, int]]](), dict[tuple[int, int, int], int]()
-        while first <= steps:
-            for step in range(first, min(steps, first + ahead) + 1):
-                while len(running) + len(waiting) < CAPACITY and (position := takings.take(step)) is not None:
+        remaining, next_step, now = dict[tuple[int, int], int](), 1, time.perf_counter()
+        tool_calls, preempted = deque[tuple[float, tuple[int, int, int]]](), dict[tuple[int, int, int], int]()
+        while next_step <= steps:
+            for step in range(next_step, min(steps, next_step + ahead) + 1):
+                while len(running) + len(waiting) < CAPACITY and (position := leases.take(step)) is not None:
                     assert isinstance(position, int), "nobody leaves"
                     remaining[step, position] = GROUP
                     waiting.extend((step, position, member) for member in range(GROUP))
-            while away and away[0][0] <= now:
-                waiting.appendleft(away.popleft()[1])
+            while tool_calls and tool_calls[0][0] <= now:
+                waiting.appendleft(tool_calls.popleft()[1])
             while waiting and len(running) < CAPACITY:
-                place = waiting.popleft()
-                running[place] = preempted.pop(place, int(sizes[place[0]][place[1:]]))
+                sequence_key = waiting.popleft()
+                running[sequence_key] = preempted.pop(sequence_key, int(sizes[sequence_key[0]][sequence_key[1:]]))
             now = max(now + TOKEN_S, time.perf_counter() - TOKEN_S)
             time.sleep(max(0.0, now - time.perf_counter()))
-            for place in list(running):
-                running[place] -= 1
-                if tool_s and running[place] and running[place] % TURN == 0:
-                    preempted[place] = running.pop(place)
-                    away.append((now + tool_s, place))
-                elif not running[place]:
-                    del running[place]
-                    remaining[place[:2]] -= 1
-                    if not remaining[place[:2]]:
-                        takings.deliver(*place[:2], {})
+            for sequence_key in list(running):
+                running[sequence_key] -= 1
+                if tool_s and running[sequence_key] and running[sequence_key] % TURN == 0:
+                    preempted[sequence_key] = running.pop(sequence_key)
+                    tool_calls.append((now + tool_s, sequence_key))
+                elif not running[sequence_key]:
+                    del running[sequence_key]
+                    remaining[sequence_key[:2]] -= 1
+                    if not remaining[sequence_key[:2]]:
+                        leases.deliver(*sequence_key[:2], {})
             with contextlib.suppress(QueueEmpty):
-                first = self.over.get_nowait(key=str(self.rank))
+                next_step = self.over.get_nowait(key=str(self.rank))
 
 
 def ideal_s(step: int, ranks: int) -> float:
@@ -99,32 +99,32 @@ def bound_s(step: int, ranks: int, ahead: int, tool_s: float) -> float:
 
 def run(steps: int, ahead: int, ranks: int, cluster: Cluster, tool_s: float = 0.0) -> dict[str, float]:
     """Measures one run; the first two steps and the last two, with less concurrent work, do not count."""
-    ledger, over = PromptTracker(PROMPTS), Channel.create(OVER)
+    ledger, over_channel = PromptTracker(PROMPTS), Channel.create(OVER)
     ledger.open(0)
     group = TailRollout.create_group().launch(cluster, NodePlacementStrategy([0] * ranks), f"tail{ranks}{ahead}")
     group.open().wait()
     ledger.give(1 + ahead)
-    making, times = group.make(steps, ahead, ranks, tool_s), [time.perf_counter()]
+    making, step_times = group.make(steps, ahead, ranks, tool_s), [time.perf_counter()]
     for step in range(1, steps + 1):
         while not ledger.wait_complete(step, 1.0):
-            if time.perf_counter() - times[-1] > 300:
+            if time.perf_counter() - step_times[-1] > 300:
                 raise SystemExit(f"bench.tail: step {step} is not whole: {ledger.missing(step)[:8]}")
         time.sleep(ideal_s(step, ranks))  # the actor
         ledger.give(min(steps, step + 1 + ahead))
         for rank in range(ranks):
-            over.put(step + 1, key=str(rank))
-        times.append(time.perf_counter())
+            over_channel.put(step + 1, key=str(rank))
+        step_times.append(time.perf_counter())
     making.wait()
     group.shutdown()
-    counted = range(3, steps - 1)
-    busy_s = statistics.fmean(ideal_s(step, ranks) for step in counted)
-    longest = statistics.fmean(longest_s(step, tool_s) for step in counted)
-    tokens = statistics.fmean(float(lengths(step).sum()) for step in counted)
-    step_s = (times[-3] - times[2]) / len(counted)
-    bound = statistics.fmean(bound_s(step, ranks, ahead, tool_s) for step in counted)
+    measured_steps = range(3, steps - 1)
+    busy_s = statistics.fmean(ideal_s(step, ranks) for step in measured_steps)
+    answer_s = statistics.fmean(longest_s(step, tool_s) for step in measured_steps)
+    tokens = statistics.fmean(float(lengths(step).sum()) for step in measured_steps)
+    step_s = (step_times[-3] - step_times[2]) / len(measured_steps)
+    min_step_s = statistics.fmean(bound_s(step, ranks, ahead, tool_s) for step in measured_steps)
     return {
-        "ranks": ranks, "max_staleness": ahead, "step_s": step_s, "bound_s": bound, "gain": step_s / bound,
-        "rollout ranks idle": 1 - busy_s / step_s, "answers if all were busy, s": busy_s, "longest answer, s": longest,
+        "ranks": ranks, "max_staleness": ahead, "step_s": step_s, "bound_s": min_step_s, "gain": step_s / min_step_s,
+        "rollout ranks idle": 1 - busy_s / step_s, "answers if all were busy, s": busy_s, "longest answer, s": answer_s,
         "tokens_per_s": tokens / step_s,
     }  # fmt: skip
 
@@ -145,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{ranks} ranks, {ahead} ahead: {figures['step_s']:.2f} s a step, at least {figures['bound_s']:.2f} s "
                   f"({figures['gain']:.2f} times); rollout idle {figures['rollout ranks idle']:.0%}", flush=True)  # fmt: skip
     session.stop()
-    name, more = ("tail_episodes", " --episodes") if args.episodes else ("tail", "")
-    print(write(name, f"python -m bench.tail --steps {args.steps}{more}", {"rows": rows}))
+    name, options_text = ("tail_episodes", " --episodes") if args.episodes else ("tail", "")
+    print(write(name, f"python -m bench.tail --steps {args.steps}{options_text}", {"rows": rows}))
 
 
 if __name__ == "__main__":

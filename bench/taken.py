@@ -29,9 +29,9 @@ RANKS, PROMPTS, GROUP, CAPACITY, TOKEN_S = (2, 4, 8), 64, 8, 32, 0.002
 
 def lengths(seed: int) -> np.ndarray:
     """Returns the tokens of each answer, `[PROMPTS, GROUP]`."""
-    draw = np.random.default_rng(seed)
-    prompt, answer = draw.normal(0.0, 0.8, (PROMPTS, 1)), draw.normal(0.0, 0.4, (PROMPTS, GROUP))
-    return np.clip(np.exp(5.0 + prompt + answer), 20, 2000).astype(int)
+    generator = np.random.default_rng(seed)
+    prompt, answer_noise = generator.normal(0.0, 0.8, (PROMPTS, 1)), generator.normal(0.0, 0.4, (PROMPTS, GROUP))
+    return np.clip(np.exp(5.0 + prompt + answer_noise), 20, 2000).astype(int)
 
 
 class LeasedRollout(Worker):
@@ -43,15 +43,15 @@ class LeasedRollout(Worker):
     def make(self, step: int, leased: bool, ranks: int, slow: bool) -> float:
         """Makes its part of a step; returns the seconds until it had nothing left to do."""
         size, token_s = lengths(step), TOKEN_S * (2 if slow and self.rank == 0 else 1)
-        takings = PromptLeases(PROMPTS, self.rank, self.work, self.delivered)
-        takings.begin(step, ranks)
+        leases = PromptLeases(PROMPTS, self.rank, self.work, self.delivered)
+        leases.begin(step, ranks)
         own_positions = iter(range(self.rank, PROMPTS, ranks))
         waiting, running, remaining = deque[tuple[int, int]](), dict[tuple[int, int], int](), dict[int, int]()
         started = now = time.perf_counter()
 
         def more() -> Iterator[int]:
             while len(running) + len(waiting) < CAPACITY or not leased:
-                position = takings.take(step) if leased else next(own_positions, None)
+                position = leases.take(step) if leased else next(own_positions, None)
                 if position is None:
                     return
                 assert isinstance(position, int), "nobody leaves"
@@ -62,19 +62,19 @@ class LeasedRollout(Worker):
                 remaining[position] = GROUP
                 waiting.extend((position, member) for member in range(GROUP))
             while waiting and len(running) < CAPACITY:
-                place = waiting.popleft()
-                running[place] = int(size[place])
+                sequence_key = waiting.popleft()
+                running[sequence_key] = int(size[sequence_key])
             if not running:
                 break
             now += token_s
             time.sleep(max(0.0, now - time.perf_counter()))
-            for place in list(running):
-                running[place] -= 1
-                if not running[place]:
-                    del running[place]
-                    remaining[place[0]] -= 1
-                    if leased and not remaining[place[0]]:
-                        takings.deliver(step, place[0], {})
+            for sequence_key in list(running):
+                running[sequence_key] -= 1
+                if not running[sequence_key]:
+                    del running[sequence_key]
+                    remaining[sequence_key[0]] -= 1
+                    if leased and not remaining[sequence_key[0]]:
+                        leases.deliver(step, sequence_key[0], {})
         return time.perf_counter() - started
 
 
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for repeat in range(args.repeat):
                 for leased in (True, False):
                     times[leased].append(step_s(group, ledger, repeat + 1, leased, ranks, slow))
-            ratios = [one / other for one, other in zip(times[True], times[False], strict=True)]
+            ratios = [leased_s / fixed_s for leased_s, fixed_s in zip(times[True], times[False], strict=True)]
             ideal = [lengths(r + 1).sum() * TOKEN_S / CAPACITY / (ranks - 0.5 * slow) for r in range(args.repeat)]
             rows.append({
                 "ranks": ranks, "one rank half as fast": slow, "taken_s": spread(times[True]), "dealt_s": spread(times[False]),

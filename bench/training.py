@@ -55,8 +55,8 @@ def make_batches(vocabulary: int, count: int, longest: int, max_tokens: int) -> 
     torch.manual_seed(0)
     lengths = torch.randint(longest // 4, longest + 1, (count,)).tolist()
     ids, weights = zip(*((torch.randint(0, vocabulary, (n,)), torch.randn(n)) for n in lengths), strict=True)
-    every = TokenBatch.of(ids, [torch.ones(n, dtype=torch.bool) for n in lengths], {"weights": weights})
-    return [every.select(samples) for samples in micro_batches(every.lengths, max_tokens)]
+    full_batch = TokenBatch.of(ids, [torch.ones(n, dtype=torch.bool) for n in lengths], {"weights": weights})
+    return [full_batch.select(samples) for samples in micro_batches(full_batch.lengths, max_tokens)]
 
 
 def plain(folder: Path, batches: list[TokenBatch]) -> Callable[[], None]:
@@ -71,8 +71,8 @@ def plain(folder: Path, batches: list[TokenBatch]) -> Callable[[], None]:
     def step() -> None:
         for ids, mask, weights in padded:
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            every = torch.log_softmax(logits[:, :-1], dim=-1)
-            logprobs = every.gather(2, ids[:, 1:, None]).squeeze(2)
+            log_softmax = torch.log_softmax(logits[:, :-1], dim=-1)
+            logprobs = log_softmax.gather(2, ids[:, 1:, None]).squeeze(2)
             loss = -(weights[:, 1:] * logprobs * mask[:, 1:]).sum() / total
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -91,8 +91,8 @@ def ours(folder: Path, batches: list[TokenBatch], backend: str) -> Callable[[], 
     total = sum(batch.tokens for batch in batches)
 
     def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        value = -(batch.columns["weights"] * scores.logprobs).sum() / total
-        return value, {"loss": value}
+        loss_value = -(batch.columns["weights"] * scores.logprobs).sum() / total
+        return loss_value, {"loss": loss_value}
 
     def step() -> None:
         trainer.forward_backward(batches, loss)
@@ -143,9 +143,9 @@ def main(arguments: list[str] | None = None) -> None:
             batches = make_batches(vocabulary, 8, 128, options.max_tokens)
             figures[options.model.name] = measure(options.model, batches, options.repeat, options.backends)
         for name in [] if options.model else options.sizes:
-            layers, width, vocabulary, count, longest = SIZES[name]
+            layers, width, vocabulary, count, max_length = SIZES[name]
             make_model(Path(folder) / name, layers, width, vocabulary)
-            batches = make_batches(vocabulary, count, longest, options.max_tokens)
+            batches = make_batches(vocabulary, count, max_length, options.max_tokens)
             figures[name] = measure(Path(folder) / name, batches, options.repeat, options.backends)
     path = write("training", f"python -m bench.training --repeat {options.repeat}", {"figures": figures})
     for name, values in figures.items():

@@ -58,16 +58,19 @@ def measure(
     receivers = [(group.name, [0]) for group in receiver_groups]
     for handle in [group.open(receivers) for group in (sender, *receiver_groups)]:
         handle.wait()
-    before = [group.sent().wait()[0] for group in (sender, *receiver_groups)]
+    bytes_before = [group.sent().wait()[0] for group in (sender, *receiver_groups)]
     started = time.perf_counter()
     for version in range(versions):
         handles = [sender.give(version), *(group.take() for group in receiver_groups)]
         assert all(is_equal for handle in handles[1:] for is_equal in handle.wait())
         handles[0].wait()
     seconds = (time.perf_counter() - started) / versions
-    after = [group.sent().wait()[0] for group in (sender, *receiver_groups)]
-    times = [(now - then) / BYTES / versions for now, then in zip(after, before, strict=True)]
-    return seconds, times[0], max(times[1:])
+    bytes_after = [group.sent().wait()[0] for group in (sender, *receiver_groups)]
+    copies_sent = [
+        (bytes_now - bytes_then) / BYTES / versions
+        for bytes_now, bytes_then in zip(bytes_after, bytes_before, strict=True)
+    ]
+    return seconds, copies_sent[0], max(copies_sent[1:])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -31,9 +31,9 @@ WARM = 10
 
 def rlhpc(*words: str) -> None:
     """Runs one command, quietly unless it fails."""
-    done = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    completed = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
+    if completed.returncode:
+        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{completed.stdout[-3000:]}\n{completed.stderr[-3000:]}")
 
 
 def accuracy(model: Path, overrides: list[str]) -> float:
@@ -45,8 +45,8 @@ def accuracy(model: Path, overrides: list[str]) -> float:
 
 def warm_up(folder: Path) -> Path:
     """Returns the model from which both start."""
-    words = [f"runner.run_dir={folder}", "runner.name=sft"]
-    rlhpc("train", SFT, *words)
+    overrides = [f"runner.run_dir={folder}", "runner.name=sft"]
+    rlhpc("train", SFT, *overrides)
     export = folder / "sft-export"
     checkpoint = next((folder / "sft" / "checkpoints").glob("global_step_*"))
     rlhpc("convert", "--checkpoint", str(checkpoint), "--output", str(export))
@@ -75,13 +75,13 @@ def ours(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tupl
 def train_trl(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tuple[float, Path]:
     """Returns the same for TRL, in a separate process."""
     export = folder / f"trl-{seed}-{threads}"
-    words = ["--peer", "--start", str(start), "--output", str(export), "--seed", str(seed), "--steps", str(steps)]
+    arguments = ["--peer", "--start", str(start), "--output", str(export), "--seed", str(seed), "--steps", str(steps)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.trl_grpo", *words], cwd=ROOT, env=environment, capture_output=True, text=True
+    completed = subprocess.run(
+        [sys.executable, "-m", "bench.trl_grpo", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    if done.returncode:
-        raise SystemExit(f"TRL failed:\n{done.stderr[-3000:]}")
+    if completed.returncode:
+        raise SystemExit(f"TRL failed:\n{completed.stderr[-3000:]}")
     return float(json.loads((export / "time.json").read_text())["step_s"]), export
 
 
@@ -109,11 +109,11 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
             for messages, expected in zip(completions, answer, strict=True)
         ]
 
-    times: list[float] = []
+    step_ends: list[float] = []
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            times.append(time.perf_counter())
+            step_ends.append(time.perf_counter())
 
     batch = minibatch_size(cfg, cfg.actor)
     trainer = GRPOTrainer(
@@ -136,7 +136,7 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
     )  # fmt: skip
     trainer.train()
     trainer.save_model(output)
-    seconds = (times[-1] - times[WARM - 1]) / (len(times) - WARM)
+    seconds = (step_ends[-1] - step_ends[WARM - 1]) / (len(step_ends) - WARM)
     (Path(output) / "time.json").write_text(json.dumps({"step_s": seconds}))
 
 

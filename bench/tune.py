@@ -46,21 +46,21 @@ def say(text: str) -> None:
 def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[str, Any]:
     """Returns prediction and measurement of one workload."""
     config, overrides = WORKLOADS[workload]
-    words = (*overrides, f"runner.run_dir={folder}")
-    request = TuneRequest(str(ROOT / config), words, ahead=1, steps=options.steps)
+    run_overrides = (*overrides, f"runner.run_dir={folder}")
+    request = TuneRequest(str(ROOT / config), run_overrides, ahead=1, steps=options.steps)
     record = tune(request, say)
-    cfg = load_config(request.config, words)
+    cfg = load_config(request.config, run_overrides)
     space = space_of(request, workload_of(cfg, 1), Costs.from_json(record["costs"]), cfg, here=True)
-    ranked = search(space, 10**6, lambda candidate: is_allowed(request, candidate, here=True))
-    spread_indices = (round(i * (len(ranked) - 1) / options.among) for i in range(1, options.among + 1))
+    ranked_candidates = search(space, 10**6, lambda candidate: is_allowed(request, candidate, here=True))
+    spread_indices = (round(i * (len(ranked_candidates) - 1) / options.among) for i in range(1, options.among + 1))
     chosen = {0, *range(options.top), *spread_indices}
-    picks = [ranked[index] for index in sorted(chosen) if index < len(ranked)]
+    picks = [ranked_candidates[index] for index in sorted(chosen) if index < len(ranked_candidates)]
     if not any(_is_configured(pick, space.configured) for pick in picks):
-        picks += [pick for pick in ranked if _is_configured(pick, space.configured)]
+        picks += [pick for pick in ranked_candidates if _is_configured(pick, space.configured)]
     file = folder / "config.yaml"
     file.write_text(config_to_yaml(cfg))
-    always = tuple(f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items() if key in kind_of(cfg).schema)
-    runs = ShortRuns(file, folder, always, request.steps, request.deadline_s)
+    fixed_overrides = tuple(f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items() if key in kind_of(cfg).schema)
+    runs = ShortRuns(file, folder, fixed_overrides, request.steps, request.deadline_s)
     seconds: list[list[float]] = [[] for _ in picks]
     for turn in range(options.repeat):
         for index in range(len(picks))[:: 1 if turn % 2 else -1]:
@@ -69,15 +69,17 @@ def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[st
             say(
                 f"{workload}: {index} of {len(picks)}: {costs.step_s:.4f} s, predicted {picks[index].prediction.step_s:.4f} s"
             )
-    medians = [statistics.median(times) for times in seconds]
-    apart = statistics.median((max(times) - min(times)) / statistics.fmean(times) for times in seconds)
+    medians = [statistics.median(step_times) for step_times in seconds]
+    relative_spread = statistics.median(
+        (max(step_times) - min(step_times)) / statistics.fmean(step_times) for step_times in seconds
+    )
     errors = [pick.prediction.step_s / median - 1 for pick, median in zip(picks, medians, strict=True)]
     return {
-        "candidates": len(ranked),
+        "candidates": len(ranked_candidates),
         "chosen / best": medians[0] / min(medians),
-        "spread": apart,
+        "spread": relative_spread,
         "spread while tuning": record["costs"]["spread"],
-        "not worse than the best beyond the spread": medians[0] / min(medians) <= 1 + apart,
+        "not worse than the best beyond the spread": medians[0] / min(medians) <= 1 + relative_spread,
         "chosen / worst": medians[0] / max(medians),
         "error": spread(errors),
         "absolute error": spread([abs(error) for error in errors]),
@@ -87,16 +89,17 @@ def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[st
                 "settings": dict(pick.candidate.settings),
                 "configured": _is_configured(pick, space.configured),
                 "predicted_s": pick.prediction.step_s,
-                "measured_s": spread(times),
+                "measured_s": spread(step_times),
             }
-            for pick, times in zip(picks, seconds, strict=True)
+            for pick, step_times in zip(picks, seconds, strict=True)
         ],
     }
 
 
 def _is_configured(ranked: RankedCandidate, configured: Any) -> bool:
     return bool(ranked.candidate.settings == configured.settings) and all(
-        place.processes == configured.places[group].processes for group, place in ranked.candidate.places.items()
+        placement.processes == configured.places[group].processes
+        for group, placement in ranked.candidate.places.items()
     )
 
 
@@ -110,10 +113,10 @@ def main(arguments: list[str] | None = None) -> None:
     command = " ".join(["python -m bench.tune", *(f"--{name} {value}" for name, value in vars(options).items())])
     results: dict[str, Any] = {}
     for workload in WORKLOADS:
-        before = os.getloadavg()
+        load_before = os.getloadavg()
         with tempfile.TemporaryDirectory() as folder:
             results[workload] = measure(Path(folder), workload, options)
-        results[workload]["load"] = {"before": before[0], "after": os.getloadavg()[0]}
+        results[workload]["load"] = {"before": load_before[0], "after": os.getloadavg()[0]}
         print(write("tune", command, {"workloads": results}), flush=True)
 
 

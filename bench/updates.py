@@ -72,7 +72,7 @@ def update(size: float, nodes: int, link: float, stream: float, write: float) ->
 
 def table() -> str:
     """Formats all predictions, in Markdown."""
-    parts = measured()
+    measured_parts = measured()
     lines = [
         "| model | nodes | " + " | ".join(f"{link} Gb/s" for link in LINKS) + " |",
         "|---" * (2 + len(LINKS)) + "|",
@@ -81,11 +81,11 @@ def table() -> str:
         for nodes in NODES:
             cells = []
             for link in LINKS:
-                times = update(size, nodes, link, **parts)
-                other = update(size, nodes, link, math.inf, parts["write"])
-                cells.append(f"{times.seconds:.0f} s, {times.slowest}")
-                if other.slowest != times.slowest:
-                    cells[-1] += f" ({other.seconds:.0f} s, {other.slowest})"
+                update_times = update(size, nodes, link, **measured_parts)
+                without_network = update(size, nodes, link, math.inf, measured_parts["write"])
+                cells.append(f"{update_times.seconds:.0f} s, {update_times.slowest}")
+                if without_network.slowest != update_times.slowest:
+                    cells[-1] += f" ({without_network.seconds:.0f} s, {without_network.slowest})"
             lines.append(f"| {model} | {nodes} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

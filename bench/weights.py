@@ -68,8 +68,8 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
 
 def trained(name: str) -> bool:
     """Returns whether a tensor is trained in a model with mostly frozen weights: the small ones, and one of the others."""
-    number = int(name[1:])
-    return number % 10 >= 7 or number == 1
+    row_number = int(name[1:])
+    return row_number % 10 >= 7 or row_number == 1
 
 
 class WeightHolder(Worker):
@@ -128,8 +128,8 @@ def measure(row: WeightFigure, sender: WorkerGroup, group: WorkerGroup) -> float
         for handle in [sender.give(version), group.take(row.adopt)]:
             handle.wait()
         seconds = time.perf_counter() - started
-    (sent,) = sender.value().wait()
-    assert all(value == sent for value in group.value().wait()), row
+    (sent_digest,) = sender.value().wait()
+    assert all(received_digest == sent_digest for received_digest in group.value().wait()), row
     sender.close().wait()
     return seconds
 
@@ -160,11 +160,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     figures = {
         f"{label} (s)": spread([repetition[label] for repetition in repetition_rows]) for label in repetition_rows[0]
     }
-    pairs = [(row.label, COPY) for row in ROWS if row.changed == "all"]
-    pairs += [(row.label, row.label.partition(", 1 %")[0] + ", all") for row in ROWS if row.changed != "all"]
+    label_pairs = [(row.label, COPY) for row in ROWS if row.changed == "all"]
+    label_pairs += [(row.label, row.label.partition(", 1 %")[0] + ", all") for row in ROWS if row.changed != "all"]
     ratios = {
         f"{a} / {b}": float(np.median([repetition[a] / repetition[b] for repetition in repetition_rows]))
-        for a, b in pairs
+        for a, b in label_pairs
     }
     for name, ratio in ratios.items():
         print(f"{name:80} {ratio:8.3f}")

@@ -42,8 +42,8 @@ def found_here() -> tuple[str, int]:
 
     from rlhpc.runtime.devices import accelerator
 
-    kind = accelerator()
-    return kind, torch.accelerator.device_count() if kind else 0
+    device_type = accelerator()
+    return device_type, torch.accelerator.device_count() if device_type else 0
 
 
 def measured_on(device: str, cards: int) -> dict[str, Any]:
@@ -56,13 +56,13 @@ def measured_on(device: str, cards: int) -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    about: dict[str, Any] = {"device": device, "versions": versions}
+    description: dict[str, Any] = {"device": device, "versions": versions}
     if cards:
         module: Any = torch.get_device_module(device)
-        every = [module.get_device_properties(number) for number in range(cards)]
-        about["cards"] = [{"name": card.name, "GB": round(card.total_memory / 1e9, 1)} for card in every]
-        about["built for"] = torch.version.cuda or torch.version.hip
-    return about
+        properties = [module.get_device_properties(card_number) for card_number in range(cards)]
+        description["cards"] = [{"name": card.name, "GB": round(card.total_memory / 1e9, 1)} for card in properties]
+        description["built for"] = torch.version.cuda or torch.version.hip
+    return description
 
 
 def run_part(name: str, device: str, cards: int, deadline: float) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def run_part(name: str, device: str, cards: int, deadline: float) -> dict[str, A
         report = Report(name, device, cards, Path(folder) / "figures")
         report.file.touch()
         command = [sys.executable, "-m", "bench.gpu", "--part", name, str(report.file), device, str(cards)]
-        began = time.monotonic()
+        started_at = time.monotonic()
         with (Path(folder) / "stderr").open("w+") as stderr:
             process = subprocess.Popen(command, cwd=ROOT, stderr=stderr, start_new_session=True)
             try:
@@ -91,29 +91,31 @@ def run_part(name: str, device: str, cards: int, deadline: float) -> dict[str, A
                 print(stderr.read()[-6000:], file=sys.stderr, flush=True)
     figures = {row.pop("figure"): row for row in rows if "figure" in row}
     skipped = {row["skipped"]: row["why"] for row in rows if "skipped" in row}
-    failed = {row["failed"]: row["why"] for row in rows if "failed" in row}
-    return {"seconds": time.monotonic() - began, "figures": figures, "skipped": skipped, "failed": failed}
+    failures = {row["failed"]: row["why"] for row in rows if "failed" in row}
+    return {"seconds": time.monotonic() - started_at, "figures": figures, "skipped": skipped, "failed": failures}
 
 
 def merge_parts(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """Returns the content together with the other parts that the file already has, if they are of the same code, cards and
     versions.
     """
-    before = json.loads(path.read_text()) if path.exists() else {}
+    earlier_content = json.loads(path.read_text()) if path.exists() else {}
     identity_keys = ("device", "versions", "cards", "built for")
-    if not before or before["machine"]["commit"] != content["machine"]["commit"]:
+    if not earlier_content or earlier_content["machine"]["commit"] != content["machine"]["commit"]:
         return content
-    if any(before.get(key) != content.get(key) for key in identity_keys):
+    if any(earlier_content.get(key) != content.get(key) for key in identity_keys):
         return content
-    earlier_parts = {name: part for name, part in before["parts"].items() if name not in content["parts"]}
-    command = f"{before['command']}; {content['command']}" if earlier_parts else content["command"]
+    earlier_parts = {
+        name: earlier_part for name, earlier_part in earlier_content["parts"].items() if name not in content["parts"]
+    }
+    command = f"{earlier_content['command']}; {content['command']}" if earlier_parts else content["command"]
     return content | {"command": command, "parts": earlier_parts | content["parts"]}
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
     """Ends a part and what it started: first as a terminal would, so that runs put their ranks away."""
-    for number, patience in ((signal.SIGINT, 10), (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
-        os.killpg(process.pid, number)
+    for signum, patience in ((signal.SIGINT, 10), (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
+        os.killpg(process.pid, signum)
         try:
             return process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -147,20 +149,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("torch finds no accelerator here; --device cpu shows, small, that every part runs")
     chosen = options.only or list(PARTS)
     patience = PATIENCE if device == "cpu" else 1
-    parts = {name: run_part(name, device, cards, PARTS[name] * patience) for name in chosen}
+    part_results = {name: run_part(name, device, cards, PARTS[name] * patience) for name in chosen}
     command = " ".join(["python -m bench.gpu", *sys.argv[1:]] if arguments is None else ["python -m bench.gpu"])
-    content = {"command": command, "machine": machine(), **measured_on(device, cards), "parts": parts}
+    content = {"command": command, "machine": machine(), **measured_on(device, cards), "parts": part_results}
     path = options.out or (RESULTS / "gpu.json" if cards and not options.only else None)
     if path:
         path.write_text(json.dumps(merge_parts(content, path), indent=2) + "\n")
         print(path)
-    for kind in ("skipped", "failed"):
-        for name, part in parts.items():
-            for figure_name, why in part[kind].items():
-                print(f"{kind}: {name}: {figure_name}: {why}")
-    durations = ", ".join(f"{name} {part['seconds']:.0f} s" for name, part in parts.items())
-    print(f"took {sum(part['seconds'] for part in parts.values()):.0f} s: {durations}")
-    if any(part["failed"] for part in parts.values()):
+    for outcome in ("skipped", "failed"):
+        for name, part_result in part_results.items():
+            for figure_name, reason in part_result[outcome].items():
+                print(f"{outcome}: {name}: {figure_name}: {reason}")
+    durations = ", ".join(f"{name} {part_result['seconds']:.0f} s" for name, part_result in part_results.items())
+    print(f"took {sum(part_result['seconds'] for part_result in part_results.values()):.0f} s: {durations}")
+    if any(part_result["failed"] for part_result in part_results.values()):
         sys.exit(1)
 
 

@@ -13,8 +13,8 @@ from bench.gpu.training import BACKENDS, tell, train
 def measure(report: Report) -> None:
     """Measures on a CPU by gloo, between two ranks; does nothing on one card."""
     if report.cards == 1:
-        for piece in ("NCCL", "FSDP2 on two cards", "device masks"):
-            report.skip(piece, "one card")
+        for figure_name in ("NCCL", "FSDP2 on two cards", "device masks"):
+            report.skip(figure_name, "one card")
         return
     library = "gloo" if report.small else "NCCL"
     elements = 4_000_000 if report.small else 250_000_000
@@ -26,13 +26,17 @@ def measure(report: Report) -> None:
         if report.small:
             report.skip("device masks", "a CPU has none")
         else:
-            masks, visible, which = zip(*group.visible_cards().wait(), strict=True)
-            if visible != (1, 1) or len(set(which)) < 2:
-                raise RuntimeError(f"ranks with the masks {masks} see {visible} cards: {which}")
+            masks, visible, card_ids = zip(*group.visible_cards().wait(), strict=True)
+            if visible != (1, 1) or len(set(card_ids)) < 2:
+                raise RuntimeError(f"ranks with the masks {masks} see {visible} cards: {card_ids}")
             report.figure("cards that each rank sees", 1, "")
     with report.piece("FSDP2 on two"), tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), size_for(report.device), report.device)
-        one, two = (train(report, Path(folder), BACKENDS["FSDP2"], ranks) for ranks in (1, 2))
-        tell(report, "FSDP2 on two ranks", two)
-        report.figure("FSDP2 on two ranks, faster than on one", min(one["seconds"]) / min(two["seconds"]), "times")
-        report.figure("FSDP2 on two ranks, log-probs apart", float((two["probe"] - one["probe"]).abs().mean()), "nats")
+        one_rank, two_ranks = (train(report, Path(folder), BACKENDS["FSDP2"], ranks) for ranks in (1, 2))
+        tell(report, "FSDP2 on two ranks", two_ranks)
+        report.figure(
+            "FSDP2 on two ranks, faster than on one", min(one_rank["seconds"]) / min(two_ranks["seconds"]), "times"
+        )
+        report.figure(
+            "FSDP2 on two ranks, log-probs apart", float((two_ranks["probe"] - one_rank["probe"]).abs().mean()), "nats"
+        )

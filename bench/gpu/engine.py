@@ -63,22 +63,24 @@ def measure(report: Report) -> None:
 
         generate(1.0)
         seconds = [timed(lambda: generate(1.0)) for _ in range(REPEAT)]
-        drawn = size.requests * size.tokens
-        report.figure(f"{name}, {size.requests} sequences", [drawn / s for s in seconds], "tokens/s")
+        num_tokens = size.requests * size.tokens
+        report.figure(f"{name}, {size.requests} sequences", [num_tokens / s for s in seconds], "tokens/s")
         updates = [timed(lambda v=v: engine.update_weights(v, iter(weights))) for v in range(1, REPEAT + 1)]  # type: ignore[misc]
         report.figure(
             f"{name}, update of {nbytes / 1e9:.3f} GB from the host", [nbytes / s / 1e9 for s in updates], "GB/s"
         )
-        before = generate(0.0)
+        tokens_before = generate(0.0)
         if report.small:
             report.skip("sleep and wake", "a CPU has no memory of an accelerator to give back")
         else:
-            free = free_bytes()
+            free_before = free_bytes()
             report.figure(f"{name}, falls asleep", timed(engine.offload), "s")
-            report.figure(f"{name}, gives back", (free_bytes() - free) / 1e9, "GB")
+            report.figure(f"{name}, gives back", (free_bytes() - free_before) / 1e9, "GB")
             report.figure(f"{name}, wakes", timed(engine.reload), "s")
             report.figure(f"{name}, update after it", timed(lambda: engine.update_weights(9, iter(weights))), "s")
-        again = generate(0.0)
-        equal_share = sum(one == other for one, other in zip(before, again, strict=True)) / len(before)
+        tokens_after = generate(0.0)
+        equal_share = sum(one == other for one, other in zip(tokens_before, tokens_after, strict=True)) / len(
+            tokens_before
+        )
         report.figure(f"{name}, greedy sequences that are the same again", equal_share, "of 1")
         engine.close()

@@ -59,19 +59,19 @@ def train(report: Report, folder: Path, *more: str) -> tuple[float, list[dict[st
         *more,
     ]
     environment = {**os.environ, "RLHPC_MODELS": str(folder / "models")}
-    began = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        print(" ".join(command), done.stdout[-2000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
-        raise RuntimeError(f"rlhpc train ended with {done.returncode}")
+    started_at = time.monotonic()
+    completed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if completed.returncode:
+        print(" ".join(command), completed.stdout[-2000:], completed.stderr[-4000:], sep="\n", file=sys.stderr)
+        raise RuntimeError(f"rlhpc train ended with {completed.returncode}")
     rows = [json.loads(line) for line in (folder / "smollm2" / "metrics.jsonl").read_text().splitlines()]
-    return time.monotonic() - began, rows
+    return time.monotonic() - started_at, rows
 
 
 def measure(report: Report) -> None:
     """Measures a run of four steps with a checkpoint after every second one, and two more steps in a second command."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        folder = Path(temporary_folder)
         seconds, rows = train(report, folder, f"runner.max_steps={FIRST}")
         report.figure(f"the command, {FIRST} steps and its start", seconds, "s")
         for name, (key, unit) in TIMES.items():
@@ -79,8 +79,8 @@ def measure(report: Report) -> None:
         saves = [row["time/save_s"] for row in rows if row.get("time/save_s")]
         if saves:
             report.figure("stands still for a checkpoint", saves, "s")
-        apart = max(row["train/mismatch_abs"] for row in rows)
-        report.figure("engine's log-probs apart from the trainer's, worst step's mean", apart, "nats")
+        worst_mismatch = max(row["train/mismatch_abs"] for row in rows)
+        report.figure("engine's log-probs apart from the trainer's, worst step's mean", worst_mismatch, "nats")
         seconds, rows = train(report, folder, f"runner.max_steps={LAST}", "runner.resume_dir=auto")
         if [row["step"] for row in rows] != list(range(1, LAST + 1)):
             raise RuntimeError(f"the resumed run has the steps {[row['step'] for row in rows]}")

@@ -28,7 +28,7 @@ class Ends(Worker):
         self, outward: Channel, back: Channel, shape: list[int], steps: int, stays: bool
     ) -> tuple[list[float], int]:
         """Returns the seconds of each step, and the number of messages that stayed on the accelerator."""
-        device, before = own_device(self), current().service.lane.crossed
+        device, crossed_before = own_device(self), current().service.lane.crossed
         dtype = torch.uint8 if len(shape) > 2 else torch.float32
         obs = torch.randint(0, 255, shape, device=device).to(dtype)
         durations = []
@@ -36,12 +36,12 @@ class Ends(Worker):
             # A handle that has not put anything yet does not know where messages go, and takes the host's road.
             channel = outward if stays else copy.copy(outward)
             synchronize()
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             channel.put(obs)
             back.get()
-            durations.append(time.perf_counter() - began)
+            durations.append(time.perf_counter() - started_at)
             obs.add_(1)
-        return durations, current().service.lane.crossed - before
+        return durations, current().service.lane.crossed - crossed_before
 
     def act(self, outward: Channel, back: Channel, steps: int) -> bool:
         """Answers each observation with actions that depend on it; whether all came as they were sent."""
@@ -51,20 +51,23 @@ class Ends(Worker):
             slots = obs.reshape(len(obs), -1).float().mean(1)
             back.put(slots[:, None].expand(-1, ACTIONS).cpu().numpy())
             sums.append(slots)
-        return all(bool((one != other).any()) for one, other in itertools.pairwise(sums))
+        return all(bool((first_sum != second_sum).any()) for first_sum, second_sum in itertools.pairwise(sums))
 
 
 def step(env: WorkerGroup, policy: WorkerGroup, shape: list[int], steps: int, stays: bool) -> tuple[list[float], int]:
     """Returns the seconds of each step, without the first ones, and the number of messages that stayed
     on the accelerator.
     """
-    outward, back = Channel.create("there", home=policy.name), Channel.create("back", home=env.name)
-    shown_handle, acted = env.show(outward, back, shape, steps, stays), policy.act(outward, back, steps)
-    (result,) = shown_handle.wait()
-    if acted.wait() != [True]:
+    outward, return_channel = Channel.create("there", home=policy.name), Channel.create("back", home=env.name)
+    shown_handle, act_handle = (
+        env.show(outward, return_channel, shape, steps, stays),
+        policy.act(outward, return_channel, steps),
+    )
+    (show_result,) = shown_handle.wait()
+    if act_handle.wait() != [True]:
         raise RuntimeError("observations did not arrive as they were sent")
-    times, crossed = result
-    return times[len(times) // 4 :], crossed
+    step_times, num_crossed = show_result
+    return step_times[len(step_times) // 4 :], num_crossed
 
 
 def measure(report: Report) -> None:
@@ -78,8 +81,8 @@ def measure(report: Report) -> None:
     with groups(report.device, (Ends, "env", [0]), (Ends, "policy", [0])) as (env, policy):
         for shape in shapes:
             shape_text = " x ".join(map(str, shape))
-            for name, stays in (("host's road", False), ("lane", True)):
-                times, crossed = step(env, policy, shape, steps, stays)
-                report.figure(f"{shape_text}, {name}", [1000 * one for one in times], "ms a step")
-                if not report.small and (crossed > 0) != stays:
-                    report.fail(f"{shape_text}, {name}", f"{crossed} of {steps} messages stayed on the card")
+            for name, stays_on_device in (("host's road", False), ("lane", True)):
+                step_times, num_crossed = step(env, policy, shape, steps, stays_on_device)
+                report.figure(f"{shape_text}, {name}", [1000 * step_s for step_s in step_times], "ms a step")
+                if not report.small and (num_crossed > 0) != stays_on_device:
+                    report.fail(f"{shape_text}, {name}", f"{num_crossed} of {steps} messages stayed on the card")

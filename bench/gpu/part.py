@@ -80,10 +80,10 @@ def synchronize() -> None:
 def timed(run: Callable[[], Any]) -> float:
     """Returns seconds, including the accelerator's work."""
     synchronize()
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     run()
     synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at
 
 
 def free_bytes() -> int:

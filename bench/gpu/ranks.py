@@ -29,13 +29,13 @@ def groups(device: str, *specs: tuple[type[Worker], str, Sequence[int]]) -> Iter
     """Launches groups by class, name and their ranks' accelerators (on the CPU only their number counts), until the block
     ends.
     """
-    cards = max(max(places) for _, _, places in specs) + 1
+    cards = max(max(card_indices) for _, _, card_indices in specs) + 1
     cluster = Cluster.local(1, 0) if device == "cpu" else Cluster({"accelerators_per_node": cards})
     launched: list[WorkerGroup] = []
     try:
-        for cls, name, places in specs:
-            on_cards = PackedPlacementStrategy(places[0], places[-1])
-            strategy = NodePlacementStrategy([0] * len(places)) if device == "cpu" else on_cards
+        for cls, name, card_indices in specs:
+            on_cards = PackedPlacementStrategy(card_indices[0], card_indices[-1])
+            strategy = NodePlacementStrategy([0] * len(card_indices)) if device == "cpu" else on_cards
             launched.append(cls.create_group().launch(cluster, placement_strategy=strategy, name=name))
         yield launched
     finally:
@@ -58,32 +58,39 @@ class Trains(Worker):
         torch.manual_seed(0)
         trainer = TokenTrainer(cfg, self)
         device = trainer.device.type
-        every = make_batches(size.vocabulary, size.sequences, size.longest, size.micro)
-        count = sum(batch.tokens for batch in every)
-        local_batches = every[self.rank :: self.world_size]
-        local_batches += [every[0].empty_sample()] * (-(-len(every) // self.world_size) - len(local_batches))
+        batches = make_batches(size.vocabulary, size.sequences, size.longest, size.micro)
+        count = sum(batch.tokens for batch in batches)
+        local_batches = batches[self.rank :: self.world_size]
+        local_batches += [batches[0].empty_sample()] * (-(-len(batches) // self.world_size) - len(local_batches))
 
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            value = -(batch.columns["weights"] * scores.logprobs).sum() / count
-            return value, {"loss": value}
+            loss_value = -(batch.columns["weights"] * scores.logprobs).sum() / count
+            return loss_value, {"loss": loss_value}
 
         def step() -> None:
             trainer.forward_backward(local_batches, loss)
             trainer.optimizer_step(LR)
 
-        before = trainer.forward(every[0]).logprobs.float().cpu()
+        logprobs_before = trainer.forward(batches[0]).logprobs.float().cpu()
         seconds = [timed(step) for _ in range(repeat + 1)][1:]  # the first warms up
         peak = peak_bytes(device)
-        probe = trainer.forward(every[0]).logprobs.float().cpu()
-        moved = [] if device == "cpu" else [self._away(trainer) for _ in range(3)]
-        return {"seconds": seconds, "tokens": count, "peak": peak, "before": before, "probe": probe, "moved": moved}
+        probe = trainer.forward(batches[0]).logprobs.float().cpu()
+        offloads = [] if device == "cpu" else [self._away(trainer) for _ in range(3)]
+        return {
+            "seconds": seconds,
+            "tokens": count,
+            "peak": peak,
+            "before": logprobs_before,
+            "probe": probe,
+            "moved": offloads,
+        }
 
     def _away(self, trainer: TokenTrainer) -> tuple[int, float, float]:
         empty_cache()
-        before = torch.accelerator.memory_allocated()
-        away = timed(trainer.offload)
-        freed_bytes = before - torch.accelerator.memory_allocated()
-        return freed_bytes, away, timed(trainer.reload)
+        nbytes_before = torch.accelerator.memory_allocated()
+        offload_s = timed(trainer.offload)
+        freed_bytes = nbytes_before - torch.accelerator.memory_allocated()
+        return freed_bytes, offload_s, timed(trainer.reload)
 
 
 class DeviceHolder(Worker):
@@ -116,17 +123,17 @@ class Linked(Worker):
         import torch.distributed as dist
 
         self.init_process_group()
-        device, other = own_device(self), 1 - self.rank
+        device, peer_rank = own_device(self), 1 - self.rank
         tensor = torch.ones(elements, dtype=torch.float32, device=device)
 
         def torchs() -> None:
-            dist.send(tensor, other) if self.rank == 0 else dist.recv(tensor, other)
+            dist.send(tensor, peer_rank) if self.rank == 0 else dist.recv(tensor, peer_rank)
 
         def ours() -> None:
             if self.rank == 0:
-                self.send_tensor(tensor, self.group_name, other)
+                self.send_tensor(tensor, self.group_name, peer_rank)
             else:
-                self.recv_tensor(tensor, self.group_name, other)
+                self.recv_tensor(tensor, self.group_name, peer_rank)
 
         seconds_by_name: dict[str, list[float]] = {}
         for name, run in (("all-reduce", lambda: self.all_reduce(tensor)), ("send", torchs), ("rlhpc's send", ours)):
@@ -141,7 +148,7 @@ class Linked(Worker):
 
     def visible_cards(self) -> tuple[str, int, str]:
         """Returns the mask, the number of cards that torch sees through it, and the index of the card."""
-        kind = own_device(self).type
-        module: Any = torch.get_device_module(kind)
-        which = str(module.get_device_properties(0).uuid)
-        return os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.accelerator.device_count(), which
+        device_type = own_device(self).type
+        module: Any = torch.get_device_module(device_type)
+        card_id = str(module.get_device_properties(0).uuid)
+        return os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.accelerator.device_count(), card_id

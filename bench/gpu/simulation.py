@@ -93,15 +93,15 @@ def plain_ppo(env: Any, slots: int, updates: int, parts: int) -> float:
         for _ in range(ROLLOUT):
             with torch.no_grad():
                 action, logprob, _, value = agent.act(obs)
-            after, reward, terminated, truncated, _ = env.step(action.clamp(-1, 1))
+            next_obs, reward, terminated, truncated, _ = env.step(action.clamp(-1, 1))
             row = (obs, action, logprob, value, reward, (terminated | truncated).float())
             for column, element in zip(columns, row, strict=True):
                 column.append(element)
-            obs = after
-        o, a, lp, v, r, dones = (torch.stack(column) for column in columns)
+            obs = next_obs
+        obs_batch, a, logprob_batch, v, r, dones = (torch.stack(column) for column in columns)
         with torch.no_grad():
             advantages = advantages_of(args, r, v, dones, agent.critic(obs).squeeze(-1))
-        flat = (o, a, lp, advantages, advantages + v, v)
+        flat = (obs_batch, a, logprob_batch, advantages, advantages + v, v)
         update(args, agent, optimizer, [x.reshape(batch, *x.shape[2:]) for x in flat])
 
     one()
@@ -117,31 +117,35 @@ def run(report: Report, slots: int, steps: int, parts: int) -> tuple[float, floa
             "runner.logger.logger_backends=[jsonl]", f"env.train.num_envs={slots}",
             f"actor.global_batch_size={slots * ROLLOUT // parts}", f"cluster.accelerators_per_node={min(report.cards, 1)}",
         ]  # fmt: skip
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            print(" ".join(command), done.stdout[-2000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
-            raise RuntimeError(f"rlhpc train ended with {done.returncode}")
+        completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if completed.returncode:
+            print(" ".join(command), completed.stdout[-2000:], completed.stderr[-4000:], sep="\n", file=sys.stderr)
+            raise RuntimeError(f"rlhpc train ended with {completed.returncode}")
         rows = [
             json.loads(line) for line in (Path(folder) / "pick_cube_ppo" / "metrics.jsonl").read_text().splitlines()
         ][1:]
-    played = slots * ROLLOUT * len(rows)
-    return played / sum(row["time/step_s"] for row in rows), played / sum(row["time/rollout_s"] for row in rows)
+    num_env_steps = slots * ROLLOUT * len(rows)
+    return num_env_steps / sum(row["time/step_s"] for row in rows), num_env_steps / sum(
+        row["time/rollout_s"] for row in rows
+    )
 
 
 def measure(report: Report) -> None:
     """Measures each contender in turn; the runs come last, because their ranks need the complete card."""
-    slots, steps, updates, parts = (8, 20, 1, 2) if report.small else (1024, 200, 4, 32)
-    their_slots = 1 if report.small else slots
+    slots, steps, updates, num_minibatches = (8, 20, 1, 2) if report.small else (1024, 200, 4, 32)
+    peer_slots = 1 if report.small else slots
     with report.piece("ManiSkill alone"):
-        env = maniskill(report.device, their_slots)
-        report.figure(f"ManiSkill alone, {their_slots} slots", alone(env, their_slots, steps), "env steps/s")
+        env = maniskill(report.device, peer_slots)
+        report.figure(f"ManiSkill alone, {peer_slots} slots", alone(env, peer_slots, steps), "env steps/s")
         report.figure(
-            f"a plain loop of PPO, {their_slots} slots", plain_ppo(env, their_slots, updates, parts), "env steps/s"
+            f"a plain loop of PPO, {peer_slots} slots",
+            plain_ppo(env, peer_slots, updates, num_minibatches),
+            "env steps/s",
         )
         env.close()
     with report.piece("rlhpc's environment"):
         report.figure(f"rlhpc's environment, {slots} slots", ours(slots, steps), "env steps/s")
     with report.piece("a run"):
-        total_rate, rollouts = run(report, slots, updates + 1, parts)
+        total_rate, rollouts = run(report, slots, updates + 1, num_minibatches)
         report.figure(f"rlhpc's run of PPO, {slots} slots", total_rate, "env steps/s")
         report.figure(f"rlhpc's run of PPO, {slots} slots, rollouts alone", rollouts, "env steps/s")

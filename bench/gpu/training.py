@@ -45,27 +45,29 @@ def tell(report: Report, name: str, measurements: dict[str, Any]) -> None:
         f"{name}, trained", [measurements["tokens"] / seconds for seconds in measurements["seconds"]], "tokens/s"
     )
     report.figure(f"{name}, most memory", measurements["peak"] / 1e9, "GB of the host" if report.small else "GB")
-    for direction, place in (("offload", 1), ("reload", 2)):
-        rates = [row[0] / row[place] / 1e9 for row in measurements["moved"]]
+    for transfer, column_index in (("offload", 1), ("reload", 2)):
+        rates = [row[0] / row[column_index] / 1e9 for row in measurements["moved"]]
         if rates:
-            report.figure(f"{name}, {direction} of {measurements['moved'][0][0] / 1e9:.2f} GB", rates, "GB/s")
+            report.figure(f"{name}, {transfer} of {measurements['moved'][0][0] / 1e9:.2f} GB", rates, "GB/s")
 
 
 def measure(report: Report) -> None:
     """Measures each backend in a separate rank, all on the same model and batches."""
     with tempfile.TemporaryDirectory() as folder:
         report.figure("parameters", make_model(Path(folder), size_for(report.device), report.device) / 1e6, "million")
-        first: Any = None
+        first_logprobs: Any = None
         if report.small:
             report.skip("offload and reload", "on a CPU nothing has to move")
-        for name, changes in BACKENDS.items():
+        for name, overrides in BACKENDS.items():
             with report.piece(name):
-                measurements = train(report, Path(folder), changes)
+                measurements = train(report, Path(folder), overrides)
                 tell(report, name, measurements)
-                if first is None:
-                    first = measurements["probe"]
-                    moved = (first - measurements["before"]).abs().mean()
-                    report.figure(f"{name}, log-probs moved by the steps", float(moved), "nats")
+                if first_logprobs is None:
+                    first_logprobs = measurements["probe"]
+                    logprob_change = (first_logprobs - measurements["before"]).abs().mean()
+                    report.figure(f"{name}, log-probs moved by the steps", float(logprob_change), "nats")
                 else:
-                    apart = (measurements["probe"] - first).abs().mean()
-                    report.figure(f"{name}, log-probs apart from {next(iter(BACKENDS))}'s", float(apart), "nats")
+                    logprob_difference = (measurements["probe"] - first_logprobs).abs().mean()
+                    report.figure(
+                        f"{name}, log-probs apart from {next(iter(BACKENDS))}'s", float(logprob_difference), "nats"
+                    )

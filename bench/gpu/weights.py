@@ -13,27 +13,32 @@ TENSORS = 64
 
 def update(sender: WorkerGroup, taker: WorkerGroup, version: int) -> tuple[float, float]:
     """Returns the seconds of the sender, and the seconds until the receiver has read all of it."""
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     send_handle, receive_handle = sender.give(version), taker.take()
-    (sent,) = send_handle.wait()
+    (sent_s,) = send_handle.wait()
     if receive_handle.wait() != [True]:
         raise RuntimeError("weights did not arrive as they were sent")
-    return float(sent), time.perf_counter() - began
+    return float(sent_s), time.perf_counter() - started_at
 
 
 def measure(report: Report) -> None:
     """Measures two ranks on one card, and on two cards if available."""
     total = 64_000_000 if report.small else 2_000_000_000
-    places = {"one card": 0} | ({"two cards": 1} if report.cards > 1 else {})
+    receiver_cards = {"one card": 0} | ({"two cards": 1} if report.cards > 1 else {})
     if report.cards < 2:
         report.skip("from one card to another", "needs two cards")
-    for where, card in places.items():
-        with groups(report.device, (DeviceHolder, "sender", [0]), (DeviceHolder, "taker", [card])) as (sender, taker):
-            for group in (sender, taker):
+    for location, card in receiver_cards.items():
+        with groups(report.device, (DeviceHolder, "sender", [0]), (DeviceHolder, "taker", [card])) as (
+            sender,
+            receiver,
+        ):
+            for group in (sender, receiver):
                 group.open([("taker", [0])], TENSORS, total // 2 // TENSORS).wait()
             # The first ones also take memory that later ones use again.
-            durations = [update(sender, taker, version) for version in range(1, 6)][2:]
-            report.figure(f"{where}, sending {total / 1e9:g} GB", [total / sent / 1e9 for sent, _ in durations], "GB/s")
+            durations = [update(sender, receiver, version) for version in range(1, 6)][2:]
             report.figure(
-                f"{where}, sent, taken in and compared", [total / all_ / 1e9 for _, all_ in durations], "GB/s"
+                f"{location}, sending {total / 1e9:g} GB", [total / sent_s / 1e9 for sent_s, _ in durations], "GB/s"
+            )
+            report.figure(
+                f"{location}, sent, taken in and compared", [total / total_s / 1e9 for _, total_s in durations], "GB/s"
             )

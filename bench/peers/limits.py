@@ -31,12 +31,12 @@ def fork(serve: Callable[[], None]) -> int:
 
 
 def _median(act: Callable[[], Any], count: int, warm: int = 10) -> float:
-    times = []
+    durations = []
     for _ in range(warm + count):
         started = time.perf_counter()
         act()
-        times.append(time.perf_counter() - started)
-    return float(np.median(times[warm:]))
+        durations.append(time.perf_counter() - started)
+    return float(np.median(durations[warm:]))
 
 
 def zeromq_round_trip(count: int = 500) -> float:
@@ -71,13 +71,13 @@ def zeromq_round_trip(count: int = 500) -> float:
 def socket_round_trip(family: int, count: int = 500) -> float:
     """Returns the median seconds of 1 KB there and back between two processes, over a plain socket."""
     if family == socket.AF_UNIX:
-        ours, child_socket = socket.socketpair()
+        parent_socket, child_socket = socket.socketpair()
     else:
-        with socket.create_server(("127.0.0.1", 0)) as door:
-            ours = socket.create_connection(door.getsockname())
-            child_socket, _ = door.accept()
-        for end in (ours, child_socket):
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            parent_socket = socket.create_connection(listener.getsockname())
+            child_socket, _ = listener.accept()
+        for endpoint in (parent_socket, child_socket):
+            endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def serve() -> None:
         for _ in range(count + 10):
@@ -86,12 +86,12 @@ def socket_round_trip(family: int, count: int = 500) -> float:
     pid = fork(serve)
 
     def act() -> None:
-        ours.send(b"x" * 1000)
-        ours.recv(4096)
+        parent_socket.send(b"x" * 1000)
+        parent_socket.recv(4096)
 
     seconds = _median(act, count)
     os.waitpid(pid, 0)
-    ours.close()
+    parent_socket.close()
     child_socket.close()
     return seconds
 
@@ -141,13 +141,13 @@ def gloo_seconds(size: int) -> float:
         "print(sorted(times[1:])[3])\n"
     )
     with tempfile.TemporaryDirectory() as folder:
-        both = [
+        processes = [
             subprocess.Popen(
                 [sys.executable, "-c", code, str(rank), f"{folder}/store", str(size)], stdout=subprocess.PIPE
             )
             for rank in (0, 1)
         ]
-        outputs = [process.communicate(timeout=120)[0] for process in both]
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
     return float(outputs[0])
 
 

@@ -38,48 +38,48 @@ def serve(control: socket.socket) -> None:
         specs.append(pickle.loads(message))
     if not specs:
         return
-    first = specs[0]
-    slow_files.install(str(Path(first.registry).parent))
-    registry, scratch = GenerationFolder(Path(first.registry)), Scratch(first.token)
+    first_spec = specs[0]
+    slow_files.install(str(Path(first_spec.registry).parent))
+    registry, scratch = GenerationFolder(Path(first_spec.registry)), Scratch(first_spec.token)
     keys = registry.load_keys()
     slow_files.take()
     os.environ["RLHPC_HOST_ID"] = "elsewhere"  # so that everything goes over TCP
     service = Service(f"simulated-{os.getpid()}", keys, scratch, ADDRESS)
-    driver = choose(first.driver)
+    driver = choose(first_spec.driver)
     poller, sockets = zmq.Poller(), []
     for spec in specs:
         commands = make_socket(service.context, zmq.ROUTER, keys, server=True)
-        rpc = {"host": service.endpoint["host"], "ipc": "", "tcp": TcpPort(commands, ADDRESS).endpoint}
+        rpc_endpoint = {"host": service.endpoint["host"], "ipc": "", "tcp": TcpPort(commands, ADDRESS).endpoint}
         record = {
             "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),
-            "host": service.endpoint["host"], "rpc": rpc, "data": service.endpoint, "log_out": spec.log_out,
+            "host": service.endpoint["host"], "rpc": rpc_endpoint, "data": service.endpoint, "log_out": spec.log_out,
             "log_err": spec.log_err, "incarnation": spec.incarnation, "accelerators": list(spec.accelerators),
             "state": "running", "started": time.time(), "step": "",
         }  # fmt: skip
         registry.put("members", spec.name, record)
-        note = {"name": spec.name, "incarnation": spec.incarnation, "pid": os.getpid()}
-        service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "ready", **note, "record": record})])
+        ready_note = {"name": spec.name, "incarnation": spec.incarnation, "pid": os.getpid()}
+        service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "ready", **ready_note, "record": record})])
         poller.register(commands, zmq.POLLIN)
-        sockets.append(note)
+        sockets.append(ready_note)
     pickle_stream.send(control, {"operations": slow_files.take(), "members": len(specs)})
     control.setblocking(False)
     poller.register(control, zmq.POLLIN)
     empty_frames = service.pack(None).frames()
-    beat = time.monotonic() + HEARTBEAT_S
+    next_heartbeat = time.monotonic() + HEARTBEAT_S
     while True:
         for ready, _ in poller.poll(200):
             if ready == control.fileno() or ready is control:
                 return
             try:
                 while True:
-                    caller, number, *_ = ready.recv_multipart(zmq.NOBLOCK)
-                    ready.send_multipart([caller, number, b"ok", b"0", *empty_frames])
+                    caller, request_number, *_ = ready.recv_multipart(zmq.NOBLOCK)
+                    ready.send_multipart([caller, request_number, b"ok", b"0", *empty_frames])
             except zmq.Again:
                 pass
-        if time.monotonic() >= beat:
-            beat += HEARTBEAT_S
-            for note in sockets:
-                service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "alive", **note})])
+        if time.monotonic() >= next_heartbeat:
+            next_heartbeat += HEARTBEAT_S
+            for ready_note in sockets:
+                service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "alive", **ready_note})])
 
 
 class Simulators:
@@ -89,17 +89,17 @@ class Simulators:
         self.controls: list[socket.socket] = []
         self.pids: list[int] = []
         for _ in range(-(-members // PER_PROCESS)):
-            ours, child_socket = socket.socketpair()
+            parent_socket, child_socket = socket.socketpair()
             pid = os.fork()
             if pid == 0:
                 try:
-                    for control in (*self.controls, ours):
+                    for control in (*self.controls, parent_socket):
                         control.close()
                     serve(child_socket)
                 finally:
                     os._exit(0)
             child_socket.close()
-            self.controls.append(ours)
+            self.controls.append(parent_socket)
             self.pids.append(pid)
         self._next = 0
 

@@ -38,22 +38,22 @@ class RayPeer:
         return os.getpid()
 
     def ping(self, out: Queue, back: Queue, count: int) -> list[float]:
-        item, times = {"x": np.ones(1000, np.uint8)}, []
+        message, round_trips = {"x": np.ones(1000, np.uint8)}, []
         for _ in range(count + 3):
             started = time.perf_counter()
-            out.put(item)
+            out.put(message)
             back.get()
-            times.append(time.perf_counter() - started)
-        return times[3:]
+            round_trips.append(time.perf_counter() - started)
+        return round_trips[3:]
 
     def pong(self, out: Queue, back: Queue, count: int) -> None:
         for _ in range(count + 3):
             back.put(out.get())
 
     def produce(self, channel: Queue, count: int) -> None:
-        item = {"x": np.ones(1000, np.uint8)}
+        message = {"x": np.ones(1000, np.uint8)}
         for _ in range(count):
-            channel.put(item)
+            channel.put(message)
 
     def consume(self, channel: Queue, count: int) -> float:
         channel.get()
@@ -70,7 +70,7 @@ class RayPeer:
     def give_dict(self, parts: int, size: int) -> dict[str, np.ndarray]:
         if len(self.held) != parts:
             self.held = [np.ones(size, np.uint8) for _ in range(parts)]
-        return {f"t{i}": part for i, part in enumerate(self.held)}
+        return {f"t{i}": array for i, array in enumerate(self.held)}
 
     def take(self, item: Any) -> int:
         return len(item)
@@ -84,17 +84,17 @@ class RayPeer:
         return self.held
 
     def apply(self, came: list[np.ndarray]) -> None:
-        for held, new in zip(self.held, came, strict=True):
-            np.copyto(held, new)
+        for target, source in zip(self.held, came, strict=True):
+            np.copyto(target, source)
 
 
 def median(act: Callable[[], Any], count: int, warm: int = 2) -> float:
-    times = []
+    durations = []
     for _ in range(count + warm):
         started = time.perf_counter()
         act()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[warm:])
+        durations.append(time.perf_counter() - started)
+    return statistics.median(durations[warm:])
 
 
 def measure() -> dict[str, float]:
@@ -102,44 +102,44 @@ def measure() -> dict[str, float]:
     row: dict[str, float] = {}
     started = time.perf_counter()
     ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=3 << 30)
-    eight = [RayPeer.remote() for _ in range(8)]
-    ray.get([peer.idle.remote() for peer in eight])
+    eight_peers = [RayPeer.remote() for _ in range(8)]
+    ray.get([peer.idle.remote() for peer in eight_peers])
     row["cold start to 8 ready workers (s)"] = time.perf_counter() - started
     started = time.perf_counter()
-    more = [RayPeer.remote() for _ in range(8)]
-    ray.get([peer.idle.remote() for peer in more])
+    more_peers = [RayPeer.remote() for _ in range(8)]
+    ray.get([peer.idle.remote() for peer in more_peers])
     row["warm launch of 8 workers (s)"] = time.perf_counter() - started
-    for peer in more:
+    for peer in more_peers:
         ray.kill(peer)
-    row["dispatch to 8 workers (us)"] = median(lambda: ray.get([p.idle.remote() for p in eight]), 300, 20) * 1e6
-    workers = ray.get([peer.pid.remote() for peer in eight])
+    row["dispatch to 8 workers (us)"] = median(lambda: ray.get([p.idle.remote() for p in eight_peers]), 300, 20) * 1e6
+    workers = ray.get([peer.pid.remote() for peer in eight_peers])
     time.sleep(2.0)
-    everybody = [*descendants(os.getpid()), os.getpid()]
-    row["idle CPU, 8 workers and all else (% of a core)"] = cpu_percent(everybody)
-    system = [pid for pid in everybody if pid not in workers and pid != os.getpid()]
+    all_pids = [*descendants(os.getpid()), os.getpid()]
+    row["idle CPU, 8 workers and all else (% of a core)"] = cpu_percent(all_pids)
+    system = [pid for pid in all_pids if pid not in workers and pid != os.getpid()]
     row["idle memory, 8 workers (PSS, MB)"] = pss_mb(workers)
     row["idle memory, system processes (PSS, MB)"] = pss_mb(system)
     row["idle memory, driver (PSS, MB)"] = pss_mb([os.getpid()])
     row["idle memory, a worker beyond the first (PSS, MB)"] = pss_mb(workers) / 8
     row["system processes"] = float(len(system))
-    for peer in eight[5:]:
+    for peer in eight_peers[5:]:
         ray.kill(peer)
-    a, b, *remaining = eight[:5]
+    a, b, *remaining = eight_peers[:5]
     row["dispatch to 1 worker (us)"] = median(lambda: ray.get(a.idle.remote()), 500, 20) * 1e6
-    out, back = Queue(), Queue()
-    done = b.pong.remote(out, back, 100)
-    row["channel, 1 KB, one way (us)"] = statistics.median(ray.get(a.ping.remote(out, back, 100))) / 2 * 1e6
-    ray.get(done)
+    out_queue, back_queue = Queue(), Queue()
+    pong_ref = b.pong.remote(out_queue, back_queue, 100)
+    row["channel, 1 KB, one way (us)"] = statistics.median(ray.get(a.ping.remote(out_queue, back_queue, 100))) / 2 * 1e6
+    ray.get(pong_ref)
     row["channel, 64 MiB, one way (ms)"] = median(lambda: ray.get(b.take.remote(a.give.remote(64 * MIB))), 7) * 1e3
     row["channel, 256 MiB dict of tensors, one way (ms)"] = (
         median(lambda: ray.get(b.take.remote(a.give_dict.remote(64, 4 * MIB))), 5) * 1e3
     )
     channel = Queue()
-    produced, consumed = a.produce.remote(channel, 1000), b.consume.remote(channel, 1000)
+    produced_ref, consumed = a.produce.remote(channel, 1000), b.consume.remote(channel, 1000)
     row["channel, 1 KB, one to one (items/s)"] = ray.get(consumed)
-    ray.get(produced)
-    four = [a, *remaining]
-    production, consumed = [p.produce.remote(channel, 250) for p in four], b.consume.remote(channel, 1000)
+    ray.get(produced_ref)
+    four_peers = [a, *remaining]
+    production, consumed = [p.produce.remote(channel, 250) for p in four_peers], b.consume.remote(channel, 1000)
     row["channel, 1 KB, four to one (items/s)"] = ray.get(consumed)
     ray.get(production)
     receivers = [b, *remaining]

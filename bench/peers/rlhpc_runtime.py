@@ -24,13 +24,13 @@ class RuntimePeer(Worker):
 
     def ping(self, out: Channel, back: Channel, count: int, item: Any) -> list[float]:
         """Returns the seconds of `count` round trips of `item`."""
-        times = []
+        round_trips = []
         for _ in range(count + 3):
             started = time.perf_counter()
             out.put(item, key="0")
             back.get(key="0")
-            times.append(time.perf_counter() - started)
-        return times[3:]
+            round_trips.append(time.perf_counter() - started)
+        return round_trips[3:]
 
     def pong(self, out: Channel, back: Channel, count: int) -> None:
         for _ in range(count + 3):
@@ -38,22 +38,22 @@ class RuntimePeer(Worker):
 
     def send_and_receive(self, other: str, count: int, size: int) -> list[float]:
         """Returns the seconds of `count` round trips of a tensor by `send` and `recv`."""
-        item, times = torch.ones(size, dtype=torch.uint8), []
+        message, round_trips = torch.ones(size, dtype=torch.uint8), []
         for _ in range(count + 3):
             started = time.perf_counter()
-            self.send(item, other, 0)
+            self.send(message, other, 0)
             self.recv(other, 0)
-            times.append(time.perf_counter() - started)
-        return times[3:]
+            round_trips.append(time.perf_counter() - started)
+        return round_trips[3:]
 
     def receive_and_send(self, other: str, count: int) -> None:
         for _ in range(count + 3):
             self.send(self.recv(other, 0), other, 0)
 
     def produce(self, channel: Channel, count: int) -> None:
-        item = {"x": np.ones(1000, np.uint8)}
+        message = {"x": np.ones(1000, np.uint8)}
         for _ in range(count):
-            channel.put(item, key="0")
+            channel.put(message, key="0")
 
     def consume(self, channel: Channel, count: int) -> float:
         """Returns items a second."""
@@ -79,17 +79,17 @@ def measure() -> dict[str, float]:
         return RuntimePeer.create_group().launch(cluster, NodePlacementStrategy([0] * count), name)
 
     started = time.perf_counter()
-    eight = launch(8, "eight")
+    eight_workers = launch(8, "eight")
     row["cold start to 8 ready workers (s)"] = time.perf_counter() - started
-    more = None
+    more_workers = None
     started = time.perf_counter()
-    more = launch(8, "more")
+    more_workers = launch(8, "more")
     row["warm launch of 8 workers (s)"] = time.perf_counter() - started
-    more.shutdown()
-    eight.idle().wait()
-    row["dispatch to 8 workers (us)"] = float(np.median([seconds(eight.idle().wait) for _ in range(300)])) * 1e6
+    more_workers.shutdown()
+    eight_workers.idle().wait()
+    row["dispatch to 8 workers (us)"] = float(np.median([seconds(eight_workers.idle().wait) for _ in range(300)])) * 1e6
 
-    workers = [record["pid"] for record in eight._records]
+    workers = [record["pid"] for record in eight_workers._records]
     system = [pid for pid in descendants(os.getpid()) if pid not in workers]
     time.sleep(1.0)
     row["idle CPU, 8 workers and all else (% of a core)"] = cpu_percent([*workers, *system, os.getpid()])
@@ -97,40 +97,43 @@ def measure() -> dict[str, float]:
     row["idle memory, system processes (PSS, MB)"] = pss_mb(system)
     row["idle memory, driver (PSS, MB)"] = pss_mb([os.getpid()])
     row["system processes"] = float(len(system))
-    all_of_them = pss_mb([*workers, *system, os.getpid()])
-    eight.shutdown()
+    eight_mb = pss_mb([*workers, *system, os.getpid()])
+    eight_workers.shutdown()
     a, b = launch(1, "a"), launch(1, "b")
     b.shutdown()
     a.idle().wait()
     time.sleep(0.5)
-    one = pss_mb([a._records[0]["pid"], *system, os.getpid()])
-    row["idle memory, a worker beyond the first (PSS, MB)"] = (all_of_them - one) / 7
+    one_mb = pss_mb([a._records[0]["pid"], *system, os.getpid()])
+    row["idle memory, a worker beyond the first (PSS, MB)"] = (eight_mb - one_mb) / 7
     b = launch(1, "b")
     b.idle().wait()
     row["dispatch to 1 worker (us)"] = float(np.median([seconds(lambda: a.idle().wait()) for _ in range(500)])) * 1e6
     tensors = {f"t{i}": torch.ones(4 * MIB, dtype=torch.uint8) for i in range(64)}
-    for text, item, count in (
+    for message_text, message, count in (
         ("1 KB, one way (us)", {"x": np.ones(1000, np.uint8)}, 500),
         ("64 MiB, one way (ms)", torch.ones(64 * MIB, dtype=torch.uint8), 7),
         ("256 MiB dict of tensors, one way (ms)", tensors, 5),
     ):
-        out, back = Channel.create("out", home="b"), Channel.create("back", home="a")
-        ping, pong = a.ping(out, back, count, item), b.pong(out, back, count)
-        pong.wait()
-        factor = 1e6 if text.endswith("(us)") else 1e3
-        row[f"channel, {text}"] = float(np.median(ping.wait()[0])) / 2 * factor
-    ping, pong = a.send_and_receive("b", 7, 64 * MIB), b.receive_and_send("a", 7)
-    pong.wait()
-    row["send and recv, 64 MiB, one way (ms)"] = float(np.median(ping.wait()[0])) / 2 * 1e3
+        out_channel, back_channel = Channel.create("out", home="b"), Channel.create("back", home="a")
+        ping_handle, pong_handle = (
+            a.ping(out_channel, back_channel, count, message),
+            b.pong(out_channel, back_channel, count),
+        )
+        pong_handle.wait()
+        factor = 1e6 if message_text.endswith("(us)") else 1e3
+        row[f"channel, {message_text}"] = float(np.median(ping_handle.wait()[0])) / 2 * factor
+    ping_handle, pong_handle = a.send_and_receive("b", 7, 64 * MIB), b.receive_and_send("a", 7)
+    pong_handle.wait()
+    row["send and recv, 64 MiB, one way (ms)"] = float(np.median(ping_handle.wait()[0])) / 2 * 1e3
     channel = Channel.create("rate", home="b")
-    produced, consumed = a.produce(channel, 5000), b.consume(channel, 5000)
-    produced.wait()
+    produce_handle, consumed = a.produce(channel, 5000), b.consume(channel, 5000)
+    produce_handle.wait()
     row["channel, 1 KB, one to one (items/s)"] = consumed.wait()[0]
-    four = launch(4, "four")
-    produced, consumed = four.produce(channel, 2500), b.consume(channel, 10000)
-    produced.wait()
+    four_workers = launch(4, "four")
+    produce_handle, consumed = four_workers.produce(channel, 2500), b.consume(channel, 10000)
+    produce_handle.wait()
     row["channel, 1 KB, four to one (items/s)"] = consumed.wait()[0]
-    for group in (a, b, four):
+    for group in (a, b, four_workers):
         group.shutdown()
     session = Session.running()
     assert session is not None
