@@ -1,4 +1,5 @@
-"""Losses of reward models. They give one loss a pair or a response, so that any split into micro-batches and ranks adds up."""
+"""Losses of reward models. Each function returns one loss per pair or per response, so that the losses of any split
+into micro-batches and ranks add up."""
 
 from __future__ import annotations
 

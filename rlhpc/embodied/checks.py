@@ -372,15 +372,15 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
 
 def _chunks(cfg: PpoConfig, fail: Fail) -> None:
     algorithm, model = cfg.algorithm, cfg.actor.model
-    by_action = algorithm.reward_type.lower() == "action_level"
-    if by_action and algorithm.logprob_type.lower() == "chunk_level":
+    is_action_level = algorithm.reward_type.lower() == "action_level"
+    if is_action_level and algorithm.logprob_type.lower() == "chunk_level":
         raise fail("algorithm.logprob_type", "algorithm.reward_type action_level needs action_level or token_level")
     needs_values = algorithm.adv_type.lower() == "gae" or algorithm.value_coef > 0
-    if by_action and needs_values and not model.value_per_action:
+    if is_action_level and needs_values and not model.value_per_action:
         raise fail(
             "actor.model.value_per_action", "algorithm.reward_type action_level needs a value for each action: true"
         )
-    if model.value_per_action and not by_action:
+    if model.value_per_action and not is_action_level:
         raise fail("actor.model.value_per_action", "it is for algorithm.reward_type action_level")
 
 
@@ -449,10 +449,10 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
     name = cfg.actor.model.model_type.lower()
     if reason := _NOT_CLONED.get(name):
         raise fail("actor.model.model_type", reason)
-    conditioned = name == "conditioned"
-    if cfg.algorithm.value_model and not conditioned:
+    is_conditioned = name == "conditioned"
+    if cfg.algorithm.value_model and not is_conditioned:
         raise fail("actor.model.model_type", "algorithm.value_model conditions a policy that can be told: conditioned")
-    if conditioned and not cfg.algorithm.value_model:
+    if is_conditioned and not cfg.algorithm.value_model:
         raise fail("algorithm.value_model", "name a policy with a critic: it says which actions were improvements")
     if name in ("conditioned", "success") and cfg.algorithm.bc_loss.lower() == "mse":
         raise fail("algorithm.bc_loss", f"model_type {name} learns by nll")

@@ -126,9 +126,9 @@ class PlayingGroupSpec(GroupSpec[Playing]):
         to the number of groups of slots in a stage.
         """
         train, stages, units = cfg.env.train, cfg.rollout.pipeline_stage_num, started["env"]
-        shared = most_sharing(cfg.algorithm.rollout_steps, units) if divisible(cfg) else 0
+        max_sharing_ranks = most_sharing(cfg.algorithm.rollout_steps, units) if divisible(cfg) else 0
         max_ranks = {
-            "env": max((1 + cfg.algorithm.max_staleness) * units, shared),
+            "env": max((1 + cfg.algorithm.max_staleness) * units, max_sharing_ranks),
             "rollout": train.num_envs // (stages * train.group_size),
         }
         return {name: max_ranks[name] for name in self.policies(cfg).elastic}

@@ -150,7 +150,7 @@ class Micro(NamedTuple):
 
 
 class PolicyUpdate:
-    """Trains the backend's module on one rollout.
+    """Update of the policy in a training backend by PPO or a related algorithm, on one rollout at a time.
 
     Args:
         algorithm: Section `algorithm` of the configuration.
@@ -240,17 +240,17 @@ class PolicyUpdate:
             if minibatch.empty:  # Adam would move by its momentum alone
                 num_empty += 1
                 continue
-            stats, minibatch_metrics = self._accumulate(batch, minibatch)
-            if self._too_far(stats):
+            metric_sums, minibatch_metrics = self._accumulate(batch, minibatch)
+            if self._too_far(metric_sums):
                 break
             norm = self.backend.optimizer_step(lr)
             if self.backend.refuses(norm):
-                nonfinite_text = self._not_finite(stats)
+                nonfinite_text = self._not_finite(metric_sums)
                 self.skips.left_out(lambda: f"step {step}, minibatch {minibatch_index}: {nonfinite_text}")  # noqa: B023 (called at once)
                 continue
             self.skips.took()
             norms += norm
-            sums += stats
+            sums += metric_sums
             loss_metrics = _added(loss_metrics, minibatch_metrics)
             updates += 1
         if arriving is not None:  # also where the updates have ended early
@@ -362,8 +362,10 @@ class PolicyUpdate:
         indices = [rows_of_shard.to(device) for rows_of_shard in indices]
         mask = batch.mask.double()
         advantages = batch.advantages.double() * mask
-        sums = [mask, advantages, advantages * batch.advantages]
-        rows = torch.stack([column.flatten(1).sum(1) if column.dim() > 1 else column for column in sums], dim=1)
+        moment_columns = [mask, advantages, advantages * batch.advantages]
+        rows = torch.stack(
+            [column.flatten(1).sum(1) if column.dim() > 1 else column for column in moment_columns], dim=1
+        )
         tokens = batch.token_weights()
         token_counts = mask if tokens.shape[1] == 1 and batch.token_mask is None else tokens.double().sum(1)
         if self.normalize == "batch":
@@ -372,8 +374,8 @@ class PolicyUpdate:
             moments = torch.stack([rows[rows_of_shard].sum(0) for rows_of_shard in indices])
         counted_columns = [mask] if token_counts is mask else [mask, token_counts]
         counts = [torch.stack([column[rows_of_shard].sum() for rows_of_shard in indices]) for column in counted_columns]
-        stacked = self._sum(torch.cat([moments, torch.stack(counts, dim=1)], dim=1))
-        n, value_sums, squared_sums, *counts = stacked.unbind(1)
+        global_sums = self._sum(torch.cat([moments, torch.stack(counts, dim=1)], dim=1))
+        n, value_sums, squared_sums, *counts = global_sums.unbind(1)
         mean = value_sums / n.clamp(min=1)
         variance = ((squared_sums - n * mean * mean) / (n - 1).clamp(min=1)).clamp(min=0)
         if self.normalize in ("none", "false"):
@@ -398,8 +400,8 @@ class PolicyUpdate:
         """Accumulates the gradients of one minibatch; returns this rank's share of its metrics and of the loss's
         further metrics.
         """
-        stats = torch.zeros(len(METRICS), dtype=torch.float64, device=batch.logprobs.device)
-        loss_facts: dict[str, torch.Tensor] = {}
+        metric_sums = torch.zeros(len(METRICS), dtype=torch.float64, device=batch.logprobs.device)
+        loss_metrics: dict[str, torch.Tensor] = {}
 
         def micro(indices: torch.Tensor) -> Micro:
             return Micro(batch.select(indices), part)
@@ -411,9 +413,9 @@ class PolicyUpdate:
         if part.passes > len(micro_batches):
             micro_batches = [*micro_batches, *[Micro(batch.idle_row(), part)] * (part.passes - len(micro_batches))]
         for metrics in self.backend.forward_backward(micro_batches, self._loss):
-            stats += metrics.pop("stats")
-            loss_facts = _added(loss_facts, metrics)
-        return stats, loss_facts
+            metric_sums += metrics.pop("stats")
+            loss_metrics = _added(loss_metrics, metrics)
+        return metric_sums, loss_metrics
 
     def _loss(self, called: nn.Module, micro_batch: Micro) -> tuple[torch.Tensor, Metrics]:
         """Returns a micro-batch's share of the minibatch's loss and metrics; "stats" are those of `METRICS`."""
@@ -460,13 +462,13 @@ class PolicyUpdate:
                 token_fraction * loss_metrics.get("approx_kl", zero),
                 token_fraction * loss_metrics.get("clip_fraction", zero),
             ]
-            stats = torch.stack([policy_term, value_term, entropy, *means]).double()
+            metric_values = torch.stack([policy_term, value_term, entropy, *means]).double()
             loss_facts = {
-                name: token_fraction * torch.as_tensor(metric, dtype=torch.float64, device=stats.device)
+                name: token_fraction * torch.as_tensor(metric, dtype=torch.float64, device=metric_values.device)
                 for name, metric in loss_metrics.items()
                 if name not in _BUILT_IN_FACTS
             }
-        return loss, {"stats": stats, **loss_facts}
+        return loss, {"stats": metric_values, **loss_facts}
 
 
 def _forward(called: nn.Module, request: tuple[dict[str, Any], dict[str, bool]]) -> dict[str, torch.Tensor]:

@@ -188,9 +188,11 @@ class RolloutBatch(Generic[Array]):
                 for rollout in parts
             ]
         columns = [rollout.columns() for rollout in parts]
-        joined = {name: np.concatenate([batch_columns[name] for batch_columns in columns], axis) for name in columns[0]}
+        joined_columns = {
+            name: np.concatenate([batch_columns[name] for batch_columns in columns], axis) for name in columns[0]
+        }
         versions = [rollout.version for rollout in parts if rollout.version is not None]
-        batch: RolloutBatch[np.ndarray] = RolloutBatch.from_columns(joined)
+        batch: RolloutBatch[np.ndarray] = RolloutBatch.from_columns(joined_columns)
         return replace(batch, version=min(versions, default=None))
 
     @staticmethod

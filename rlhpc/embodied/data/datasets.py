@@ -46,7 +46,7 @@ class WriteOptions:
     videos: bool = False
 
     def lerobot_writer(self, folder: Path, env_id: str, facts: DatasetFacts) -> LeRobotWriter:
-        """Builds a writer of episodes of an environment, or of sources with these facts, into a LeRobot dataset."""
+        """Builds the writer of a LeRobot dataset for episodes of an environment, or of sources with these facts."""
         fps = self.fps if self.fps is not None else facts.fps
         if fps is None:
             fps = DEFAULT_FPS

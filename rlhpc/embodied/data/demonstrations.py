@@ -31,7 +31,7 @@ def read_demos(cfg: BcConfig, left_out: list[str] | None = None) -> Iterator[Tra
     if not path:
         raise ConfigError("demos.path is not set; name trajectories: a .h5 file, a folder, or a LeRobot dataset")
     return read_trajectories(
-        path if isinstance(path, str) else [str(item_path) for item_path in path],
+        path if isinstance(path, str) else [str(demo_path) for demo_path in path],
         only_success=cfg.demos.only_success,
         limit=cfg.demos.limit,
         key="demos.path",

@@ -86,22 +86,22 @@ def merge_facts(sources: Iterable[tuple[str, DatasetFacts]], fps: int | None = N
     for source, facts in sources:
         tasks.add(facts.task)
         for fact_name in ("fps", "robot_type", "cameras"):
-            value = getattr(facts, fact_name)
-            if not value or (fact_name == "fps" and fps is not None):
+            fact = getattr(facts, fact_name)
+            if not fact or (fact_name == "fps" and fps is not None):
                 continue
-            first_source, first_value = facts_by_name.setdefault(fact_name, (source, value))
-            if first_value != value:
+            first_source, first_value = facts_by_name.setdefault(fact_name, (source, fact))
+            if first_value != fact:
                 hint = "give --fps, which all frames then have" if fact_name == "fps" else "convert them one by one"
                 raise ConfigError(
-                    f"{source} has {fact_name} {_format(value)}, {first_source} has {_format(first_value)}; {hint}"
+                    f"{source} has {fact_name} {_format(fact)}, {first_source} has {_format(first_value)}; {hint}"
                 )
-        for column, value in facts.names.items():
-            if names.setdefault(column, value) != value:
+        for column, fact in facts.names.items():
+            if names.setdefault(column, fact) != fact:
                 raise ConfigError(
-                    f"{source} names the components of {column} {value}, sources before it {names[column]}; one dataset "
+                    f"{source} names the components of {column} {fact}, sources before it {names[column]}; one dataset "
                     "has one order of components"
                 )
-    shared_facts = {fact_name: value for fact_name, (_, value) in facts_by_name.items()}
+    shared_facts = {fact_name: fact for fact_name, (_, fact) in facts_by_name.items()}
     if fps is not None:
         shared_facts["fps"] = fps
     return DatasetFacts(names=names, task=tasks.pop() if len(tasks) == 1 else None, **shared_facts)
@@ -112,6 +112,6 @@ def _format(value: Any) -> str:
 
 
 def whole_rate(fps: float) -> int | float:
-    """Returns a rate as an integer if it is one, as LeRobot writes it."""
+    """Returns an integral rate as an int, as LeRobot writes it; other rates stay floats."""
     rounded_fps = round(fps)
     return rounded_fps if abs(fps - rounded_fps) < 1e-6 * fps else fps

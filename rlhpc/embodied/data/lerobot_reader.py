@@ -231,7 +231,7 @@ def lerobot_facts(folder: Path) -> dict[str, Any]:
 
 
 def camera_columns(features: dict[str, Any]) -> list[str]:
-    """Returns the columns of pictures, in their order in `rgb`: those in the table first."""
+    """Returns the columns of pictures in the order of `rgb`: first the pictures in the table, then the videos."""
     cameras = [name for name in features if name.startswith(_IMAGE)]
     return sorted(cameras, key=lambda name: features[name].get("dtype") == "video")
 
@@ -458,7 +458,7 @@ def _array(rows: Any, dtype: Any) -> np.ndarray:
 
 
 def _pictures(rows: Any, source: str) -> np.ndarray:
-    """Returns `[T, H, W, C]` uint8 of decoded frames, or of a table's encoded ones."""
+    """Converts decoded frames, or a table's encoded pictures, to uint8 `[T, H, W, C]`."""
     if isinstance(rows, np.ndarray):
         return rows
     image = pillow()

@@ -113,7 +113,7 @@ class Totals:
         }
         statistics |= {name: of_pictures(*totals) for name, totals in self._pictures.items()}
         return {
-            name: {key: value.tolist() for key, value in column_statistics.items()}
+            name: {key: statistic.tolist() for key, statistic in column_statistics.items()}
             for name, column_statistics in statistics.items()
         }
 

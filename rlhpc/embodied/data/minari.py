@@ -77,7 +77,7 @@ def _episode(group: Any, source: str) -> Trajectory:
 
 def _load(node: Any, source: str) -> Any:
     if isinstance(node, h5py.Group):
-        return {name: _load(value, source) for name, value in members(node)}
+        return {name: _load(child, source) for name, child in members(node)}
     if checked(node).dtype.kind not in "biuf":
         raise ConfigError(
             f"{source}: {node.name} holds {node.dtype}, no numbers; write pictures as they are (Minari's jpeg_encoding=False)"
@@ -132,11 +132,11 @@ class MinariWriter(FolderWriter):
             if (source := joined_spaces(self._source_spaces.get(name), space)) is not None:
                 space = source
             if name in self._spaces:
-                joined = joined_spaces(self._spaces[name], space)
-                if joined is None:
-                    mismatch = "observations" if name == "observation_space" else "actions"
-                    raise ConfigError(f"{trajectory['source']} has other {mismatch} than the episodes before it")
-                space = joined
+                common_space = joined_spaces(self._spaces[name], space)
+                if common_space is None:
+                    space_label = "observations" if name == "observation_space" else "actions"
+                    raise ConfigError(f"{trajectory['source']} has other {space_label} than the episodes before it")
+                space = common_space
             spaces[name] = space
         self._spaces = spaces
         group = self._file.create_group(f"{_GROUP}{self._count}")

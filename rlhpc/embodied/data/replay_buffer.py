@@ -285,7 +285,7 @@ def row_type(columns: dict[str, np.ndarray], lead: int) -> np.dtype[Any]:
 
     Args:
         columns: Arrays of many transitions.
-        lead: Leading axes that count transitions.
+        lead: Number of leading axes over transitions.
     """
     widest_first = sorted(columns, key=lambda name: (-columns[name].dtype.itemsize, name))
     return np.dtype([(name, columns[name].dtype, columns[name].shape[lead:]) for name in widest_first], align=True)

@@ -54,11 +54,16 @@ def read_trajectories(
     """
     if isinstance(path, str | Path):
         return _checked(_open(str(path), key), only_success, limit, tuple(require), key, left_out)
-    sources = [_open(str(item), key) for item in path]
+    sources = [_open(str(source_path), key) for source_path in path]
     if not sources:
         raise ConfigError(f"{key} is empty; it names files of trajectories ({', '.join(SUFFIXES)}) or LeRobot datasets")
     return _checked(
-        (item for trajectories in sources for item in trajectories), only_success, limit, tuple(require), key, left_out
+        (trajectory for trajectories in sources for trajectory in trajectories),
+        only_success,
+        limit,
+        tuple(require),
+        key,
+        left_out,
     )
 
 
@@ -204,7 +209,7 @@ def _load(node: Any, depth: int = 0) -> Any:
         return checked(node)[()]
     if depth > _DEEPEST:  # a group may be a member of itself
         raise RuntimeError(f"{node.name[:100]} is nested deeper than {_DEEPEST} groups")
-    return {name: _load(value, depth + 1) for name, value in members(node)}
+    return {name: _load(child, depth + 1) for name, child in members(node)}
 
 
 def observation(recorded: Any) -> Any:
@@ -215,10 +220,10 @@ def observation(recorded: Any) -> Any:
     """
     if not isinstance(recorded, dict):
         return recorded.astype(np.float32) if recorded.dtype == np.float64 else recorded
-    if not any(isinstance(value, dict) for value in recorded.values()):
-        return {name: observation(value) for name, value in recorded.items()} or None
+    if not any(isinstance(child, dict) for child in recorded.values()):
+        return {name: observation(child) for name, child in recorded.items()} or None
     obs_arrays: dict[str, np.ndarray] = {}
-    number_arrays = [leaf for name, value in recorded.items() if name not in _SENSORS for leaf in _leaves(value)]
+    number_arrays = [leaf for name, child in recorded.items() if name not in _SENSORS for leaf in _leaves(child)]
     if number_arrays:
         obs_arrays["state"] = np.concatenate(
             [leaf.reshape(len(leaf), -1).astype(np.float32) for leaf in number_arrays], -1
@@ -296,8 +301,8 @@ class TrajectoryWriter(EpisodeWriter):
         fields["source"] = f"{self.path}, traj_{index}"
         check(
             {
-                name: np.asarray(value) if name in _PER_STEP and value is not None else value
-                for name, value in fields.items()
+                name: np.asarray(field) if name in _PER_STEP and field is not None else field
+                for name, field in fields.items()
             }
         )
         if problem := not_finite({**fields, "actions": np.asarray(fields["actions"])}, ("obs", "actions")):
@@ -350,8 +355,8 @@ def _write(group: Any, name: str, value: Any) -> None:
         for child_name, child in value.items():
             _write(subgroup, child_name, child)
     else:
-        packed = {"compression": "gzip", "compression_opts": 5} if name in _IMAGES else {}
-        group.create_dataset(name, data=np.asarray(value), **packed)
+        compression = {"compression": "gzip", "compression_opts": 5} if name in _IMAGES else {}
+        group.create_dataset(name, data=np.asarray(value), **compression)
 
 
 def _plain(value: Any) -> Any:

@@ -44,7 +44,7 @@ def shrink(frames: np.ndarray) -> np.ndarray:
 
 
 def framed(frame: np.ndarray, success: bool) -> np.ndarray:
-    """Frames the last picture of an episode: green for success, otherwise grey."""
+    """Returns an episode's last picture with a border: green for success, otherwise grey."""
     framed_picture = frame.copy()
     color = _GREEN if success else _GREY
     for border in (np.s_[:_BORDER], np.s_[-_BORDER:], np.s_[:, :_BORDER], np.s_[:, -_BORDER:]):

@@ -80,7 +80,7 @@ class Timing:
         return f"{len(self.latency_s)} steps, latency {median_ms:.1f} ms (99 %: {p99_ms:.1f} ms), {counts}"
 
     def news(self) -> dict[str, np.ndarray]:
-        """Returns the measurements since the last call, under the names of `TIMED`: latencies `[k]`, counts `[1]`."""
+        """Returns the measurements since the last call, by the names in `TIMED`: latencies `[k]`, counts `[1]`."""
         latency_lists = {"robot_latency_ms": self.latency_s, "robot_link_ms": self.link_s}
         counts = {f"robot_{name}": getattr(self, f"num_{name}") for name in _COUNTS}
         reported_before = self._reported
@@ -110,16 +110,16 @@ def timing_row(columns: dict[str, np.ndarray]) -> dict[str, float]:
     """Returns the timing metrics of a step; empty without a robot, or if the robot was idle."""
     row: dict[str, float] = {}
     for name in TIMED:
-        values = columns.get(name, np.zeros(0))
-        if name.endswith("_ms") and values.size:
-            p50, p95 = np.quantile(values, (0.5, 0.95))
+        measurements = columns.get(name, np.zeros(0))
+        if name.endswith("_ms") and measurements.size:
+            p50, p95 = np.quantile(measurements, (0.5, 0.95))
             row |= {
                 f"env/{name}_p50": float(p50),
                 f"env/{name}_p95": float(p95),
-                f"env/{name}_max": float(values.max()),
+                f"env/{name}_max": float(measurements.max()),
             }
-        elif values.size:
-            row[f"env/{name}"] = float(values.sum())
+        elif measurements.size:
+            row[f"env/{name}"] = float(measurements.sum())
     return row
 
 

@@ -46,11 +46,11 @@ class EpisodeTracker:
         self.num_begun[:] = 0
 
     def place(self, slot: int) -> dict[str, int]:
-        """Returns a slot's position in its series of episodes, as `replay` takes it."""
+        """Returns a slot's position in its series of episodes, the argument of `replay`."""
         return {"seed": int(self.seeds[slot]), "begun": int(self.num_begun[slot])}
 
     def replay(self, slot: int, place: dict[str, Any]) -> None:
-        """Makes the next episode of a slot the one that began at the position `place`."""
+        """Makes a slot repeat the episode at the position `place` of its series as its next episode."""
         self.seeds[slot], self.num_begun[slot] = int(place["seed"]), int(place["begun"]) - 1
 
     def begin(self, slots: np.ndarray) -> list[int]:

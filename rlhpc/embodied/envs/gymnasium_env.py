@@ -93,9 +93,7 @@ def make_one(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
 
 
 def _statistics(env: Any) -> RecordEpisodeStatistics[Any, Any] | None:
-    """Returns the wrapper that counts returns, or None: wrappers above it may change the rewards that the learner
-    receives.
-    """
+    """Returns the wrapper that counts returns, if any. Its returns are before changes of the reward by outer wrappers."""
     while isinstance(env, gymnasium.Wrapper):
         if isinstance(env, RecordEpisodeStatistics):
             return env
@@ -425,7 +423,7 @@ def is_replayed(env: Any) -> bool:
 
 
 def generator_state(env: Any) -> Any:
-    """Returns the state of the generator that the next episode is drawn from."""
+    """Returns the state of the random generator from which the next episode is drawn."""
     random = env.unwrapped.np_random
     return random.get_state(legacy=False) if isinstance(random, np.random.RandomState) else random.bit_generator.state
 
@@ -496,7 +494,7 @@ def _attributes(layer: Any) -> dict[str, Any]:
 
 
 def _is_code(value: Any) -> bool:
-    """Returns whether a value is a module or a function without a name to pickle it by: the constructor creates those."""
+    """Returns whether a value is a module or an unpicklable function, which the constructor creates again."""
     return isinstance(value, ModuleType) or (isinstance(value, FunctionType) and "<" in value.__qualname__)
 
 

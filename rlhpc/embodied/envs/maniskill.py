@@ -58,7 +58,8 @@ class ActionLog:
         self._dropped += num_expired
 
     def add(self, actions: np.ndarray) -> None:
-        """Adds a step of all slots, `[N, width]`. Actions of a slot between its end and its next `begin` do not matter."""
+        """Adds a step of all slots, `[N, width]`. Actions between the end of a slot's episode and its next `begin` have
+        no effect."""
         self._steps.append(np.array(actions, np.float32))
 
     def of(self, slot: int) -> np.ndarray:
@@ -179,11 +180,13 @@ class ManiSkillVectorEnv(VectorEnv):
         visual = _visual(self._kwargs["obs_mode"])
         limit = cfg.max_episode_steps if cfg.max_episode_steps is not None else spec.max_episode_steps
         self.episodes = EpisodeTracker(cfg, num_envs, slot_offset, seed, int(limit or 0))
-        shared = self._gpu and cfg.group_size == 1 and not cfg.use_fixed_reset_state_ids
+        draws_jointly = self._gpu and cfg.group_size == 1 and not cfg.use_fixed_reset_state_ids
         # On the CPU, pictures, and scenes that are rebuilt for every episode, need separate slots.
         self._alone = is_separate = not self._gpu and (visual or bool(self._kwargs.get("reconfiguration_freq")))
         self._build_seeds = [build_seed(seed, (slot_offset + i) // cfg.group_size) for i in range(num_envs)]
-        self._parts = self._build(spec, [1] * num_envs if is_separate else [num_envs], is_separate, seeded=not shared)
+        self._parts = self._build(
+            spec, [1] * num_envs if is_separate else [num_envs], is_separate, seeded=not draws_jointly
+        )
         self._spec = spec
         self._camera: Any = None
         #: Arguments of `gym.make` that rebuild the task, for recordings.

@@ -367,7 +367,7 @@ _indices(ArticulationJoint, "_data_index", lambda s, px: [px.number(art) for art
 
 def clear_contacts(system: Any) -> None:
     """Drops PhysX's contact caches, so that an episode does not depend on steps before its reset."""
-    packed = system.pack()
+    packed_state = system.pack()
     movable_bodies = [body for body in system.rigid_dynamic_components if not body.kinematic]
     for i, body in enumerate(movable_bodies):
         body.entity.pose = sapien.Pose([0, 0, 1000 + 20 * i])
@@ -375,4 +375,4 @@ def clear_contacts(system: Any) -> None:
     for i, articulation in enumerate(roots):
         articulation.root_pose = sapien.Pose([0, 0, 1000 + 20 * (len(movable_bodies) + i)])
     system.step()
-    system.unpack(packed)
+    system.unpack(packed_state)

@@ -204,7 +204,7 @@ def is_text(space: Any) -> bool:
 
 def text_bytes(texts: Iterable[str]) -> int:
     """Returns the bytes of the longest text as UTF-8, and at least `TEXT_BYTES`."""
-    return max([TEXT_BYTES, *(len(text.encode()) for text in texts)])
+    return max([TEXT_BYTES, *(len(instruction.encode()) for instruction in texts)])
 
 
 def text_space(space: Any) -> spaces.Box:

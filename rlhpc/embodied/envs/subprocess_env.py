@@ -270,8 +270,8 @@ class ProcessVectorEnv(VectorEnv):
 
     @property
     def _repeats_episodes(self) -> bool:
-        """True if a restarted simulator begins with the episodes that failed: an evaluation that enumerates plays every
-        one.
+        """True if a restarted simulator repeats the failed episodes, because an evaluation that enumerates episodes
+        plays all of them.
         """
         return self._stage.get("stage") == "eval"
 

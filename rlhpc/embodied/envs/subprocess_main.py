@@ -62,7 +62,8 @@ def _limit(sock: socket.socket, deadline: float | None) -> None:
 
 
 def die_with(lifeline: int) -> None:
-    """Has the kernel kill this process once the other end of a pipe is closed, even while it hangs or is stopped."""
+    """Makes the kernel kill this process once the other end of a pipe is closed, even while the process hangs or is
+    stopped."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

@@ -46,7 +46,7 @@ def entry(item: Any, key: str) -> tuple[str, dict[str, Any]]:
     if isinstance(item, Mapping) and len(item) == 1:
         ((name, settings),) = item.items()
         if isinstance(name, str) and (settings is None or isinstance(settings, Mapping)):
-            return name, {str(key_of_setting): _value(value) for key_of_setting, value in (settings or {}).items()}
+            return name, {str(setting_name): _value(setting) for setting_name, setting in (settings or {}).items()}
     raise ConfigError(
         f"{key} is {plain(item)!r}; allowed: a name, module:Class, or one of them with its settings: "
         "{frame_stack: {stack_size: 4}}"
@@ -67,9 +67,9 @@ def wrap(env: Any, wrappers: Sequence[Any] | None, key: str = "env.wrappers") ->
     """
     from gymnasium.error import DependencyNotInstalled
 
-    for i, item in enumerate(wrappers or []):
+    for i, wrapper_entry in enumerate(wrappers or []):
         entry_key = f"{key}[{i}]"
-        name, settings = entry(item, entry_key)
+        name, settings = entry(wrapper_entry, entry_key)
         wrapper = WRAPPERS.find(name, entry_key)
         try:
             env = wrapper(env, **settings)

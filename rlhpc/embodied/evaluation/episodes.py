@@ -138,8 +138,8 @@ class Watch:
 
 
 def quotas(episodes: int, slots: int) -> np.ndarray:
-    """Returns the number of episodes of each slot. It is fixed in advance: the first to finish would be biased to short
-    episodes.
+    """Returns the number of episodes of each slot. It is fixed in advance, because counting the first episodes to
+    finish would favour short ones.
     """
     counts = np.full(slots, episodes // slots)
     counts[: episodes % slots] += 1

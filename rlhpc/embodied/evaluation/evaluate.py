@@ -78,8 +78,8 @@ MAX_FRAMES = 1500
 
 
 class Film(Watch):
-    """Film with a picture of each slot before each of its steps; a slot whose episode has ended keeps its last picture,
-    framed.
+    """Film of an evaluation, with a picture of each slot before each of its steps; a slot whose episode has ended keeps
+    its last picture, framed.
 
     Args:
         env: A vector environment.

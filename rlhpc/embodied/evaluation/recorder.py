@@ -60,7 +60,7 @@ class EpisodeRecorder(Watch):
         self.success_known = False
 
     def forget(self) -> None:
-        """Drops the unfinished episodes, which will not continue."""
+        """Drops the unfinished episodes."""
         self._open = [[] for _ in self._open]
 
     @property

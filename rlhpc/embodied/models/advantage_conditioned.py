@@ -78,8 +78,8 @@ class ConditionedPolicy(Policy):
 
     def default_forward(self, inputs: dict[str, Any], *args: bool, **kwargs: bool) -> dict[str, Tensor]:
         """Runs the training pass with improvements, as in acting (`Policy.default_forward`)."""
-        conditioned = {**inputs, "obs": _add_improvement(inputs["obs"])}
-        return self.inner.default_forward(conditioned, *args, **kwargs)
+        conditioned_inputs = {**inputs, "obs": _add_improvement(inputs["obs"])}
+        return self.inner.default_forward(conditioned_inputs, *args, **kwargs)
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
@@ -131,7 +131,7 @@ def value_model(cfg: BcConfig, observation_space: object) -> Policy:
     """Loads the policy whose critic estimates the expected return.
 
     Raises:
-        ConfigError: There is none, it has no critic, or it sees something else.
+        ConfigError: The policy is missing, has no critic, or takes other observations.
     """
     policy = load_policy(find_weights(str(cfg.algorithm.value_model), KEY), Trust())
     if space_to_json(policy.observation_space) != space_to_json(observation_space):
@@ -177,10 +177,15 @@ def label(cfg: BcConfig, trajectories: Sequence[Trajectory], model: Policy, devi
             take(trajectory["obs"], slice(start, min(start + _ROWS, count))) for start in range(0, count, _ROWS)
         )
         value_batches = [model.value(to_tensors(obs_batch, device)) for obs_batch in obs_batches]
-        return torch.cat([row.reshape(len(row), -1)[:, 0] for row in value_batches]).double().cpu().numpy()
+        return torch.cat([values.reshape(len(values), -1)[:, 0] for values in value_batches]).double().cpu().numpy()
 
     episode_advantages = [
-        advantages(scale * each["rewards"].astype(np.float64), valued(each), algorithm.gamma, algorithm.advantage_steps)
-        for each in trajectories
+        advantages(
+            scale * trajectory["rewards"].astype(np.float64),
+            valued(trajectory),
+            algorithm.gamma,
+            algorithm.advantage_steps,
+        )
+        for trajectory in trajectories
     ]
     return improvements(episode_advantages, algorithm.improved_fraction)

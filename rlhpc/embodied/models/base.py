@@ -125,10 +125,10 @@ class Policy(nn.Module):
         self.observation_space, self.action_space = observation_space, action_space
         self.normaliser = None
         self.chunk = cfg.num_action_chunks
-        by_action = (
+        has_action_values = (
             hasattr(cfg, "value_per_action") and cfg.value_per_action
         )  # those of off-policy runs have no such key
-        self.value_width = self.chunk if by_action else 1
+        self.value_width = self.chunk if has_action_values else 1
         if self.has_head:
             assert not isinstance(cfg, SacModelConfig)  # its policies have heads of their own
             self.head: CategoricalHead | GaussianHead = make_head(action_space, cfg.log_std_init, self.chunk)
@@ -152,7 +152,7 @@ class Policy(nn.Module):
 
     @property
     def imitated(self) -> range:
-        """Actions that behaviour cloning learns at an observation, counted from there: the chunk."""
+        """Offsets of the actions that behaviour cloning learns at an observation: those of the chunk."""
         return range(self.chunk)
 
     @abstractmethod
@@ -212,7 +212,7 @@ class Policy(nn.Module):
         return actions, {"prev_logprobs": logprobs, "prev_values": values}
 
     def mean_action(self, obs: Obs) -> Tensor:
-        """Returns the actions of `predict_action_batch` in "eval", with their gradient where there is one.
+        """Returns the actions of `predict_action_batch` in "eval", with a gradient if the policy supports one.
 
         Args:
             obs: As `predict_action_batch` takes them.
@@ -274,7 +274,7 @@ class Policy(nn.Module):
         """Returns the loss of behaviour cloning, `[B]`: here the negative log-likelihood of `actions [B, chunk, dim]`
         at `obs`.
 
-        `is_pad [B, chunk]` marks the actions beyond the episode's end, where its last one is repeated.
+        `is_pad [B, chunk]` marks the padding beyond the episode's end, which repeats the last action.
         """
         logprobs = self.default_forward(inputs)["logprobs"]
         return -logprobs.reshape(len(logprobs), -1).sum(1)

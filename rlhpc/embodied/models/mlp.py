@@ -57,7 +57,8 @@ def flat_width(space: Any) -> int:
 
 
 def flat_numbers(obs: Any) -> Tensor:
-    """Returns an observation as numbers `[B, flat_width]`; several in the order of their names."""
+    """Returns an observation as numbers `[B, flat_width]`; several observations are concatenated in the order of their
+    names."""
     arrays = [obs[key] for key in sorted(obs)] if isinstance(obs, dict) else [obs]
     rows = [array.reshape(array.shape[0], -1).float() for array in arrays]
     return rows[0] if len(rows) == 1 else torch.cat(rows, 1)

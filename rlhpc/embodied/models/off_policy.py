@@ -24,7 +24,7 @@ _MOMENTUM, _EPS, WARM_UP, _R_MAX, _D_MAX = 0.01, 1e-3, 100_000, 3.0, 5.0
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the ranks, which each rank's loss depends on."""
+    """Differentiable sum over the ranks: its backward pass sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, reduce: Reduce) -> Tensor:
@@ -134,7 +134,8 @@ def _flat_width(space: Any, model_type: str) -> int:
 
 
 def flatten(obs: Any) -> Tensor:
-    """Returns observations as float rows `[B, D]`; several, by name, one after the other."""
+    """Returns observations as float rows `[B, D]`; several observations are concatenated in the order of their
+    names."""
     arrays = [obs[name] for name in sorted(obs)] if isinstance(obs, dict) else [obs]
     rows = [array.flatten(1) if array.is_floating_point() else array.flatten(1).float() for array in arrays]
     return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
@@ -277,7 +278,7 @@ class _SpreadActor(nn.Module):
 
 
 class _ValuedTwinCritic(TwinCritic):
-    """Twin critics with a network that values observations without an action.
+    """Twin critics with a state-value network.
 
     Args:
         obs: Width of the observation.

@@ -1,8 +1,8 @@
 """Network of OpenVLA (Kim et al. 2024) with the additions of OpenVLA-OFT (Kim et al. 2025), by the names of released
 files.
 
-`vision_backbone.featurizer` (and `fused_featurizer`, whose features stand beside the first one's), `projector`,
-`language_model`: a Llama. The names of the classes are those that the released configurations name.
+`vision_backbone.featurizer` (and `fused_featurizer`, whose features are concatenated with the first one's),
+`projector`, `language_model`: a Llama. The names of the classes are those that the released configurations name.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class ViTBlock(nn.Module):
 
 
 class _AttentionPool(nn.Module):
-    """Weights of SigLIP's pool: files have them, and no action depends on them."""
+    """Attention pool of SigLIP. Checkpoints contain its weights, but actions do not depend on it."""
 
     def __init__(self, shape: _ViTShape) -> None:
         super().__init__()

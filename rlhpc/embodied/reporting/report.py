@@ -344,7 +344,7 @@ def _rate(result: Mapping[str, Any], name: str) -> str:
 
 
 def _videos(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """Builds the newest film of each suite; the files are in the folders of the evaluations' results."""
+    """Builds the HTML of the newest film of each suite; the files lie in the folders of the evaluations' results."""
     newest_by_suite = {str(evaluation["suite"]): evaluation for evaluation in evaluations if evaluation.get("video")}
     film_figures = [
         f'<figure><video controls muted loop preload="metadata" width="100%" '

@@ -43,7 +43,7 @@ class Robot(ABC):
 
     @abstractmethod
     def reset(self, seed: int) -> None:
-        """Brings the robot to the start of an episode. `stop` must end a movement of its own, too."""
+        """Brings the robot to the start of an episode. `stop` must also end a movement that the reset makes."""
 
     @abstractmethod
     def act(self, action: np.ndarray) -> None:
@@ -55,7 +55,7 @@ class Robot(ABC):
 
     @abstractmethod
     def judge(self, obs: Any, action: np.ndarray) -> Verdict:
-        """Returns the reward of the step to `obs`."""
+        """Returns the reward of the step that led to `obs`."""
 
     @abstractmethod
     def stop(self) -> None:

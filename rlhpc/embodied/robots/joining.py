@@ -382,7 +382,7 @@ def _refuse_two(folder: Path, slot: int) -> None:
 
 
 def join(sock: socket.socket, name: str, secret: str, about: str) -> tuple[RobotConnection, tuple[str, str]]:
-    """Joins a run from the robot's side: proves a key, or that it has joined before.
+    """Joins a run from the robot's side, with a key or with the session of an earlier join.
 
     Returns:
         The connection, and the session's name and secret for reconnecting after joining by a key.

@@ -57,7 +57,7 @@ class Notice:
         self._lock = threading.Lock()
 
     def left_behind(self) -> str:
-        """Returns why the robot must stay still according to the process before; empty if it need not."""
+        """Returns the reason in an earlier process's notice why the robot must stay still; empty if it may move."""
         try:
             record = read_json(self._path.read_bytes())
             reason, node, pid, notice_id = str(record["reason"]), record["node"], int(record["pid"]), record["id"]

@@ -122,19 +122,19 @@ def hear_greeting(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
 
 
 def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
-    content = b""
-    while len(content) < size:
+    received = b""
+    while len(received) < size:
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         try:
-            chunk = sock.recv(size - len(content))
+            chunk = sock.recv(size - len(received))
         except TimeoutError:
             raise LineLost("it did not answer in time") from None
         except OSError as error:
             raise LineLost(str(error.strerror or error)) from None
         if not chunk:
             raise LineLost("it closed the connection")
-        content += chunk
-    return content
+        received += chunk
+    return received
 
 
 class RobotConnection:
@@ -318,7 +318,8 @@ def describe_spaces(observation: Any, action: Any) -> dict[str, Any]:
 
 
 def misfit(expected: Mapping[str, Any], description: Any) -> str:
-    """Returns where a robot's description differs from the run's configuration; empty if it does not."""
+    """Returns a text about the first difference between a robot's description and the run's configuration; empty if
+    they agree."""
     for name in ("observes", "acts"):
         expected_part, robot_part = expected[name], description.get(name) if isinstance(description, Mapping) else None
         is_same = expected_part == robot_part

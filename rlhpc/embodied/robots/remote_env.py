@@ -116,7 +116,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
         return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]") or "127.0.0.1"
 
     def _misfit(self, about: Any) -> str:
-        """Returns why a robot cannot be this one; empty if it can."""
+        """Returns why a robot does not fit this environment; empty if it fits."""
         spaces = describe_spaces(self.observation_space, self.action_space)
         if reason := misfit(spaces, about):
             return reason

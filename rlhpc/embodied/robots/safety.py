@@ -157,7 +157,7 @@ class SafetyCore:
                     return now
 
     def judge(self) -> Verdict:
-        """Returns the reward of the step to the newest observation.
+        """Returns the reward of the step that led to the newest observation.
 
         Raises:
             RobotStopped: The robot is stopped.
@@ -216,7 +216,7 @@ class SafetyCore:
     # -- calls of the driver --------------------------------------------------------------------------------------
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Calls the driver, watched for hanging. The robot is stopped if it raises."""
+        """Calls the driver, and stops the robot if the driver raises. `_look_after` stops it if the call hangs."""
         limit = self.__driver.reset_s if name == "reset" else self.limits.stale_s
         self._call_under_way = (name, time.monotonic(), limit)
         try:

@@ -99,7 +99,7 @@ def _stop(stop: Callable[[], None]) -> None:
 
 
 def watch(sock: socket.socket) -> None:
-    """Stops the robot when heartbeats cease while it may be moving, and when their sender is gone."""
+    """Stops the robot if heartbeats cease while it may be moving, or if their sender is gone."""
     stop = cloudpickle.loads(sock.recv(1 << 20))
     sock.send(_READY)
     is_moving, silence_s = False, 1.0

@@ -136,12 +136,12 @@ class EnvLinks:
         self._log, self._group, self._stages = worker.log, group, stages
 
     def put(self, stage: int, part_of: Callable[[range], Any]) -> None:
-        """Sends each peer the part for their common slots; a peer that has gone gets nothing."""
+        """Sends each peer the rows of the common slots; a peer that has gone gets nothing."""
         for index, (_, peer_slots, _) in enumerate(self._stages[stage]):
             self.put_to(stage, index, part_of(peer_slots))
 
     def put_to(self, stage: int, index: int, part: Any) -> None:
-        """Sends one peer, by its index in the stage, the part for their common slots."""
+        """Sends one peer, by its index in the stage, the rows of the common slots."""
         try:
             self._stages[stage][index][2].put(part)
         except PeerLeft:
@@ -197,7 +197,7 @@ class EnvLinks:
         return isinstance(self._stages[stage][index][2], ClosedLink)
 
     def lose(self, stage: int, index: int) -> None:
-        """Marks a peer as gone: later sends to it are dropped, and nothing is received from it."""
+        """Marks a peer as gone: later messages to it are dropped, and none are expected from it."""
         rank, peer_slots, link = self._stages[stage][index]
         if not isinstance(link, ClosedLink):
             self._log.warning("%s-%d has gone: its slots %s bring nothing", self._group, rank, peer_slots)

@@ -267,7 +267,7 @@ class Acted:
 
 @dataclass(frozen=True)
 class Source:
-    """Parts from which actors assemble a step: the decisions of the turns, followed by those of the units.
+    """Sources of a step's transitions on the actors: the decisions of its turns, followed by those of its units.
 
     Attributes:
         slots: Slot map of the run.
@@ -303,5 +303,5 @@ class UnitMap(SlotMap):
 
 
 def within(part: range, full: range) -> slice:
-    """Returns the positions of the slots `part` in an array that holds the slots `full`."""
+    """Returns the slice that selects the slots `part` from an array of the slots `full`."""
     return slice(part.start - full.start, part.stop - full.start)

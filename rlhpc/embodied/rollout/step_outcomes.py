@@ -28,8 +28,8 @@ class OutcomeShape:
 def shape_of(cfg: PlayingConfig, rewards: str, logprobs: str, single_episode: bool) -> OutcomeShape:
     """Returns the shape for the levels (action or chunk) of rewards and log-probabilities."""
     per_action = rewards == "action_level"
-    by_action = per_action or logprobs != "chunk_level"
-    return OutcomeShape(cfg.actor.model.num_action_chunks if by_action else 1, per_action, single_episode)
+    keeps_actions = per_action or logprobs != "chunk_level"
+    return OutcomeShape(cfg.actor.model.num_action_chunks if keeps_actions else 1, per_action, single_episode)
 
 
 def ppo_shape(cfg: PpoConfig) -> OutcomeShape:
@@ -86,10 +86,10 @@ class SlotOutcomes:
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any]) -> SlotOutcomes:
         """Builds the outcomes from a message."""
-        values: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             attribute.name: columns.get(_COLUMNS.get(attribute.name, attribute.name)) for attribute in fields(cls)
         }
-        return cls(**values)
+        return cls(**arguments)
 
     def shifted(self, slots: int) -> SlotOutcomes:
         """Returns the outcomes with `slots` added to the slot numbers of ended episodes."""

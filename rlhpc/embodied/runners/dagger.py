@@ -67,7 +67,7 @@ def dagger(
     name = base_cfg.runner.name
     folder = RunPaths.of(base_cfg.runner.run_dir, f"{name}-dagger").root
     demos_path = _path(config, overrides)
-    dataset_paths = [demos_path] if isinstance(demos_path, str) else [str(item) for item in demos_path or ()]
+    dataset_paths = [demos_path] if isinstance(demos_path, str) else [str(demo_path) for demo_path in demos_path or ()]
     if not dataset_paths:
         if expert is None:
             raise ConfigError(

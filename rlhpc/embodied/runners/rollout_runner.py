@@ -554,14 +554,16 @@ class PlayingRunner(Runner[Cfg]):
 
     def state(self) -> dict[str, Any]:
         """Returns the counters, and the returns of the last episodes."""
-        window = [[None if value != value else value for value in row] for row in self.window]
+        window = [[None if statistic != statistic else statistic for statistic in row] for row in self.window]
         return {"env_steps": self.env_steps, "episodes": self.episodes, "window": window}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores the state that `state` returned when the checkpoint was made."""
         self.env_steps, self.episodes = int(state["env_steps"]), int(state["episodes"])
         self.window.clear()
-        rows = ([float("nan") if value is None else float(value) for value in row] for row in state["window"])
+        rows = (
+            [float("nan") if statistic is None else float(statistic) for statistic in row] for row in state["window"]
+        )
         self.window.extend((row[0], row[1], row[2]) for row in rows)
 
     def result(self) -> dict[str, Any]:

@@ -288,9 +288,10 @@ class RolloutSources:
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
         """Recovers from a failure: restarts environment and rollout ranks that have ended, and connects all."""
         self.slots = dataclasses.replace(self.slots, token=secrets.token_hex(4), absent=frozenset(), acting=())
-        took_part = ((self._rollouts, self._acting), (self._envs, self._present_envs))
+        previous_ranks = ((self._rollouts, self._acting), (self._envs, self._present_envs))
         ranks_to_build = {
-            group: self._to_build(group, present, lost_ranks.get(group.name, [])) for group, present in took_part
+            group: self._to_build(group, present_ranks, lost_ranks.get(group.name, []))
+            for group, present_ranks in previous_ranks
         }
         ranks_to_build = {group: ranks for group, ranks in ranks_to_build.items() if ranks}
         for group in ranks_to_build:
@@ -311,7 +312,7 @@ class RolloutSources:
         return [rank for rank in range(group.world_size) if rank in lost_ranks or rank not in present]
 
     def begin(self, step: int) -> None:
-        """Begins after a step, with no turns in progress. Ranks that have joined begin anew."""
+        """Begins after a step, with no turns in progress. The state of joined ranks is reset."""
         self.forget(step)
         if not self._ahead:
             return

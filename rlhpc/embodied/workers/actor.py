@@ -142,7 +142,8 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         self._aim_at(slots.acting_ranks)
 
     def _aim_at(self, ranks: Sequence[int]) -> None:
-        """Sets the rollout ranks that get weights from now on; if they differ from those before, they get all weights."""
+        """Sets the rollout ranks that receive weights from now on; if the set has changed, the next sync sends all
+        weights."""
         if tuple(ranks) == self._aim:
             return
         if self._before is not None:
@@ -214,7 +215,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         return weights
 
     def _replaced(self) -> None:
-        """Makes the next versions independent of the weights sent so far."""
+        """Resets the weight sync, so that the next version does not build on the weights sent so far."""
         self._sent = frozenset()
         for sync in (self.sync, self._before, *self._lent.values()):
             if sync is not None:
@@ -366,7 +367,7 @@ class TrajectoryReceiver:
         return message
 
     def _missing(self, count: int, decisions: int) -> RolloutBatch[np.ndarray]:
-        """Returns a batch for slots and decisions of which no message has arrived, all of it lost.
+        """Returns a batch of missing transitions, for slots and decisions without a message.
 
         Raises:
             ChannelError: The columns are unknown, because no message has ever arrived.
@@ -378,7 +379,7 @@ class TrajectoryReceiver:
         return RolloutBatch.blank(self._like, count, decisions)
 
     def _unit(self, slots: SlotMap, keys: Sequence[int]) -> RolloutBatch[np.ndarray]:
-        """Returns this rank's slots of a unit: its shards, concatenated."""
+        """Receives the shards of a unit and concatenates them, for this rank's slots."""
         messages = [self._parts.get(key=slots.part_key(key, self._rank)) for key in keys]
         return RolloutBatch.join([RolloutBatch.from_columns(message) for message in messages], axis=1)
 

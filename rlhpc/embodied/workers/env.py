@@ -337,7 +337,7 @@ def unit_map(slots: SlotMap, rank: int) -> UnitMap:
 def words_of(seed: int, rank: int, start_step: int) -> list[int]:
     """Returns the entropy from which the seeds of a rank that has joined are derived.
 
-    Its slots begin other episodes than those of any other rank, also of an earlier start of the run.
+    Its slots begin episodes that differ from those of all other ranks, and of earlier starts of the run.
     """
     return [seed, 1, rank, start_step]
 
@@ -492,8 +492,8 @@ class JoiningWorker(SimulatingWorker[Cfg]):
 
     def open_replica(self, slots: SlotMap, spaces: tuple[Any, Any], start_step: int) -> None:
         """Builds this rank's simulators, and a policy that acts on them."""
-        acts = load_attribute(self.acts, f"who acts for {type(self).__name__}")
-        self._replica = open_replica(self, lambda: acts(self.cfg), slots, spaces, start_step)
+        worker_class = load_attribute(self.acts, f"who acts for {type(self).__name__}")
+        self._replica = open_replica(self, lambda: worker_class(self.cfg), slots, spaces, start_step)
 
     def connect_replica(self) -> None:
         """Connects the replica to the channels (`Replica.connect`)."""

@@ -58,7 +58,7 @@ class Incomplete:
         self.clear()
 
     def clear(self) -> None:
-        """Drops the waiting transitions: fewer than a row."""
+        """Drops the waiting transitions, which do not fill a row."""
         self._waiting: dict[str, np.ndarray] = {}
 
     def table(self, columns: dict[str, np.ndarray], present: np.ndarray, ranks: Gathering) -> dict[str, np.ndarray]:

@@ -105,9 +105,9 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         """Receives a step, or a part of it; returns the batch to train on, `[n, T, ...]`, and its counts."""
         algorithm = self.cfg.algorithm
         # GAE bootstraps from the observation before a failure; to other estimators a slot's transitions are one unit.
-        failures_by_slot = algorithm.adv_type.lower() != "gae"
+        drops_failed_slots = algorithm.adv_type.lower() != "gae"
         received = self.intake.receive(step, source)
-        received = received.drop_lost_and_failed(by_slot=True, failures_by_slot=failures_by_slot)
+        received = received.drop_lost_and_failed(by_slot=True, failures_by_slot=drops_failed_slots)
         # Slots that are left out altogether are no members of their groups.
         members = None
         if received.drops is not None:

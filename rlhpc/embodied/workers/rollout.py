@@ -198,8 +198,10 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             i: within(peer_slots, self.shares[stage]) for i, (_, peer_slots) in enumerate(self.peers[stage])
         }
         noise_by_peer = {index: self._noise(t, self.peers[stage][index][1]) for index, t in asking.items()}
-        example = next(iter(noise_by_peer.values()))
-        rows = example.new_zeros(len(self.shares[stage]), *example.shape[1:])  # slots without a request: any value
+        first_noise = next(iter(noise_by_peer.values()))
+        rows = first_noise.new_zeros(
+            len(self.shares[stage]), *first_noise.shape[1:]
+        )  # slots without a request: any value
         for index, noise in noise_by_peer.items():
             latest[index] = self._observation(self.peers[stage][index][1], self.links.get_from(stage, index))
             rows[rows_by_peer[index]] = noise
@@ -350,7 +352,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         save_state(Path(folder) / FILE.format(rank=self.rank), state)
 
     def load(self, folder: str) -> None:
-        """Restores a checkpoint; a rank without a file in it starts from its seed."""
+        """Restores a checkpoint; a rank without a file in the checkpoint starts from its seed."""
         rank_file = Path(folder) / FILE.format(rank=self.rank)
         if rank_file.is_file():
             state = load_state(rank_file)

@@ -114,7 +114,7 @@ class Processors:
     def _make(self, device: str) -> tuple[Any, Any]:
         from lerobot.policies.factory import make_pre_post_processors
 
-        stats: dict[str, Any] = {} if self._stats is None else {"stats": self._stats}
+        normalizer_overrides: dict[str, Any] = {} if self._stats is None else {"stats": self._stats}
         tokenizer_overrides = {"tokenizer_processor": {"tokenizer_name": self._vlm}} if self._vlm else {}
         kwargs: dict[str, Any] = {"dataset_stats": self._stats}
         if (self._path / "policy_preprocessor.json").is_file():
@@ -122,10 +122,10 @@ class Processors:
                 "pretrained_path": str(self._path),
                 "preprocessor_overrides": {
                     "device_processor": {"device": device},
-                    "normalizer_processor": stats,
+                    "normalizer_processor": normalizer_overrides,
                     **tokenizer_overrides,
                 },
-                "postprocessor_overrides": {"unnormalizer_processor": stats},
+                "postprocessor_overrides": {"unnormalizer_processor": normalizer_overrides},
             }
         try:
             preprocessor, postprocessor = make_pre_post_processors(self._config, **kwargs)
@@ -156,7 +156,7 @@ def _statistics(path: Path) -> dict[str, dict[str, Tensor]]:
     try:
         content = read_json(file.read_bytes())
         stats = {
-            name: {key: torch.tensor(value, dtype=torch.float32) for key, value in column_statistics.items()}
+            name: {key: torch.tensor(statistic, dtype=torch.float32) for key, statistic in column_statistics.items()}
             for name, column_statistics in content.items()
         }
         if "action" not in stats:

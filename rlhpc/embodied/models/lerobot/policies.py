@@ -109,8 +109,8 @@ class LerobotPolicy(Policy):
 
     @contextmanager
     def settled(self) -> Iterator[Any]:
-        """Yields LeRobot's policy without dropout and random crops, so that acting and training by log-probs see the
-        same.
+        """Yields LeRobot's policy without dropout and random crops, so that acting and training compute the same
+        log-probs.
         """
         was_training = self.inner.training
         self.inner.eval()
