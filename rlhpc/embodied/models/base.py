@@ -152,7 +152,7 @@ class Policy(nn.Module):
 
     @property
     def imitated(self) -> range:
-        """Offsets of the actions that behaviour cloning learns at an observation: those of the chunk."""
+        """Actions that behaviour cloning learns at an observation, counted from there: the chunk."""
         return range(self.chunk)
 
     @abstractmethod
@@ -212,7 +212,7 @@ class Policy(nn.Module):
         return actions, {"prev_logprobs": logprobs, "prev_values": values}
 
     def mean_action(self, obs: Obs) -> Tensor:
-        """Returns the actions of `predict_action_batch` in "eval", with a gradient if the policy supports one.
+        """Returns the actions of `predict_action_batch` in "eval", with their gradient where there is one.
 
         Args:
             obs: As `predict_action_batch` takes them.
@@ -242,7 +242,7 @@ class Policy(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
 
     def played(self, plan: Tensor, part: slice) -> Tensor:
-        """Converts a part of the result of `plan` to actions `[B, n, dim]` in the environment's scale."""
+        """Returns the actions `[B, n, dim]` of a part of the result of `plan`, as the environment takes them."""
         raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -274,7 +274,7 @@ class Policy(nn.Module):
         """Returns the loss of behaviour cloning, `[B]`: here the negative log-likelihood of `actions [B, chunk, dim]`
         at `obs`.
 
-        `is_pad [B, chunk]` marks the padding beyond the episode's end, which repeats the last action.
+        `is_pad [B, chunk]` marks the actions beyond the episode's end, where its last one is repeated.
         """
         logprobs = self.default_forward(inputs)["logprobs"]
         return -logprobs.reshape(len(logprobs), -1).sum(1)
