@@ -70,8 +70,8 @@ class MinibatchCounts:
             all_reduce: Sums over the ranks; None for a single rank.
         """
         batch.columns[SEQUENCE_TOKENS] = batch.sequence_tokens()
-        trained = torch.repeat_interleave(batch.sequence(), batch.lengths)[batch.mask]
-        counts = torch.tensor([float(len(trained)), float(len(trained.unique()))])
+        trained_sequences = torch.repeat_interleave(batch.sequence(), batch.lengths)[batch.mask]
+        counts = torch.tensor([float(len(trained_sequences)), float(len(trained_sequences.unique()))])
         tokens, sequences = (all_reduce(counts) if all_reduce else counts).tolist()
         return cls(tokens, sequences, length)
 

@@ -127,22 +127,22 @@ class Distillation(PolicyGradient):
         if self.reward_coef:
             advantages = self.reward_coef * super().advantages(batch, all_reduce)
         if self.sampled:
-            old = batch.columns[OLD if self.cfg.algorithm.recompute_logprobs else ROLLOUT_LOGPROBS]
-            gap = batch.columns[TEACHER_LOGPROBS].clamp_min(FLOOR) - old
-            advantages = advantages + self.coef * torch.where(batch.mask, gap, 0.0)
+            old_logprobs = batch.columns[OLD if self.cfg.algorithm.recompute_logprobs else ROLLOUT_LOGPROBS]
+            log_ratio = batch.columns[TEACHER_LOGPROBS].clamp_min(FLOOR) - old_logprobs
+            advantages = advantages + self.coef * torch.where(batch.mask, log_ratio, 0.0)
         return advantages
 
     def loss(self, scores: TokenScores, batch: TokenBatch, counts: MinibatchCounts) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the policy loss, plus the divergence in the modes topk and full (`LanguageAlgorithm.loss`)."""
         # In a run with distillation alone, the log-probs are for metrics, and need no gradient of the size of the logits.
         with torch.set_grad_enabled(self._more and torch.is_grad_enabled()):
-            loss, parts = super().loss(scores, batch, counts)
+            loss, metrics = super().loss(scores, batch, counts)
         if self.sampled:
-            gap = scores.logprobs.detach() - batch.columns[TEACHER_LOGPROBS].clamp_min(FLOOR)
-            parts[DIVERGENCE] = counts.mean(gap, batch)
-            return loss, parts
+            log_ratio = scores.logprobs.detach() - batch.columns[TEACHER_LOGPROBS].clamp_min(FLOOR)
+            metrics[DIVERGENCE] = counts.mean(log_ratio, batch)
+            return loss, metrics
         assert scores.read is not None
         loss = loss + self.coef * counts.loss(scores.read, batch, self.cfg.algorithm.loss_agg)
-        parts[DIVERGENCE] = counts.mean(scores.read, batch)
-        parts["loss"] = loss.detach()
-        return loss, parts
+        metrics[DIVERGENCE] = counts.mean(scores.read, batch)
+        metrics["loss"] = loss.detach()
+        return loss, metrics

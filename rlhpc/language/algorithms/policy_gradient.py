@@ -70,23 +70,25 @@ def _turn_advantages(batch: TokenBatch, rewards: Tensor, credit: _Credit) -> Ten
     Returns:
         `[T]`, 0 at tokens that are not trained.
     """
-    owner = torch.repeat_interleave(batch.sequence(), batch.lengths)
-    keys = torch.stack([owner, batch.turn], 1)[batch.mask]
+    sequence_of_token = torch.repeat_interleave(batch.sequence(), batch.lengths)
+    turn_keys = torch.stack([sequence_of_token, batch.turn], 1)[batch.mask]
     credits = torch.zeros(batch.tokens, dtype=rewards.dtype)
-    if not len(keys):
+    if not len(turn_keys):
         return credits
-    turns, which = keys.unique(dim=0, return_inverse=True)  # by sequence, then in the order of time
-    turn_rewards = torch.zeros(len(turns), dtype=rewards.dtype).index_add(0, which, rewards[batch.mask])
-    like = batch.turn[batch.mask] if credit.by == _TURN else _states(batch)
-    place = torch.repeat_interleave(batch.group * (int(batch.role.max()) + 1) + batch.role, batch.lengths)[batch.mask]
+    turns, turn_index = turn_keys.unique(dim=0, return_inverse=True)  # by sequence, then in the order of time
+    turn_rewards = torch.zeros(len(turns), dtype=rewards.dtype).index_add(0, turn_index, rewards[batch.mask])
+    compared_key = batch.turn[batch.mask] if credit.by == _TURN else _states(batch)
+    group_role = torch.repeat_interleave(batch.group * (int(batch.role.max()) + 1) + batch.role, batch.lengths)[
+        batch.mask
+    ]
     groups = torch.zeros(len(turns), 2, dtype=torch.long)
-    groups[which] = torch.stack([place, like], 1)
+    groups[turn_index] = torch.stack([group_role, compared_key], 1)
     advantages, _ = calculate_adv_and_returns(
         credit.estimator, rewards=_to_go(turn_rewards, turns[:, 0], credit.gamma)[:, None],
         loss_mask=torch.ones(len(turns), 1, dtype=torch.bool), group_ids=groups.unique(dim=0, return_inverse=True)[1],
         gamma=1.0,
     )  # fmt: skip
-    credits[batch.mask] = advantages[which, 0]
+    credits[batch.mask] = advantages[turn_index, 0]
     return credits
 
 
@@ -118,10 +120,14 @@ def _to_go(rewards: Tensor, sequence: Tensor, gamma: float) -> Tensor:
         sequence: `[U]`, sequence of each turn.
         gamma: `algorithm.turn_gamma`.
     """
-    returns, after, of = rewards.tolist(), 0.0, sequence.tolist()
-    for at in range(len(returns) - 1, -1, -1):
-        after = returns[at] + (gamma * after if at + 1 < len(of) and of[at + 1] == of[at] else 0.0)
-        returns[at] = after
+    returns, return_to_go, sequence_ids = rewards.tolist(), 0.0, sequence.tolist()
+    for index in range(len(returns) - 1, -1, -1):
+        return_to_go = returns[index] + (
+            gamma * return_to_go
+            if index + 1 < len(sequence_ids) and sequence_ids[index + 1] == sequence_ids[index]
+            else 0.0
+        )
+        returns[index] = return_to_go
     return torch.tensor(returns, dtype=rewards.dtype)
 
 
@@ -129,19 +135,21 @@ def _states(batch: TokenBatch) -> Tensor:
     """Returns state numbers `[trained tokens]`, equal at tokens of turns that had just read the same text."""
     state_numbers: dict[bytes, int] = {}
     states = torch.zeros(batch.tokens, dtype=torch.long)
-    ids, turn, mask, cuts = batch.ids.numpy(), batch.turn.numpy(), batch.mask.numpy(), batch.cu_seqlens.tolist()
-    for begin, end in itertools.pairwise(cuts):
-        at = begin
-        while at < end:
-            last = at
-            while last < end and turn[last] == turn[at]:
-                last += 1
-            first = at
-            while first < last and not mask[first]:
-                first += 1
-            if first < last:
-                states[at:last] = state_numbers.setdefault(ids[at:first].tobytes(), len(state_numbers))
-            at = last
+    ids, turn, mask, cu_seqlens = batch.ids.numpy(), batch.turn.numpy(), batch.mask.numpy(), batch.cu_seqlens.tolist()
+    for start, end in itertools.pairwise(cu_seqlens):
+        turn_start = start
+        while turn_start < end:
+            turn_end = turn_start
+            while turn_end < end and turn[turn_end] == turn[turn_start]:
+                turn_end += 1
+            first_trained = turn_start
+            while first_trained < turn_end and not mask[first_trained]:
+                first_trained += 1
+            if first_trained < turn_end:
+                states[turn_start:turn_end] = state_numbers.setdefault(
+                    ids[turn_start:first_trained].tobytes(), len(state_numbers)
+                )
+            turn_start = turn_end
     return states[batch.mask]
 
 
@@ -186,7 +194,7 @@ class PolicyGradient(LanguageAlgorithm):
         options = cfg.algorithm
         self.entropy = options.entropy_coef != 0.0
         self.kl_coef = options.kl_coef
-        old = [Column(OLD, "actor")] if options.recompute_logprobs else []
+        old_columns = [Column(OLD, "actor")] if options.recompute_logprobs else []
         self.critic = options.adv_type.lower() == _GAE
         self.own_values = self.critic and cfg.actor.model.value_head
         self.process = {term.name: term.weight for term in cfg.reward.process_terms}
@@ -195,7 +203,7 @@ class PolicyGradient(LanguageAlgorithm):
         self.turns = cfg.agent.kind != "inline"  # its agent may give rewards to turns
         self._agent_weight = sum(term.weight for term in cfg.reward.terms if term.name.lower() == "agent")
         self.columns = [
-            *old,
+            *old_columns,
             *([Column(TURN_REWARDS, ROLLOUT)] if self.turns else []),
             *[Column(_PROCESS + name, name) for name in self.process],
             *([Column(_REFERENCE, "reference")] if self.kl_coef else []),
@@ -225,10 +233,10 @@ class PolicyGradient(LanguageAlgorithm):
         """
         mask = batch.padded(batch.mask)
         rewards = torch.zeros(mask.shape, dtype=batch.reward.dtype)
-        last = (mask * torch.arange(mask.shape[1])).argmax(1)
-        lines = torch.nonzero(mask.any(1)).flatten()
+        last_trained = (mask * torch.arange(mask.shape[1])).argmax(1)
+        rows = torch.nonzero(mask.any(1)).flatten()
         turns = mask * batch.padded(batch.columns[TURN_REWARDS]) if self.turns else rewards
-        rewards[lines, last[lines]] = (batch.reward - turns.sum(1))[lines]
+        rewards[rows, last_trained[rows]] = (batch.reward - turns.sum(1))[rows]
         if self.turns:
             rewards += turns
         for name, weight in self.process.items():
@@ -239,20 +247,20 @@ class PolicyGradient(LanguageAlgorithm):
         """Returns the estimator's advantages, over the text of each role in each episode (`LanguageAlgorithm.advantages`)."""
         cfg, episodes = self.cfg.algorithm, batch.by_episode()
         mask, rewards = episodes.padded(episodes.mask), self.rewards(episodes)
-        extra: dict[str, Any] = {}
+        estimator_kwargs: dict[str, Any] = {}
         if self.kl_coef and cfg.kl_in == "reward":
-            old = batch.columns[OLD if cfg.recompute_logprobs else ROLLOUT_LOGPROBS]
-            kl = episodes.padded(kl_penalty(old, batch.columns[_REFERENCE], cfg.kl_type))
+            old_logprobs = batch.columns[OLD if cfg.recompute_logprobs else ROLLOUT_LOGPROBS]
+            kl = episodes.padded(kl_penalty(old_logprobs, batch.columns[_REFERENCE], cfg.kl_type))
             if self._kl_apart:
-                extra = {"kl": kl, "kl_coef": self.kl_coef}
+                estimator_kwargs = {"kl": kl, "kl_coef": self.kl_coef}
             else:
                 rewards = rewards - self.kl_coef * kl * mask
         roles = int(episodes.role.max()) + 1 if len(episodes) else 1
         if self.critic:
-            extra |= {"values": episodes.padded(batch.columns[VALUES]), "gae_lambda": cfg.gae_lambda}
+            estimator_kwargs |= {"values": episodes.padded(batch.columns[VALUES]), "gae_lambda": cfg.gae_lambda}
         advantages, returns = calculate_adv_and_returns(
             cfg.adv_type, rewards=rewards, loss_mask=mask, group_ids=episodes.group * roles + episodes.role, gamma=cfg.gamma,
-            normalize=self.credit.normalizes and self.credit.by == _EPISODE, all_reduce=all_reduce, **extra,
+            normalize=self.credit.normalizes and self.credit.by == _EPISODE, all_reduce=all_reduce, **estimator_kwargs,
         )  # fmt: skip
         if self.critic:
             batch.columns[RETURNS] = episodes.flat(returns)
@@ -263,30 +271,30 @@ class PolicyGradient(LanguageAlgorithm):
     def loss(self, scores: TokenScores, batch: TokenBatch, counts: MinibatchCounts) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns policy loss, KL penalty, entropy bonus and value loss (`LanguageAlgorithm.loss`)."""
         cfg = self.cfg.algorithm
-        loss, measured = self._policy_loss(scores.logprobs, batch, counts)
-        parts: dict[str, Tensor] = {"policy_loss": loss.detach()}
+        loss, token_means = self._policy_loss(scores.logprobs, batch, counts)
+        metrics: dict[str, Tensor] = {"policy_loss": loss.detach()}
         if self.kl_coef:
             kl = kl_penalty(scores.logprobs, batch.columns[_REFERENCE], cfg.kl_type)
-            parts["ref_kl"] = counts.mean(kl, batch)
+            metrics["ref_kl"] = counts.mean(kl, batch)
             if cfg.kl_in == "loss":
                 loss = loss + self.kl_coef * counts.loss(kl, batch, cfg.loss_agg)
         if scores.entropy is not None:
             loss = loss - cfg.entropy_coef * counts.loss(scores.entropy, batch, cfg.loss_agg)
-            parts["entropy"] = counts.mean(scores.entropy, batch)
+            metrics["entropy"] = counts.mean(scores.entropy, batch)
         else:  # a sample estimate costs nothing
-            parts["entropy"] = counts.mean(-scores.logprobs, batch)
-        parts |= counts.of_means(measured, batch)
-        gap = scores.logprobs.detach() - batch.columns[ROLLOUT_LOGPROBS]
-        gap = gap.masked_fill(~batch.mask, 0)
-        parts["mismatch_kl"] = counts.mean(kl_penalty(-gap, torch.zeros_like(gap), "k3"), batch)
-        parts["mismatch_abs"] = counts.mean(gap.abs(), batch)
+            metrics["entropy"] = counts.mean(-scores.logprobs, batch)
+        metrics |= counts.of_means(token_means, batch)
+        log_ratio = scores.logprobs.detach() - batch.columns[ROLLOUT_LOGPROBS]
+        log_ratio = log_ratio.masked_fill(~batch.mask, 0)
+        metrics["mismatch_kl"] = counts.mean(kl_penalty(-log_ratio, torch.zeros_like(log_ratio), "k3"), batch)
+        metrics["mismatch_abs"] = counts.mean(log_ratio.abs(), batch)
         if self.own_values:
-            loss = loss + self._value_loss(scores, batch, counts, parts)
+            loss = loss + self._value_loss(scores, batch, counts, metrics)
         for name in self.process:
             process_reward = batch.columns[_PROCESS + name][batch.mask].sum()
-            parts[_PROCESS + name] = process_reward / max(counts.sequences, 1.0)
-        parts["loss"] = loss.detach()
-        return loss, parts
+            metrics[_PROCESS + name] = process_reward / max(counts.sequences, 1.0)
+        metrics["loss"] = loss.detach()
+        return loss, metrics
 
     def _value_loss(
         self, scores: TokenScores, batch: TokenBatch, minibatch: MinibatchCounts, parts: dict[str, Tensor]
@@ -294,8 +302,8 @@ class PolicyGradient(LanguageAlgorithm):
         """Returns the loss of the model's value head, and adds its metrics to `parts`."""
         assert scores.values is not None
         cfg = self.cfg.algorithm
-        loss, measured = value_part(scores.values, batch, cfg, minibatch)
-        parts |= {"value_loss": loss.detach(), **measured}
+        loss, value_metrics = value_part(scores.values, batch, cfg, minibatch)
+        parts |= {"value_loss": loss.detach(), **value_metrics}
         return cfg.value_coef * loss
 
     def _policy_loss(
@@ -303,20 +311,20 @@ class PolicyGradient(LanguageAlgorithm):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Returns the share of the minibatch's loss from log-probs `[T]`, and means over the micro-batch's tokens."""
         cfg = self.cfg.algorithm
-        behaviour = batch.padded(batch.columns[ROLLOUT_LOGPROBS])
-        recomputed = batch.padded(batch.columns[OLD]) if cfg.recompute_logprobs else None
-        extra: dict[str, Any] = {}
+        behaviour_logprobs = batch.padded(batch.columns[ROLLOUT_LOGPROBS])
+        recomputed_logprobs = batch.padded(batch.columns[OLD]) if cfg.recompute_logprobs else None
+        loss_kwargs: dict[str, Any] = {}
         if self._proximal:
-            old, extra["proximal_logprobs"] = behaviour, recomputed
-            extra["behave_weight_cap"] = cfg.tis_cap
-        elif recomputed is not None:
-            old = recomputed
-            extra |= {"rollout_logprobs": behaviour, "tis_cap": cfg.tis_cap}
+            old_logprobs, loss_kwargs["proximal_logprobs"] = behaviour_logprobs, recomputed_logprobs
+            loss_kwargs["behave_weight_cap"] = cfg.tis_cap
+        elif recomputed_logprobs is not None:
+            old_logprobs = recomputed_logprobs
+            loss_kwargs |= {"rollout_logprobs": behaviour_logprobs, "tis_cap": cfg.tis_cap}
         else:
-            old = behaviour
+            old_logprobs = behaviour_logprobs
         return policy_loss(
-            cfg.loss_type, logprobs=batch.padded(logprobs), old_logprobs=old,
+            cfg.loss_type, logprobs=batch.padded(logprobs), old_logprobs=old_logprobs,
             advantages=batch.padded(batch.columns[ADVANTAGES]), loss_mask=batch.padded(batch.mask),
             clip_ratio_low=cfg.clip_ratio_low, clip_ratio_high=cfg.clip_ratio_high, clip_ratio_c=cfg.clip_ratio_c,
-            weights=batch.padded(minibatch.weights(batch, cfg.loss_agg, logprobs.dtype)), **extra,
+            weights=batch.padded(minibatch.weights(batch, cfg.loss_agg, logprobs.dtype)), **loss_kwargs,
         )  # fmt: skip

@@ -38,8 +38,10 @@ def make_algorithm(cfg: GrpoConfig) -> LanguageAlgorithm:
     try:
         inspect.signature(factory).bind(cfg, **kwargs)
     except TypeError as error:
-        takes = [p.name for p in inspect.signature(factory).parameters.values()][1:]
-        raise ConfigError(f"algorithm.kwargs of {name!r}: {error}; it takes: {', '.join(takes) or 'none'}") from None
+        parameter_names = [p.name for p in inspect.signature(factory).parameters.values()][1:]
+        raise ConfigError(
+            f"algorithm.kwargs of {name!r}: {error}; it takes: {', '.join(parameter_names) or 'none'}"
+        ) from None
     algorithm = factory(cfg, **kwargs)
     names = [column.name for column in algorithm.columns]
     reserved_names = [n for n in names if n in (ADVANTAGES, ROLLOUT_LOGPROBS, VERSIONS) or names.count(n) > 1]

@@ -210,14 +210,14 @@ def with_base_class(engine: type) -> type[RolloutBackend]:
         FutureWarning,
         stacklevel=3,
     )
-    abilities = {
+    attributes = {
         "can_drop": hasattr(engine, "drop") and hasattr(engine, "so_far"),
         "can_score": hasattr(engine, "score"),
         "takes_partial_updates": bool(getattr(engine, "updates_in_part", False)),
         "takes_shards": hasattr(engine, "wants") and hasattr(engine, "update_shards"),
     }
     missing = {name: _refused(name) for name in RolloutBackend.__abstractmethods__ if not hasattr(engine, name)}
-    return type(engine.__name__, (engine, RolloutBackend), {"__module__": engine.__module__, **missing, **abilities})
+    return type(engine.__name__, (engine, RolloutBackend), {"__module__": engine.__module__, **missing, **attributes})
 
 
 def _refused(name: str) -> Callable[..., Any]:

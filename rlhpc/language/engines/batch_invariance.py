@@ -74,20 +74,22 @@ class KVCache:
             source: The sequence of each new row; rows with the same prompt share one.
             shifts: Difference between each sequence's next position and its next column.
         """
-        begins = [0, *accumulate(lengths)]
+        starts = [0, *accumulate(lengths)]
         prefilled = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
-        first, stop = self.rows, self.rows + len(source)
-        self._fit(prefilled, stop, max(lengths[one] for one in source) + 1)
+        first_row, end_row = self.rows, self.rows + len(source)
+        self._fit(prefilled, end_row, max(lengths[sequence] for sequence in source) + 1)
         for tensor, source_tensor in zip((*self.keys, *self.values), prefilled, strict=True):
-            tensor[first:stop].zero_()
-            row = first
-            for one, copies in groupby(source):
-                count, length = len(list(copies)), lengths[one]
-                tensor[row : row + count, :, :length] = source_tensor[0, :, begins[one] : begins[one] + length]
-                row += count
-        self.length[first:stop] = [lengths[one] for one in source]
-        self._shift[first:stop] = [shifts[one] for one in source]
-        self.rows = stop
+            tensor[first_row:end_row].zero_()
+            target_row = first_row
+            for sequence, copies in groupby(source):
+                count, length = len(list(copies)), lengths[sequence]
+                tensor[target_row : target_row + count, :, :length] = source_tensor[
+                    0, :, starts[sequence] : starts[sequence] + length
+                ]
+                target_row += count
+        self.length[first_row:end_row] = [lengths[sequence] for sequence in source]
+        self._shift[first_row:end_row] = [shifts[sequence] for sequence in source]
+        self.rows = end_row
 
     def reserve(self, only: int | None = None) -> None:
         """Reserves a column for the next token of each row, or of one row, and sets `present` and `places`."""
@@ -100,35 +102,35 @@ class KVCache:
 
     def drop(self, leaving: Sequence[int]) -> list[tuple[int, int]]:
         """Removes rows; the last rows replace them. Returns these moves, (from, to), which other per-row data must repeat."""
-        moves = moves_into_places(self.rows, leaving)
-        if moves:
-            movers, holes = (list(side) for side in zip(*moves, strict=True))
-            used = int(self.length[movers].max())
+        row_moves = moves_into_places(self.rows, leaving)
+        if row_moves:
+            movers, freed_rows = (list(rows) for rows in zip(*row_moves, strict=True))
+            max_length = int(self.length[movers].max())
             for tensor in (*self.keys, *self.values):
-                tensor[holes, :, :used] = tensor[movers, :, :used]
-            self.length[holes], self._shift[holes] = self.length[movers], self._shift[movers]
+                tensor[freed_rows, :, :max_length] = tensor[movers, :, :max_length]
+            self.length[freed_rows], self._shift[freed_rows] = self.length[movers], self._shift[movers]
         self.rows -= len(set(leaving))
-        return moves
+        return row_moves
 
     def _fit(self, like: Sequence[Tensor], rows: int, columns: int) -> None:
         """Grows the tensors to so many rows and columns, with a reserve."""
-        room = self.keys[0].shape if self.keys else (0, 0, 0)
-        if rows <= room[0] and columns <= room[2]:
+        capacity = self.keys[0].shape if self.keys else (0, 0, 0)
+        if rows <= capacity[0] and columns <= capacity[2]:
             return
-        if rows > room[0]:
-            rows = min(self.max_rows, max(2 * room[0], rows))
-        if columns > room[2]:
+        if rows > capacity[0]:
+            rows = min(self.max_rows, max(2 * capacity[0], rows))
+        if columns > capacity[2]:
             columns = _blocks(columns + columns // 2 + 64)
-        rows, columns = max(rows, room[0]), max(columns, room[2])
-        grown = list[Tensor]()
-        for old in (*self.keys, *self.values) or like:
+        rows, columns = max(rows, capacity[0]), max(columns, capacity[2])
+        resized = list[Tensor]()
+        for tensor in (*self.keys, *self.values) or like:
             # Zeros, not uninitialized memory: 0 weight times NaN is NaN.
-            new = old.new_zeros((rows, old.shape[1], columns, old.shape[3]))
+            larger = tensor.new_zeros((rows, tensor.shape[1], columns, tensor.shape[3]))
             if self.keys:
-                new[: self.rows, :, : room[2]] = old[: self.rows]
-            grown.append(new)
-        half = len(grown) // 2
-        self.keys, self.values = grown[:half], grown[half:]
+                larger[: self.rows, :, : capacity[2]] = tensor[: self.rows]
+            resized.append(larger)
+        num_layers = len(resized) // 2
+        self.keys, self.values = resized[:num_layers], resized[num_layers:]
 
 
 def decoding_cache(store: KVCache) -> Any:
@@ -148,10 +150,10 @@ def decoding_cache(store: KVCache) -> Any:
             self.is_initialized = True
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            rows, ends = store.present
+            rows, columns = store.present
             keys, values = store.keys[self.index], store.values[self.index]
-            keys[rows, :, ends] = key_states[: len(ends), :, 0]
-            values[rows, :, ends] = value_states[: len(ends), :, 0]
+            keys[rows, :, columns] = key_states[: len(columns), :, 0]
+            values[rows, :, columns] = value_states[: len(columns), :, 0]
             if store.only is None:
                 return keys, values
             row, end = slice(store.only, store.only + 1), self.get_seq_length() + 1
@@ -170,9 +172,9 @@ def moves_into_places(rows: int, leaving: Sequence[int]) -> list[tuple[int, int]
     """Returns the moves (from, to) of the last rows into the places of rows that leave."""
     leaving_rows = set(leaving)
     remaining = rows - len(leaving_rows)
-    holes = [row for row in sorted(leaving_rows) if row < remaining]
-    movers = [row for row in range(remaining, rows) if row not in leaving_rows]
-    return list(zip(movers, holes, strict=True))
+    freed_rows = [row for row in sorted(leaving_rows) if row < remaining]
+    moved_rows = [row for row in range(remaining, rows) if row not in leaving_rows]
+    return list(zip(moved_rows, freed_rows, strict=True))
 
 
 #: Name under which the functions are registered with transformers.
@@ -221,22 +223,24 @@ class Decoding:
 
     def _grouped(self, window: int | None) -> Iterator[_Group]:
         lengths = self._lengths
-        begins = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
-        needs = np.stack([begins // _BLOCK * _BLOCK, [_blocks(int(length)) for length in lengths]], axis=1)
+        starts = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+        column_ranges = np.stack([starts // _BLOCK * _BLOCK, [_blocks(int(length)) for length in lengths]], axis=1)
         if self._device.type != "cpu":  # one launch for all rows
-            needs[:] = needs[:, 0].min(), needs[:, 1].max()
-        for first, end in np.unique(needs, axis=0).tolist():
-            rows = np.flatnonzero((needs == (first, end)).all(axis=1))
+            column_ranges[:] = column_ranges[:, 0].min(), column_ranges[:, 1].max()
+        for begin, end in np.unique(column_ranges, axis=0).tolist():
+            rows = np.flatnonzero((column_ranges == (begin, end)).all(axis=1))
             if len(rows) == 1 and torch.get_num_threads() > 1:
                 rows = rows.repeat(
                     2
                 )  # otherwise the products of a single row with a single head would be divided among threads
-            columns = np.arange(first, end)
-            visible = (columns >= begins[rows, None]) & (columns < lengths[rows, None])
+            columns = np.arange(begin, end)
+            visible = (columns >= starts[rows, None]) & (columns < lengths[rows, None])
             mask = torch.from_numpy(np.where(visible, 0.0, -np.inf)).to(self._device, self._dtype)
-            dense = rows[-1] - rows[0] + 1 == len(rows)
-            chosen = slice(int(rows[0]), int(rows[-1]) + 1) if dense else torch.from_numpy(rows).to(self._device)
-            yield _Group(chosen, first, end, mask[:, None, None])
+            is_contiguous = rows[-1] - rows[0] + 1 == len(rows)
+            selection = (
+                slice(int(rows[0]), int(rows[-1]) + 1) if is_contiguous else torch.from_numpy(rows).to(self._device)
+            )
+            yield _Group(selection, begin, end, mask[:, None, None])
 
 
 #: Current computation: lengths of sequences one after the other, or a token of each row; None for rectangles.
@@ -281,15 +285,15 @@ def _attend(
     if isinstance(computation, Decoding):
         with _one_thread(query.device):
             for group in computation.groups(sliding_window):
-                k, v = (each[group.rows][:, :, group.first : group.end] for each in (key, value))
+                k, v = (states[group.rows][:, :, group.first : group.end] for states in (key, value))
                 outputs[group.rows] = _last(query[group.rows], k, v, group.mask, scaling).transpose(1, 2)
         return outputs, None
-    begin = 0
+    start = 0
     for length in computation or [query.shape[2]]:
-        part = slice(begin, begin + length)
-        begin += length
-        q, k, v = (each[:, :, part].contiguous() for each in (query, key, value))
-        outputs[:, part] = _causal(q, k, v, sliding_window, scaling).transpose(1, 2)
+        tokens = slice(start, start + length)
+        start += length
+        q, k, v = (states[:, :, tokens].contiguous() for states in (query, key, value))
+        outputs[:, tokens] = _causal(q, k, v, sliding_window, scaling).transpose(1, 2)
     return outputs, None
 
 
@@ -310,12 +314,12 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 def _causal(query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None) -> Tensor:
     """Computes attention of complete sequences of the same length, `[B, heads, T, d]`."""
     length = query.shape[2]
-    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in (key, value))
     if window is None or window >= length:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-    behind = torch.arange(length, device=query.device)
-    behind = behind[:, None] - behind
-    mask = torch.zeros_like(behind, dtype=query.dtype).masked_fill_((behind < 0) | (behind >= window), -torch.inf)
+    distance = torch.arange(length, device=query.device)
+    distance = distance[:, None] - distance
+    mask = torch.zeros_like(distance, dtype=query.dtype).masked_fill_((distance < 0) | (distance >= window), -torch.inf)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
 
 
@@ -324,11 +328,11 @@ def _last(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: floa
     uneven = query.shape[3] != value.shape[3] or query[0].numel() * query.element_size() % _ALIGNED
     if query.device.type == "cpu" and uneven and len(query) > 1:
         # torch's CPU kernel, which computes rows independently, does not support these shapes, or their rows are not aligned.
-        parts = zip(query.split(1), key.split(1), value.split(1), mask.split(1), strict=True)
-        return torch.cat([_last(q.clone(), k, v, m, scaling) for q, k, v, m in parts])
+        row_inputs = zip(query.split(1), key.split(1), value.split(1), mask.split(1), strict=True)
+        return torch.cat([_last(q.clone(), k, v, m, scaling) for q, k, v, m in row_inputs])
     # Heads that share keys are computed as several tokens of one head, so keys need not be copied.
-    shared = query.reshape(len(query), key.shape[1], -1, query.shape[3])
-    outputs = F.scaled_dot_product_attention(shared, key, value, attn_mask=mask, scale=scaling)
+    grouped_query = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+    outputs = F.scaled_dot_product_attention(grouped_query, key, value, attn_mask=mask, scale=scaling)
     return outputs.reshape(*query.shape[:3], -1)
 
 
@@ -336,36 +340,36 @@ def _expert_products(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
     """Computes a layer's experts in the form that transformers calls: `[T, H]` to `[T, H]`, each expert's tokens in full
     tiles.
     """
-    count, each = top_k_index.shape
-    chosen = top_k_index.reshape(-1)
-    order = chosen.argsort(stable=True)
-    counts = torch.bincount(chosen, minlength=module.num_experts)
-    room = -(-counts // _EXPERT_TILE) * _EXPERT_TILE
+    count, top_k = top_k_index.shape
+    expert_ids = top_k_index.reshape(-1)
+    by_expert = expert_ids.argsort(stable=True)
+    counts = torch.bincount(expert_ids, minlength=module.num_experts)
+    padded_counts = -(-counts // _EXPERT_TILE) * _EXPERT_TILE
     # Index of each pair of token and expert: after the tiles of the preceding experts, in the order within its expert.
-    shift = (room.cumsum(0) - room) - (counts.cumsum(0) - counts)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device) + shift[chosen[order]]
-    sizes = room.tolist()
+    padding = (padded_counts.cumsum(0) - padded_counts) - (counts.cumsum(0) - counts)
+    positions = torch.empty_like(by_expert)
+    positions[by_expert] = torch.arange(len(by_expert), device=by_expert.device) + padding[expert_ids[by_expert]]
+    sizes = padded_counts.tolist()
     tokens = hidden.new_zeros((tiles(sum(sizes)), hidden.shape[1]))
-    tokens[place] = hidden.repeat_interleave(each, dim=0)
+    tokens[positions] = hidden.repeat_interleave(top_k, dim=0)
 
     def product(x: Tensor, name: str) -> Tensor:
         weights = getattr(module, name)
         biases = getattr(module, f"{name}_bias") if module.has_bias else [None] * len(weights)
-        parts = list[Tensor]()
-        for expert, part in enumerate(x[: sum(sizes)].split(sizes)):
-            if len(part):
+        products = list[Tensor]()
+        for expert, rows in enumerate(x[: sum(sizes)].split(sizes)):
+            if len(rows):
                 weight = weights[expert].t() if module.is_transposed else weights[expert]
-                parts.append(F.linear(part, weight, biases[expert]))
-        parts.append(parts[0].new_zeros((len(x) - sum(sizes), parts[0].shape[1])))
-        return torch.cat(parts)
+                products.append(F.linear(rows, weight, biases[expert]))
+        products.append(products[0].new_zeros((len(x) - sum(sizes), products[0].shape[1])))
+        return torch.cat(products)
 
     if module.has_gate:
-        inner = module._apply_gate(product(tokens, "gate_up_proj"))
+        activations = module._apply_gate(product(tokens, "gate_up_proj"))
     else:
-        inner = module.act_fn(product(tokens, "up_proj"))
-    outputs = product(inner, "down_proj")[place] * top_k_weights.reshape(-1, 1)
-    return outputs.view(count, each, -1).sum(dim=1).to(hidden.dtype)
+        activations = module.act_fn(product(tokens, "up_proj"))
+    outputs = product(activations, "down_proj")[positions] * top_k_weights.reshape(-1, 1)
+    return outputs.view(count, top_k, -1).sum(dim=1).to(hidden.dtype)
 
 
 def can_join(model: Any, context: int) -> bool:
@@ -379,17 +383,21 @@ def can_join(model: Any, context: int) -> bool:
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    scaled = [
-        each for each in (rope, *rope.values()) if isinstance(each, dict) and each.get("rope_type") in _BY_LONGEST
+    rope_parameters = [
+        parameters
+        for parameters in (rope, *rope.values())
+        if isinstance(parameters, dict) and parameters.get("rope_type") in _BY_LONGEST
     ]
-    usual = min((each.get("original_max_position_embeddings") or 0 for each in scaled), default=context)
+    original_context = min(
+        (parameters.get("original_max_position_embeddings") or 0 for parameters in rope_parameters), default=context
+    )
     return bool(
         model._supports_attention_backend
         and not getattr(config, "alibi", False)
         and (model.config._attn_implementation == "sdpa" or not getattr(config, "attn_logit_softcapping", None))
         and not any(name.endswith("sinks") for name, _ in model.named_parameters())
         and set(getattr(config, "layer_types", None) or ["full_attention"]) <= _LAYERS
-        and usual >= context
+        and original_context >= context
     )
 
 

@@ -71,9 +71,9 @@ class EngineOptions:
             ConfigError: A value is out of range; names the key.
         """
         rollout, model = cfg.rollout, cfg.actor.model
-        for key, value in (("max_batch_size", rollout.max_batch_size), ("max_model_len", rollout.max_model_len)):
-            if value is not None and value < 1:
-                raise ConfigError(f"rollout.{key} is {value}; at least 1 is needed")
+        for key, limit in (("max_batch_size", rollout.max_batch_size), ("max_model_len", rollout.max_model_len)):
+            if limit is not None and limit < 1:
+                raise ConfigError(f"rollout.{key} is {limit}; at least 1 is needed")
         if not 0.0 < rollout.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"rollout.gpu_memory_utilization is {rollout.gpu_memory_utilization}; allowed: (0, 1]")
         return cls(
@@ -201,24 +201,24 @@ class EngineBase(RolloutBackend):
                 f"request {request.id} has stop_token_ids {sorted(sampling.stop_token_ids)[:8]}; the model's vocabulary is "
                 f"{self.vocabulary}: take tokens of this model"
             )
-        for key, value, good, allowed in (
+        for key, value, is_valid, requirement in (
             ("max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
             ("temperature", sampling.temperature, sampling.temperature >= 0.0, "at least 0"),
             ("top_p", sampling.top_p, 0.0 < sampling.top_p <= 1.0, "(0, 1]"),
             ("top_k", sampling.top_k, sampling.top_k == -1 or sampling.top_k >= 1, "-1, or at least 1"),
         ):
-            if not good:
-                raise ConfigError(f"rollout.{key} is {value}; allowed: {allowed}")
+            if not is_valid:
+                raise ConfigError(f"rollout.{key} is {value}; allowed: {requirement}")
 
     def step(self) -> list[Completion]:
         """Advances the running requests; returns those that ended (`RolloutBackend.step`)."""
         if self._refuses:
             raise UpdateFailed(self._refuses)
-        done, self._retained = self._retained, []
-        if len(self._under_way) > len(done):
-            done += self._advance()
-        self._under_way.difference_update(completion.id for completion in done)
-        return done
+        completions, self._retained = self._retained, []
+        if len(self._under_way) > len(completions):
+            completions += self._advance()
+        self._under_way.difference_update(completion.id for completion in completions)
+        return completions
 
     def unfinished(self) -> int:
         """Returns the number of requests that have not been returned (`RolloutBackend.unfinished`)."""
@@ -232,11 +232,11 @@ class EngineBase(RolloutBackend):
 
     def drop(self, ids: Collection[int]) -> None:
         """Ends some requests, which are not returned (`RolloutBackend.drop`)."""
-        running = self._under_way.intersection(ids)
-        self._retained = [completion for completion in self._retained if completion.id not in running]
-        if running:
-            self._drop(running)
-            self._under_way -= running
+        running_ids = self._under_way.intersection(ids)
+        self._retained = [completion for completion in self._retained if completion.id not in running_ids]
+        if running_ids:
+            self._drop(running_ids)
+            self._under_way -= running_ids
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completes requests; see `RolloutBackend.generate`. The next `step` returns other requests that end in this time."""
@@ -282,7 +282,7 @@ def fitting_update(
     Raises:
         UpdateFailed: Names the tensors.
     """
-    received: set[str] = set()
+    received_names: set[str] = set()
     for name, tensor in named_tensors:
         shape = needed.get(name, optional.get(name))
         if shape is None:
@@ -291,11 +291,11 @@ def fitting_update(
             raise UpdateFailed(
                 f"a weight update brought {name!r} of shape {tuple(tensor.shape)}; the model's is {shape}"
             )
-        if name in received:
+        if name in received_names:
             raise UpdateFailed(f"a weight update brought {name!r} twice")
-        received.add(name)
+        received_names.add(name)
         yield name, tensor
-    missing = sorted(needed.keys() - received) if complete else []
+    missing = sorted(needed.keys() - received_names) if complete else []
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise UpdateFailed(f"a weight update left out {', '.join(missing[:3])}{more}")
+        remainder = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise UpdateFailed(f"a weight update left out {', '.join(missing[:3])}{remainder}")

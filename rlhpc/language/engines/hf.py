@@ -86,18 +86,18 @@ def draw(logits: Tensor, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 def _allowed_mask(mass: Tensor, rows: Rows) -> Tensor:
     """Returns the mask of top-k and nucleus: tokens before which the sum is less than top_p, at least one."""
-    ordered, order = torch.sort(mass, dim=-1, descending=True, stable=True)
+    ordered, token_order = torch.sort(mass, dim=-1, descending=True, stable=True)
     ordered = ordered.masked_fill_(torch.arange(mass.shape[1], device=mass.device) >= rows.top_k, 0.0)
-    sums = ordered.cumsum(dim=-1)
-    keep = (ordered > 0.0) & ((sums - ordered < rows.top_p * sums[:, -1:]) | (rows.top_p == 1.0))
-    return torch.zeros_like(keep).scatter_(1, order, keep)
+    cumulative = ordered.cumsum(dim=-1)
+    is_allowed = (ordered > 0.0) & ((cumulative - ordered < rows.top_p * cumulative[:, -1:]) | (rows.top_p == 1.0))
+    return torch.zeros_like(is_allowed).scatter_(1, token_order, is_allowed)
 
 
 def _pick(sums: Tensor, noise: Tensor) -> Tensor:
     """Returns where each row's cumulative mass passes its random number `[N, 1]`; never an entry without mass."""
-    total = sums[:, -1:]
+    total_mass = sums[:, -1:]
     # Strictly below the total, or rounding could point past the last entry that has mass.
-    target = torch.minimum(noise.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    target = torch.minimum(noise.unsqueeze(1) * total_mass, torch.nextafter(total_mass, torch.zeros_like(total_mass)))
     return torch.searchsorted(sums, target, right=True)
 
 
@@ -136,9 +136,9 @@ class SequenceTable:
         self.requests.append(request)
         self.experts.append([])
         if limit > self._tokens.shape[1]:
-            more = ((0, 0), (0, limit - self._tokens.shape[1]))
-            self._tokens, self._versions = np.pad(self._tokens, more), np.pad(self._versions, more)
-            self._logprobs, self._noise = np.pad(self._logprobs, more), np.pad(self._noise, more)
+            padding = ((0, 0), (0, limit - self._tokens.shape[1]))
+            self._tokens, self._versions = np.pad(self._tokens, padding), np.pad(self._versions, padding)
+            self._logprobs, self._noise = np.pad(self._logprobs, padding), np.pad(self._noise, padding)
         self._count[row], self._limit[row] = 0, limit
         self._noise[row, :limit] = uniforms(request, limit)
         self._watched[row] = bool(request.sampling.stop)
@@ -148,15 +148,15 @@ class SequenceTable:
         """Returns the number of a set of end tokens; a new set takes the number of one that none of the first rows uses."""
         if ends in self._end_sets:
             return self._end_sets[ends]
-        used = set(self._end_set[:rows].tolist())
-        idle = next((end_set for end_set, number in self._end_sets.items() if number not in used), None)
+        used_numbers = set(self._end_set[:rows].tolist())
+        idle = next((end_set for end_set, number in self._end_sets.items() if number not in used_numbers), None)
         number = len(self._ends) if idle is None else self._end_sets.pop(idle)
-        line = np.zeros((1, self._vocabulary), dtype=bool)
-        line[0, [i for i in {*ends, *self._own_ends} if 0 <= i < self._vocabulary]] = True
+        stop_mask = np.zeros((1, self._vocabulary), dtype=bool)
+        stop_mask[0, [i for i in {*ends, *self._own_ends} if 0 <= i < self._vocabulary]] = True
         if idle is None:
-            self._ends = np.concatenate([self._ends, line])
+            self._ends = np.concatenate([self._ends, stop_mask])
         else:
-            self._ends[number] = line
+            self._ends[number] = stop_mask
         self._end_sets[ends] = number
         return number
 
@@ -168,8 +168,12 @@ class SequenceTable:
     def record(self, begin: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> list[tuple[int, str]]:
         """Records the tokens sampled by rows from `begin` on; returns the rows that end with them, and the finish reasons."""
         rows = np.arange(begin, len(self.requests))
-        at = self._count[rows]
-        self._tokens[rows, at], self._logprobs[rows, at], self._versions[rows, at] = tokens, logprobs, version
+        columns = self._count[rows]
+        self._tokens[rows, columns], self._logprobs[rows, columns], self._versions[rows, columns] = (
+            tokens,
+            logprobs,
+            version,
+        )
         self._count[rows] += 1
         stopped = self._ends[self._end_set[rows], tokens]
         for row in rows[self._watched[rows] & ~stopped].tolist():
@@ -196,10 +200,10 @@ class SequenceTable:
 
     def move(self, moves: Iterable[tuple[int, int]], num_rows: int) -> None:
         """Moves rows into the places of others, (from, to), and keeps the first `num_rows`."""
-        for come, to in moves:
-            self.requests[to], self.experts[to] = self.requests[come], self.experts[come]
-            for record in self._records():
-                record[to] = record[come]
+        for source, target in moves:
+            self.requests[target], self.experts[target] = self.requests[source], self.experts[source]
+            for column in self._records():
+                column[target] = column[source]
         del self.requests[num_rows:], self.experts[num_rows:]
 
     def clear(self) -> None:
@@ -330,62 +334,64 @@ class HFRollout(EngineBase):
         with torch.inference_mode(), self._memory():
             if self._stale:
                 self._recompute_kv_cache()
-            free = self._max_rows - self._kv.rows
-            done: list[Completion] = []
-            if self._waiting and free >= min(len(self._waiting), max(1, self._max_rows // _ADMIT)):
-                done += self._admit([self._waiting.popleft() for _ in range(min(free, len(self._waiting)))])
+            free_rows = self._max_rows - self._kv.rows
+            completions: list[Completion] = []
+            if self._waiting and free_rows >= min(len(self._waiting), max(1, self._max_rows // _ADMIT)):
+                completions += self._admit([self._waiting.popleft() for _ in range(min(free_rows, len(self._waiting)))])
             if self._kv.rows:
-                done += self._decode()
-        return done
+                completions += self._decode()
+        return completions
 
     def _admit(self, requests: list[Request]) -> list[Completion]:
         """Prefills prompts, each once, and samples the first token of each request."""
-        by_prompt: dict[tuple[tuple[int, ...], tuple[bytes, ...]], list[Request]] = {}
+        requests_by_prompt: dict[tuple[tuple[int, ...], tuple[bytes, ...]], list[Request]] = {}
         for request in requests:
             digests = () if request.images is None else request.images.digests
-            by_prompt.setdefault((request.prompt_ids, digests), []).append(request)
-        ordered = [request for same_prompt in by_prompt.values() for request in same_prompt]
-        source = [index for index, same_prompt in enumerate(by_prompt.values()) for _ in same_prompt]
-        firsts = [same_prompt[0] for same_prompt in by_prompt.values()]
-        logits = self._forward.prefill([one.prompt_ids for one in firsts], source, [one.images for one in firsts])
-        begin = len(self._ledger)
-        for request, which in zip(ordered, source, strict=True):
+            requests_by_prompt.setdefault((request.prompt_ids, digests), []).append(request)
+        ordered = [request for prompt_requests in requests_by_prompt.values() for request in prompt_requests]
+        source = [index for index, prompt_requests in enumerate(requests_by_prompt.values()) for _ in prompt_requests]
+        first_requests = [prompt_requests[0] for prompt_requests in requests_by_prompt.values()]
+        logits = self._forward.prefill(
+            [one.prompt_ids for one in first_requests], source, [one.images for one in first_requests]
+        )
+        first_row = len(self._ledger)
+        for request, prompt_index in zip(ordered, source, strict=True):
             self._ledger.add(request, self._limit(request))
-            self._ledger.experts[-1] += self._forward.experts[which : which + 1]
-        rows = Rows(ordered, self.vocabulary, self._device)
-        return self._draw(begin, logits[torch.tensor(source, device=self._device)], rows)
+            self._ledger.experts[-1] += self._forward.experts[prompt_index : prompt_index + 1]
+        sampling = Rows(ordered, self.vocabulary, self._device)
+        return self._draw(first_row, logits[torch.tensor(source, device=self._device)], sampling)
 
     def _draw(self, begin: int, logits: Tensor, sampling: Rows) -> list[Completion]:
         """Samples a token for each row from `begin` on; returns and removes the rows that end with it."""
-        ledger = self._ledger
-        noise = torch.from_numpy(ledger.noise(begin)).to(self._device)
+        sequences = self._ledger
+        noise = torch.from_numpy(sequences.noise(begin)).to(self._device)
         tokens, logprobs = draw(logits, sampling, noise)
         self._last = torch.cat([self._last[:begin], tokens])
-        finished = ledger.record(begin, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.version)
-        done = [ledger.completion(row, reason) for row, reason in finished]
-        if finished:
-            self._remove([row for row, _ in finished])
-        if finished or begin:
+        finished_rows = sequences.record(begin, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.version)
+        completions = [sequences.completion(row, reason) for row, reason in finished_rows]
+        if finished_rows:
+            self._remove([row for row, _ in finished_rows])
+        if finished_rows or begin:
             self._rows = None
-        return done
+        return completions
 
     def _remove(self, rows: list[int]) -> None:
         """Removes rows; the last ones replace them."""
-        before = len(self._ledger)
+        num_rows = len(self._ledger)
         # A stale cache is recomputed from the tokens; it may have no rows at all.
-        moves = moves_into_places(before, rows) if self._stale else self._kv.drop(rows)
-        remaining = before - len(rows)
-        self._ledger.move(moves, remaining)
-        if moves:
-            movers, holes = (list(side) for side in zip(*moves, strict=True))
-            self._last[holes] = self._last[movers]
+        row_moves = moves_into_places(num_rows, rows) if self._stale else self._kv.drop(rows)
+        remaining = num_rows - len(rows)
+        self._ledger.move(row_moves, remaining)
+        if row_moves:
+            moved_rows, freed_rows = (list(row_list) for row_list in zip(*row_moves, strict=True))
+            self._last[freed_rows] = self._last[moved_rows]
         self._last = self._last[:remaining]
 
     def _decode(self) -> list[Completion]:
         """Samples one token for each row."""
         logits = self._forward.decode(self._last)
-        for before, chosen in zip(self._ledger.experts, self._forward.experts, strict=False):
-            before.append(chosen)
+        for row_experts, last_experts in zip(self._ledger.experts, self._forward.experts, strict=False):
+            row_experts.append(last_experts)
         if self._rows is None:
             self._rows = Rows(self._ledger.requests, self.vocabulary, self._device)
         return self._draw(0, logits, self._rows)
@@ -429,15 +435,15 @@ class HFRollout(EngineBase):
         self, version: int, named_tensors: Iterable[tuple[str, Tensor | Elements]], *, complete: bool = True
     ) -> None:
         """Loads new weights (`RolloutBackend.update_weights`)."""
-        state = self._model.state_dict(keep_vars=True)
-        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        state_dict = self._model.state_dict(keep_vars=True)
+        shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
         needed = {name: shapes.pop(name) for name, _ in self._model.named_parameters()}
         self._begin_update(version)
         with torch.no_grad():
             for name, change in fitting_update(named_tensors, needed, optional=shapes, complete=complete):
-                put(state[name], change)
-                if state[name].dtype == change.dtype:
-                    self._as_sent[name] = state[name]
+                put(state_dict[name], change)
+                if state_dict[name].dtype == change.dtype:
+                    self._as_sent[name] = state_dict[name]
                 else:
                     self._as_sent.pop(name, None)
         self._stale = self._stale or not self._keeps
@@ -502,13 +508,13 @@ def context_length(config: Any, options: EngineOptions) -> int:
 
 def _refuse_recurrent(config: Any, model_path: str) -> None:
     """Raises for recurrent layers, whose state cannot be in a batch of rows of different lengths."""
-    kinds = set(getattr(config, "layer_types", None) or ()) - {
+    types = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",
         "chunked_attention",
     }
-    if kinds:
+    if types:
         raise ConfigError(
-            f"the model in {model_path!r} has layers of kind {', '.join(sorted(kinds))}, which rollout.rollout_backend hf "
+            f"the model in {model_path!r} has layers of kind {', '.join(sorted(types))}, which rollout.rollout_backend hf "
             "cannot make tokens with (attention only); use vllm"
         )

@@ -78,9 +78,9 @@ class Forward:
                     replace_forward(module, self._of_rows(module.forward, module.out_features))
         if self.batched:
             with torch.inference_mode():
-                expected = self._says(attention)
+                expected_logits = self._says(attention)
                 join(model, device)
-                self.batched = _near(self._says(None), expected) and (not self._cpu or self._same_alone())
+                self.batched = _near(self._says(None), expected_logits) and (not self._cpu or self._same_alone())
         if not self.batched:
             model.set_attn_implementation(sub_attention(model, attention))
             logger.warning(
@@ -113,14 +113,16 @@ class Forward:
         """
         logits, self.experts = list[Tensor](), []
         images = images or [None] * len(sequences)
-        for part in self._parts([len(sequence) for sequence in sequences], [one is not None for one in images]):
-            chosen = sequences[part.start : part.stop]
-            lengths = [len(sequence) for sequence in chosen]
-            looked = images[part.start]
-            places = None if looked is None else looked.positions(lengths[0])
-            logits.append(self._prefill(chosen, looked, places))
-            part_source = [one - part.start for one in source if part.start <= one < part.stop]
-            shifts = [0] * len(chosen) if places is None else [int(places.max()) + 1 - lengths[0]]
+        for span in self._parts(
+            [len(sequence) for sequence in sequences], [sequence_images is not None for sequence_images in images]
+        ):
+            span_sequences = sequences[span.start : span.stop]
+            lengths = [len(sequence) for sequence in span_sequences]
+            span_images = images[span.start]
+            position_ids = None if span_images is None else span_images.positions(lengths[0])
+            logits.append(self._prefill(span_sequences, span_images, position_ids))
+            part_source = [index - span.start for index in source if span.start <= index < span.stop]
+            shifts = [0] * len(span_sequences) if position_ids is None else [int(position_ids.max()) + 1 - lengths[0]]
             self.kv.append(self._filled.layers, lengths, part_source, shifts)
         self._filled = None
         return torch.cat(logits)
@@ -135,28 +137,28 @@ class Forward:
             count = tiles(kv.rows) if self._cpu else self._max_rows
             self._rows = tiles(kv.rows, _ROWS), count
             with present(Decoding(kv, self._model.dtype, self._device)), self._watching([1] * kv.rows):
-                logits = self._decode(*(_filled_up(each, count) for each in (last, kv.places)))[: kv.rows]
+                logits = self._decode(*(_filled_up(column, count) for column in (last, kv.places)))[: kv.rows]
             self._rows = None
         else:
-            parts = list[Tensor]()
+            logits_by_row = list[Tensor]()
             for row in range(kv.rows):
                 kv.reserve(row)
                 with self._watching([1]):
-                    parts.append(self._decode(last[row : row + 1], kv.places))
-            logits = torch.cat(parts)
+                    logits_by_row.append(self._decode(last[row : row + 1], kv.places))
+            logits = torch.cat(logits_by_row)
         kv.length[: kv.rows] += 1
         return logits
 
     def _parts(self, lengths: Sequence[int], alone: Sequence[bool]) -> Iterator[slice]:
         """Yields slices of sequences that are prefilled jointly."""
         limit = _PREFILL_TOKENS if self.batched and self._cpu else 0
-        begin = tokens = 0
+        start = tokens = 0
         for index, length in enumerate(lengths):
-            if index > begin and (tokens + length > limit or alone[index] or alone[begin]):
-                yield slice(begin, index)
-                begin, tokens = index, 0
+            if index > start and (tokens + length > limit or alone[index] or alone[start]):
+                yield slice(start, index)
+                start, tokens = index, 0
             tokens += length
-        yield slice(begin, len(lengths))
+        yield slice(start, len(lengths))
 
     def _prefill(
         self, sequences: Sequence[Sequence[int]], looked: PromptImages | None, places: np.ndarray | None
@@ -170,7 +172,7 @@ class Forward:
         if looked is not None and places is not None:
             positions = torch.from_numpy(places).to(self._device)
             image_inputs = looked.inputs(count, self._device)
-        ends: Any = torch.tensor([end - 1 for end in accumulate(lengths)], device=self._device)
+        last_tokens: Any = torch.tensor([end - 1 for end in accumulate(lengths)], device=self._device)
         self._filled = DynamicCache()
         with present(lengths), self._watching(lengths):
             logits = self._model(
@@ -178,7 +180,7 @@ class Forward:
                 position_ids=_filled_up(positions, count).unsqueeze(-2),
                 past_key_values=self._filled,
                 use_cache=True,
-                logits_to_keep=_filled_up(ends, tiles(len(ends))) if self.batched else 1,
+                logits_to_keep=_filled_up(last_tokens, tiles(len(last_tokens))) if self.batched else 1,
                 **image_inputs,
             ).logits[0]
         outputs: Tensor = logits[: len(lengths)]
@@ -190,10 +192,12 @@ class Forward:
         if self.routing is None:
             yield
             return
-        with self.routing.watching() as recorded:
+        with self.routing.watching() as router_outputs:
             yield
-        chosen = torch.cat([each[: sum(lengths)] for _, each in recorded], 1).to(torch.int16).cpu().numpy()
-        self.experts += np.split(chosen, np.cumsum(lengths)[:-1])
+        expert_ids = (
+            torch.cat([indices[: sum(lengths)] for _, indices in router_outputs], 1).to(torch.int16).cpu().numpy()
+        )
+        self.experts += np.split(expert_ids, np.cumsum(lengths)[:-1])
 
     def _decode(self, ids: Tensor, positions: Tensor) -> Tensor:
         logits: Tensor = self._model(
@@ -211,12 +215,12 @@ class Forward:
         """
 
         def computed(x: Tensor) -> Tensor:
-            some, count = self._rows or (0, 0)
-            if some == count or len(x) != count:
+            num_used, count = self._rows or (0, 0)
+            if num_used == count or len(x) != count:
                 full_product: Tensor = product(x)
                 return full_product
             outputs = x.new_zeros((*x.shape[:-1], width))
-            outputs[:some] = product(x[:some])
+            outputs[:num_used] = product(x[:num_used])
             return outputs
 
         return computed
@@ -229,30 +233,32 @@ class Forward:
 
     def _says(self, attention: str | None) -> Tensor:
         """Returns logits behind the last tokens of a text: from one pass with the given attention, or from this module's."""
-        text = [*self._probe(10), 1, 2]
+        probe_ids = [*self._probe(10), 1, 2]
         if attention is not None:
-            logits: Tensor = self._model(input_ids=torch.tensor([text], device=self._device), use_cache=False).logits
+            logits: Tensor = self._model(
+                input_ids=torch.tensor([probe_ids], device=self._device), use_cache=False
+            ).logits
             return logits[0, -3:]
-        return torch.cat(self._logits([text[:-2]], [torch.tensor([token]) for token in text[-2:]]))
+        return torch.cat(self._logits([probe_ids[:-2]], [torch.tensor([token]) for token in probe_ids[-2:]]))
 
     def _same_alone(self) -> bool:
         """Returns whether two of several rows have, bit for bit, the same logits alone."""
         texts = [self._probe(row) for row in range(37)]
         tokens = [torch.arange(37) % self._vocabulary for _ in range(2)]
-        company = self._logits(texts, tokens)
+        batch_logits = self._logits(texts, tokens)
         for row in (1, 36):
-            alone = self._logits([texts[row]], [each[row : row + 1] for each in tokens])
-            if not all(torch.equal(a[0], b[row]) for a, b in zip(alone, company, strict=True)):
+            row_logits = self._logits([texts[row]], [ids[row : row + 1] for ids in tokens])
+            if not all(torch.equal(a[0], b[row]) for a, b in zip(row_logits, batch_logits, strict=True)):
                 return False
         return True
 
     def _logits(self, texts: Sequence[Sequence[int]], tokens: Sequence[Tensor]) -> list[Tensor]:
         """Returns logits `[rows, V]` behind texts, and behind each further token of each."""
-        saved_kv, fixed = self.kv, self._max_rows
-        self.kv, self._cache, self._max_rows = KVCache(len(texts)), None, max(fixed, len(texts))
+        saved_kv, saved_max_rows = self.kv, self._max_rows
+        self.kv, self._cache, self._max_rows = KVCache(len(texts)), None, max(saved_max_rows, len(texts))
         logits = [self.prefill(texts, range(len(texts)))]
-        logits += [self.decode(each.to(self._device)) for each in tokens]
-        self.kv, self._cache, self._max_rows = saved_kv, None, fixed
+        logits += [self.decode(ids.to(self._device)) for ids in tokens]
+        self.kv, self._cache, self._max_rows = saved_kv, None, saved_max_rows
         return logits
 
 
@@ -261,8 +267,10 @@ def _filled_up(values: Tensor, count: int) -> Tensor:
 
 
 def _near(logits: Tensor, expected: Tensor) -> bool:
-    far = float((logits.float() - expected.float()).abs().max()) / max(float(expected.float().abs().max()), 1e-6)
-    return far < (_FAR if expected.dtype == torch.float32 else _FAR_HALF)
+    relative_error = float((logits.float() - expected.float()).abs().max()) / max(
+        float(expected.float().abs().max()), 1e-6
+    )
+    return relative_error < (_FAR if expected.dtype == torch.float32 else _FAR_HALF)
 
 
 def _leave_undivided(model: nn.Module) -> None:
@@ -271,20 +279,22 @@ def _leave_undivided(model: nn.Module) -> None:
     """
     from transformers.activations import ACT2CLS
 
-    kinds: Any = tuple({each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values()})
+    activation_types: Any = tuple(
+        {activation[0] if isinstance(activation, tuple) else activation for activation in ACT2CLS.values()}
+    )
     for module in model.modules():
-        if isinstance(module, kinds):
+        if isinstance(module, activation_types):
             replace_forward(module, _by_rows(module.forward))
 
 
 def _by_rows(function: Any) -> Any:
     def computed(x: Tensor) -> Tensor:
         step = _STEP // gcd(x.shape[-1], _STEP)
-        rows = max(step, _UNDIVIDED // x.shape[-1] // step * step)
-        flat = x.reshape(-1, x.shape[-1])
-        if len(flat) <= rows:
+        num_rows = max(step, _UNDIVIDED // x.shape[-1] // step * step)
+        flat_x = x.reshape(-1, x.shape[-1])
+        if len(flat_x) <= num_rows:
             outputs: Tensor = function(x)
             return outputs
-        return torch.cat([function(part) for part in flat.split(rows)]).view(x.shape)
+        return torch.cat([function(chunk) for chunk in flat_x.split(num_rows)]).view(x.shape)
 
     return computed

@@ -58,7 +58,7 @@ class MultiPolicyEngine(RolloutBackend):
         """Advances all engines with requests; see `RolloutBackend.step`."""
         if self._torn:
             raise UpdateFailed(self._torn)
-        return [done for engine in self._engines if engine.unfinished() for done in engine.step()]
+        return [completion for engine in self._engines if engine.unfinished() for completion in engine.step()]
 
     def unfinished(self) -> int:
         """Returns the number of unfinished requests; see `RolloutBackend.unfinished`."""
@@ -75,7 +75,7 @@ class MultiPolicyEngine(RolloutBackend):
 
     def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
         """Returns the tokens of running requests; see `RolloutBackend.so_far`."""
-        return {number: tokens for engine in self._engines for number, tokens in engine.so_far(ids).items()}
+        return {request_id: tokens for engine in self._engines for request_id, tokens in engine.so_far(ids).items()}
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completes requests; see `RolloutBackend.generate`."""
@@ -98,19 +98,19 @@ class MultiPolicyEngine(RolloutBackend):
             f"the update to version {version} of the policies' weights did not arrive whole; send it again, or restart the "
             "rollout group"
         )
-        came: dict[str, set[str]] = {name: set() for name in self._names}
+        received_names: dict[str, set[str]] = {name: set() for name in self._names}
         engines = dict(zip(self._names, self._engines, strict=True))
         for policy, run in groupby(named_tensors, lambda named: named[0].rpartition("/")[0]):
             if policy and policy not in engines:
                 raise UpdateFailed(f"a weight update is of policy {policy!r}; there are: {', '.join(self._names)}")
             if policy:
-                engines[policy].update_weights(version, _noted(run, came[policy]), complete=False)
+                engines[policy].update_weights(version, _noted(run, received_names[policy]), complete=False)
                 continue
-            for named in run:
+            for named_tensor in run:
                 for name, engine in engines.items():
-                    engine.update_weights(version, _noted([named], came[name]), complete=False)
+                    engine.update_weights(version, _noted([named_tensor], received_names[name]), complete=False)
         for name, engine in engines.items():
-            if complete and (missing := sorted(engine.needs() - came[name])):
+            if complete and (missing := sorted(engine.needs() - received_names[name])):
                 raise UpdateFailed(f"a weight update left out {', '.join(missing[:3])} of policy {name}")
             engine.update_weights(version, (), complete=False)
         self._torn = ""

@@ -171,9 +171,9 @@ class Leader(RolloutBackend):
     def _drawn(self, command: tuple[Any, ...], act: Callable[[], list[Completion]]) -> list[Completion]:
         self._tell(command)
         with _SuppressConsequences(self._link):
-            done = act()
-        self._checksum.update(done)
-        return done
+            completions = act()
+        self._checksum.update(completions)
+        return completions
 
     def _tell(self, command: tuple[Any, ...]) -> None:
         commands, self._before = [*self._before, command], []
@@ -204,10 +204,10 @@ class FollowerEngine:
         """
         with _SuppressConsequences(self._link):
             while True:
-                commands, check = self._link.receive()
+                commands, checksum = self._link.receive()
                 for command, *arguments in commands:
                     # Aborts sent in this message are in rank 0's checksum already, and by now in this one's.
-                    if command in (_STEP, _GENERATE, _END) and check != self._checksum.check:
+                    if command in (_STEP, _GENERATE, _END) and checksum != self._checksum.check:
                         raise EnginesDiffer(
                             f"rank {self._link.rank} of {self._link.ident} has drawn other tokens than rank 0 with the same "
                             "requests and weights: nobody goes on with either; restart the rollout group, and report "

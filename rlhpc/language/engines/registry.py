@@ -40,8 +40,8 @@ def make_rollout(
         ConfigError: The engine cannot be built: an unknown name, a library that is not installed, a missing model, or too
             little memory.
     """
-    more = {} if link is None else {"link": link}
-    return _factory(cfg.rollout.rollout_backend)(cfg, model_path=model_path, device=device, seed=seed, **more)
+    link_kwargs = {} if link is None else {"link": link}
+    return _factory(cfg.rollout.rollout_backend)(cfg, model_path=model_path, device=device, seed=seed, **link_kwargs)
 
 
 def make_engine(
@@ -79,10 +79,10 @@ def awaiting_weights(cfg: Run) -> Run:
     If the engine supports it, it does not read the weights from the model's files, unless `rollout.engine_kwargs` sets how
     they are loaded.
     """
-    awaiting = getattr(_factory(cfg.rollout.rollout_backend), "awaiting", None)
-    if adapters_apart(cfg) or awaiting is None:  # the model's weights never come, or must be loaded
+    engine_kwargs = getattr(_factory(cfg.rollout.rollout_backend), "awaiting", None)
+    if adapters_apart(cfg) or engine_kwargs is None:  # the model's weights never come, or must be loaded
         return cfg
-    return changed(cfg, "rollout.engine_kwargs", {**awaiting, **plain(cfg.rollout.engine_kwargs)})
+    return changed(cfg, "rollout.engine_kwargs", {**engine_kwargs, **plain(cfg.rollout.engine_kwargs)})
 
 
 def forkable(name: str) -> bool:

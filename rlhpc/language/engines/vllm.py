@@ -97,26 +97,32 @@ class Adapters:
         tensors = dict[str, torch.Tensor]()
         for name, tensor in named:
             policy, _, tensor_name = name.rpartition("/")
-            layer, _, part = tensor_name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
-            of = self._shapes.get(f"{layer}.weight", (0, 0))
-            expected = {"lora_A": (self._rank, of[1]), "lora_B": (of[0], self._rank)}.get(part)
-            if tuple(tensor.shape) != expected or policy not in (self._policies or ("",)):
+            layer, _, factor = tensor_name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+            weight_shape = self._shapes.get(f"{layer}.weight", (0, 0))
+            expected_shape = {"lora_A": (self._rank, weight_shape[1]), "lora_B": (weight_shape[0], self._rank)}.get(
+                factor
+            )
+            if tuple(tensor.shape) != expected_shape or policy not in (self._policies or ("",)):
                 raise UpdateFailed(
                     f"a weight update brought {name!r} of shape {tuple(tensor.shape)}; "
-                    + (f"{expected} is wanted" if expected and of != (0, 0) else "the model has no such adapter")
+                    + (
+                        f"{expected_shape} is wanted"
+                        if expected_shape and weight_shape != (0, 0)
+                        else "the model has no such adapter"
+                    )
                 )
             if name in tensors:
                 raise UpdateFailed(f"a weight update brought {name!r} twice")
             tensors[name] = tensor.detach().to("cpu", copy=True)
-        lacking = sorted(
+        missing_names = sorted(
             (self._names - tensors.keys()) | {_pair(name) for name in tensors if _pair(name) not in tensors}
         )
-        if lacking or not tensors:
-            raise UpdateFailed(f"a weight update left out {', '.join(lacking[:3]) or 'all adapters'}")
-        if absent := [
+        if missing_names or not tensors:
+            raise UpdateFailed(f"a weight update left out {', '.join(missing_names[:3]) or 'all adapters'}")
+        if missing_layers := [
             policy for policy in self._policies if not any(name.startswith(f"{policy}/") for name in tensors)
         ]:
-            raise UpdateFailed(f"a weight update left out the adapters of policy {absent[0]}")
+            raise UpdateFailed(f"a weight update left out the adapters of policy {missing_layers[0]}")
         self._names = frozenset(tensors)
         return tensors
 
@@ -129,8 +135,8 @@ class Adapters:
 
     def config(self, names: Iterable[str]) -> dict[str, Any]:
         """Returns the part of peft's adapter configuration that vLLM needs."""
-        targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in names})
-        return {"r": self._rank, "lora_alpha": self._alpha, "target_modules": targets}
+        target_modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in names})
+        return {"r": self._rank, "lora_alpha": self._alpha, "target_modules": target_modules}
 
 
 def _pair(name: str) -> str:
@@ -160,8 +166,8 @@ class _RunningRequest:
     def completion(self, version: int, reason: str) -> Completion:
         """Returns the completion; tokens after the last update are of `version`."""
         versions: list[int] = []
-        for tokens, older in (*self.marks, (len(self.token_ids), version)):
-            versions += [older] * (tokens - len(versions))
+        for tokens, version_until in (*self.marks, (len(self.token_ids), version)):
+            versions += [version_until] * (tokens - len(versions))
         return Completion(self.request.id, self.token_ids, self.logprobs, versions, reason)
 
 
@@ -233,28 +239,28 @@ class VLLMRollout(VLLMProcess, EngineBase):
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the tensors that the loader must place, by the names that it knows."""
-        empty = {name: torch.empty(list(shape), device="meta") for name, shape in self._needed.items()}
-        files = self._experts(empty.items()) if self._experts else empty.items()
+        meta_tensors = {name: torch.empty(list(shape), device="meta") for name, shape in self._needed.items()}
+        files = self._experts(meta_tensors.items()) if self._experts else meta_tensors.items()
         return {name: tuple(tensor.shape) for name, tensor in files}
 
     def _boxes(self) -> Boxes:
         """Returns the slices that this rank's loaders copy out of each tensor, as often as they do, also by the tied names."""
         if self._needed_boxes is None:
             shapes = self._shapes()
-            shapes |= {other: shapes[name] for name, aliases in self._aliases.items() for other in aliases}
+            shapes |= {alias: shapes[name] for name, aliases in self._aliases.items() for alias in aliases}
             self._needed_boxes = self._engine.collective_rpc(wanted_boxes, args=(shapes,))[0]
         return self._needed_boxes
 
     def wants(self) -> dict[str, tuple[Box, ...]]:
         """Returns the slices that this rank needs, of tied weights by their first name; see `RolloutBackend.wants`."""
-        boxes_by_name, first = (
+        boxes_by_name, first_names = (
             self._boxes(),
-            {other: name for name, aliases in self._aliases.items() for other in aliases},
+            {alias: name for name, aliases in self._aliases.items() for alias in aliases},
         )
-        merged = dict[str, dict[Box, None]]()
+        merged_boxes = dict[str, dict[Box, None]]()
         for name, boxes in boxes_by_name.items():
-            merged.setdefault(first.get(name, name), {}).update(dict.fromkeys(boxes))
-        return {name: tuple(boxes) for name, boxes in merged.items()}
+            merged_boxes.setdefault(first_names.get(name, name), {}).update(dict.fromkeys(boxes))
+        return {name: tuple(boxes) for name, boxes in merged_boxes.items()}
 
     def _arguments(self) -> dict[str, Any]:
         # After temperature, which is right except for rows with top-p or top-k: see `log_before_filters`.
@@ -316,37 +322,42 @@ class VLLMRollout(VLLMProcess, EngineBase):
         return self._collect_finished(outputs)
 
     def _collect_finished(self, outputs: Iterable[Any]) -> list[Completion]:
-        done: list[Completion] = []
+        completions: list[Completion] = []
         for output in outputs:
             running = self._running.get(output.request_id)
             if running is None:
                 continue
-            new = output.outputs[0]
-            running.token_ids += new.token_ids
-            running.logprobs += new.logprobs.logprobs
-            reason = str(new.finish_reason) if output.finished else ""
-            stop = running.request.sampling.stop
-            if stop and reason != "stop" and new.token_ids and self._stop_texts.is_complete(running.token_ids, stop):
-                if not reason:
+            sequence = output.outputs[0]
+            running.token_ids += sequence.token_ids
+            running.logprobs += sequence.logprobs.logprobs
+            finish_reason = str(sequence.finish_reason) if output.finished else ""
+            stop_ids = running.request.sampling.stop
+            if (
+                stop_ids
+                and finish_reason != "stop"
+                and sequence.token_ids
+                and self._stop_texts.is_complete(running.token_ids, stop_ids)
+            ):
+                if not finish_reason:
                     self._engine.abort_request([output.request_id])
-                reason = "stop"
-            if reason:
-                done.append(self._running.pop(output.request_id).completion(self.version, reason))
-        return done
+                finish_reason = "stop"
+            if finish_reason:
+                completions.append(self._running.pop(output.request_id).completion(self.version, finish_reason))
+        return completions
 
     def _so_far(self) -> Iterator[tuple[_RunningRequest, list[int], list[float]]]:
         """Yields running requests with all their tokens and log-probs, also those that vLLM keeps until the end."""
-        for state in self._engine.output_processor.request_states.values():
-            running = self._running.get(state.external_req_id)
+        for request_state in self._engine.output_processor.request_states.values():
+            running = self._running.get(request_state.external_req_id)
             if running is not None:
                 yield (
                     running,
-                    list(state.detokenizer.output_token_ids),
-                    list(state.logprobs_processor.logprobs.logprobs),
+                    list(request_state.detokenizer.output_token_ids),
+                    list(request_state.logprobs_processor.logprobs.logprobs),
                 )
 
     def _drop(self, ids: Collection[int]) -> None:
-        names = [str(number) for number in ids]
+        names = [str(request_id) for request_id in ids]
         self._engine.abort_request(names)
         for name in names:
             self._running.pop(name, None)
@@ -447,8 +458,8 @@ class VLLMRollout(VLLMProcess, EngineBase):
             self._retained += self._collect_finished(output for output in outputs if output.request_id != _PROBE)
             for output in outputs:
                 if output.request_id == _PROBE and output.finished:
-                    rows = len(token_ids) - 1
-                    logprobs = np.asarray(output.prompt_logprobs.logprobs, np.float64).reshape(rows, -1)
+                    num_scores = len(token_ids) - 1
+                    logprobs = np.asarray(output.prompt_logprobs.logprobs, np.float64).reshape(num_scores, -1)
                     return [float(row[0]) for row in logprobs]
 
     def offload(self) -> None:
@@ -478,5 +489,5 @@ class VLLMRollout(VLLMProcess, EngineBase):
 
 def _on_meta(config: Any, options: EngineOptions) -> Any:
     with torch.device("meta"):
-        maker = getattr(transformers(), auto_class(config))
-        return maker.from_config(config, trust_remote_code=options.trust_remote_code)
+        model_class = getattr(transformers(), auto_class(config))
+        return model_class.from_config(config, trust_remote_code=options.trust_remote_code)

@@ -31,14 +31,14 @@ _IMAGE_PROCESSOR_OF_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwe
 @contextmanager
 def _replace_attributes(owner: Any, **attributes: Any) -> Iterator[None]:
     """Replaces attributes of a class or a module for the duration of the block."""
-    before = {name: vars(owner)[name] for name in attributes}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
+    previous_attributes = {name: vars(owner)[name] for name in attributes}
+    for name, attribute in attributes.items():
+        setattr(owner, name, attribute)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        for name, attribute in previous_attributes.items():
+            setattr(owner, name, attribute)
 
 
 # --- build of an engine
@@ -49,22 +49,22 @@ def restored_process() -> Iterator[None]:
     """Undoes the side effects on the process of building an engine, and hides `_HIDDEN` from it meanwhile."""
     variables = {name: os.environ.get(name) for name in _LEAKED}
     set_num_threads = torch.set_num_threads
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in _HIDDEN}
+    hidden_modules = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in _HIDDEN}
     try:
         yield
     finally:
-        sys.modules.update(hidden)
+        sys.modules.update(hidden_modules)
         torch.set_num_threads = set_num_threads  # the CPU build replaces it by a function that warns
         restore_variables(variables)
 
 
 def restore_variables(variables: Mapping[str, str | None]) -> None:
     """Sets environment variables to former values; None removes one."""
-    for name, value in variables.items():
-        if value is None:
+    for name, previous_value in variables.items():
+        if previous_value is None:
             os.environ.pop(name, None)
         else:
-            os.environ[name] = value
+            os.environ[name] = previous_value
 
 
 @contextmanager
@@ -104,8 +104,8 @@ def use_plain_lookup() -> None:
 
     compiled = vocab_parallel_embedding.get_masked_input_and_mask
     if current_platform.is_cpu():
-        plain = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-        setattr(vocab_parallel_embedding, "get_masked_input_and_mask", plain)  # noqa: B010 (mypy knows its signature)
+        lookup = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+        setattr(vocab_parallel_embedding, "get_masked_input_and_mask", lookup)  # noqa: B010 (mypy knows its signature)
 
 
 # --- weights
@@ -119,13 +119,13 @@ def unregistered_layers(compilation: Any) -> Iterator[None]:
         compilation: vLLM's `CompilationConfig`; the engine's layers are registered in it already.
     """
     tables = {name: getattr(compilation, name, None) for name in ("static_forward_context", "static_all_moe_layers")}
-    present = {name: table for name, table in tables.items() if table is not None}
-    for name, table in present.items():
+    layer_tables = {name: table for name, table in tables.items() if table is not None}
+    for name, table in layer_tables.items():
         setattr(compilation, name, type(table)())
     try:
         yield
     finally:
-        for name, table in present.items():
+        for name, table in layer_tables.items():
             setattr(compilation, name, table)
 
 
@@ -140,17 +140,17 @@ def observed_reload(on_copy: Callable[[int], None], on_idle: Callable[[Any], Non
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
-    count, place = layerwise.get_numel_loaded, layerwise._place_kernel_tensors
+    count, place_tensor = layerwise.get_numel_loaded, layerwise._place_kernel_tensors
 
     def counting(loader: Any, arguments: Any) -> tuple[int, object]:
-        num_elements, result = count(loader, arguments)
+        num_elements, load_output = count(loader, arguments)
         on_copy(num_elements)
-        return num_elements, result
+        return num_elements, load_output
 
     def placing(layer: Any, info: Any) -> None:
         if info.load_numel <= 0 and info.kernel_tensors[0]:
             on_idle(layer)
-        place(layer, info)
+        place_tensor(layer, info)
 
     with _replace_attributes(layerwise, get_numel_loaded=counting, _place_kernel_tensors=placing):
         yield
@@ -194,13 +194,13 @@ def set_adapter(worker: Any, number: int, tensors: Mapping[str, Tensor], config:
     from vllm.lora.peft_helper import PEFTHelper
 
     manager = worker.model_runner.lora_manager
-    inner, helper = manager._adapter_manager, PEFTHelper.from_dict(dict(config))
-    helper.validate_legal(manager.lora_config)
-    mapper = getattr(inner.model, "hf_to_vllm_mapper", None)
+    adapter_manager, peft_helper = manager._adapter_manager, PEFTHelper.from_dict(dict(config))
+    peft_helper.validate_legal(manager.lora_config)
+    mapper = getattr(adapter_manager.model, "hf_to_vllm_mapper", None)
     adapter = manager._lora_model_cls.from_lora_tensors(
         number,
         dict(tensors),
-        helper,
+        peft_helper,
         device="cpu",
         dtype=manager.lora_config.lora_dtype,
         model_vocab_size=manager.vocab_size,
@@ -208,11 +208,11 @@ def set_adapter(worker: Any, number: int, tensors: Mapping[str, Tensor], config:
     )
     layers = len(adapter.loras)
     if "lm_head" not in config["target_modules"]:
-        for wrapper in inner.punica_wrapper_mapping.values():
+        for wrapper in adapter_manager.punica_wrapper_mapping.values():
             wrapper.add_lora_logits = _return_logits
-    inner.remove_adapter(number)
-    inner.add_adapter(adapter)
-    inner.activate_adapter(number)
+    adapter_manager.remove_adapter(number)
+    adapter_manager.add_adapter(adapter)
+    adapter_manager.activate_adapter(number)
     return layers
 
 
@@ -246,12 +246,12 @@ def replace_sampling(worker: Any, stage: Callable[[nn.Module], nn.Module], gathe
         sampler.topk_topp_sampler = stage(inner_stage)
         sampler.gather_logprobs = gather
         return True
-    inner = getattr(sampler, "_sample_random", None)  # the second model runner
-    if inner is None:
+    sample_random = getattr(sampler, "_sample_random", None)  # the second model runner
+    if sample_random is None:
         return False
 
     def sample(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        tokens, _ = inner(logits.clone(), *args, **kwargs)
+        tokens, _ = sample_random(logits.clone(), *args, **kwargs)
         return tokens, logits
 
     sampler._sample_random = sample

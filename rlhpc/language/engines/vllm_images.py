@@ -42,12 +42,12 @@ def register_images(config: Any, path: str, trust_remote_code: bool) -> None:
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    looker = make_looker(path, trust_remote_code)
+    image_processor = make_looker(path, trust_remote_code)
     module, name = _MODELS[config.model_type]
     vllm_model: Any = getattr(import_image_model(f"vllm.model_executor.models.{module}"), name)
     model_class = type(name, (vllm_model,), {"__module__": vllm_model.__module__})
     registered = MULTIMODAL_REGISTRY.register_processor(
-        _PatchProcessor, info=functools.partial(_info_of(vllm_model), looker=looker), dummy_inputs=_no_samples
+        _PatchProcessor, info=functools.partial(_info_of(vllm_model), looker=image_processor), dummy_inputs=_no_samples
     )(model_class)
     ModelRegistry.register_model(name, registered)
 
@@ -71,19 +71,19 @@ def _items(images: PromptImages) -> Any:
 
     grids = torch.from_numpy(images.grids)
     features = BatchFeature({"pixel_values": torch.from_numpy(np.concatenate(images.patches)), "image_grid_thw": grids})
-    fields = {
+    field_configs = {
         "pixel_values": MultiModalFieldConfig.flat_from_sizes(_KIND, grids.prod(1)),
         "image_grid_thw": MultiModalFieldConfig.batched(_KIND, keep_on_cpu=True),
     }
-    return MultiModalKwargsItems.from_hf_inputs(features, fields)
+    return MultiModalKwargsItems.from_hf_inputs(features, field_configs)
 
 
 def _places(images: PromptImages) -> list[Any]:
     from vllm.multimodal.inputs import PlaceholderRange
 
     return [
-        PlaceholderRange(offset=at, length=length)
-        for at, length in zip(images.at.tolist(), images.tokens.tolist(), strict=True)
+        PlaceholderRange(offset=offset, length=length)
+        for offset, length in zip(images.at.tolist(), images.tokens.tolist(), strict=True)
     ]
 
 

@@ -51,7 +51,7 @@ def one_of_several(link: EngineLink | None) -> Iterator[None]:
     if current_platform.is_cpu() and not cores_are_apart():
         name = f"{name}-{link.rank}"
     variables = {"RANK": str(link.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(link.size)}
-    before = {name: os.environ.get(name) for name in variables}
+    previous_variables = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     use_plain_lookup()
     try:
@@ -60,7 +60,7 @@ def one_of_several(link: EngineLink | None) -> Iterator[None]:
     finally:
         for path in Path("/dev/shm").glob(f"{glob.escape(name)}-*-cpushm_*"):
             path.unlink(missing_ok=True)
-        restore_variables(before)
+        restore_variables(previous_variables)
 
 
 def sees_all_cards(size: int) -> bool:
@@ -83,7 +83,7 @@ def cores_are_apart() -> bool:
     rank_cores: list[tuple[str, frozenset[int]]] = [local_cores] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(rank_cores, local_cores)
     pairs = itertools.combinations(rank_cores, 2)
-    return not any(host == other and cores & other_cores for (host, cores), (other, other_cores) in pairs)
+    return not any(host == other_host and cores & other_cores for (host, cores), (other_host, other_cores) in pairs)
 
 
 log = logging.getLogger(__name__)
@@ -134,8 +134,8 @@ class VLLMProcess:
     def _build(self, config: Any, seed: int) -> None:
         options = self._options
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        for name, setting in _ENVIRONMENT.items():
+            os.environ.setdefault(name, setting)
         if cache := cache_folder():
             os.environ.setdefault("VLLM_CACHE_ROOT", str(cache / "vllm"))
         try:
@@ -148,10 +148,12 @@ class VLLMProcess:
             ) from None
         self._on_cpu = bool(current_platform.is_cpu())
         if self._on_cpu != options.device.startswith("cpu") or not current_platform.device_type:
-            have = "the CPU" if self._on_cpu else current_platform.device_type or "an accelerator that it does not find"
+            found_on = (
+                "the CPU" if self._on_cpu else current_platform.device_type or "an accelerator that it does not find"
+            )
             raise ConfigError(
-                f"rollout.rollout_backend is 'vllm' on {options.device}, and the vLLM installed is built for {have}; install "
-                f"the other build, or {self.instead}"
+                f"rollout.rollout_backend is 'vllm' on {options.device}, and the vLLM installed is built for {found_on}; "
+                f"install the other build, or {self.instead}"
             )
         self._batch = options.batch if self._on_cpu else options.max_batch_size
         self._owns_group = not torch.distributed.is_initialized() and self._link is None
@@ -189,7 +191,10 @@ class VLLMProcess:
             if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
                 arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config.get_text_config(), options)
         arguments.update(options.engine_kwargs)
-        if max(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data")) > 1:
+        if (
+            max(int(arguments.get(f"{parallelism}_parallel_size", 1)) for parallelism in ("tensor", "pipeline", "data"))
+            > 1
+        ):
             raise ConfigError(
                 "rollout.engine_kwargs: vLLM runs in the rollout ranks' processes, each on one accelerator; say with "
                 "rollout.parallel.tensor how many ranks are one engine"
@@ -222,19 +227,19 @@ class VLLMProcess:
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError, ValueError, RuntimeError) as error:
-            text = str(error).lower()
-            if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "memory" in text or "kv cache" in text:
-                share = (
+            message = str(error).lower()
+            if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "memory" in message or "kv cache" in message:
+                memory_setting = (
                     "VLLM_CPU_KVCACHE_SPACE (GiB of cache)"
                     if self._on_cpu
                     else f"rollout.gpu_memory_utilization ({self._options.gpu_memory_utilization})"
                 )
                 raise ConfigError(
-                    f"vLLM has not the memory it needs: {first_line(error)}; change {share}, or lower "
+                    f"vLLM has not the memory it needs: {first_line(error)}; change {memory_setting}, or lower "
                     f"rollout.max_batch_size ({self._batch or 'null: vLLM’s own number'}) or rollout.max_model_len "
                     f"({self._options.max_model_len or 'null: the model’s context'})"
                 ) from error
-            if isinstance(error, ValueError) or "unsupported" in text:
+            if isinstance(error, ValueError) or "unsupported" in message:
                 raise ConfigError(f"vLLM refuses the model or the section rollout: {_reason(error)}") from error
             raise
 
@@ -287,13 +292,15 @@ def _cpu_cache_bytes(config: Any, options: EngineOptions) -> int:
 
     vLLM's default would be most of the memory.
     """
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = 2 * config.num_hidden_layers * heads * width * getattr(torch, options.dtype).itemsize
-    length = _context(config, options)
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token_bytes = 2 * config.num_hidden_layers * num_kv_heads * head_dim * getattr(torch, options.dtype).itemsize
+    max_tokens = _context(config, options)
     # Its blocks have up to 128 tokens; one sequence of full length must fit whatever the limit is.
-    blocks = -(-length // 128) + 1
-    return int(max(token * 128 * blocks * 2, min(_CPU_CACHE_BYTES, token * 128 * blocks * options.batch)))
+    num_blocks = -(-max_tokens // 128) + 1
+    return int(
+        max(token_bytes * 128 * num_blocks * 2, min(_CPU_CACHE_BYTES, token_bytes * 128 * num_blocks * options.batch))
+    )
 
 
 def _reason(error: BaseException) -> str:

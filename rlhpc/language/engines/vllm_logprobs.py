@@ -78,12 +78,12 @@ def merged(logits: Tensor, top: int, width: int, temperature: float) -> Tensor:
         `[M, width + 1]` float32: finite for k tokens and for the sum of the others in the last column; -inf elsewhere.
     """
     outcomes = torch.full((len(logits), width + 1), -math.inf, device=logits.device)
-    for part in chunks(len(logits), width, logits.device):
-        logprobs = torch.log_softmax(scaled(logits[part, :width], 1.0 / temperature), dim=-1)
+    for rows in chunks(len(logits), width, logits.device):
+        logprobs = torch.log_softmax(scaled(logits[rows, :width], 1.0 / temperature), dim=-1)
         top_logprobs, ids = logprobs.topk(top, dim=-1)
         remainder = logprobs.scatter(1, ids, -math.inf).logsumexp(-1)
-        outcomes[part] = outcomes[part].scatter(1, ids, top_logprobs.clamp_min(FLOOR))
-        outcomes[part, width] = remainder.clamp_min(FLOOR)
+        outcomes[rows] = outcomes[rows].scatter(1, ids, top_logprobs.clamp_min(FLOOR))
+        outcomes[rows, width] = remainder.clamp_min(FLOOR)
     return outcomes
 
 
@@ -100,10 +100,10 @@ def return_outcomes(worker: Any, top: int, width: int, temperature: float) -> No
         temperature: Divides the logits.
     """
     model, sampler = worker.model_runner.get_model(), worker.model_runner.sampler
-    inner = model.compute_logits
+    compute_logits = model.compute_logits
 
     def outcomes(*args: Any, **kwargs: Any) -> Tensor:
-        logits = inner(*args, **kwargs)
+        logits = compute_logits(*args, **kwargs)
         return merged(logits, top, width, temperature) if top else scaled(logits, 1.0 / temperature)
 
     model.compute_logits = outcomes
@@ -161,8 +161,10 @@ class VLLMScores(VLLMProcess):
         self.top = min(top, self._width)
         self._pass = min(max_tokens, _PASS)
         if options.max_model_len is not None:
-            context = getattr(config.get_text_config(), "max_position_embeddings", None) or options.max_model_len + 1
-            options = replace(options, max_model_len=min(options.max_model_len + 1, int(context)))
+            context_length = (
+                getattr(config.get_text_config(), "max_position_embeddings", None) or options.max_model_len + 1
+            )
+            options = replace(options, max_model_len=min(options.max_model_len + 1, int(context_length)))
         super().__init__(options, config, seed)
         self._engine.collective_rpc(return_outcomes, args=(self.top, self._width, temperature))
         self._names = map(str, itertools.count())
@@ -225,10 +227,10 @@ class VLLMScores(VLLMProcess):
         if not self.top:
             return torch.from_numpy(logprobs[:, 0].copy())
         ids = np.asarray(outputs.token_ids, np.int64).reshape(rows, -1)[:, 1:]
-        of_one = ids != self._width  # of one token, rather than of the sum of all others
-        likely = np.stack([logprobs[:, 1:][of_one], ids[of_one]], -1).reshape(rows, self.top, 2)
-        remainder = np.stack([logprobs[:, 1:][~of_one], np.full(rows, -1.0)], -1)[:, None]
-        return torch.from_numpy(np.concatenate([likely, remainder], 1).astype(np.float32))
+        is_token = ids != self._width  # of one token, rather than of the sum of all others
+        top_outcomes = np.stack([logprobs[:, 1:][is_token], ids[is_token]], -1).reshape(rows, self.top, 2)
+        remainder = np.stack([logprobs[:, 1:][~is_token], np.full(rows, -1.0)], -1)[:, None]
+        return torch.from_numpy(np.concatenate([top_outcomes, remainder], 1).astype(np.float32))
 
     def offload(self) -> None:
         """Frees the accelerator for another role: the weights stay on the host. See `VLLMProcess._sleep`."""

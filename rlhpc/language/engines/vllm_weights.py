@@ -45,9 +45,9 @@ class _Copies(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[1].device.type == "meta":
             target, source = args[:2]
-            entry = self._names.get(source.untyped_storage()._cdata)
-            if entry is not None:
-                name, shape = entry
+            name_and_shape = self._names.get(source.untyped_storage()._cdata)
+            if name_and_shape is not None:
+                name, shape = name_and_shape
                 box = box_of(source.storage_offset(), source.shape, source.stride(), shape)
                 self.boxes.setdefault(name, []).append(full_box(shape) if box is None else box)
             if target.device.type != "meta":
@@ -103,8 +103,8 @@ PROVEN = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen
 
 def is_mixture(config: Any) -> bool:
     """Returns whether a Hugging Face configuration is that of a mixture of experts."""
-    text = config.get_text_config()
-    return any(getattr(text, name, None) for name in EXPERT_COUNTS)
+    text_config = config.get_text_config()
+    return any(getattr(text_config, name, None) for name in EXPERT_COUNTS)
 
 
 def require_proven(config: Any, architecture: str = "") -> None:
@@ -171,10 +171,10 @@ def tensors_of(
     optional: dict[str, tuple[int, ...]] = {}
     aliases: dict[str, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        first = names.get(id(tensor))
-        (needed if first == name else optional)[name] = tuple(tensor.shape)
-        if first is not None and first != name:
-            aliases.setdefault(first, []).append(name)
+        first_name = names.get(id(tensor))
+        (needed if first_name == name else optional)[name] = tuple(tensor.shape)
+        if first_name is not None and first_name != name:
+            aliases.setdefault(first_name, []).append(name)
     return needed, optional, aliases
 
 
@@ -217,16 +217,16 @@ def reload_counted(worker: Any, weights: Iterable[tuple[str, Tensor]], packed: b
     """
     copied = collections.Counter[str]()
     idle: list[Any] = []
-    now = ""
+    tensor_name = ""
 
     def passing() -> Iterator[tuple[str, Tensor]]:
-        nonlocal now
+        nonlocal tensor_name
         for name, tensor in weights:
-            now = name
+            tensor_name = name
             yield name, tensor
 
     def on_copy(num_elements: int) -> None:
-        copied[now] += num_elements
+        copied[tensor_name] += num_elements
 
     with observed_reload(on_copy, idle.append):
         if packed:
@@ -241,12 +241,12 @@ def _names(model: Any, idle: list[Any]) -> Iterator[str]:
     weights.
     """
     idle_ids = {id(layer) for layer in idle}
-    fresh = {
+    separate_pointers = {
         p.data_ptr() for layer in model.modules() if id(layer) not in idle_ids for p in layer.parameters(recurse=False)
     }
     for name, layer in model.named_modules():
         if id(layer) in idle_ids and any(
-            p.device.type == "cpu" or p.data_ptr() not in fresh for p in layer.parameters(recurse=False)
+            p.device.type == "cpu" or p.data_ptr() not in separate_pointers for p in layer.parameters(recurse=False)
         ):
             yield name
 
@@ -262,16 +262,18 @@ def require_all_loaded(loaded: Loaded, expected: Mapping[str, int], version: int
     Raises:
         UpdateFailed: Names the tensors, or the layers.
     """
-    short = [
+    incomplete_names = [
         f"{name} ({loaded.copied.get(name, 0)} of {size} elements)"
         for name, size in expected.items()
         if loaded.copied.get(name, 0) != size
     ]
-    _refuse(f"did not load all of version {version} once", short)
+    _refuse(f"did not load all of version {version} once", incomplete_names)
     _refuse(f"kept the old weights of layers that version {version} does not reach", loaded.idle)
 
 
 def _refuse(problem: str, names: Sequence[str]) -> None:
     if names:
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        raise UpdateFailed(f"vLLM {problem}: {', '.join(names[:_MAX_NAMES])}{more}; nobody acts with these weights")
+        remainder = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        raise UpdateFailed(
+            f"vLLM {problem}: {', '.join(names[:_MAX_NAMES])}{remainder}; nobody acts with these weights"
+        )

@@ -70,14 +70,14 @@ def trial_models() -> Iterator[Callable[[FrozenModelConfig], str]]:
     Raises:
         UserError: An error of the caller's block, with the temporary path replaced by the built-in name.
     """
-    with tempfile.TemporaryDirectory(prefix="rlhpc-trial-") as temporary:
-        folder = re.compile(rf"{re.escape(temporary)}/(\w+?)(-[0-9a-f]{{8}})?\b")
+    with tempfile.TemporaryDirectory(prefix="rlhpc-trial-") as temporary_folder:
+        temporary_path = re.compile(rf"{re.escape(temporary_folder)}/(\w+?)(-[0-9a-f]{{8}})?\b")
         try:
-            yield lambda model: resolve_model(model, Path(temporary), weights=False)
+            yield lambda model: resolve_model(model, Path(temporary_folder), weights=False)
         except UserError as error:
-            if (text := folder.sub(rf"{PREFIX}\1", str(error))) == str(error):
+            if (message := temporary_path.sub(rf"{PREFIX}\1", str(error))) == str(error):
                 raise
-            raise type(error)(text) from None
+            raise type(error)(message) from None
 
 
 @contextlib.contextmanager
@@ -157,17 +157,17 @@ def smollm2(folder: str | Path, *, weights: bool = True) -> int:
         raise ConfigError(f"reading GGUF needs {error.name}: pip install gguf 'rlhpc[llm]'") from None
     source = {"pretrained_model_name_or_path": str(files[0].parent), "gguf_file": files[0].name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    decoded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32) if weights else None
-    described = AutoConfig.from_pretrained(**source) if decoded is None else decoded.config
-    config = LlamaConfig(**{name: value for name, value in described.to_dict().items() if name not in _LEFT_OUT})
+    loaded_model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32) if weights else None
+    loaded_config = AutoConfig.from_pretrained(**source) if loaded_model is None else loaded_model.config
+    config = LlamaConfig(**{name: value for name, value in loaded_config.to_dict().items() if name not in _LEFT_OUT})
     Path(folder).mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
-    if decoded is None:
+    if loaded_model is None:
         config.save_pretrained(folder)
         return 0
     # A fresh model: the decoded one carries a quantization configuration that vLLM and later loads would act on.
     model = LlamaForCausalLM(config).float()
-    model.load_state_dict(decoded.state_dict())
+    model.load_state_dict(loaded_model.state_dict())
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)

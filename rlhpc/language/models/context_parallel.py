@@ -53,25 +53,25 @@ class RowShare:
         """Returns this part of `TokenBatch.inputs` of a row; the segments describe all samples of the row."""
         inputs = batch.inputs()
         ids, positions, segments = inputs["input_ids"], inputs["position_ids"], inputs["segments"]
-        more = self.length(batch) * self.size - ids.shape[1]
-        if more:
-            ids = nn.functional.pad(ids, (0, more), value=batch.pad_id)
-            positions = torch.cat([positions, torch.arange(more, device=positions.device)[None]], 1)
+        padding = self.length(batch) * self.size - ids.shape[1]
+        if padding:
+            ids = nn.functional.pad(ids, (0, padding), value=batch.pad_id)
+            positions = torch.cat([positions, torch.arange(padding, device=positions.device)[None]], 1)
             lengths = [length for count, length in segments.runs for _ in range(count)]
-            segments = Segments.of([*lengths, more], ids.device)
+            segments = Segments.of([*lengths, padding], ids.device)
         start, end = self.bounds(batch)
-        part = slice(start, end)
+        local_tokens = slice(start, end)
         return {
-            "input_ids": ids[:, part],
-            "position_ids": positions[:, part],
+            "input_ids": ids[:, local_tokens],
+            "position_ids": positions[:, local_tokens],
             "segments": replace(segments, group=self.group),
         }
 
     def gather(self, part: Tensor, batch: TokenBatch) -> Tensor:
         """Gathers a model's output of the parts, `[1, t, …]` each, into that of the row, `[1, T, …]`, with gradients."""
         start, end = self.bounds(batch)
-        filled = part.new_zeros(1, self.length(batch) * self.size, *part.shape[2:])
-        return self.sum(filled.index_copy(1, torch.arange(start, end, device=part.device), part))
+        padded_row = part.new_zeros(1, self.length(batch) * self.size, *part.shape[2:])
+        return self.sum(padded_row.index_copy(1, torch.arange(start, end, device=part.device), part))
 
     def sum(self, parts: Tensor) -> Tensor:
         """Returns the sum over the row's ranks, with gradients; each position is nonzero on one rank at most."""
@@ -99,10 +99,10 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, split: int, join: int) -> Tensor:
         ctx.args = group, split, join
-        sent = torch.stack(x.chunk(dist.get_world_size(group), split)).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        return torch.cat(received.unbind(0), join)
+        send_buffer = torch.stack(x.chunk(dist.get_world_size(group), split)).contiguous()
+        receive_buffer = torch.empty_like(send_buffer)
+        dist.all_to_all_single(receive_buffer, send_buffer, group=group)
+        return torch.cat(receive_buffer.unbind(0), join)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -125,11 +125,11 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, group: Any) -> tuple[Ten
 
     With fewer key-value heads than ranks, each of these heads is sent to several ranks.
     """
-    size, heads, num_kv_heads = dist.get_world_size(group), query.shape[1], key.shape[1]
+    size, num_heads, num_kv_heads = dist.get_world_size(group), query.shape[1], key.shape[1]
     if num_kv_heads % size:
-        each = size // num_kv_heads if size % num_kv_heads == 0 else heads // num_kv_heads
-        key, value = key.repeat_interleave(each, 1), value.repeat_interleave(each, 1)
-    q, k, v = (_Exchange.apply(one, group, 1, 2) for one in (query, key, value))
+        num_copies = size // num_kv_heads if size % num_kv_heads == 0 else num_heads // num_kv_heads
+        key, value = key.repeat_interleave(num_copies, 1), value.repeat_interleave(num_copies, 1)
+    q, k, v = (_Exchange.apply(states, group, 1, 2) for states in (query, key, value))
     return q, k, v
 
 

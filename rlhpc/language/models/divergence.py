@@ -39,9 +39,9 @@ def divergence(logprobs: Tensor, teacher_logprobs: Tensor, beta: float) -> tuple
     if beta == 1:
         h = logprobs.exp() * (s - t)
         return h.sum(-1), h
-    mixture = torch.logaddexp(s + math.log1p(-beta), t + math.log(beta))
-    h = (1 - beta) * logprobs.exp() * (s - mixture)
-    return beta * (q * (t - mixture)).sum(-1) + h.sum(-1), h
+    log_mixture = torch.logaddexp(s + math.log1p(-beta), t + math.log(beta))
+    h = (1 - beta) * logprobs.exp() * (s - log_mixture)
+    return beta * (q * (t - log_mixture)).sum(-1) + h.sum(-1), h
 
 
 class FullDivergence(RowReader):
@@ -97,17 +97,19 @@ class TopDivergence(RowReader):
 
     def say(self, logits: Tensor, part: slice) -> Tensor:
         """Returns the divergences; see `RowReader.say`."""
-        _, merged = self._merged(logits, part)
-        return divergence(merged, self._teacher[part], self._beta)[0][:, None]
+        _, merged_logprobs = self._merged(logits, part)
+        return divergence(merged_logprobs, self._teacher[part], self._beta)[0][:, None]
 
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
         """Returns their gradient; see `RowReader.gradient`."""
-        logprobs, merged = self._merged(logits, part)
-        _, h = divergence(merged, self._teacher[part], self._beta)
+        logprobs, merged_logprobs = self._merged(logits, part)
+        _, h = divergence(merged_logprobs, self._teacher[part], self._beta)
         # A token gets a part of its outcome's h: all of it for a top token, else in proportion to its probability.
-        share = (logprobs - merged[:, -1:].clamp_min(FLOOR)).exp() * h[:, -1:]
-        share = share.scatter(1, self._ids[part], h[:, :-1]) - logprobs.exp() * h.sum(-1, keepdim=True)
-        return share.mul_(self._scale * grad)
+        remainder_gradient = (logprobs - merged_logprobs[:, -1:].clamp_min(FLOOR)).exp() * h[:, -1:]
+        remainder_gradient = remainder_gradient.scatter(1, self._ids[part], h[:, :-1]) - logprobs.exp() * h.sum(
+            -1, keepdim=True
+        )
+        return remainder_gradient.mul_(self._scale * grad)
 
     def _merged(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """Returns the log-probs `[m, V]` of all tokens; and `[m, k + 1]` of the top tokens and of the sum of the others."""
@@ -133,7 +135,7 @@ def top_logprobs(
         `[T, k + 1, 2]` float32: log-prob and id (exact below 2^24) of each token, the most likely first; then the log-prob
         of the sum of all others, and −1. 0 for tokens that are not trained on.
     """
-    where = batch.predictors()[0]
+    trained_tokens = batch.predictors()[0]
     width = min(rows.width, vocabulary or rows.width)
     k = min(k, width)
     scores = torch.zeros(batch.tokens, k + 1, 2, device=rows.device)
@@ -141,7 +143,7 @@ def top_logprobs(
         logprobs = torch.log_softmax(scaled(rows.make(part)[:, :width], 1.0 / temperature), dim=-1)
         top, ids = logprobs.topk(k, dim=-1)
         remainder = logprobs.scatter(1, ids, -torch.inf).logsumexp(-1).clamp_min(FLOOR)
-        values = torch.cat([top.clamp_min(FLOOR), remainder[:, None]], 1)
-        names = torch.cat([ids.float(), torch.full_like(remainder[:, None], -1.0)], 1)
-        scores[where[part]] = torch.stack([values, names], -1)
+        top_values = torch.cat([top.clamp_min(FLOOR), remainder[:, None]], 1)
+        top_ids = torch.cat([ids.float(), torch.full_like(remainder[:, None], -1.0)], 1)
+        scores[trained_tokens[part]] = torch.stack([top_values, top_ids], -1)
     return scores

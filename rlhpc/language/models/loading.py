@@ -43,7 +43,7 @@ def pretrained_in(module: nn.Module) -> Any:
     package = sys.modules.get("transformers")
     if package is None:  # nothing has imported transformers
         return None
-    return next((part for part in module.modules() if isinstance(part, package.PreTrainedModel)), None)
+    return next((submodule for submodule in module.modules() if isinstance(submodule, package.PreTrainedModel)), None)
 
 
 def window_of(config: Any) -> int:
@@ -52,8 +52,8 @@ def window_of(config: Any) -> int:
     Args:
         config: The model's configuration, of transformers.
     """
-    text = config.get_text_config()
-    return int(getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0)
+    text_config = config.get_text_config()
+    return int(getattr(text_config, "sliding_window", None) or getattr(text_config, "attention_chunk_size", None) or 0)
 
 
 def compute_dtype(model: PretrainedConfig, device: str | torch.device, section: str = "actor.model") -> torch.dtype:
@@ -130,22 +130,22 @@ def load_by(
     path = model.model_path
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{key}={path}: the folder has no config.json, so it is no model's folder")
-    common = {
+    load_options = {
         "dtype": dtype,
         "attn_implementation": model.attn_implementation,
         "trust_remote_code": model.trust_remote_code,
     }
     try:
         with no_progress_bar():
-            maker = getattr(package, auto or writes_by(package, path, model.trust_remote_code))
+            model_class = getattr(package, auto or writes_by(package, path, model.trust_remote_code))
             if empty:
                 config = package.AutoConfig.from_pretrained(
                     path, trust_remote_code=model.trust_remote_code, **config_changes
                 )
                 with torch.device("meta"):
-                    module = maker.from_config(config, **common)
+                    module = model_class.from_config(config, **load_options)
             else:
-                module = maker.from_pretrained(path, **common, **(options or {}), **config_changes)
+                module = model_class.from_pretrained(path, **load_options, **(options or {}), **config_changes)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{key}={path}: the model cannot be loaded: {reason}") from error
@@ -203,16 +203,16 @@ def export_model(
         load: Builds a model of this architecture: `load_causal_lm`, or `load_scalar_model`.
     """
     skeleton = load(model, dtype=dtype, empty=True)
-    state = {name: tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors}
+    state_dict = {name: tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors}
     for name, tensor in skeleton.state_dict().items():
-        if name not in state and name in getattr(skeleton, "all_tied_weights_keys", {}):
-            state[name] = state[skeleton.all_tied_weights_keys[name]]
-        elif name not in state:
+        if name not in state_dict and name in getattr(skeleton, "all_tied_weights_keys", {}):
+            state_dict[name] = state_dict[skeleton.all_tied_weights_keys[name]]
+        elif name not in state_dict:
             raise ValueError(f"{name} {tuple(tensor.shape)} is missing")
     skeleton.config.use_cache = True
     folder.mkdir(parents=True, exist_ok=True)
     with no_progress_bar():
-        skeleton.save_pretrained(folder, state_dict=state)
+        skeleton.save_pretrained(folder, state_dict=state_dict)
     (folder / CONFIG).write_bytes(config_file(skeleton.config, model))
     export_tokenizer(folder, model, pads=not skeleton.can_generate())
 
@@ -227,32 +227,36 @@ def config_file(config: Any, model: PretrainedConfig) -> bytes:
         config: Of the trained model.
         model: Section with the path of the original model.
     """
-    written = json.loads(config.to_json_string())
+    config_values = json.loads(config.to_json_string())
     source = model_file(str(model.model_path), CONFIG)
     if source is not None:
-        read = transformers().AutoConfig.from_pretrained(
+        reloaded_config = transformers().AutoConfig.from_pretrained(
             str(model.model_path), trust_remote_code=model.trust_remote_code
         )
-        written = _changed(json.loads(source.read_text()), json.loads(read.to_json_string()), written)
-    return json.dumps(written, indent=2, sort_keys=True).encode() + b"\n"
+        config_values = _changed(
+            json.loads(source.read_text()), json.loads(reloaded_config.to_json_string()), config_values
+        )
+    return json.dumps(config_values, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def _changed(original: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Returns a configuration with the differences between two forms of it that transformers wrote."""
-    changed = dict(original)
+    merged_values = dict(original)
     for key in before.keys() | after.keys():
-        old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
-        if old == new:
+        previous_value, current_value = before.get(key, _ABSENT), after.get(key, _ABSENT)
+        if previous_value == current_value:
             continue
-        if new is _ABSENT:
-            changed.pop(key, None)
-        elif isinstance(old, dict) and isinstance(new, dict) and isinstance(original.get(key), dict):
-            changed[key] = _changed(original[key], old, new)
+        if current_value is _ABSENT:
+            merged_values.pop(key, None)
+        elif (
+            isinstance(previous_value, dict) and isinstance(current_value, dict) and isinstance(original.get(key), dict)
+        ):
+            merged_values[key] = _changed(original[key], previous_value, current_value)
         else:
-            changed[key] = new
-    if "dtype" in changed and "torch_dtype" in changed:  # the former name, which some programs read first
-        changed["torch_dtype"] = changed["dtype"]
-    return changed
+            merged_values[key] = current_value
+    if "dtype" in merged_values and "torch_dtype" in merged_values:  # the former name, which some programs read first
+        merged_values["torch_dtype"] = merged_values["dtype"]
+    return merged_values
 
 
 def export_tokenizer(folder: Path, model: PretrainedConfig, *, pads: bool = False) -> None:
@@ -281,12 +285,12 @@ def _name_end(config: Path, end: int | None) -> None:
     """Adds the chat template's end-of-turn token to the end tokens of a generation configuration, as demonstrations use it."""
     if end is None or not config.is_file():
         return
-    values = json.loads(config.read_text())
-    ends = values.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if end not in ends:
-        values["eos_token_id"] = [*ends, end] if ends else end
-        config.write_text(json.dumps(values, indent=2) + "\n")
+    config_values = json.loads(config.read_text())
+    end_ids = config_values.get("eos_token_id")
+    end_ids = end_ids if isinstance(end_ids, list) else [] if end_ids is None else [end_ids]
+    if end not in end_ids:
+        config_values["eos_token_id"] = [*end_ids, end] if end_ids else end
+        config.write_text(json.dumps(config_values, indent=2) + "\n")
 
 
 def _generation_config(package: Any, path: str, config: Any) -> Any:
@@ -308,18 +312,18 @@ def model_files(module: nn.Module, model: PretrainedConfig, dtype: torch.dtype |
         model: `actor.model`, for the tokenizer.
         dtype: Of the weights written with these files, if it differs from the module's.
     """
-    inner: Any = module
-    if hasattr(inner, "get_base_model"):
-        inner = inner.get_base_model()
-    config = copy.deepcopy(inner.config)
+    unwrapped: Any = module
+    if hasattr(unwrapped, "get_base_model"):
+        unwrapped = unwrapped.get_base_model()
+    config = copy.deepcopy(unwrapped.config)
     config.use_cache = True  # training turns it off
     if dtype is not None:
         config.dtype = dtype
     with temporary_folder("model") as folder:
         (folder / CONFIG).write_bytes(config_file(config, model))
-        if getattr(inner, "generation_config", None) is not None:
-            inner.generation_config.save_pretrained(folder)
-        export_tokenizer(folder, model, pads=not inner.can_generate())
+        if getattr(unwrapped, "generation_config", None) is not None:
+            unwrapped.generation_config.save_pretrained(folder)
+        export_tokenizer(folder, model, pads=not unwrapped.can_generate())
         source = Path(str(model.model_path))
         code = sorted(source.glob("*.py")) if model.trust_remote_code and source.is_dir() else []
         return {path.name: path.read_bytes() for path in [*folder.iterdir(), *code] if path.is_file()}

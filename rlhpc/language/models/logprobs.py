@@ -69,8 +69,8 @@ class LogitRows:
     @classmethod
     def of(cls, logits: Tensor, places: Tensor) -> LogitRows:
         """Returns the rows at `places` `[M]` of complete logits `[N, W, V]`, counted line by line."""
-        flat = logits.detach().flatten(0, -2)
-        return cls(len(places), flat.shape[1], flat.device, lambda part: flat[places[part]])
+        flat_logits = logits.detach().flatten(0, -2)
+        return cls(len(places), flat_logits.shape[1], flat_logits.device, lambda part: flat_logits[places[part]])
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class Vocabulary:
 
     def gathered(self, logits: Tensor) -> Tensor:
         """Returns `[m, V]`, gathered from all ranks' `[m, V / n]`."""
-        parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(parts, logits.contiguous(), group=self.group)
-        return torch.cat(parts, 1)
+        rank_logits = [torch.empty_like(logits) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(rank_logits, logits.contiguous(), group=self.group)
+        return torch.cat(rank_logits, 1)
 
     def local(self, gradient: Tensor, width: int) -> Tensor:
         """Returns this rank's columns of a gradient."""
@@ -170,11 +170,11 @@ class TokenReader(RowReader):
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
         """Returns their gradient; see `RowReader.gradient`."""
         weights = grad[:, 0], grad[:, 1] if self._entropy else None
-        z, forward_results = (
+        scaled_logits, forward_results = (
             scaled(logits, self._scale),
             (self._log_sums[part], self._entropies[part], self._targets[part]),
         )
-        grad_logits = gradient(z, *forward_results, *weights, self._vocabulary)
+        grad_logits = gradient(scaled_logits, *forward_results, *weights, self._vocabulary)
         return grad_logits.mul_(self._scale) if self._scale != 1.0 else grad_logits
 
 
@@ -198,12 +198,12 @@ class CombinedReader(RowReader):
 
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
         """Returns the sum of the readers' gradients; see `RowReader.gradient`."""
-        total: Tensor | None = None
+        grad_sum: Tensor | None = None
         for reader, reader_grad in zip(self._readers, grad.split(self._columns, 1), strict=True):
             if reader_grad.any():  # columns used for metrics alone have no gradient
-                one = reader.gradient(logits, part, reader_grad)
-                total = one if total is None else total.add_(one)
-        return torch.zeros_like(logits, dtype=torch.float32) if total is None else total
+                reader_grads = reader.gradient(logits, part, reader_grad)
+                grad_sum = reader_grads if grad_sum is None else grad_sum.add_(reader_grads)
+        return torch.zeros_like(logits, dtype=torch.float32) if grad_sum is None else grad_sum
 
 
 class OffsetReader(RowReader):
@@ -242,8 +242,8 @@ def read_rows(logits: Tensor, places: Tensor, reader: RowReader) -> Tensor:
     Returns:
         `[M, columns]` float32.
     """
-    values: Tensor = _FromLogits.apply(logits.flatten(0, -2), places, reader)
-    return values
+    row_values: Tensor = _FromLogits.apply(logits.flatten(0, -2), places, reader)
+    return row_values
 
 
 class _FromLogits(torch.autograd.Function):
@@ -251,20 +251,20 @@ class _FromLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, places: Tensor, reader: RowReader) -> Tensor:
-        values = logits.new_empty(len(places), reader.columns, dtype=torch.float32)
-        for part in chunks(len(places), logits.shape[1], logits.device):
-            values[part] = reader.say(logits[places[part]], part)
+        row_values = logits.new_empty(len(places), reader.columns, dtype=torch.float32)
+        for rows in chunks(len(places), logits.shape[1], logits.device):
+            row_values[rows] = reader.say(logits[places[rows]], rows)
         ctx.save_for_backward(logits, places)
         ctx.reader = reader
-        return values
+        return row_values
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_values: Tensor) -> tuple[Tensor, None, None]:
         logits, places = ctx.saved_tensors
         grad = torch.zeros_like(logits)
-        for part in chunks(len(places), logits.shape[1], logits.device):
-            grad[places[part]] = ctx.reader.gradient(logits[places[part]], part, grad_values[part]).to(grad.dtype)
+        for rows in chunks(len(places), logits.shape[1], logits.device):
+            grad[places[rows]] = ctx.reader.gradient(logits[places[rows]], rows, grad_values[rows]).to(grad.dtype)
         return grad, None, None
 
 
@@ -300,17 +300,17 @@ def _sharded_logprobs_and_entropy(
 
     They exchange three numbers a row, or four.
     """
-    largest = vocabulary.largest(z.amax(-1))
+    max_logits = vocabulary.largest(z.amax(-1))
     columns, is_local = _within(targets, z.shape[1], vocabulary)
-    of_target = torch.where(is_local, z.gather(1, columns[:, None]).squeeze(1) - largest, 0.0)
-    below = z - largest[:, None]
-    p = below.exp()
-    sums = [p.sum(-1), of_target]
+    of_target = torch.where(is_local, z.gather(1, columns[:, None]).squeeze(1) - max_logits, 0.0)
+    shifted = z - max_logits[:, None]
+    exponentials = shifted.exp()
+    local_sums = [exponentials.sum(-1), of_target]
     if entropy:  # relative to the largest: large logits do not cancel
-        sums.append(p.mul_(below).sum(-1))
-    total, target, *weighed = vocabulary.summed(torch.stack(sums)).unbind(0)
-    log_total = total.log()
-    return target - log_total, log_total + largest, log_total - weighed[0] / total if weighed else None
+        local_sums.append(exponentials.mul_(shifted).sum(-1))
+    exp_sum, target, *weighted_sum = vocabulary.summed(torch.stack(local_sums)).unbind(0)
+    log_total = exp_sum.log()
+    return target - log_total, log_total + max_logits, log_total - weighted_sum[0] / exp_sum if weighted_sum else None
 
 
 def _within(targets: Tensor, width: int, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
@@ -374,8 +374,8 @@ class ChunkedHead:
             vocabulary, *factors = self._factors(hidden.flatten(0, -2)[places])
             if vocabulary is not None and reader.divided:
                 reader.divided_by(vocabulary)
-            values: Tensor = _ChunkedHeadFunction.apply(reader, vocabulary, *factors)
-            return values
+            row_values: Tensor = _ChunkedHeadFunction.apply(reader, vocabulary, *factors)
+            return row_values
 
         with forward_replaced(self.layer, answer):
             yield
@@ -389,17 +389,17 @@ class ChunkedHead:
         """
         with torch.no_grad():
             with forward_replaced(self.layer, lambda hidden: hidden.flatten(0, -2)[places]):
-                hidden = call()
-            vocabulary, bias, *factors = self._factors(hidden)
+                hidden_states = call()
+            vocabulary, bias, *factors = self._factors(hidden_states)
         assert vocabulary is None, "a frozen model is whole on each rank"
-        return LogitRows(len(places), len(factors[1]), hidden.device, lambda part: _logits(part, bias, factors))
+        return LogitRows(len(places), len(factors[1]), hidden_states.device, lambda part: _logits(part, bias, factors))
 
     def _factors(self, hidden: Tensor) -> tuple[Any, ...]:
         """Returns the layer's part of the vocabulary, its bias, and the factors of its products."""
         base = linear_base(self.layer)
         assert base is not None
-        factors = (factor for pair in products(self.layer, hidden) for factor in pair)
-        tensors = [one.to_local() if isinstance(one, DTensor) else one for one in (base.bias, *factors)]
+        factors = (factor for factor_pair in products(self.layer, hidden) for factor in factor_pair)
+        tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (base.bias, *factors)]
         return (_vocabulary(base.weight), *tensors)
 
 
@@ -408,34 +408,34 @@ def _vocabulary(weight: Tensor) -> Vocabulary | None:
     if not isinstance(weight, DTensor):
         return None
     mesh = weight.device_mesh
-    first = mesh.get_local_rank() * weight.to_local().shape[0]
-    return Vocabulary(first, mesh.get_group())
+    first_id = mesh.get_local_rank() * weight.to_local().shape[0]
+    return Vocabulary(first_id, mesh.get_group())
 
 
 def linear_head(model: nn.Module) -> ChunkedHead | None:
     """Returns the head of the causal language model in a module; None if the model must compute complete logits."""
-    causal = pretrained_in(model)
-    head = None if causal is None else causal.get_output_embeddings()
+    causal_model = pretrained_in(model)
+    head = None if causal_model is None else causal_model.get_output_embeddings()
     if head is None:
         return None
-    if causal not in _plain:
-        _plain[causal] = _gives_as_is(causal, head)
-        if not _plain[causal]:
-            log.info("%s makes whole logits: its head is more than a linear layer", type(causal).__name__)
-    return ChunkedHead(head) if _plain[causal] else None
+    if causal_model not in _plain:
+        _plain[causal_model] = _gives_as_is(causal_model, head)
+        if not _plain[causal_model]:
+            log.info("%s makes whole logits: its head is more than a linear layer", type(causal_model).__name__)
+    return ChunkedHead(head) if _plain[causal_model] else None
 
 
 def _gives_as_is(causal: Any, head: nn.Module) -> bool:
     """Returns whether a model returns its head's output unchanged as logits, and the head is linear. Trunk and head are not
     run.
     """
-    prefix, names = causal.base_model_prefix, [name for name, part in causal.named_children() if part is head]
+    prefix, names = causal.base_model_prefix, [name for name, child in causal.named_children() if child is head]
     if not names or not isinstance(getattr(causal, prefix, None), nn.Module) or linear_base(head) is None:
         return False
     probe = torch.tensor([_PROBE])
-    stands_for = {prefix: _Constant(_TrunkOutput(torch.zeros_like(probe))), names[0]: _Constant(probe)}
-    real = {name: causal._modules[name] for name in stands_for}
-    causal._modules.update(stands_for)
+    substitutes = {prefix: _Constant(_TrunkOutput(torch.zeros_like(probe))), names[0]: _Constant(probe)}
+    original_modules = {name: causal._modules[name] for name in substitutes}
+    causal._modules.update(substitutes)
     try:
         logits = type(causal).forward(causal, input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
         return torch.equal(logits, torch.tensor([_PROBE]))
@@ -445,7 +445,7 @@ def _gives_as_is(causal: Any, head: nn.Module) -> bool:
         log.debug("%s could not be asked what it does with its head's result", type(causal).__name__, exc_info=error)
         return False
     finally:
-        causal._modules.update(real)
+        causal._modules.update(original_modules)
 
 
 class _Constant(nn.Module):
@@ -484,15 +484,15 @@ class _ChunkedHeadFunction(torch.autograd.Function):
         ctx: Any, reader: RowReader, vocabulary: Vocabulary | None, bias: Tensor | None, *factors: Tensor
     ) -> Tensor:
         hidden = factors[0]
-        values = hidden.new_empty(len(hidden), reader.columns, dtype=torch.float32)
+        row_values = hidden.new_empty(len(hidden), reader.columns, dtype=torch.float32)
         for rows in chunks(len(hidden), len(factors[1]), hidden.device):
             logits = _logits(rows, bias, factors)
             if vocabulary is not None and not reader.divided:
                 logits = vocabulary.gathered(logits)
-            values[rows] = reader.say(logits, rows)
+            row_values[rows] = reader.say(logits, rows)
         ctx.save_for_backward(bias, *factors)
         ctx.reader, ctx.vocabulary = reader, vocabulary
-        return values
+        return row_values
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -501,42 +501,49 @@ class _ChunkedHeadFunction(torch.autograd.Function):
         needs_grad, vocabulary = ctx.needs_input_grad[3:], ctx.vocabulary
         gathers = vocabulary is not None and not ctx.reader.divided
         # Sums over chunks are kept in float32; each row of the hidden states lies in one chunk.
-        sums: list[Tensor | None] = [
-            (torch.zeros(one.shape, dtype=torch.float32, device=one.device) if number % 2 else torch.empty_like(one))
-            if needs_grad[number]
+        grad_sums: list[Tensor | None] = [
+            (
+                torch.zeros(factor.shape, dtype=torch.float32, device=factor.device)
+                if index % 2
+                else torch.empty_like(factor)
+            )
+            if needs_grad[index]
             else None
-            for number, one in enumerate(factors)
+            for index, factor in enumerate(factors)
         ]
-        of_bias = (
+        grad_bias = (
             None if bias is None or not ctx.needs_input_grad[2] else bias.new_zeros(len(bias), dtype=torch.float32)
         )
         for rows in chunks(len(factors[0]), len(factors[1]), factors[0].device):
             logits = _logits(rows, bias, factors)
-            z = ctx.reader.gradient(vocabulary.gathered(logits) if gathers else logits, rows, grad[rows])
-            z = (vocabulary.local(z, logits.shape[1]) if gathers else z).to(logits.dtype)
-            if of_bias is not None:
-                of_bias += z.sum(0, dtype=torch.float32)
-            for number in range(0, len(factors), 2):
-                x, weight = factors[number], factors[number + 1]
-                of_x, of_weight, into = sums[number], sums[number + 1], z.to(x.dtype)
-                if of_x is not None:
-                    of_x[rows] = into @ weight
-                if of_weight is not None and into.dtype == torch.float32:
-                    of_weight.addmm_(into.T, x[rows])
-                elif of_weight is not None:
-                    of_weight += into.T @ x[rows]
-        for one in sums[::2] if vocabulary is not None else []:
-            if one is not None:
-                vocabulary.summed(one)
-        gradients = [None if one is None else one.to(of.dtype) for one, of in zip(sums, factors, strict=True)]
-        return None, None, None if of_bias is None else of_bias.to(bias.dtype), *gradients
+            grad_logits = ctx.reader.gradient(vocabulary.gathered(logits) if gathers else logits, rows, grad[rows])
+            grad_logits = (vocabulary.local(grad_logits, logits.shape[1]) if gathers else grad_logits).to(logits.dtype)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0, dtype=torch.float32)
+            for index in range(0, len(factors), 2):
+                x, weight = factors[index], factors[index + 1]
+                grad_x, grad_weight, grad_output = grad_sums[index], grad_sums[index + 1], grad_logits.to(x.dtype)
+                if grad_x is not None:
+                    grad_x[rows] = grad_output @ weight
+                if grad_weight is not None and grad_output.dtype == torch.float32:
+                    grad_weight.addmm_(grad_output.T, x[rows])
+                elif grad_weight is not None:
+                    grad_weight += grad_output.T @ x[rows]
+        for factor in grad_sums[::2] if vocabulary is not None else []:
+            if factor is not None:
+                vocabulary.summed(factor)
+        gradients = [
+            None if factor is None else factor.to(factor_like.dtype)
+            for factor, factor_like in zip(grad_sums, factors, strict=True)
+        ]
+        return None, None, None if grad_bias is None else grad_bias.to(bias.dtype), *gradients
 
 
 def _logits(rows: slice, bias: Tensor | None, factors: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
-    z = first = nn.functional.linear(factors[0][rows], factors[1], bias)
+    logits = base_logits = nn.functional.linear(factors[0][rows], factors[1], bias)
     for x, weight in zip(factors[2::2], factors[3::2], strict=True):
-        z = z + nn.functional.linear(x[rows], weight)
-    return z.to(first.dtype)
+        logits = logits + nn.functional.linear(x[rows], weight)
+    return logits.to(base_logits.dtype)
 
 
 class LogitReading(Protocol):
@@ -593,15 +600,15 @@ def token_scores(
         ConfigError: The reading needs complete logits, and this rank's model computes a part of them.
     """
     batch = batch.read_by(packs(model))
-    where, places = batch.predictors()
-    reader: RowReader = TokenReader(batch.ids[where], temperature, entropy)
-    further = None if reading is None else reading.rows(batch)
-    if further is not None:
-        reader = CombinedReader([reader, further])
+    trained_tokens, places = batch.predictors()
+    reader: RowReader = TokenReader(batch.ids[trained_tokens], temperature, entropy)
+    extra_reader = None if reading is None else reading.rows(batch)
+    if extra_reader is not None:
+        reader = CombinedReader([reader, extra_reader])
     inputs = batch.inputs() if share is None else share.inputs(batch)
     if share is not None:
-        where, places, reader = _local_part(where, places, reader, share.bounds(batch))
-    head = linear_head(model) if reading is None or further is not None else None
+        trained_tokens, places, reader = _local_part(trained_tokens, places, reader, share.bounds(batch))
+    head = linear_head(model) if reading is None or extra_reader is not None else None
     if head is None:
         outputs = model(**inputs, use_cache=False)
         values_read = read_rows(outputs["logits"], places, reader)
@@ -609,28 +616,28 @@ def token_scores(
         with head.answering(places, reader):
             outputs = model(**inputs, use_cache=False)
         values_read = outputs["logits"]
-    every = values_read.new_zeros(batch.tokens, values_read.shape[1]).index_copy(0, where, values_read)
-    values = outputs.get("token_values")
+    token_values = values_read.new_zeros(batch.tokens, values_read.shape[1]).index_copy(0, trained_tokens, values_read)
+    critic_values = outputs.get("token_values")
     if share is not None:
-        every = share.sum(every)
-        if reading is not None and further is None:
+        token_values = share.sum(token_values)
+        if reading is not None and extra_reader is None:
             raise ConfigError(
                 "this loss reads whole logits, of which ranks with actor.parallel.context have parts: set it to 1"
             )
-        values = None if values is None else share.gather(values, batch)
-    if values is not None:
-        values = batch.before(batch.of_tokens(values))
-    read = None
+        critic_values = None if critic_values is None else share.gather(critic_values, batch)
+    if critic_values is not None:
+        critic_values = batch.before(batch.of_tokens(critic_values))
+    reading_values = None
     if reading is not None:
-        read = reading.read(outputs["logits"], batch) if further is None else every[:, -1]
-    return TokenScores(every[:, 0], every[:, 1] if entropy else None, read, values)
+        reading_values = reading.read(outputs["logits"], batch) if extra_reader is None else token_values[:, -1]
+    return TokenScores(token_values[:, 0], token_values[:, 1] if entropy else None, reading_values, critic_values)
 
 
 def _local_part(
     where: torch.Tensor, places: torch.Tensor, reader: RowReader, bounds: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor, RowReader]:
     """Selects the trained tokens, in the row's order, that a part of the row predicts; returns their indices in it."""
-    start, end = (int((places < bound).sum()) for bound in bounds)
+    start, end = (int((places < limit).sum()) for limit in bounds)
     return where[start:end], places[start:end] - bounds[0], OffsetReader(reader, start)
 
 

@@ -52,26 +52,26 @@ def balance(
     Returns:
         The items of each bin, the most expensive first; None if some item does not fit. It depends only on the arguments.
     """
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    loads = [(0, number) for number in range(bins)]
-    shares: list[list[int]] = [[] for _ in range(bins)]
+    by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    loads = [(0, bin_index) for bin_index in range(bins)]
+    items_by_bin: list[list[int]] = [[] for _ in range(bins)]
     remaining = [room] * bins
-    for i in order:
-        full = list[tuple[int, int]]()
+    for i in by_cost:
+        full_bins = list[tuple[int, int]]()
         while loads:
-            load, number = heapq.heappop(loads)
-            free = remaining[number]
-            if free is None or sizes is None or sizes[i] <= free:
+            load, bin_index = heapq.heappop(loads)
+            free_capacity = remaining[bin_index]
+            if free_capacity is None or sizes is None or sizes[i] <= free_capacity:
                 break
-            full.append((load, number))
+            full_bins.append((load, bin_index))
         else:
             return None
-        shares[number].append(i)
-        if free is not None and sizes is not None:
-            remaining[number] = free - sizes[i]
-        for entry in (*full, (load + costs[i], number)):
-            heapq.heappush(loads, entry)
-    return shares
+        items_by_bin[bin_index].append(i)
+        if free_capacity is not None and sizes is not None:
+            remaining[bin_index] = free_capacity - sizes[i]
+        for bin_load in (*full_bins, (load + costs[i], bin_index)):
+            heapq.heappush(loads, bin_load)
+    return items_by_bin
 
 
 def rows(lengths: Sequence[int] | Tensor, max_tokens: int, hidden: int = 0, at_least: int = 1) -> list[Tensor]:
@@ -92,10 +92,10 @@ def rows(lengths: Sequence[int] | Tensor, max_tokens: int, hidden: int = 0, at_l
         ConfigError: A sample is longer than `max_tokens`.
     """
     sizes = _fitting(lengths, max_tokens)
-    costs, number = costs_of(sizes, hidden), max(at_least, -(-sum(sizes) // max_tokens))
-    while (shares := balance(costs, number, sizes, max_tokens)) is None:
-        number += 1
-    return [torch.tensor(share, dtype=torch.long) for share in shares]
+    costs, num_rows = costs_of(sizes, hidden), max(at_least, -(-sum(sizes) // max_tokens))
+    while (samples_by_row := balance(costs, num_rows, sizes, max_tokens)) is None:
+        num_rows += 1
+    return [torch.tensor(row_samples, dtype=torch.long) for row_samples in samples_by_row]
 
 
 def micro_batches(lengths: Sequence[int] | Tensor, max_tokens: int) -> list[Tensor]:
@@ -115,9 +115,9 @@ def micro_batches(lengths: Sequence[int] | Tensor, max_tokens: int) -> list[Tens
         ConfigError: A sample is longer than `max_tokens`.
     """
     tokens = _fitting(lengths, max_tokens)
-    order = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
-    cuts = _cut([tokens[i] for i in order], max_tokens)
-    return [torch.tensor(order[start:end]) for start, end in cuts]
+    by_length = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
+    spans = _cut([tokens[i] for i in by_length], max_tokens)
+    return [torch.tensor(by_length[start:end]) for start, end in spans]
 
 
 def split_micro_batches(
@@ -141,12 +141,19 @@ def split_micro_batches(
     Raises:
         ConfigError: A sample is longer than `max_tokens`.
     """
-    cuts = rows(batch.lengths, max_tokens, hidden) if packed else micro_batches(batch.lengths, max_tokens)
-    number = agreed(max(1, len(cuts)))
-    if packed and number > len(cuts) and len(wider := rows(batch.lengths, max_tokens, hidden, number)) == number:
-        cuts = wider  # a rank with less work than others has shorter rows, not fewer
-    cuts += [torch.zeros(0, dtype=torch.long)] * (number - len(cuts))
-    return [(cut, (batch.select(cut) if len(cut) else batch.empty_sample()).read_by(packed)) for cut in cuts]
+    index_groups = rows(batch.lengths, max_tokens, hidden) if packed else micro_batches(batch.lengths, max_tokens)
+    num_batches = agreed(max(1, len(index_groups)))
+    if (
+        packed
+        and num_batches > len(index_groups)
+        and len(more_rows := rows(batch.lengths, max_tokens, hidden, num_batches)) == num_batches
+    ):
+        index_groups = more_rows  # a rank with less work than others has shorter rows, not fewer
+    index_groups += [torch.zeros(0, dtype=torch.long)] * (num_batches - len(index_groups))
+    return [
+        (indices, (batch.select(indices) if len(indices) else batch.empty_sample()).read_by(packed))
+        for indices in index_groups
+    ]
 
 
 def values_of(score: Callable[[TokenBatch], Tensor], parts: Parts, batch: TokenBatch, score_name: str) -> Tensor:
@@ -165,14 +172,14 @@ def values_of(score: Callable[[TokenBatch], Tensor], parts: Parts, batch: TokenB
         RlhpcError: `score` returns another number of values.
     """
     all_values: Tensor | None = None
-    for samples, part in parts:
+    for samples, micro_batch in parts:
         with torch.no_grad():
-            values = score(part).float().cpu()
-        if values.shape[:1] != (part.tokens,):
-            raise RlhpcError(f"{score_name} gave {len(values)} values for {part.tokens} tokens")
+            token_values = score(micro_batch).float().cpu()
+        if token_values.shape[:1] != (micro_batch.tokens,):
+            raise RlhpcError(f"{score_name} gave {len(token_values)} values for {micro_batch.tokens} tokens")
         if all_values is None:
-            all_values = values.new_zeros(batch.tokens, *values.shape[1:])
-        all_values[batch.tokens_of(samples)] = values
+            all_values = token_values.new_zeros(batch.tokens, *token_values.shape[1:])
+        all_values[batch.tokens_of(samples)] = token_values
     assert all_values is not None, "there is a micro-batch, if only one without tokens"
     return all_values
 
@@ -191,19 +198,19 @@ def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
     """Cuts descending lengths into runs: the least sum of (rows × longest + overhead), exactly, by dynamic programming."""
     count = len(lengths)
     width = np.maximum(np.asarray(lengths, dtype=np.int64), 1)
-    # best[i]: cost of the runs that cover lengths[i:]; a run from i to j is (j − i) × lengths[i] cells.
-    best = np.zeros(count + 1, dtype=np.int64)
-    end = np.zeros(count, dtype=np.int64)
+    # best_cost[i]: cost of the runs that cover lengths[i:]; a run from i to j is (j − i) × lengths[i] cells.
+    best_cost = np.zeros(count + 1, dtype=np.int64)
+    run_ends = np.zeros(count, dtype=np.int64)
     for i in range(count - 1, -1, -1):
-        rows = np.arange(1, min(count - i, max_tokens // int(width[i])) + 1)
-        cost = rows * width[i] + max_tokens // _OVERHEAD + best[i + rows]
-        choice = int(cost.argmin())
-        best[i], end[i] = cost[choice], i + choice + 1
-    cuts, start = [], 0
+        num_rows = np.arange(1, min(count - i, max_tokens // int(width[i])) + 1)
+        cost = num_rows * width[i] + max_tokens // _OVERHEAD + best_cost[i + num_rows]
+        best_rows = int(cost.argmin())
+        best_cost[i], run_ends[i] = cost[best_rows], i + best_rows + 1
+    spans, start = [], 0
     while start < count:
-        cuts.append((start, int(end[start])))
-        start = int(end[start])
-    return cuts
+        spans.append((start, int(run_ends[start])))
+        start = int(run_ends[start])
+    return spans
 
 
 def minibatches(
@@ -222,13 +229,13 @@ def minibatches(
         "epoch 0, minibatch 1", and the samples.
     """
     for epoch in range(epochs):
-        order = np.arange(total)
+        episode_order = np.arange(total)
         if size < total:
-            np.random.default_rng((*seed, epoch)).shuffle(order)
-        place = torch.from_numpy(np.argsort(order))[batch.episode]
-        for number in range(total // size):
-            chosen = torch.nonzero((number * size <= place) & (place < (number + 1) * size)).flatten()
-            yield f"epoch {epoch}, minibatch {number}", batch.select(chosen)
+            np.random.default_rng((*seed, epoch)).shuffle(episode_order)
+        order_index = torch.from_numpy(np.argsort(episode_order))[batch.episode]
+        for index in range(total // size):
+            samples = torch.nonzero((index * size <= order_index) & (order_index < (index + 1) * size)).flatten()
+            yield f"epoch {epoch}, minibatch {index}", batch.select(samples)
 
 
 def balance_across_ranks(
@@ -249,40 +256,45 @@ def balance_across_ranks(
     Returns:
         Samples in the order of the first block, then of the second, …; the rank's own batch if balancing gains nothing.
     """
-    lane = sizes.lane_of(worker.rank)
-    peers = range(lane, worker.world_size, sizes.block)
-    held: list[list[int]] = worker.all_gather_object(_costs(batch, each, hidden))[lane :: sizes.block]
-    every = [cost for costs in held for cost in costs]
-    shares = balance(every, len(peers))
-    assert shares is not None, "without a limit there is room for all"
-    if max(sum(every[i] for i in share) for share in shares) >= max(map(sum, held)):
+    mp_rank = sizes.lane_of(worker.rank)
+    peers = range(mp_rank, worker.world_size, sizes.block)
+    costs_by_rank: list[list[int]] = worker.all_gather_object(_costs(batch, each, hidden))[mp_rank :: sizes.block]
+    every = [cost for costs in costs_by_rank for cost in costs]
+    units_by_rank = balance(every, len(peers))
+    assert units_by_rank is not None, "without a limit there is room for all"
+    if max(sum(every[i] for i in rank_units) for rank_units in units_by_rank) >= max(map(sum, costs_by_rank)):
         return batch
-    owner = {i: rank for rank, share in enumerate(shares) for i in share}
-    starts = torch.tensor([0, *map(len, held)]).cumsum(0).tolist()
-    moves = [
-        [[i - starts[of] for i in range(starts[of], starts[of + 1]) if owner[i] == to] for to in range(len(peers))]
-        for of in range(len(peers))
+    target_rank = {i: rank for rank, rank_units in enumerate(units_by_rank) for i in rank_units}
+    starts = torch.tensor([0, *map(len, costs_by_rank)]).cumsum(0).tolist()
+    transfers = [
+        [
+            [i - starts[source] for i in range(starts[source], starts[source + 1]) if target_rank[i] == target]
+            for target in range(len(peers))
+        ]
+        for source in range(len(peers))
     ]
-    here, sent = sizes.data_of(worker.rank), list[AsyncWork | None]()
-    for to, units in enumerate(moves[here]):
-        if units and to != here:
-            sent.append(worker.send(_units(batch, units, each).pack(), worker.group_name, peers[to], async_op=True))
+    own_index, sends = sizes.data_of(worker.rank), list[AsyncWork | None]()
+    for target, units in enumerate(transfers[own_index]):
+        if units and target != own_index:
+            sends.append(
+                worker.send(_units(batch, units, each).pack(), worker.group_name, peers[target], async_op=True)
+            )
     received = []
-    for of, rank_moves in enumerate(moves):
-        if of == here:
-            received.append(_units(batch, rank_moves[here], each))
-        elif rank_moves[here]:
-            received.append(TokenBatch.unpack(worker.recv(worker.group_name, peers[of])))
-    for work in sent:
-        if work is not None:
-            work.wait()
+    for source, units_by_target in enumerate(transfers):
+        if source == own_index:
+            received.append(_units(batch, units_by_target[own_index], each))
+        elif units_by_target[own_index]:
+            received.append(TokenBatch.unpack(worker.recv(worker.group_name, peers[source])))
+    for send in sends:
+        if send is not None:
+            send.wait()
     return TokenBatch.joined(received)
 
 
 def _costs(batch: TokenBatch, each: int, hidden: int) -> list[int]:
-    return [sum(part) for part in torch.tensor(costs_of(batch.lengths, hidden)).view(-1, each).tolist()]
+    return [sum(unit_costs) for unit_costs in torch.tensor(costs_of(batch.lengths, hidden)).view(-1, each).tolist()]
 
 
 def _units(batch: TokenBatch, units: list[int], each: int) -> TokenBatch:
-    places = torch.tensor(units, dtype=torch.long)[:, None] * each + torch.arange(each)
-    return batch.select(places.flatten())
+    sample_indices = torch.tensor(units, dtype=torch.long)[:, None] * each + torch.arange(each)
+    return batch.select(sample_indices.flatten())

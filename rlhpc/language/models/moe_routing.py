@@ -59,17 +59,17 @@ class Routing:
         """
         if experts is not None and not self._wrapped:
             self._wrapped = True
-            for number, router in enumerate(self._routers):
-                replace_forward(router, self._wrap_router(router.forward, number, router))
+            for layer, router in enumerate(self._routers):
+                replace_forward(router, self._wrap_router(router.forward, layer, router))
         self._replayed = None if experts is None else experts.long().view(len(experts), len(self._routers), -1)
 
     def _wrap_router(self, inner: Any, number: int, router: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._replayed is None:
                 return inner(*args, **kwargs)
-            with _ReplayMode(self._replayed[:, number], int(router.weight.shape[0])) as mode:
+            with _ReplayMode(self._replayed[:, number], int(router.weight.shape[0])) as replay:
                 outputs = inner(*args, **kwargs)
-            if mode.num_calls != 1:
+            if replay.num_calls != 1:
                 raise ConfigError(
                     f"rollout.routing_replay: {type(router).__name__} does not choose experts as others do: leave it false"
                 )
@@ -84,9 +84,9 @@ class Routing:
     @contextlib.contextmanager
     def watching(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Yields a list to which the routers' outputs are added during the block."""
-        recorded = self._recorded = []
+        router_outputs = self._recorded = []
         try:
-            yield recorded
+            yield router_outputs
         finally:
             self._recorded = None
 
@@ -106,15 +106,15 @@ class _ReplayMode(TorchFunctionMode):
         self.num_calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        outputs = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
-            return result
-        likely = args[0]
-        if likely.shape[-1] != self._experts or result[1].shape != self._replayed.shape:
-            return result
+            return outputs
+        probabilities = args[0]
+        if probabilities.shape[-1] != self._experts or outputs[1].shape != self._replayed.shape:
+            return outputs
         self.num_calls += 1
-        chosen = torch.where(self._replayed < 0, result[1], self._replayed)
-        return type(result)((likely.gather(-1, chosen), chosen))
+        expert_ids = torch.where(self._replayed < 0, outputs[1], self._replayed)
+        return type(outputs)((probabilities.gather(-1, expert_ids), expert_ids))
 
 
 #: Models whose routers have hooks.
@@ -123,24 +123,28 @@ _watched: WeakKeyDictionary[nn.Module, Routing] = WeakKeyDictionary()
 
 def routing_of(model: nn.Module) -> Routing | None:
     """Returns a model's routers, with hooks added by the first call; None if it has none, or does not declare them."""
-    causal = pretrained_in(model)
-    if causal is None:
+    causal_model = pretrained_in(model)
+    if causal_model is None:
         return None
-    if causal not in _watched:
-        recorded = next(
+    if causal_model not in _watched:
+        router_record = next(
             (
-                part._can_record_outputs["router_logits"]
-                for part in causal.modules()
-                if "router_logits" in (getattr(part, "_can_record_outputs", None) or {})
+                submodule._can_record_outputs["router_logits"]
+                for submodule in causal_model.modules()
+                if "router_logits" in (getattr(submodule, "_can_record_outputs", None) or {})
             ),
             None,
         )
-        kind = getattr(recorded, "target_class", None)
-        routers = [] if kind is None else [part for part in causal.modules() if isinstance(part, kind)]
-        if not routers or getattr(recorded, "index", None) != 0:
+        router_class = getattr(router_record, "target_class", None)
+        routers = (
+            []
+            if router_class is None
+            else [submodule for submodule in causal_model.modules() if isinstance(submodule, router_class)]
+        )
+        if not routers or getattr(router_record, "index", None) != 0:
             return None
-        _watched[causal] = Routing(routers)
-    return _watched[causal]
+        _watched[causal_model] = Routing(routers)
+    return _watched[causal_model]
 
 
 def balance(
@@ -155,14 +159,16 @@ def balance(
         share: This rank's share of rows, if several ranks share them: all get the results of the full row.
     """
     experts, tokens = recorded[0][0].shape[1], _tokens(batch, share).to(recorded[0][0].device)
-    recorded = [(logits[tokens], chosen[tokens]) for logits, chosen in recorded]
-    counts = torch.stack([torch.bincount(chosen.flatten(), minlength=experts) for _, chosen in recorded]).float()
-    rows = torch.tensor(float(sum(len(logits) for logits, _ in recorded)), device=counts.device)
+    recorded = [(logits[tokens], expert_ids[tokens]) for logits, expert_ids in recorded]
+    counts = torch.stack(
+        [torch.bincount(expert_ids.flatten(), minlength=experts) for _, expert_ids in recorded]
+    ).float()
+    num_tokens = torch.tensor(float(sum(len(logits) for logits, _ in recorded)), device=counts.device)
     probabilities = torch.stack([logits.float().softmax(-1).sum(0) for logits, _ in recorded]).sum(0)
     if share is not None:
-        counts, rows, probabilities = (share.sum(each) for each in (counts, rows, probabilities))
-    rows = rows.clamp(min=1.0)
-    loss = experts * ((counts.sum(0) / rows) * (probabilities / rows)).sum()
+        counts, num_tokens, probabilities = (share.sum(total) for total in (counts, num_tokens, probabilities))
+    num_tokens = num_tokens.clamp(min=1.0)
+    loss = experts * ((counts.sum(0) / num_tokens) * (probabilities / num_tokens)).sum()
     return loss, (counts.amax(1) / counts.sum(1).clamp(min=1.0) * experts).max()
 
 

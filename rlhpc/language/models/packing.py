@@ -53,18 +53,18 @@ def pack(model: nn.Module) -> bool:
         Whether the model packs. It does not if it uses another attention than `sdpa`, mixes tokens by other means than
         attention, or needs more of attention than weighted values (a bound on logits, sinks).
     """
-    causal = pretrained_in(model)
-    if causal is None or not _can(causal):
+    causal_model = pretrained_in(model)
+    if causal_model is None or not _can(causal_model):
         return False
     sys.modules["transformers"].AttentionInterface.register(NAME, attend)
-    causal.set_attn_implementation(sub_attention(causal, NAME))
+    causal_model.set_attn_implementation(sub_attention(causal_model, NAME))
     return packs(model)
 
 
 def unpack(model: nn.Module) -> None:
     """Makes a model that `pack` changed read rectangles again."""
-    causal = pretrained_in(model)
-    causal.set_attn_implementation(sub_attention(causal, "sdpa"))
+    causal_model = pretrained_in(model)
+    causal_model.set_attn_implementation(sub_attention(causal_model, "sdpa"))
 
 
 @torch.no_grad()
@@ -81,24 +81,26 @@ def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype, share
         dtype: Dtype of the computation.
         share: This rank's share of rows, if several ranks share them.
     """
-    first, second = torch.arange(2, 7), torch.arange(3, 12) % 5 + 1
-    row, alone = (
-        TokenBatch.of(samples, [torch.ones(len(one)) for one in samples]).read_by(True).to(device)
-        for samples in ([first, second], [second])
+    first_ids, second_ids = torch.arange(2, 7), torch.arange(3, 12) % 5 + 1
+    row, second_alone = (
+        TokenBatch.of(samples, [torch.ones(len(sample)) for sample in samples]).read_by(True).to(device)
+        for samples in ([first_ids, second_ids], [second_ids])
     )
     calls = list[tuple[bool, bool]]()
     token = _calls.set(calls)
     try:
         outputs = _row_outputs(model, row, share)
         windows = [has_window for _, has_window in calls]
-        expected = _row_outputs(model, alone, share)
+        alone_outputs = _row_outputs(model, second_alone, share)
     finally:
         _calls.reset(token)
-    a, b = outputs[len(first) : row.tokens], expected[: alone.tokens]
-    far = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-6)
-    hands_on_samples = bool(calls) and all(has_segments for has_segments, _ in calls)
+    row_part, alone_part = outputs[len(first_ids) : row.tokens], alone_outputs[: second_alone.tokens]
+    relative_error = float((row_part - alone_part).abs().max()) / max(float(alone_part.abs().max()), 1e-6)
+    passes_segments = bool(calls) and all(has_segments for has_segments, _ in calls)
     return (
-        hands_on_samples and _hands_on_windows(model, windows) and far < (_FAR if dtype == torch.float32 else _FAR_HALF)
+        passes_segments
+        and _hands_on_windows(model, windows)
+        and relative_error < (_FAR if dtype == torch.float32 else _FAR_HALF)
     )
 
 
@@ -111,9 +113,9 @@ def _hands_on_windows(model: nn.Module, windows: list[bool]) -> bool:
     """
     config = pretrained_in(model).config.get_text_config()
     has_window = getattr(config, "sliding_window", None) is not None
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if has_window else "full_attention"]
-    expected = [kind == "sliding_attention" for kind in kinds]
-    return windows == expected if len(windows) == len(expected) else {*windows} == {*expected}
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention" if has_window else "full_attention"]
+    expected_windows = [layer_type == "sliding_attention" for layer_type in layer_types]
+    return windows == expected_windows if len(windows) == len(expected_windows) else {*windows} == {*expected_windows}
 
 
 def _row_outputs(model: nn.Module, batch: TokenBatch, share: RowShare | None) -> Tensor:
@@ -126,26 +128,26 @@ def _row_outputs(model: nn.Module, batch: TokenBatch, share: RowShare | None) ->
 
 def packs(model: nn.Module) -> bool:
     """Returns whether `pack` was called for the model and succeeded."""
-    causal = pretrained_in(model)
-    return causal is not None and causal.config.get_text_config()._attn_implementation == NAME
+    causal_model = pretrained_in(model)
+    return causal_model is not None and causal_model.config.get_text_config()._attn_implementation == NAME
 
 
 def width(model: nn.Module) -> int:
     """Returns the size of a causal model's hidden states; 0 if its configuration does not have it."""
-    causal = pretrained_in(model)
-    return 0 if causal is None else int(getattr(causal.config.get_text_config(), "hidden_size", 0))
+    causal_model = pretrained_in(model)
+    return 0 if causal_model is None else int(getattr(causal_model.config.get_text_config(), "hidden_size", 0))
 
 
 def _can(causal: Any) -> bool:
     config = causal.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     trunk = getattr(causal, causal.base_model_prefix, causal)
     return bool(
         causal._supports_attention_backend
         and causal.config._attn_implementation == "sdpa"
         and not causal._is_stateful
         and not getattr(config, "is_encoder_decoder", False)
-        and kinds <= _LAYERS
+        and layer_types <= _LAYERS
         and not _rope_types(config) & _ROPES_BY_LENGTH
         and getattr(config, "attn_logit_softcapping", None) is None
         and not any(name.endswith("sinks") for name, _ in causal.named_parameters())
@@ -156,8 +158,8 @@ def _can(causal: Any) -> bool:
 def _rope_types(config: Any) -> set[str]:
     """Returns the types of rotary positions of a model, over all types of layers."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    sections = [parameters, *(section for section in parameters.values() if isinstance(section, dict))]
-    return {str(section.get("rope_type", section.get("type"))) for section in sections}
+    parameter_dicts = [parameters, *(section for section in parameters.values() if isinstance(section, dict))]
+    return {str(section.get("rope_type", section.get("type"))) for section in parameter_dicts}
 
 
 def attend(
@@ -199,12 +201,12 @@ def attend(
         return _causal(module, query, key, value, scaling=scaling, dropout=dropout, window=sliding_window), None
     if segments.group is not None:
         q, k, v = to_heads(query, key, value, segments.group)
-        heads, alone = Heads(module, q, k), replace(segments, group=None)
-        outputs, _ = attend(heads, q, k, v, None, scaling, dropout, sliding_window, alone)  # type: ignore[arg-type]
+        head_module, local_segments = Heads(module, q, k), replace(segments, group=None)
+        outputs, _ = attend(head_module, q, k, v, None, scaling, dropout, sliding_window, local_segments)  # type: ignore[arg-type]
         return to_tokens(outputs, segments.group), None
     if not dropout and attends_by_segments(query, value) and (kernel := _kernel()):
-        q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-        rows: Any = kernel(
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        outputs_by_row: Any = kernel(
             q,
             k,
             v,
@@ -216,17 +218,23 @@ def attend(
             window_size=((sliding_window or 0) - 1, 0),
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        return rows[None], None
+        return outputs_by_row[None], None
     # `split` rather than slices: its gradient is one tensor, which is assembled once.
     sizes = [count * length for count, length in segments.runs]
-    parts = [
+    run_outputs = [
         _causal(
-            module, *(_as_rows(each, *run) for each in cut), scaling=scaling, dropout=dropout, window=sliding_window
+            module,
+            *(_as_rows(states, *run) for states in run_states),
+            scaling=scaling,
+            dropout=dropout,
+            window=sliding_window,
         )
-        for run, *cut in zip(segments.runs, *(each.split(sizes, 2) for each in (query, key, value)), strict=True)
+        for run, *run_states in zip(
+            segments.runs, *(states.split(sizes, 2) for states in (query, key, value)), strict=True
+        )
     ]
-    parts = [part.flatten(0, 1) for part in parts]
-    return torch.cat(parts)[None], None
+    run_outputs = [run_output.flatten(0, 1) for run_output in run_outputs]
+    return torch.cat(run_outputs)[None], None
 
 
 def _kernel() -> Callable[..., Any] | None:
@@ -240,10 +248,10 @@ def _kernel() -> Callable[..., Any] | None:
 
 @functools.cache
 def _as_in_213(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
-    takes = inspect.signature(kernel).parameters
-    if not {"scale", "window_size"} <= takes.keys():
+    parameters = inspect.signature(kernel).parameters
+    if not {"scale", "window_size"} <= parameters.keys():
         return None
-    if "enable_gqa" in takes:
+    if "enable_gqa" in parameters:
         return kernel
     # Before 2.13 heads shared keys without an option.
     return lambda *rows, enable_gqa, **how: kernel(*rows, **how)
@@ -261,8 +269,8 @@ def _causal(module: nn.Module, *weighed: Tensor, scaling: float | None, dropout:
     query, key, value = weighed
     mask, length = None, query.shape[2]
     if window is not None and window < length:
-        behind = torch.arange(length, device=query.device)
-        behind = behind[:, None] - behind
-        mask = ((behind >= 0) & (behind < window))[None, None]
+        distance = torch.arange(length, device=query.device)
+        distance = distance[:, None] - distance
+        mask = ((distance >= 0) & (distance < window))[None, None]
     outputs: Tensor = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling)[0]
     return outputs

@@ -138,8 +138,8 @@ def run_maker(parser: argparse.ArgumentParser, make: Callable[..., int], argv: l
     folder = Path(options.pop("folder"))
 
     def command() -> int:
-        if reason := unwritable(folder):
-            raise ConfigError(f"the folder is {folder}; {reason}; choose another place")
+        if problem := unwritable(folder):
+            raise ConfigError(f"the folder is {folder}; {problem}; choose another place")
         print(f"{make(folder, **options)} parameters")
         return 0
 

@@ -69,7 +69,7 @@ def make_tiny_vision_model(
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
     tokenizer.chat_template = _CHAT_TEMPLATE
     start, image, end, video = tokenizer.convert_tokens_to_ids(list(MARKS))
-    text: dict[str, Any] = {
+    text_config: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
@@ -93,15 +93,15 @@ def make_tiny_vision_model(
     }
     if family == "qwen2_5_vl":
         vision |= {"window_size": 4 * _PATCH[family], "fullatt_block_indexes": [layers - 1]}
-        maker: Any = package.Qwen2_5_VLForConditionalGeneration
+        model_class: Any = package.Qwen2_5_VLForConditionalGeneration
         config_of: Any = package.Qwen2_5_VLConfig
     else:
-        text["head_dim"] = hidden // heads
-        text["rope_parameters"]["mrope_interleaved"] = True  # always so in transformers; vLLM requires the key
+        text_config["head_dim"] = hidden // heads
+        text_config["rope_parameters"]["mrope_interleaved"] = True  # always so in transformers; vLLM requires the key
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-        maker, config_of = package.Qwen3VLForConditionalGeneration, package.Qwen3VLConfig
+        model_class, config_of = package.Qwen3VLForConditionalGeneration, package.Qwen3VLConfig
     config = config_of(
-        text_config=text,
+        text_config=text_config,
         vision_config=vision,
         image_token_id=image,
         video_token_id=video,
@@ -109,25 +109,25 @@ def make_tiny_vision_model(
         vision_end_token_id=end,
         tie_word_embeddings=False,
     )
-    parameters = write_model(folder, maker, config, tokenizer, seed)
+    parameters = write_model(folder, model_class, config, tokenizer, seed)
     _processor(package, family).save_pretrained(folder)
     return parameters
 
 
 def _sections(width: int) -> list[int]:
     """Returns the numbers of rotary pairs of a head for time, height and width."""
-    pairs = width // 2
-    side = 3 * pairs // 8
-    return [pairs - 2 * side, side, side]
+    num_pairs = width // 2
+    spatial_width = 3 * num_pairs // 8
+    return [num_pairs - 2 * spatial_width, spatial_width, spatial_width]
 
 
 def _processor(package: Any, family: str) -> Any:
     """Returns an image processor that leaves images of up to 8 × 8 tokens at their size."""
-    point = (_PATCH[family] * _MERGED) ** 2
+    pixels_per_token = (_PATCH[family] * _MERGED) ** 2
     options: dict[str, Any] = {
         "patch_size": _PATCH[family],
         "merge_size": _MERGED,
-        "size": {"shortest_edge": point, "longest_edge": 64 * point},
+        "size": {"shortest_edge": pixels_per_token, "longest_edge": 64 * pixels_per_token},
     }
     return package.Qwen2VLImageProcessorPil(**options)
 

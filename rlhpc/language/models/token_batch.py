@@ -36,9 +36,11 @@ class Segments:
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Segments:
         """Returns the segments of samples of these lengths, one after the other."""
-        filled = [length for length in lengths if length]
-        ends = torch.tensor([0, *filled]).cumsum(0).to(device, torch.int32, non_blocking=True)
-        return cls(tuple((len(list(run)), length) for length, run in groupby(filled)), ends, max(filled))
+        nonzero_lengths = [length for length in lengths if length]
+        ends = torch.tensor([0, *nonzero_lengths]).cumsum(0).to(device, torch.int32, non_blocking=True)
+        return cls(
+            tuple((len(list(run)), length) for length, run in groupby(nonzero_lengths)), ends, max(nonzero_lengths)
+        )
 
 
 @former_members(nothing="empty_sample")
@@ -97,24 +99,24 @@ class TokenBatch:
         lengths = [len(sample) for sample in ids]
 
         def joined(name: str, values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
-            tensors = [torch.as_tensor(value, dtype=dtype) for value in values]
-            for value, length in zip(tensors, lengths, strict=True):
-                if value.shape[:1] != (length,):
-                    raise ValueError(f"{name} has shape {tuple(value.shape)}; its sample has {length} tokens")
+            tensors = [torch.as_tensor(tensor, dtype=dtype) for tensor in values]
+            for tensor, length in zip(tensors, lengths, strict=True):
+                if tensor.shape[:1] != (length,):
+                    raise ValueError(f"{name} has shape {tuple(tensor.shape)}; its sample has {length} tokens")
             return torch.cat(tensors) if tensors else torch.zeros(0, dtype=dtype or torch.float32)
 
-        number = torch.arange(len(lengths))
+        sample_index = torch.arange(len(lengths))
         tokens = joined("ids", ids, torch.int64)
         return cls(
             cumulated(lengths),
             tokens,
             joined("mask", mask, torch.bool),
             torch.zeros_like(tokens),
-            number,
-            torch.zeros_like(number),
-            number,
+            sample_index,
+            torch.zeros_like(sample_index),
+            sample_index,
             torch.zeros(len(lengths)),
-            {name: joined(f"column {name}", values) for name, values in (columns or {}).items()},
+            {name: joined(f"column {name}", column_values) for name, column_values in (columns or {}).items()},
             pad_id,
             pictures=pictures,
         )
@@ -128,18 +130,20 @@ class TokenBatch:
         """
         if not batches:
             raise ValueError("there is no batch to join")
-        first = batches[0]
+        first_batch = batches[0]
         lengths = torch.cat([batch.lengths for batch in batches])
-        columns = {name: torch.cat([batch.columns[name] for batch in batches]) for name in first.columns}
-        fields = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in (*_OF_TOKENS, *_OF_SAMPLES)}
+        columns = {name: torch.cat([batch.columns[name] for batch in batches]) for name in first_batch.columns}
+        joined_fields = {
+            name: torch.cat([getattr(batch, name) for batch in batches]) for name in (*_OF_TOKENS, *_OF_SAMPLES)
+        }
         pictures = Pictures.joined([(batch.pictures, len(batch)) for batch in batches])
         return cls(
             cu_seqlens=cumulated(lengths),
             columns=columns,
-            pad_id=first.pad_id,
-            packed=first.packed,
+            pad_id=first_batch.pad_id,
+            packed=first_batch.packed,
             pictures=pictures,
-            **fields,
+            **joined_fields,
         )
 
     def with_pad_id(self, pad_id: int) -> TokenBatch:
@@ -170,14 +174,14 @@ class TokenBatch:
     @cached_property
     def places(self) -> Tensor:
         """`[T]`: index of each token in the rectangle, counted line by line."""
-        shift = torch.arange(len(self)) * self.width - self.cu_seqlens[:-1]
-        places = torch.arange(self.tokens) + torch.repeat_interleave(shift, self.lengths)
-        return places.to(self.ids.device)
+        offsets = torch.arange(len(self)) * self.width - self.cu_seqlens[:-1]
+        token_places = torch.arange(self.tokens) + torch.repeat_interleave(offsets, self.lengths)
+        return token_places.to(self.ids.device)
 
     def padded(self, values: Tensor, fill: float = 0) -> Tensor:
         """Returns `[T]` values of the tokens as `[N, W]`, padded on the right: the form for models, estimators and losses."""
-        full = values.new_full((len(self) * self.width, *values.shape[1:]), fill)
-        return full.index_copy(0, self.places, values).view(len(self), self.width, *values.shape[1:])
+        rectangle = values.new_full((len(self) * self.width, *values.shape[1:]), fill)
+        return rectangle.index_copy(0, self.places, values).view(len(self), self.width, *values.shape[1:])
 
     def flat(self, rectangle: Tensor) -> Tensor:
         """Returns `[N, W]` values as `[T]`."""
@@ -203,19 +207,19 @@ class TokenBatch:
         positions are correct. A row of less than two tokens is padded: a single token predicts nothing and a model may reject
         it.
         """
-        formed = (lambda values: values[None]) if self.packed else self.padded
-        image_inputs = {} if self.pictures is None else self.pictures.inputs(self.cu_seqlens, formed)
+        to_model_form = (lambda values: values[None]) if self.packed else self.padded
+        image_inputs = {} if self.pictures is None else self.pictures.inputs(self.cu_seqlens, to_model_form)
         if not self.packed:
             return {"input_ids": self.padded(self.ids, self.pad_id), **image_inputs}
         lengths, device = self.lengths, self.ids.device
         positions = torch.arange(self.tokens) - torch.repeat_interleave(self.cu_seqlens[:-1], lengths)
-        ids, positions, alone = self.ids, positions.to(device, non_blocking=True), max(0, 2 - self.tokens)
-        if alone:
+        ids, positions, padding = self.ids, positions.to(device, non_blocking=True), max(0, 2 - self.tokens)
+        if padding:
             ids, positions = (
-                nn.functional.pad(ids, (0, alone), value=self.pad_id),
-                nn.functional.pad(positions, (0, alone)),
+                nn.functional.pad(ids, (0, padding), value=self.pad_id),
+                nn.functional.pad(positions, (0, padding)),
             )
-        segments = Segments.of([*lengths.tolist(), *[1] * alone], device)
+        segments = Segments.of([*lengths.tolist(), *[1] * padding], device)
         return {"input_ids": ids[None], "position_ids": positions[None], "segments": segments, **image_inputs}
 
     def of_tokens(self, outputs: Tensor) -> Tensor:
@@ -226,38 +230,43 @@ class TokenBatch:
         """Shifts `[T]` values by one token in each sample: each token gets the value of the one before it, the first 0."""
         if not len(values):
             return values
-        moved = nn.functional.pad(values[:-1], (1, 0))
-        first = self.cu_seqlens[:-1][self.lengths > 0].to(values.device)
-        return moved.index_fill(0, first, 0.0)
+        shifted = nn.functional.pad(values[:-1], (1, 0))
+        first_tokens = self.cu_seqlens[:-1][self.lengths > 0].to(values.device)
+        return shifted.index_fill(0, first_tokens, 0.0)
 
     def predictors(self) -> tuple[Tensor, Tensor]:
         """Returns the indices of trained tokens in `[T]`, and of the outputs that predict them, read line by line: one before.
 
         The first token of a sample, which nothing predicts, is not among them.
         """
-        trained = self.mask.clone()
-        trained[self.cu_seqlens[:-1][self.lengths > 0].to(trained.device)] = False
-        where = torch.nonzero(trained).flatten()
-        return where, (where if self.packed else self.places[where]) - 1
+        is_trained = self.mask.clone()
+        is_trained[self.cu_seqlens[:-1][self.lengths > 0].to(is_trained.device)] = False
+        trained_tokens = torch.nonzero(is_trained).flatten()
+        return trained_tokens, (trained_tokens if self.packed else self.places[trained_tokens]) - 1
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
     def tokens_of(self, samples: Tensor) -> Tensor:
         """Returns the indices in `[T]` of the tokens of some samples, one sample after the other."""
         lengths = self.lengths[samples]
-        shift = self.cu_seqlens[samples] - cumulated(lengths)[:-1]
-        return torch.arange(int(lengths.sum())) + torch.repeat_interleave(shift, lengths)
+        offsets = self.cu_seqlens[samples] - cumulated(lengths)[:-1]
+        return torch.arange(int(lengths.sum())) + torch.repeat_interleave(offsets, lengths)
 
     def select(self, samples: Tensor) -> TokenBatch:
         """Returns some of the samples, in this order."""
-        where = self.tokens_of(samples)
-        parts = {name: getattr(self, name)[where] for name in _OF_TOKENS}
-        parts |= {name: getattr(self, name)[samples] for name in _OF_SAMPLES}
-        columns = {name: values[where] for name, values in self.columns.items()}
-        cuts = cumulated(self.lengths[samples])
+        token_indices = self.tokens_of(samples)
+        selected = {name: getattr(self, name)[token_indices] for name in _OF_TOKENS}
+        selected |= {name: getattr(self, name)[samples] for name in _OF_SAMPLES}
+        columns = {name: column[token_indices] for name, column in self.columns.items()}
+        cu_seqlens = cumulated(self.lengths[samples])
         pictures = None if self.pictures is None else self.pictures.select(samples)
         return TokenBatch(
-            cu_seqlens=cuts, columns=columns, pad_id=self.pad_id, packed=self.packed, pictures=pictures, **parts
+            cu_seqlens=cu_seqlens,
+            columns=columns,
+            pad_id=self.pad_id,
+            packed=self.packed,
+            pictures=pictures,
+            **selected,
         )
 
     def split(self, counts: Sequence[int]) -> list[TokenBatch]:
@@ -266,12 +275,14 @@ class TokenBatch:
 
     def empty_sample(self) -> TokenBatch:
         """Returns one sample of no tokens, with the same columns: a batch that trains nothing."""
-        none = self.tokens_of(torch.zeros(0, dtype=torch.long))
-        parts = {name: getattr(self, name)[none] for name in _OF_TOKENS}
-        parts |= {name: getattr(self, name).new_zeros(1) for name in _OF_SAMPLES}
-        columns = {name: values[none] for name, values in self.columns.items()}
-        cuts = cumulated([0])
-        return TokenBatch(cu_seqlens=cuts, columns=columns, pad_id=self.pad_id, packed=self.packed, **parts)
+        no_tokens = self.tokens_of(torch.zeros(0, dtype=torch.long))
+        empty_fields = {name: getattr(self, name)[no_tokens] for name in _OF_TOKENS}
+        empty_fields |= {name: getattr(self, name).new_zeros(1) for name in _OF_SAMPLES}
+        columns = {name: column[no_tokens] for name, column in self.columns.items()}
+        cu_seqlens = cumulated([0])
+        return TokenBatch(
+            cu_seqlens=cu_seqlens, columns=columns, pad_id=self.pad_id, packed=self.packed, **empty_fields
+        )
 
     def by_episode(self) -> TokenBatch:
         """Returns the same tokens, with all samples of a role in an episode as one sequence, which gets an advantage.
@@ -282,10 +293,15 @@ class TokenBatch:
         if not len(self):
             return self
         is_continued = (self.episode[1:] == self.episode[:-1]) & (self.role[1:] == self.role[:-1])
-        first = torch.cat([torch.tensor([True]), ~is_continued.cpu()])
-        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        parts |= {name: getattr(self, name)[first] for name in _OF_SAMPLES}
-        return _Sequences(**{**parts, "cu_seqlens": torch.cat([self.cu_seqlens[:-1][first], self.cu_seqlens[-1:]])})
+        starts_sequence = torch.cat([torch.tensor([True]), ~is_continued.cpu()])
+        sequence_fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        sequence_fields |= {name: getattr(self, name)[starts_sequence] for name in _OF_SAMPLES}
+        return _Sequences(
+            **{
+                **sequence_fields,
+                "cu_seqlens": torch.cat([self.cu_seqlens[:-1][starts_sequence], self.cu_seqlens[-1:]]),
+            }
+        )
 
     def sequence(self) -> Tensor:
         """Returns `[N]` int64: the sequence to which a sample belongs, that of a role in an episode."""
@@ -295,26 +311,28 @@ class TokenBatch:
     def sequence_tokens(self) -> Tensor:
         """Returns `[T]` int64: trained tokens of each token's sequence, all of whose samples are in this batch."""
         sequence = self.sequence().unique(return_inverse=True)[1]
-        which = torch.repeat_interleave(sequence, self.lengths.to(sequence.device))
-        return self.mask.new_zeros(len(self) + 1, dtype=torch.long).index_add(0, which, self.mask.long())[which]
+        sequence_index = torch.repeat_interleave(sequence, self.lengths.to(sequence.device))
+        return self.mask.new_zeros(len(self) + 1, dtype=torch.long).index_add(0, sequence_index, self.mask.long())[
+            sequence_index
+        ]
 
     def to(self, device: torch.device) -> TokenBatch:
         """Moves all tensors but `cu_seqlens` to a device."""
         if device.type == "cpu":
             return self
-        parts = {name: getattr(self, name).to(device, non_blocking=True) for name in (*_OF_TOKENS, *_OF_SAMPLES)}
-        columns = {name: values.to(device, non_blocking=True) for name, values in self.columns.items()}
+        moved_fields = {name: getattr(self, name).to(device, non_blocking=True) for name in (*_OF_TOKENS, *_OF_SAMPLES)}
+        columns = {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
         pictures = None if self.pictures is None else self.pictures.to(device)
-        return dataclasses.replace(self, columns=columns, pictures=pictures, **parts)
+        return dataclasses.replace(self, columns=columns, pictures=pictures, **moved_fields)
 
     # -- serialization --------------------------------------------------------------------------------------------
 
     def pack(self) -> dict[str, Any]:
         """Returns the batch as a few arrays, independent of N, for a channel."""
         arrays = {name: getattr(self, name).numpy() for name in _OF_SAMPLES}
-        small = {"ids": np.int32, "turn": np.int16}
-        arrays |= {name: getattr(self, name).numpy().astype(small.get(name, bool)) for name in _OF_TOKENS}
-        columns = {name: values.numpy() for name, values in self.columns.items()}
+        packed_dtypes = {"ids": np.int32, "turn": np.int16}
+        arrays |= {name: getattr(self, name).numpy().astype(packed_dtypes.get(name, bool)) for name in _OF_TOKENS}
+        columns = {name: column.numpy() for name, column in self.columns.items()}
         image_arrays = {} if self.pictures is None else {"pictures": self.pictures.pack()}
         lengths = self.lengths.numpy().astype(np.int32)
         return {**arrays, "lengths": lengths, "columns": columns, "pad_id": self.pad_id, **image_arrays}
@@ -322,15 +340,15 @@ class TokenBatch:
     @classmethod
     def unpack(cls, message: Mapping[str, Any]) -> TokenBatch:
         """Returns the batch of a message from `pack`; a copy, since the message may be memory of the sender."""
-        parts: dict[str, Any] = {name: torch.from_numpy(np.array(message[name])) for name in _OF_SAMPLES}
-        wide = {"ids": np.int64, "turn": np.int64}
+        unpacked_fields: dict[str, Any] = {name: torch.from_numpy(np.array(message[name])) for name in _OF_SAMPLES}
+        unpacked_dtypes = {"ids": np.int64, "turn": np.int64}
         for name in _OF_TOKENS:
-            parts[name] = torch.from_numpy(np.array(message[name], dtype=wide.get(name, bool)))
-        columns = {name: torch.from_numpy(np.array(values)) for name, values in message["columns"].items()}
-        cuts = cumulated(np.asarray(message["lengths"], np.int64))
+            unpacked_fields[name] = torch.from_numpy(np.array(message[name], dtype=unpacked_dtypes.get(name, bool)))
+        columns = {name: torch.from_numpy(np.array(column)) for name, column in message["columns"].items()}
+        cu_seqlens = cumulated(np.asarray(message["lengths"], np.int64))
         if "pictures" in message:
-            parts["pictures"] = Pictures.unpack(message["pictures"])
-        return cls(cu_seqlens=cuts, columns=columns, pad_id=int(message["pad_id"]), **parts)
+            unpacked_fields["pictures"] = Pictures.unpack(message["pictures"])
+        return cls(cu_seqlens=cu_seqlens, columns=columns, pad_id=int(message["pad_id"]), **unpacked_fields)
 
 
 class _Sequences(TokenBatch):
@@ -343,11 +361,11 @@ class _Sequences(TokenBatch):
     @cached_property
     def places(self) -> Tensor:
         """`[T]`: index of each token in the rectangle."""
-        line = torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+        sequence_index = torch.repeat_interleave(torch.arange(len(self)), self.lengths)
         turns = int(self.turn.max()) + 1 if self.tokens else 1
-        order = torch.argsort(line * turns + self.turn, stable=True)
-        standing = line * self.width + torch.arange(self.tokens) - self.cu_seqlens[:-1][line]
-        return torch.empty_like(order).index_copy(0, order, standing)
+        by_turn = torch.argsort(sequence_index * turns + self.turn, stable=True)
+        target_places = sequence_index * self.width + torch.arange(self.tokens) - self.cu_seqlens[:-1][sequence_index]
+        return torch.empty_like(by_turn).index_copy(0, by_turn, target_places)
 
 
 _OF_TOKENS = ("ids", "mask", "turn")
@@ -368,8 +386,8 @@ def _ranges(lengths: Tensor, chosen: Tensor) -> Tensor:
     """Returns the indices of the parts of the chosen items, one after the other, among those of all items."""
     ends = lengths.cumsum(0)
     chosen_lengths = lengths[chosen]
-    shift = (ends - lengths)[chosen] - (chosen_lengths.cumsum(0) - chosen_lengths)
-    return torch.arange(int(chosen_lengths.sum())) + torch.repeat_interleave(shift, chosen_lengths)
+    offsets = (ends - lengths)[chosen] - (chosen_lengths.cumsum(0) - chosen_lengths)
+    return torch.arange(int(chosen_lengths.sum())) + torch.repeat_interleave(offsets, chosen_lengths)
 
 
 @dataclass
@@ -395,48 +413,64 @@ class Pictures:
     @classmethod
     def of(cls, images: Sequence[PromptImages | None]) -> Pictures | None:
         """Returns the images of samples, which may have None; None if no sample has any. Equal images are stored once."""
-        present = [one for one in images if one is not None]
-        if not present:
+        sample_images = [images_of_sample for images_of_sample in images if images_of_sample is not None]
+        if not sample_images:
             return None
-        every = {
+        unique_images = {
             digest: (patches, grid)
-            for one in present
-            for patches, grid, digest in zip(one.patches, one.grids, one.digests, strict=True)
+            for images_of_sample in sample_images
+            for patches, grid, digest in zip(
+                images_of_sample.patches, images_of_sample.grids, images_of_sample.digests, strict=True
+            )
         }
-        place = {digest: number for number, digest in enumerate(every)}
+        image_indices = {digest: index for index, digest in enumerate(unique_images)}
         return cls(
-            torch.from_numpy(np.concatenate([patches for patches, _ in every.values()])),
-            torch.from_numpy(np.stack([grid for _, grid in every.values()])),
-            torch.tensor([place[digest] for one in present for digest in one.digests]),
-            torch.from_numpy(np.concatenate([one.at for one in present])),
-            torch.tensor([0 if one is None else len(one.grids) for one in images]),
-            present[0].merge,
+            torch.from_numpy(np.concatenate([patches for patches, _ in unique_images.values()])),
+            torch.from_numpy(np.stack([grid for _, grid in unique_images.values()])),
+            torch.tensor(
+                [image_indices[digest] for images_of_sample in sample_images for digest in images_of_sample.digests]
+            ),
+            torch.from_numpy(np.concatenate([images_of_sample.at for images_of_sample in sample_images])),
+            torch.tensor(
+                [0 if images_of_sample is None else len(images_of_sample.grids) for images_of_sample in images]
+            ),
+            sample_images[0].merge,
         )
 
     @classmethod
     def joined(cls, several: Sequence[tuple[Pictures | None, int]]) -> Pictures | None:
         """Joins the images of several batches, each with its number of samples, one after the other."""
-        present = [one for one, _ in several if one is not None]
-        if not present:
+        batch_images = [pictures for pictures, _ in several if pictures is not None]
+        if not batch_images:
             return None
-        counts = [torch.zeros(n, dtype=torch.int64) if one is None else one.counts for one, n in several]
-        shift, indices = 0, list[Tensor]()
-        for one in present:
-            indices.append(one.image_indices + shift)
-            shift += len(one.grids)
-        fields = {name: torch.cat([getattr(one, name) for one in present]) for name in ("patches", "grids", "at")}
-        return cls(image_indices=torch.cat(indices), counts=torch.cat(counts), merge=present[0].merge, **fields)
+        counts = [torch.zeros(n, dtype=torch.int64) if pictures is None else pictures.counts for pictures, n in several]
+        image_offset, indices = 0, list[Tensor]()
+        for pictures in batch_images:
+            indices.append(pictures.image_indices + image_offset)
+            image_offset += len(pictures.grids)
+        joined_fields = {
+            name: torch.cat([getattr(pictures, name) for pictures in batch_images])
+            for name in ("patches", "grids", "at")
+        }
+        return cls(
+            image_indices=torch.cat(indices), counts=torch.cat(counts), merge=batch_images[0].merge, **joined_fields
+        )
 
     def select(self, samples: Tensor) -> Pictures | None:
         """Returns the images of some samples, in this order."""
-        which = _ranges(self.counts, samples)
-        if not len(which):
+        references = _ranges(self.counts, samples)
+        if not len(references):
             return None
-        used, indices = self.image_indices[which].unique(return_inverse=True)
+        image_numbers, indices = self.image_indices[references].unique(return_inverse=True)
         sizes = self.grids.prod(1)
-        where = _ranges(sizes, used).to(self.patches.device)
+        patch_indices = _ranges(sizes, image_numbers).to(self.patches.device)
         return Pictures(
-            self.patches[where], self.grids[used], indices, self.at[which], self.counts[samples], self.merge
+            self.patches[patch_indices],
+            self.grids[image_numbers],
+            indices,
+            self.at[references],
+            self.counts[samples],
+            self.merge,
         )
 
     def to(self, device: torch.device) -> Pictures:
@@ -465,25 +499,25 @@ class Pictures:
             formed: Converts values of all tokens `[T, …]` into the form in which the model reads the batch.
         """
         tokens = int(cu_seqlens[-1])
-        kinds, places = torch.zeros(tokens, dtype=torch.int64), torch.empty(tokens, 3, dtype=torch.int64)
+        token_types, position_ids = torch.zeros(tokens, dtype=torch.int64), torch.empty(tokens, 3, dtype=torch.int64)
         grids = self.grids[self.image_indices]
         sizes = (grids.prod(1) // self.merge**2).tolist()
-        first = 0
-        for begin, end, count in zip(cu_seqlens[:-1], cu_seqlens[1:], self.counts.tolist(), strict=True):
-            image_range = slice(first, first + count)
-            first += count
-            for at, size in zip((self.at[image_range] + begin).tolist(), sizes[image_range], strict=True):
-                kinds[at : at + size] = 1
+        first_image = 0
+        for start, end, count in zip(cu_seqlens[:-1], cu_seqlens[1:], self.counts.tolist(), strict=True):
+            image_range = slice(first_image, first_image + count)
+            first_image += count
+            for offset, size in zip((self.at[image_range] + start).tolist(), sizes[image_range], strict=True):
+                token_types[offset : offset + size] = 1
             sample_positions = positions(
-                int(end - begin), self.at[image_range].numpy(), grids[image_range].numpy(), self.merge
+                int(end - start), self.at[image_range].numpy(), grids[image_range].numpy(), self.merge
             )
-            places[begin:end] = torch.from_numpy(sample_positions).T
+            position_ids[start:end] = torch.from_numpy(sample_positions).T
         device = self.patches.device
         pixels = self.patches[_ranges(self.grids.prod(1), self.image_indices).to(device)]
-        kinds, places = (formed(each.to(device)) for each in (kinds, places))
+        token_types, position_ids = (formed(token_values.to(device)) for token_values in (token_types, position_ids))
         return {
             "pixel_values": pixels,
             "image_grid_thw": grids.to(device),
-            "mm_token_type_ids": kinds,
-            "position_ids": places.permute(2, 0, 1),
+            "mm_token_type_ids": token_types,
+            "position_ids": position_ids.permute(2, 0, 1),
         }

@@ -94,8 +94,8 @@ def load_scalar_model(
             f"{key}={model.model_path}: the sequence classifier has {head.out_features} labels; one that gives a value has 1"
         )
     head_weights = {f"{HEAD}.{name}" for name, _ in head.named_parameters()}
-    if absent := [name for name in missing if classifier or name not in head_weights]:
-        raise ConfigError(f"{key}={model.model_path}: the folder has no weights for {absent[0]}")
+    if unexpected_missing := [name for name in missing if classifier or name not in head_weights]:
+        raise ConfigError(f"{key}={model.model_path}: the folder has no weights for {unexpected_missing[0]}")
     if not classifier and not empty:
         _initialize(head, _spread(module.config), seed)
     setattr(module, HEAD, Head.of(head))
@@ -122,19 +122,19 @@ def add_value_head(module: Any, seed: int) -> Any:
     tokens = module.get_output_embeddings()
     if tokens is None:
         raise ConfigError(f"actor.model.value_head: {type(module).__name__} has no head for tokens to put it beside")
-    like = tokens.weight
-    head = Head(like.shape[1], 1, bias=False, device=like.device, dtype=like.dtype)
-    if not like.is_meta:
+    lm_head_weight = tokens.weight
+    head = Head(lm_head_weight.shape[1], 1, bias=False, device=lm_head_weight.device, dtype=lm_head_weight.dtype)
+    if not lm_head_weight.is_meta:
         _initialize(head, _spread(module.config), seed)
     module.add_module(VALUE_HEAD, head)
-    read = list[torch.Tensor]()
+    hidden_states = list[torch.Tensor]()
     # The input of the LM head: requesting hidden states would keep those of all layers.
-    tokens.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    tokens.register_forward_pre_hook(lambda _, inputs: hidden_states.append(inputs[0]))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        read.clear()
+        hidden_states.clear()
         logits = type(self).forward(self, *args, **kwargs).logits
-        return {"logits": logits, "token_values": getattr(self, VALUE_HEAD)(read.pop()).squeeze(-1)}
+        return {"logits": logits, "token_values": getattr(self, VALUE_HEAD)(hidden_states.pop()).squeeze(-1)}
 
     replace_forward(module, types.MethodType(forward, module))
     return module
@@ -160,9 +160,9 @@ def is_classifier(model: PretrainedConfig, key: str = "actor.model.model_path") 
 def _values(module: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """Computes the values of all tokens; replaces transformers' `forward`, which returns the last token's value alone."""
     trunk = getattr(module, module.base_model_prefix)
-    read = trunk(input_ids=input_ids, **{**inputs, "use_cache": False})
-    values: torch.Tensor = getattr(module, HEAD)(read.last_hidden_state)
-    return values.squeeze(-1)
+    trunk_outputs = trunk(input_ids=input_ids, **{**inputs, "use_cache": False})
+    values_by_token: torch.Tensor = getattr(module, HEAD)(trunk_outputs.last_hidden_state)
+    return values_by_token.squeeze(-1)
 
 
 def new_head(module: nn.Module, name: str, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,11 +173,11 @@ def new_head(module: nn.Module, name: str, seed: int) -> Iterator[tuple[str, tor
         name: `HEAD` or `VALUE_HEAD`.
         seed: Of its weights.
     """
-    for path, part in module.named_modules():
-        if isinstance(part, Head) and path.rpartition(".")[2] == name:
-            yield f"{path}.weight", _drawn(part, _spread(pretrained_in(module).config), seed)
-            if part.bias is not None:
-                yield f"{path}.bias", torch.zeros(part.bias.shape)
+    for path, submodule in module.named_modules():
+        if isinstance(submodule, Head) and path.rpartition(".")[2] == name:
+            yield f"{path}.weight", _drawn(submodule, _spread(pretrained_in(module).config), seed)
+            if submodule.bias is not None:
+                yield f"{path}.bias", torch.zeros(submodule.bias.shape)
 
 
 def _drawn(head: nn.Linear, spread: float, seed: int) -> torch.Tensor:
@@ -237,8 +237,8 @@ def token_values(
     """
     batch = batch.read_by(packs(model))
     outputs = model(**batch.inputs()) if share is None else share.gather(model(**share.inputs(batch)), batch)
-    values = batch.of_tokens(outputs)
-    return batch.before(values) if before else values
+    shifted_values = batch.of_tokens(outputs)
+    return batch.before(shifted_values) if before else shifted_values
 
 
 def last_values(values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
@@ -255,10 +255,10 @@ def last_values(values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """
     device = values.device
     sample = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths).to(device)
-    place = torch.arange(batch.tokens, device=device)
-    start = batch.cu_seqlens[:-1].to(device)
-    unpadded = torch.where(batch.ids != batch.pad_id, place, -1)
-    last = start.scatter_reduce(0, sample, unpadded, "amax", include_self=True)
-    filled = batch.lengths.to(device) > 0
+    token_index = torch.arange(batch.tokens, device=device)
+    first_tokens = batch.cu_seqlens[:-1].to(device)
+    unpadded = torch.where(batch.ids != batch.pad_id, token_index, -1)
+    last_tokens = first_tokens.scatter_reduce(0, sample, unpadded, "amax", include_self=True)
+    has_tokens = batch.lengths.to(device) > 0
     scores = values.new_zeros(len(batch))
-    return scores.masked_scatter(filled, values[last[filled]])
+    return scores.masked_scatter(has_tokens, values[last_tokens[has_tokens]])

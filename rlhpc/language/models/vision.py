@@ -33,12 +33,12 @@ def place_by_token_type(model: Any) -> None:
         call_inputs["kinds"] = arguments.get("mm_token_type_ids")
 
     def places(input_ids: Any, inputs_embeds: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        kinds = call_inputs.get("kinds")
-        if kinds is None:
+        token_types = call_inputs.get("kinds")
+        if token_types is None:
             default_masks: tuple[Tensor, Tensor] = original_mask(input_ids, inputs_embeds, *args, **named)
             return default_masks
-        pictures, films = ((kinds == kind).unsqueeze(-1) for kind in (1, 2))
-        return pictures, films
+        is_image, is_video = ((token_types == token_type).unsqueeze(-1) for token_type in (1, 2))
+        return is_image, is_video
 
     trunk.register_forward_pre_hook(before, with_kwargs=True)
     trunk.get_placeholder_mask = places
@@ -52,20 +52,23 @@ def always_run_vision(model: Any) -> None:
     collectives for weights and gradients, whichever of them have images.
     """
     config = model.config.vision_config
-    side, width = config.spatial_merge_size, config.in_channels * config.temporal_patch_size * config.patch_size**2
+    merge_size, width = (
+        config.spatial_merge_size,
+        config.in_channels * config.temporal_patch_size * config.patch_size**2,
+    )
 
     def before(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if named.get("pixel_values") is not None:
             return None
         ids = named["input_ids"]
-        blank = {
-            "pixel_values": torch.zeros(side**2, width, device=ids.device),
-            "image_grid_thw": torch.tensor([[1, side, side]], device=ids.device),
+        blank_image = {
+            "pixel_values": torch.zeros(merge_size**2, width, device=ids.device),
+            "image_grid_thw": torch.tensor([[1, merge_size, merge_size]], device=ids.device),
             "mm_token_type_ids": torch.zeros_like(ids),
         }
         if named.get("position_ids") is None:  # of text; otherwise derived from the image
-            blank["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        return inputs, {**named, **blank}
+            blank_image["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        return inputs, {**named, **blank_image}
 
     # Before the hook of `place_by_token_type`, which reads the blank image's token types.
     _trunk(model).register_forward_pre_hook(before, prepend=True, with_kwargs=True)

@@ -84,23 +84,29 @@ class Agreement:
         Raises:
             ConfigError: An engine differs by more than rounding explains.
         """
-        texts = list(dict.fromkeys((one.token_ids, one.policy) for report in drawn for one in report.get("draws", ())))
+        texts = list(
+            dict.fromkeys(
+                (sequence.token_ids, sequence.policy) for report in drawn for sequence in report.get("draws", ())
+            )
+        )
         scored = score(texts)
-        by_text = dict(zip(texts, scored["scores"], strict=True))
-        rollout, largest = self._cfg.rollout, 0.0
-        engine, tolerance = rollout.rollout_backend, rollout.probe_tolerance
+        scores_by_text = dict(zip(texts, scored["scores"], strict=True))
+        rollout_config, largest_difference = self._cfg.rollout, 0.0
+        engine, tolerance = rollout_config.rollout_backend, rollout_config.probe_tolerance
         for rank, report in enumerate(drawn):
             if not report:
                 continue
-            scores = [by_text[one.token_ids, one.policy] for one in report["draws"]]
-            where = (
+            scores = [scores_by_text[sequence.token_ids, sequence.policy] for sequence in report["draws"]]
+            engine_description = (
                 f"rollout-{rank}: the engine {engine} does not compute what is trained of this {self._family} model, with "
                 f"{weights}"
             )
             dtypes = {scored["dtype"], report["dtype"]}
-            gap = compare_draws(report["draws"], scores, tolerance, dtypes, report["device"], where)
-            largest = max(largest, gap)
-        return largest
+            mean_difference = compare_draws(
+                report["draws"], scores, tolerance, dtypes, report["device"], engine_description
+            )
+            largest_difference = max(largest_difference, mean_difference)
+        return largest_difference
 
     def keep(self, largest: float) -> None:
         """Writes the proof for later runs; if that fails, they make it again."""

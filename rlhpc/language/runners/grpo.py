@@ -111,25 +111,27 @@ class ReasoningRunner(Runner[GrpoConfig]):
 
     def build(self) -> None:
         """Loads models, engines, datasets and judges on all ranks, and connects them."""
-        opened = self._open_rollout(*self.rollout.present)
-        self.loop.await_engines(opened, self.prompts)
+        opening = self._open_rollout(*self.rollout.present)
+        self.loop.await_engines(opening, self.prompts)
         actor = self.actor.init_worker(self.folder.total, self.prompts)
-        loading = [opened, actor]
+        loading = [opening, actor]
         if self.critic:
             loading.append(self.critic.init_worker(self.folder.total, self.prompts))
         loading += self.auxiliary.open(self.prompts) + self.agents.open()
         for handle in loading:
             handle.wait(self.timeout)
-        facts = opened.wait(self.timeout)
-        self._inputs_digest = str(facts[0]["looks"])
-        self._dropped = int(facts[0]["dropped"])
-        self._devices = [str(fact["device"]) for fact in (*facts, *actor.wait(self.timeout)) if fact]
+        rank_facts = opening.wait(self.timeout)
+        self._inputs_digest = str(rank_facts[0]["looks"])
+        self._dropped = int(rank_facts[0]["dropped"])
+        self._devices = [
+            str(rank_fact["device"]) for rank_fact in (*rank_facts, *actor.wait(self.timeout)) if rank_fact
+        ]
         self.loop.offload_loaded()
         self._connect()
 
     def _open_rollout(self, *ranks: int) -> Handle:
-        joined = all(rank >= self.rollout.world_size for rank in ranks)
-        digest = self._inputs_digest if joined else ""  # a joined rank may read other files than the first ranks
+        all_joined = all(rank >= self.rollout.world_size for rank in ranks)
+        digest = self._inputs_digest if all_joined else ""  # a joined rank may read other files than the first ranks
         handle: Handle = self.rollout.execute_on(*ranks).init_worker(self.prompts, self.folder.end_step, digest)
         return handle
 
@@ -137,13 +139,13 @@ class ReasoningRunner(Runner[GrpoConfig]):
         """Connects rollout ranks that have loaded an engine, which take part after the present step."""
         self.rollout.execute_on(*ranks).connect().wait(self.timeout)
         self.rollout.execute_on(*ranks).begin(self.step).wait(self.timeout)
-        sent = self.actor.welcome(self.step, ranks), self.rollout.execute_on(*ranks).take_weights(self.step)
-        for handle in sent:
+        handles = self.actor.welcome(self.step, ranks), self.rollout.execute_on(*ranks).take_weights(self.step)
+        for handle in handles:
             handle.wait(self.timeout)
 
     def _connect(self) -> None:
-        for name, home in self.prompts.channels().items():
-            Channel.create(name, home=home)
+        for name, home_rank in self.prompts.channels().items():
+            Channel.create(name, home=home_rank)
         self.tracker.open(self.step)
         self.agents.create_queue()
         groups = [self.actor, self.rollout, *([self.critic] if self.critic else []), *self.auxiliary.groups.values()]
@@ -204,17 +206,17 @@ class ReasoningRunner(Runner[GrpoConfig]):
         Raises:
             ConfigError: An engine disagrees with the trainer.
         """
-        largest = 0.0
+        largest_difference = 0.0
         for phase, (perturbed, weights) in enumerate(ROUNDS):
-            drawn = self.loop.draw_probe(self.step, phase, perturbed=perturbed)
+            draws = self.loop.draw_probe(self.step, phase, perturbed=perturbed)
 
             def score(texts: list[Any], perturbed: bool = perturbed) -> dict[str, Any]:
                 scored: dict[str, Any] = self.actor.score_draws(texts, perturbed).wait(self.timeout)[0]
                 return scored
 
-            largest = max(largest, agreement.compare(weights, drawn, score))
+            largest_difference = max(largest_difference, agreement.compare(weights, draws, score))
             self.rollout.begin(self.step).wait(self.timeout)
-        agreement.keep(largest)
+        agreement.keep(largest_difference)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -223,61 +225,67 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self.replicas.tend()
         self.agents.tend()
         timers = PhaseTimers()
-        results = self.loop.step(self.step + 1, timers)
+        step_results = self.loop.step(self.step + 1, timers)
         self.step += 1
-        row = self._rollout_metrics(results.generated)
+        row = self._rollout_metrics(step_results.generated)
         if self.loop.evaluates(self.step):
             with timers("eval"):
                 row |= self.loop.evaluate(self.step)
-        row |= results.metrics(timers.pop())
+        row |= step_results.metrics(timers.pop())
         self._reward = row["train/reward"]
         return row
 
     def _rollout_metrics(self, sums: list[dict[str, float]]) -> dict[str, float]:
         """Returns means over the step's samples, from the ranks' sums."""
-        total: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for rank_sums in sums:
-            for name, value in rank_sums.items():
-                larger = name.startswith("max_") or name in ("seconds", "busy_s", "sync_s")
-                total[name] = max(total.get(name, 0.0), value) if larger else total.get(name, 0.0) + value
-        left_out = total.get("nonfinite", 0.0)
-        self._num_untrained_steps = 0 if self._trains_something(total) else self._num_untrained_steps + 1
-        self._unjudged = self._unjudged + 1 if _is_unjudged(total) else 0
+            for name, rank_value in rank_sums.items():
+                is_maximum = name.startswith("max_") or name in ("seconds", "busy_s", "sync_s")
+                totals[name] = (
+                    max(totals.get(name, 0.0), rank_value) if is_maximum else totals.get(name, 0.0) + rank_value
+                )
+        num_nonfinite = totals.get("nonfinite", 0.0)
+        self._num_untrained_steps = 0 if self._trains_something(totals) else self._num_untrained_steps + 1
+        self._unjudged = self._unjudged + 1 if _is_unjudged(totals) else 0
         if self._unjudged > self.cfg.reward.max_failed_steps or (
             not self._unjudged and self._num_untrained_steps >= MOST_IN_A_ROW
         ):
-            self._end_untrained(left_out)
-        total = dict.fromkeys(_SUMS, 0.0) | total
-        n = max(total["samples"], 1.0)
-        self.samples += int(total["samples"])
-        mean = total["reward"] / n
+            self._end_untrained(num_nonfinite)
+        totals = dict.fromkeys(_SUMS, 0.0) | totals
+        num_samples = max(totals["samples"], 1.0)
+        self.samples += int(totals["samples"])
+        mean_reward = totals["reward"] / num_samples
         row = {
-            "train/reward": mean,
-            "train/reward_std": math.sqrt(max(total["reward_squared"] / n - mean**2, 0.0)),
-            "train/accuracy": total["accuracy"] / n,
-            "train/response_tokens": total["length"] / n,
-            "train/response_tokens_max": total["max_length"],
-            "train/truncated": total["truncated"] / n,
-            "train/varied_groups": total["varied"] / max(total["groups"], 1.0),
-            "rollout/refills": total["refills"],
-            "rollout/failed_rewards": total["failed"],
-            "rollout/staleness": total["stale"] / n,
-            "rollout/staleness_max": total["max_stale"],
+            "train/reward": mean_reward,
+            "train/reward_std": math.sqrt(max(totals["reward_squared"] / num_samples - mean_reward**2, 0.0)),
+            "train/accuracy": totals["accuracy"] / num_samples,
+            "train/response_tokens": totals["length"] / num_samples,
+            "train/response_tokens_max": totals["max_length"],
+            "train/truncated": totals["truncated"] / num_samples,
+            "train/varied_groups": totals["varied"] / max(totals["groups"], 1.0),
+            "rollout/refills": totals["refills"],
+            "rollout/failed_rewards": totals["failed"],
+            "rollout/staleness": totals["stale"] / num_samples,
+            "rollout/staleness_max": totals["max_stale"],
             "rollout/samples": float(self.samples),
-            "rollout/step_samples": total["samples"],
+            "rollout/step_samples": totals["samples"],
         }
         if self._dropped:
             row["train/dropped_problems"] = float(self._dropped)
-        if left_out:
-            row["rollout/nonfinite"] = left_out
-        row |= {f"rollout/{name}": total.get(name, 0.0) for name in self.loop.rollout_sums}
+        if num_nonfinite:
+            row["rollout/nonfinite"] = num_nonfinite
+        row |= {f"rollout/{name}": totals.get(name, 0.0) for name in self.loop.rollout_sums}
         if self.cfg.agent.kind != INLINE:
-            row["agent/failed"] = total.get("agent_failed", 0.0)
-            row |= {name: value / n for name, value in total.items() if name.startswith("agent/")}
-            row |= {UNTRAINED + name: total.get(UNTRAINED + name, 0.0) for name in REASONS}
-        row |= {f"reward/{name[5:]}": value / n for name, value in total.items() if name.startswith("term/")}
-        row["time/generate_s"], row["time/rollout_sync_s"] = total["busy_s"], total["sync_s"]
-        row["time/tokens_per_s"] = total["tokens"] / max(total["seconds"], 1e-9)
+            row["agent/failed"] = totals.get("agent_failed", 0.0)
+            row |= {name: total / num_samples for name, total in totals.items() if name.startswith("agent/")}
+            row |= {UNTRAINED + name: totals.get(UNTRAINED + name, 0.0) for name in REASONS}
+        row |= {
+            f"reward/{name[5:]}": rank_value / num_samples
+            for name, rank_value in totals.items()
+            if name.startswith("term/")
+        }
+        row["time/generate_s"], row["time/rollout_sync_s"] = totals["busy_s"], totals["sync_s"]
+        row["time/tokens_per_s"] = totals["tokens"] / max(totals["seconds"], 1e-9)
         return row
 
     def _trains_something(self, total: dict[str, float]) -> bool:

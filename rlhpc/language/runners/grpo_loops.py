@@ -167,15 +167,15 @@ def served_metrics(answers: Mapping[str, Sequence[dict[str, float]]]) -> dict[st
     """Returns metrics from the results of each scoring group's ranks: seconds of the slowest rank, throughput of all ranks,
     and the sums of their counts."""
     row: dict[str, float] = {}
-    for name, results in answers.items():
-        busy = max(rank["busy_s"] for rank in results)
-        row[f"time/{name}_s"] = busy
-        unit = "answers" if "answers" in results[0] else "tokens"
-        row[f"time/{name}_{unit}_per_s"] = sum(rank[unit] for rank in results) / max(busy, 1e-9)
-        for count_key in (key for key in results[0] if key.startswith("count/")):
+    for name, rank_results in answers.items():
+        busy_s = max(rank["busy_s"] for rank in rank_results)
+        row[f"time/{name}_s"] = busy_s
+        answer_unit = "answers" if "answers" in rank_results[0] else "tokens"
+        row[f"time/{name}_{answer_unit}_per_s"] = sum(rank[answer_unit] for rank in rank_results) / max(busy_s, 1e-9)
+        for count_key in (key for key in rank_results[0] if key.startswith("count/")):
             count_name = count_key.removeprefix("count/")
             metric = f"time/{name}_{count_name[5:]}" if count_name.startswith("time/") else f"{name}/{count_name}"
-            row[metric] = sum(rank[count_key] for rank in results)
+            row[metric] = sum(rank[count_key] for rank in rank_results)
     return row
 
 
@@ -223,16 +223,18 @@ class StepResults:
 
     def metrics(self, times: Metrics) -> Metrics:
         """Returns the step's metrics of training, scoring and time; `times` are the seconds of its phases."""
-        trained = self.updated[0]
-        row = {f"train/{name}": value for name, value in trained.items() if name not in _TIMES}
+        train_metrics = self.updated[0]
+        row = {f"train/{name}": value for name, value in train_metrics.items() if name not in _TIMES}
         row |= {f"critic/{name}": value for name, value in self.critic.items() if name not in _TIMES}
         row |= self.served
         row |= times
-        row["time/score_s"] = max(receipt["score_s"] for receipt in self.receipts) + trained["late_score_s"]
-        row["time/train_s"] = trained["update_s"]
+        row["time/score_s"] = max(receipt["score_s"] for receipt in self.receipts) + train_metrics["late_score_s"]
+        row["time/train_s"] = train_metrics["update_s"]
         for name in ("proof_s", "cpu_s"):
             row[f"time/{name}"] = sum(metrics.get(name, 0.0) for metrics in (*self.generated, *self.updated))
-        row["time/train_tokens_per_s"] = trained["tokens"] * trained["updates"] / max(trained["update_s"], 1e-9)
+        row["time/train_tokens_per_s"] = (
+            train_metrics["tokens"] * train_metrics["updates"] / max(train_metrics["update_s"], 1e-9)
+        )
         return row
 
 
@@ -277,11 +279,11 @@ class StepRollout:
         if self._sums is not None:
             return self._sums
         tracker = self._groups.tracker
-        results: list[Metrics] = self._generated.wait(timeout)
+        rank_metrics: list[Metrics] = self._generated.wait(timeout)
         deadline = time.monotonic() + timeout
         while not tracker.wait_complete(self.step, _DELIVERY_S):
             if tracker.returned(self.step):  # by a lost rank, after the queue was empty for the other ranks
-                results += self._generate(self.step).wait(timeout)
+                rank_metrics += self._generate(self.step).wait(timeout)
             elif time.monotonic() > deadline:
                 missing = tracker.missing(self.step)[:8]
                 raise DeadlineExceeded(
@@ -294,7 +296,7 @@ class StepRollout:
             scored = Channel.connect(channel_to(name))
             for rank in range(group.world_size):
                 scored.put({"end": self.step}, key=str(rank))
-        self._sums = [tracker.close(self.step), *results]
+        self._sums = [tracker.close(self.step), *rank_metrics]
         return self._sums
 
     def score_in_turn(self, timeout: float) -> None:
@@ -361,13 +363,13 @@ class GrpoLoop:
     def draw_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
         """Sends weights on trial to the engines; returns what each draws with them (`LanguageRolloutWorker.draw`)."""
         self._sync_weights(step, trial=True, perturbed=perturbed)
-        drawn: list[dict[str, Any]] = self.groups.replicas.of_step().draw(phase).wait(self.timeout)
-        return drawn
+        draws: list[dict[str, Any]] = self.groups.replicas.of_step().draw(phase).wait(self.timeout)
+        return draws
 
     def _sync_weights(self, step: int, *, trial: bool = False, perturbed: bool = False) -> None:
         replicas = self.groups.replicas
-        sent = self.groups.actor.sync_weights(step, replicas.ranks, trial=trial, perturbed=perturbed)
-        for handle in (sent, replicas.of_step().take_weights(step)):
+        sending = self.groups.actor.sync_weights(step, replicas.ranks, trial=trial, perturbed=perturbed)
+        for handle in (sending, replicas.of_step().take_weights(step)):
             handle.wait(self.timeout)
 
     # -- phases ---------------------------------------------------------------------------------------------------
@@ -378,23 +380,23 @@ class GrpoLoop:
 
     def evaluates(self, step: int) -> bool:
         """Returns whether the weights of a step are evaluated."""
-        every = self.cfg.runner.val_check_interval
-        return every > 0 and step % every == 0
+        interval = self.cfg.runner.val_check_interval
+        return interval > 0 and step % interval == 0
 
     def evaluate(self, step: int) -> Metrics:
         """Returns the suites' metrics with the weights of a step, which are being sent."""
         phase, replicas = evaluation_phase(step), self.groups.replicas
-        rated, run = self.groups.auxiliary.rate(phase), self.groups.agents.serve(phase)
-        rows = ask_until_complete(
+        rating, agent_run = self.groups.auxiliary.rate(phase), self.groups.agents.serve(phase)
+        suite_rows = ask_until_complete(
             replicas.firsts,
             lambda firsts: replicas.of_step().evaluate(step, firsts).wait(self.timeout),
             self.timeout,
         )
-        metrics = validation_metrics(rows)
+        metrics = validation_metrics(suite_rows)
         self.groups.auxiliary.end(phase)
         self.groups.agents.end(phase)
-        run.wait(self.timeout)
-        for handle in rated.values():
+        agent_run.wait(self.timeout)
+        for handle in rating.values():
             handle.wait(self.timeout)
         return metrics
 
@@ -432,25 +434,25 @@ class SyncLoop(GrpoLoop):
         rollout = self._start_rollout(step)
         rollout.serve_fixed(self.learning)
         rollout.serve()
-        received = groups.actor.receive(step)
-        update = groups.actor.update(step)
-        valued = groups.critic.update(step) if groups.critic else None
-        sent = self._send_weights(step)
+        receiving = groups.actor.receive(step)
+        actor_update = groups.actor.update(step)
+        critic_update = groups.critic.update(step) if groups.critic else None
+        sending = self._send_weights(step)
         with timers("rollout"):
             generated = rollout.wait(timeout)
-            served = rollout.served(timeout)
+            served_groups = rollout.served(timeout)
         with timers("receive"):
-            receipts = received.wait(timeout)
+            receipts = receiving.wait(timeout)
         with timers("update"):
-            updated = update.wait(timeout)
-            critic = valued.wait(timeout)[0] if valued else {}
+            update_metrics = actor_update.wait(timeout)
+            critic = critic_update.wait(timeout)[0] if critic_update else {}
         with timers("sync"):
-            if sent:
-                sent.append(groups.replicas.of_step().take_weights(step))
-            for handle in sent:
+            if sending:
+                sending.append(groups.replicas.of_step().take_weights(step))
+            for handle in sending:
                 handle.wait(timeout)
         self._move_reference(step, timers)
-        return StepResults(generated, served, receipts, updated, critic)
+        return StepResults(generated, served_groups, receipts, update_metrics, critic)
 
 
 class AsyncLoop(GrpoLoop):
@@ -477,25 +479,25 @@ class AsyncLoop(GrpoLoop):
         rollout.serve()
         overlaps = step < self.end_step and not self.evaluates(step)
         self._next = self._start_fixed(step + 1) if overlaps else None
-        received = groups.actor.receive(step)
-        update = groups.actor.update(step)
-        valued = groups.critic.update(step) if groups.critic else None
-        sent = self._send_weights(step)
+        receiving = groups.actor.receive(step)
+        actor_update = groups.actor.update(step)
+        critic_update = groups.critic.update(step) if groups.critic else None
+        sending = self._send_weights(step)
         with timers("rollout"):
             generated = rollout.wait(timeout)
-            served = rollout.served(timeout)
+            served_groups = rollout.served(timeout)
         with timers("receive"):
-            receipts = received.wait(timeout)
+            receipts = receiving.wait(timeout)
         with timers("update"):
-            updated = update.wait(timeout)
-            critic = valued.wait(timeout)[0] if valued else {}
+            update_metrics = actor_update.wait(timeout)
+            critic = critic_update.wait(timeout)[0] if critic_update else {}
         with timers("sync"):
-            if sent and self._next is None:  # the engines that sample already receive the weights by themselves
-                sent.append(groups.replicas.of_step().take_weights(step))
-            for handle in sent:
+            if sending and self._next is None:  # the engines that sample already receive the weights by themselves
+                sending.append(groups.replicas.of_step().take_weights(step))
+            for handle in sending:
                 handle.wait(timeout)
         self._move_reference(step, timers)
-        return StepResults(generated, served, receipts, updated, critic)
+        return StepResults(generated, served_groups, receipts, update_metrics, critic)
 
     def _start_fixed(self, step: int) -> StepRollout:
         rollout = self._start_rollout(step)
@@ -547,9 +549,9 @@ class ColocatedLoop(GrpoLoop):
         groups.actor.offload().wait(timeout)
         groups.rollout.reload().wait(timeout)
         groups.replicas.of_step().take_weights(step).wait(timeout)
-        drawn: list[dict[str, Any]] = groups.replicas.of_step().draw(phase).wait(timeout)
+        draws: list[dict[str, Any]] = groups.replicas.of_step().draw(phase).wait(timeout)
         groups.rollout.offload().wait(timeout)
-        return drawn
+        return draws
 
     def step(self, step: int, timers: PhaseTimers) -> StepResults:
         """Runs a step: the engines, the groups that score, the actor and the critic have the accelerators one after the
@@ -557,7 +559,7 @@ class ColocatedLoop(GrpoLoop):
         groups, timeout = self.groups, self.timeout
         reloaded = groups.rollout.reload()
         rollout = self._start_rollout(step)
-        received = groups.actor.receive(step)
+        receiving = groups.actor.receive(step)
         with timers("turns"):
             reloaded.wait(timeout)
         with timers("rollout"):
@@ -566,26 +568,26 @@ class ColocatedLoop(GrpoLoop):
             groups.rollout.offload().wait(timeout)
         rollout.score_in_turn(timeout)
         reloaded = groups.actor.reload()
-        update = groups.actor.update(step)
-        sent = self._send_weights(step)
+        actor_update = groups.actor.update(step)
+        sending = self._send_weights(step)
         with timers("turns"):
             reloaded.wait(timeout)
         with timers("rollout"):
             generated = rollout.wait(timeout)
-            served = rollout.served(timeout)
+            served_groups = rollout.served(timeout)
         with timers("receive"):
-            receipts = received.wait(timeout)
+            receipts = receiving.wait(timeout)
         with timers("update"):
-            updated = update.wait(timeout)
+            update_metrics = actor_update.wait(timeout)
         with timers("sync"):
-            for handle in sent:
+            for handle in sending:
                 handle.wait(timeout)
-        if sent or groups.critic:
+        if sending or groups.critic:
             with timers("turns"):
                 groups.actor.offload().wait(timeout)
         critic = self._update_critic(step, timers) if groups.critic else {}
         self._move_reference(step, timers)
-        return StepResults(generated, served, receipts, updated, critic)
+        return StepResults(generated, served_groups, receipts, update_metrics, critic)
 
     def _update_critic(self, step: int, timers: PhaseTimers) -> Metrics:
         critic = self.groups.critic
@@ -593,10 +595,10 @@ class ColocatedLoop(GrpoLoop):
         with timers("turns"):
             critic.reload().wait(self.timeout)
         with timers("update"):
-            valued: Metrics = critic.update(step).wait(self.timeout)[0]
+            critic_metrics: Metrics = critic.update(step).wait(self.timeout)[0]
         with timers("turns"):
             critic.offload().wait(self.timeout)
-        return valued
+        return critic_metrics
 
     def evaluate(self, step: int) -> Metrics:
         """Returns the suites' metrics; the engines have the accelerators for as long as that takes."""

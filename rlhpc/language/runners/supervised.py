@@ -51,21 +51,21 @@ class SupervisedRunner(Runner[Cfg]):
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates every `runner.val_check_interval` steps, and after the last one."""
-        every = self.cfg.runner.val_check_interval
-        if every <= 0 or (self.step % every and self.step != self.folder.total):
+        interval = self.cfg.runner.val_check_interval
+        if interval <= 0 or (self.step % interval and self.step != self.folder.total):
             return {}
-        begin = active_s()
-        return {**self.validate(), **self.answer_suites(), "time/eval_s": active_s() - begin}
+        start_s = active_s()
+        return {**self.validate(), **self.answer_suites(), "time/eval_s": active_s() - start_s}
 
     def answer_suites(self) -> dict[str, float]:
         """Returns the metrics of the suites that the engines answer with the present weights; {} without engines."""
         if self.rollout is None:
             return {}
         ranks = list(range(self.rollout.world_size))
-        sent = self.actor.send_weights(self.step, ranks)
-        rows = self.rollout.evaluate(self.step, ranks).wait(self.timeout)
-        sent.wait(self.timeout)
-        return validation_metrics(rows)
+        sending = self.actor.send_weights(self.step, ranks)
+        suite_rows = self.rollout.evaluate(self.step, ranks).wait(self.timeout)
+        sending.wait(self.timeout)
+        return validation_metrics(suite_rows)
 
     def build(self) -> None:
         """Loads models, engines and datasets one after the other, because an engine measures the free memory."""
@@ -81,15 +81,15 @@ class SupervisedRunner(Runner[Cfg]):
 
     def one_step(self) -> dict[str, float]:
         """Runs one optimizer step, and the evaluation that is due after it."""
-        begin = active_s()
-        trained = self.train(self.step + 1).wait(self.timeout)[0]
+        start_s = active_s()
+        train_metrics = self.train(self.step + 1).wait(self.timeout)[0]
         self.step += 1
-        self.tokens += int(trained["tokens"])
-        row = {f"train/{name}": value for name, value in trained.items()}
+        self.tokens += int(train_metrics["tokens"])
+        row = {f"train/{name}": value for name, value in train_metrics.items()}
         row["train/tokens_total"] = float(self.tokens)
         if self.dropped:
             row["train/dropped_problems"] = float(self.dropped)
-        row["time/train_tokens_per_s"] = trained["tokens"] / (active_s() - begin)
+        row["time/train_tokens_per_s"] = train_metrics["tokens"] / (active_s() - start_s)
         return row | self.evaluate()
 
     def state(self) -> dict[str, Any]:

@@ -84,8 +84,8 @@ class PromptMap:
 
     def of_actor(self, rank: int) -> range:
         """Returns the positions that an actor trains on."""
-        share = self.prompts // self.actor_ranks
-        return range(rank * share, (rank + 1) * share)
+        prompts_per_rank = self.prompts // self.actor_ranks
+        return range(rank * prompts_per_rank, (rank + 1) * prompts_per_rank)
 
     def actor_of(self, position: int) -> int:
         """Returns the actor that trains on a position."""
@@ -101,11 +101,11 @@ class PromptMap:
 
     def channels(self) -> dict[str, str]:
         """Returns the channels with the groups that hold them."""
-        homes = {GROUPS: self.actor_name}
-        homes |= {channel_to(group): group for group in (*self.scoring, *self.rating)}
+        ranks_by_channel = {GROUPS: self.actor_name}
+        ranks_by_channel |= {channel_to(group): group for group in (*self.scoring, *self.rating)}
         if CRITIC in self.scoring:
-            homes[RETURNS] = CRITIC
-        return homes
+            ranks_by_channel[RETURNS] = CRITIC
+        return ranks_by_channel
 
 
 def seed_of(*parts: int) -> int:

@@ -67,14 +67,16 @@ def disable_dropout(model: nn.Module) -> bool:
     """
     had_dropout = False
     for module in model.modules():
-        rates = [
-            name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float) and value
+        rate_names = [
+            name
+            for name, attribute in vars(module).items()
+            if "dropout" in name and isinstance(attribute, float) and attribute
         ]
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
-            rates.append("p")
-        for name in rates:
+            rate_names.append("p")
+        for name in rate_names:
             setattr(module, name, 0.0)
-        had_dropout |= bool(rates)
+        had_dropout |= bool(rate_names)
     return had_dropout
 
 
@@ -180,8 +182,8 @@ class LanguageBlueprint(Blueprint):
 
     def last(self, module: nn.Module) -> nn.Module | None:
         """Returns the head (`Blueprint.last`)."""
-        edges = _edges(module)
-        return edges[-1] if edges else None
+        edge_modules = _edges(module)
+        return edge_modules[-1] if edge_modules else None
 
     def uncast(self, module: nn.Module) -> list[nn.Module]:
         """Returns the vision layers, which get the angles of their positions in float32 (`Blueprint.uncast`)."""
@@ -222,12 +224,15 @@ class LanguageBlueprint(Blueprint):
 
     def identity(self) -> dict[str, Any]:
         """Returns the facts that must agree for a checkpoint to fit (`Blueprint.identity`)."""
-        facts: dict[str, Any] = {"actor.lora.rank": self.lora_rank, "actor.model.value_head": bool(self._aside)}
+        identity_facts: dict[str, Any] = {
+            "actor.lora.rank": self.lora_rank,
+            "actor.model.value_head": bool(self._aside),
+        }
         if self.lora_rank:  # the adapters' product is multiplied by it
-            facts["actor.lora.alpha"] = self.actor.lora.alpha
+            identity_facts["actor.lora.alpha"] = self.actor.lora.alpha
         if self.policies:
-            facts["agent.policies"] = list(self.policies)
-        return facts
+            identity_facts["agent.policies"] = list(self.policies)
+        return identity_facts
 
     def about(self, module: nn.Module) -> dict[str, Any]:
         """Returns the facts that conversion needs (`Blueprint.about`). `frozen` names the untrained parameters, which a
@@ -246,8 +251,8 @@ class LanguageBlueprint(Blueprint):
         if self._files is None:
             self._files = model_files(module, self.actor.model)
         (folder / FOLDER).mkdir(exist_ok=True)
-        for name, data in self._files.items():
-            write_durably(folder / FOLDER / name, data)
+        for name, content in self._files.items():
+            write_durably(folder / FOLDER / name, content)
         fsync_folder(folder / FOLDER)
 
     def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
@@ -264,8 +269,8 @@ class LanguageBlueprint(Blueprint):
 
 def _edges(module: nn.Module) -> list[nn.Module]:
     """Returns embeddings and head, in this order, if they are separate matrices; otherwise an empty list."""
-    causal = pretrained_in(module)
-    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    causal_model = pretrained_in(module)
+    embedding, head = causal_model.get_input_embeddings(), causal_model.get_output_embeddings()
     if embedding is None or head is None or embedding.weight is getattr(linear_base(head), "weight", None):
         return []
     return [embedding, head]
@@ -352,8 +357,8 @@ class ModelTrainer:
             )
         self.hidden = width(self.backend.module)
         self.share = RowShare.of(self.backend.mesh)
-        reads = partial(reads_rows, dtype=blueprint.dtype, share=self.share)
-        self.packed = packs(self.backend.module) and self.backend.evaluate(reads, self.device)
+        check_rows = partial(reads_rows, dtype=blueprint.dtype, share=self.share)
+        self.packed = packs(self.backend.module) and self.backend.evaluate(check_rows, self.device)
         if self.share is not None and not self.packed:
             raise ConfigError(
                 f"{blueprint.key}.parallel.context({self.share.size}): the model says something else of a sample in a row "
@@ -388,26 +393,26 @@ class ModelTrainer:
         if not self.blueprint.policies:
             yield from self.backend.named_weights(without)
             return
-        frozen = self.frozen_names()
+        frozen_names = self.frozen_names()
         for policy in self.blueprint.policies:
             lora.choose(self.backend.module, policy)
             for name, tensor in self.backend.named_weights(without):
-                yield name if name in frozen else of_policy(policy, name), tensor
-            without = frozen
+                yield name if name in frozen_names else of_policy(policy, name), tensor
+            without = frozen_names
 
     def adapters(self) -> dict[str, torch.Tensor]:
         """Returns the adapters alone, by the names of peft's files, and by `of_policy` with several policies; all ranks
         call it."""
-        sent = dict[str, torch.Tensor]()
+        tensors = dict[str, torch.Tensor]()
         for policy in self.blueprint.policies or ("",):
             if policy:
                 lora.choose(self.backend.module, policy)
             adapter_weights = lora.adapter_weights(self.backend.module, self.backend.full)
             lora_weights = {name: tensor for name, tensor in adapter_weights.items() if ".lora_" in name}
-            sent |= (
+            tensors |= (
                 {of_policy(policy, name): tensor for name, tensor in lora_weights.items()} if policy else lora_weights
             )
-        return sent
+        return tensors
 
     def shards(self, dtype: torch.dtype | None) -> list[Shard]:
         """Returns this rank's shards of the weights, adapters merged, for engines that receive shards; all ranks call it,
@@ -416,10 +421,12 @@ class ModelTrainer:
         Args:
             dtype: Dtype of the sent weights; None is that of the computation.
         """
-        backend, sent, shards = self.backend, dtype or self.blueprint.dtype, list[Shard]()
-        for one, values in pieces(backend.module, backend.mesh, backend.full, is_included=self.blueprint.exported):
-            dtype_sent = sent if one.dtype.is_floating_point else one.dtype
-            shards.append(Shard(one.name, one.shape, dtype_sent, one.box, values, one.frozen))
+        backend, dtype_default, shards = self.backend, dtype or self.blueprint.dtype, list[Shard]()
+        for piece, local_values in pieces(
+            backend.module, backend.mesh, backend.full, is_included=self.blueprint.exported
+        ):
+            dtype_sent = dtype_default if piece.dtype.is_floating_point else piece.dtype
+            shards.append(Shard(piece.name, piece.shape, dtype_sent, piece.box, local_values, piece.frozen))
         return shards
 
     def frozen_names(self) -> frozenset[str]:
@@ -464,8 +471,8 @@ class ModelTrainer:
             elif backend.mesh is not None:
                 self._export_parts(folder)
             elif self.worker.rank == 0:
-                named = ((name, tensor.cpu()) for name, tensor in self.named_weights())
-                export_model(folder, named, model, backend.dtype, self.blueprint.load)
+                host_weights = ((name, tensor.cpu()) for name, tensor in self.named_weights())
+                export_model(folder, host_weights, model, backend.dtype, self.blueprint.load)
             else:
                 for _ in self.named_weights():  # takes part in the gather
                     pass
@@ -482,11 +489,11 @@ class ModelTrainer:
         )
         if self.worker.rank == 0:
             layout.begin(folder)
-            for name, data in model_files(backend.module, self.actor.model, backend.dtype).items():
-                write_durably(folder / name, data)
+            for name, content in model_files(backend.module, self.actor.model, backend.dtype).items():
+                write_durably(folder / name, content)
         self.worker.barrier()
         local_slices = (
-            (region.name, region.box, value) for region, value in backend.pieces(rows=True) if region.copy == 0
+            (region.name, region.box, tensor) for region, tensor in backend.pieces(rows=True) if region.copy == 0
         )
         layout.write(folder, local_slices)
         self.worker.barrier()
@@ -502,21 +509,21 @@ class ModelTrainer:
         which each adds its share."""
         if self.routing is None:
             return self.backend.forward_backward(micro_batches, run)
-        routing, total = self.routing, torch.tensor(float(sum(batch.tokens for batch in micro_batches)))
+        routing, num_tokens = self.routing, torch.tensor(float(sum(batch.tokens for batch in micro_batches)))
         if self.worker.world_size > 1:
-            total = self.worker.all_reduce(total)
-        tokens = max(1.0, float(total) / self.backend.sizes.block)
+            num_tokens = self.worker.all_reduce(num_tokens)
+        tokens = max(1.0, float(num_tokens) / self.backend.sizes.block)
 
         def watched(called: nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
             self._replay(batch)
             with routing.watching() as routings:
-                value, measured = run(called, batch)
+                loss, metrics = run(called, batch)
             balance_loss, max_load = (
-                one * (batch.tokens / tokens) for one in balance(routings, batch.read_by(self.packed), self.share)
+                mean * (batch.tokens / tokens) for mean in balance(routings, batch.read_by(self.packed), self.share)
             )
             if self._coef:
-                value = value + self._coef * balance_loss
-            return value, {**measured, "router_loss": balance_loss.detach(), "router_load_max": max_load}
+                loss = loss + self._coef * balance_loss
+            return loss, {**metrics, "router_loss": balance_loss.detach(), "router_load_max": max_load}
 
         try:
             return self.backend.forward_backward(micro_batches, watched)
@@ -600,10 +607,10 @@ class TokenTrainer(ModelTrainer):
         def run(called: nn.Module, host_batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
             batch = host_batch.to(self.backend.device)
             scores = scores_of(called, batch)
-            value, measured = loss(scores, batch)
-            if not value.requires_grad:  # an empty batch: its backward pass still has to meet the other ranks'
-                value = value + 0.0 * scores.logprobs.sum()
-            return value, measured
+            loss_value, metrics = loss(scores, batch)
+            if not loss_value.requires_grad:  # an empty batch: its backward pass still has to meet the other ranks'
+                loss_value = loss_value + 0.0 * scores.logprobs.sum()
+            return loss_value, metrics
 
         return self._forward_backward(micro_batches, run)
 
@@ -668,9 +675,9 @@ class ScalarTrainer(ModelTrainer):
 
         def run(called: nn.Module, host_batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
             batch = host_batch.to(self.backend.device)
-            values = self._values(called, batch)
-            value, measured = loss(values, batch)
+            predictions = self._values(called, batch)
+            loss_value, metrics = loss(predictions, batch)
             # An empty batch's backward pass still has to meet the other ranks'.
-            return value if value.requires_grad else value + 0.0 * values.sum(), measured
+            return loss_value if loss_value.requires_grad else loss_value + 0.0 * predictions.sum(), metrics
 
         return self._forward_backward(micro_batches, run)

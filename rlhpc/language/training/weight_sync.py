@@ -115,8 +115,8 @@ def probe_text(vocabulary: int, max_tokens: int, seed: Sequence[int] | int = 0) 
         seed: Seed of another text, whose length is `max_tokens`.
     """
     length = max_tokens if seed else max(2, min(_LENGTH, max_tokens))
-    text: list[int] = np.random.default_rng(seed).integers(0, vocabulary, length).tolist()
-    return text
+    token_ids: list[int] = np.random.default_rng(seed).integers(0, vocabulary, length).tolist()
+    return token_ids
 
 
 def is_probed(version: int, interval: int) -> bool:
@@ -153,24 +153,24 @@ def draw(
         phase: Number of the phase; each has other prompts, so that no cache of another phase is used.
         policies: Number of policies; 0 in a run with one.
     """
-    drawn = max(1, min(_DRAWN, response, length // 2))
-    lengths = [min(_PROMPT, prompt, length - drawn)] * _SHORT + [min(length - drawn, prompt)]
+    num_drawn = max(1, min(_DRAWN, response, length // 2))
+    lengths = [min(_PROMPT, prompt, length - num_drawn)] * _SHORT + [min(length - num_drawn, prompt)]
     requests = [
         Request(
-            number,
-            tuple(probe_text(vocabulary, tokens, (1, phase, policy, number))),
-            SamplingParams(max_new_tokens=drawn, policy=policy),
-            seed=number,
+            request_id,
+            tuple(probe_text(vocabulary, tokens, (1, phase, policy, request_id))),
+            SamplingParams(max_new_tokens=num_drawn, policy=policy),
+            seed=request_id,
         )
         for policy in range(max(1, policies))
-        for number, tokens in enumerate(lengths, policy * len(lengths))
+        for request_id, tokens in enumerate(lengths, policy * len(lengths))
     ]
-    draws = []
+    sequences = []
     for request, completion in zip(requests, engine.generate(requests), strict=True):
-        text, policy = (*request.prompt_ids, *completion.token_ids), request.sampling.policy if policies else None
-        scored = tuple(_score(engine, text, policy)) if engine.can_score else None
-        draws.append(ProbeSequence(text, tuple(completion.logprobs), scored, policy))
-    return draws
+        token_ids, policy = (*request.prompt_ids, *completion.token_ids), request.sampling.policy if policies else None
+        scored = tuple(_score(engine, token_ids, policy)) if engine.can_score else None
+        sequences.append(ProbeSequence(token_ids, tuple(completion.logprobs), scored, policy))
+    return sequences
 
 
 def _score(engine: RolloutBackend, text: Sequence[int], policy: int | None) -> list[float]:
@@ -212,8 +212,8 @@ class Prober:
         (`Probe.rounding`) in half precision, or with perturbed weights, for which deep models amplify rounding; all ranks
         call it, awake."""
         logprobs = self._logprobs(text, role)
-        moved = self._moved(text, logprobs, role) if perturbed or self._dtype != torch.float32 else 0.0
-        return logprobs, moved
+        rounding_change = self._moved(text, logprobs, role) if perturbed or self._dtype != torch.float32 else 0.0
+        return logprobs, rounding_change
 
     @property
     def dtype(self) -> str:
@@ -222,8 +222,8 @@ class Prober:
 
     def _moved(self, text: Sequence[int], logprobs: Sequence[float], role: int) -> float:
         with perturbed_rounding(self._trainer.backend.module, self._dtype):
-            moved = max(_gap(self._logprobs(text, role), logprobs) for _ in range(_TEXTS))
-        return moved if math.isfinite(moved) else 0.0
+            max_change = max(_gap(self._logprobs(text, role), logprobs) for _ in range(_TEXTS))
+        return max_change if math.isfinite(max_change) else 0.0
 
     def _logprobs(self, text: Sequence[int], role: int) -> list[float]:
         """Returns the log-probs of a text's tokens except the first."""
@@ -255,15 +255,16 @@ def check_probe(
     Raises:
         WeightsDiffer: The difference is larger than rounding explains.
     """
-    gap = _gap(_score(engine, probe.token_ids, probe.policy), probe.logprobs)
-    cap = bound(tolerance, probe.rounding, dtypes, device)
-    if not gap <= cap:
+    mean_difference = _gap(_score(engine, probe.token_ids, probe.policy), probe.logprobs)
+    max_difference = bound(tolerance, probe.rounding, dtypes, device)
+    if not mean_difference <= max_difference:
         raise WeightsDiffer(
             f"version {version} of the weights: on a fixed text the engine's log-probs differ from those of {sender} by "
-            f"{gap:.3g} a token on average, and rounding explains {cap:g} (rollout.probe_tolerance): what writes is not what "
-            "is trained; set rollout.weight_delta=off or rollout.rollout_backend=hf to see which of them is at fault"
+            f"{mean_difference:.3g} a token on average, and rounding explains {max_difference:g} (rollout.probe_tolerance): "
+            "what writes is not what is trained; set rollout.weight_delta=off or rollout.rollout_backend=hf to see which of "
+            "them is at fault"
         )
-    return gap
+    return mean_difference
 
 
 def bound(tolerance: float | None, rounding: float, dtypes: Collection[str], device: str) -> float:
@@ -277,10 +278,10 @@ def bound(tolerance: float | None, rounding: float, dtypes: Collection[str], dev
     """
     if tolerance is not None:
         return tolerance
-    single = _SINGLE if device == "cpu" else _ROUNDED
+    float32_bound = _SINGLE if device == "cpu" else _ROUNDED
     if rounding:
-        return max(single, _TIMES * rounding)
-    return single if {*dtypes} == {"float32"} else _HALF
+        return max(float32_bound, _TIMES * rounding)
+    return float32_bound if {*dtypes} == {"float32"} else _HALF
 
 
 def compare_draws(
@@ -305,23 +306,25 @@ def compare_draws(
     Raises:
         ConfigError: The difference is larger than rounding explains.
     """
-    largest = 0.0
+    largest_difference = 0.0
     for sequence, (logprobs, rounding) in zip(draws, scores, strict=True):
         limit = bound(tolerance, rounding, dtypes, device)
         count = len(sequence.drawn)
-        parts: list[tuple[str, Any, Any]] = [("tokens that it drew", sequence.drawn, logprobs[len(logprobs) - count :])]
+        comparisons: list[tuple[str, Any, Any]] = [
+            ("tokens that it drew", sequence.drawn, logprobs[len(logprobs) - count :])
+        ]
         if sequence.scored is not None:
-            parts.append((f"a text of {len(sequence.token_ids)} tokens", sequence.scored, logprobs))
-        for contents, reported, expected in parts:
-            gap = _gap(reported, expected)
-            if not gap <= limit:
+            comparisons.append((f"a text of {len(sequence.token_ids)} tokens", sequence.scored, logprobs))
+        for contents, reported, trainer_logprobs in comparisons:
+            mean_difference = _gap(reported, trainer_logprobs)
+            if not mean_difference <= limit:
                 raise ConfigError(
-                    f"{where}: the log-probs of {contents} differ from the trainer's by {gap:.3g} a token on average, and "
-                    f"rounding explains {limit:g} (rollout.probe_tolerance): what writes would not be what is trained, so "
-                    "nothing was; take rollout.rollout_backend=hf, another version of the engine, or another model"
+                    f"{where}: the log-probs of {contents} differ from the trainer's by {mean_difference:.3g} a token on "
+                    f"average, and rounding explains {limit:g} (rollout.probe_tolerance): what writes would not be what is "
+                    "trained, so nothing was; take rollout.rollout_backend=hf, another version of the engine, or another model"
                 )
-            largest = max(largest, gap)
-    return largest
+            largest_difference = max(largest_difference, mean_difference)
+    return largest_difference
 
 
 def _gap(logprobs: Sequence[float], expected: Sequence[float]) -> float:
@@ -384,7 +387,7 @@ class ActorWeights:
     def send(self, version: int, ranks: Sequence[int], probe: Probe | None) -> None:
         """Sends the weights to these rollout ranks; sends frozen weights only once."""
         self._aim(list(ranks))
-        frozen = self._frozen_names()
+        frozen_names = self._frozen_names()
         self._announce(ranks, probe)
         if self._by_shards:
             self._send_shards(self._sync, version)
@@ -394,22 +397,22 @@ class ActorWeights:
             for _ in weights:  # a sharded backend gathers each with all ranks
                 pass
         else:
-            self._sync.send(version, _as(self._dtype, weights), frozen=frozen)
-        self._sent = frozen
+            self._sync.send(version, _as(self._dtype, weights), frozen=frozen_names)
+        self._sent = frozen_names
 
     def welcome(self, version: int, ranks: Sequence[int]) -> None:
         """Sends all weights to rollout ranks that have just joined."""
         self._announce(ranks, None)
-        to = [(self._prompts.rollout_name, list(ranks))]
+        receivers = [(self._prompts.rollout_name, list(ranks))]
         if self._by_shards:
-            self._send_shards(self._make_sync(to, "off"), version)
+            self._send_shards(self._make_sync(receivers, "off"), version)
             return
         weights = self._weights(())
         if self._worker.rank:
             for _ in weights:
                 pass
             return
-        self._make_sync(to, "off").send(version, _as(self._dtype, weights))
+        self._make_sync(receivers, "off").send(version, _as(self._dtype, weights))
 
     def refresh_reference(self, version: int) -> None:
         """Sends all weights to the reference's ranks."""
@@ -459,12 +462,12 @@ class ActorWeights:
         self._sent = frozenset()
 
     def _frozen_names(self) -> frozenset[str]:
-        off = self._cfg.rollout.weight_delta.lower() == "off"
-        return frozenset() if off or self._apart else self._backend.frozen_names()
+        sends_all = self._cfg.rollout.weight_delta.lower() == "off"
+        return frozenset() if sends_all or self._apart else self._backend.frozen_names()
 
 
 def _as(dtype: torch.dtype | None, weights: Named) -> Named:
     """Converts the weights to an engine's dtype."""
     if dtype is None:
         return weights
-    return ((name, one.to(dtype) if one.is_floating_point() else one) for name, one in weights)
+    return ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in weights)

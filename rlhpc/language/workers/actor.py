@@ -107,8 +107,10 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
 
     def _evenly(self, batches: Parts, batch: TokenBatch) -> Parts:
         """Returns the micro-batches of a batch, padded by empty ones up to the maximum number of any rank."""
-        none = torch.zeros(0, dtype=torch.long)
-        return batches + [(none, batch.empty_sample()) for _ in range(self._max_count(len(batches)) - len(batches))]
+        no_samples = torch.zeros(0, dtype=torch.long)
+        return batches + [
+            (no_samples, batch.empty_sample()) for _ in range(self._max_count(len(batches)) - len(batches))
+        ]
 
     def _shared(self, batch: TokenBatch, each: int = 1) -> TokenBatch:
         """Balances the samples over the data-parallel ranks, so that each has about equal work; returns those of this
@@ -145,9 +147,9 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
             rows: Number of held-out rows.
             of_step: Number of rows of a training step.
         """
-        some = of_step * _HELD_OUT_STEPS
-        for first in range(0, rows, some):
-            yield range(first + self.data, min(first + some, rows), self.sizes.data)
+        rows_at_once = of_step * _HELD_OUT_STEPS
+        for start in range(0, rows, rows_at_once):
+            yield range(start + self.data, min(start + rows_at_once, rows), self.sizes.data)
 
     def _optimize(
         self,
@@ -168,21 +170,25 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         Returns:
             Means over the optimizer steps, with `empty_minibatches` if there were any; and the number of steps.
         """
-        sums, first, updates, empty = dict[str, float](), dict[str, float](), 0, 0
-        for where, batch in minibatches:
+        metric_sums, first_metrics, num_updates, num_empty = dict[str, float](), dict[str, float](), 0, 0
+        for minibatch_name, batch in minibatches:
             counts = self._count(batch, length)
             if not counts.tokens:
-                empty += 1
+                num_empty += 1
                 continue
-            metrics = take_step(batch, counts, where)
+            metrics = take_step(batch, counts, minibatch_name)
             if not math.isfinite(metrics["grad_norm"]):
                 continue
-            if not updates:
-                first = {name: value for name, value in metrics.items() if name in at_first}
-            sums = {name: sums.get(name, 0.0) + value for name, value in metrics.items()}
-            updates += 1
-        means = {"tokens": 0.0} | {name: value / updates for name, value in sums.items()} | first
-        return means | ({"empty_minibatches": float(empty)} if empty else {}) | self.skips.counted(), updates
+            if not num_updates:
+                first_metrics = {name: value for name, value in metrics.items() if name in at_first}
+            metric_sums = {name: metric_sums.get(name, 0.0) + value for name, value in metrics.items()}
+            num_updates += 1
+        metric_means = (
+            {"tokens": 0.0} | {name: value / num_updates for name, value in metric_sums.items()} | first_metrics
+        )
+        return metric_means | (
+            {"empty_minibatches": float(num_empty)} if num_empty else {}
+        ) | self.skips.counted(), num_updates
 
     def _step(
         self, rate: float, metrics: dict[str, float], tokens: float, where: str, batch: TokenBatch
@@ -196,8 +202,10 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         if math.isfinite(norm):
             self.skips.took()
         else:
-            bad = [name for name, value in metrics.items() if not math.isfinite(value)]
-            message = f"the gradient's norm is {norm}" + (f", and so are {listed(bad)}" if bad else "")
+            non_finite_names = [name for name, value in metrics.items() if not math.isfinite(value)]
+            message = f"the gradient's norm is {norm}" + (
+                f", and so are {listed(non_finite_names)}" if non_finite_names else ""
+            )
             self.skips.left_out(lambda: f"{where}: {message}{_prompts(batch)} ({self.part}-{self.rank})")
         return {**metrics, "grad_norm": norm, "tokens": tokens}
 
@@ -205,24 +213,29 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         self, step: int, parts: list[dict[str, torch.Tensor]], tokens: float, batch: TokenBatch
     ) -> dict[str, float]:
         """Runs the single optimizer step of a global step from the metrics of its micro-batches; returns all metrics."""
-        rate = self._learning_rate(step)
-        metrics = self._step(rate, self._reduced(parts), tokens, f"step {step}", batch)
+        learning_rate = self._learning_rate(step)
+        metrics = self._step(learning_rate, self._reduced(parts), tokens, f"step {step}", batch)
         self.version = step
-        return {**metrics, "lr": rate, **self.skips.counted()}
+        return {**metrics, "lr": learning_rate, **self.skips.counted()}
 
     def _reduced(self, parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Returns the sums of the metrics over micro-batches and ranks."""
         names = sorted(parts[0])
-        sums = torch.stack([sum((part[name].float().cpu() for part in parts), torch.zeros(())) for name in names])
-        sums = self._summed(sums)
-        return dict(zip(names, sums.tolist(), strict=True))
+        metric_sums = torch.stack(
+            [sum((metrics[name].float().cpu() for metrics in parts), torch.zeros(())) for name in names]
+        )
+        metric_sums = self._summed(metric_sums)
+        return dict(zip(names, metric_sums.tolist(), strict=True))
 
     def _fit(self, batch: TokenBatch) -> dict[str, float]:
         """Returns the mean return, and the fraction of the returns' variance that the values explained before this
         step's training."""
-        returns, values = batch.columns[RETURNS][batch.mask].double(), batch.columns[VALUES][batch.mask].double()
-        residuals = returns - values
-        sums = torch.stack(
+        returns, value_estimates = (
+            batch.columns[RETURNS][batch.mask].double(),
+            batch.columns[VALUES][batch.mask].double(),
+        )
+        residuals = returns - value_estimates
+        local_sums = torch.stack(
             [
                 torch.tensor(float(len(residuals))).double(),
                 returns.sum(),
@@ -231,13 +244,13 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
                 (residuals**2).sum(),
             ]
         )
-        sums = self._summed(sums)
-        n, total, squares, residual_sum, residual_squares = sums.tolist()
-        if not n:
+        local_sums = self._summed(local_sums)
+        num_tokens, return_sum, squared_sum, residual_sum, residual_squares = local_sums.tolist()
+        if not num_tokens:
             return {}
-        variance = squares / n - (total / n) ** 2
-        residual_variance = residual_squares / n - (residual_sum / n) ** 2
-        metrics = {"return": total / n}
+        variance = squared_sum / num_tokens - (return_sum / num_tokens) ** 2
+        residual_variance = residual_squares / num_tokens - (residual_sum / num_tokens) ** 2
+        metrics = {"return": return_sum / num_tokens}
         if variance > 1e-12:
             metrics["explained_variance"] = 1.0 - residual_variance / variance
         return metrics
@@ -247,9 +260,11 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         base, warmup = optim.lr, optim.lr_warmup_steps
         if step <= warmup:
             return base * step / (warmup + 1)
-        done = (step - 1 - warmup) / max(self.total - warmup, 1)
-        kind = "linear" if self.cfg.algorithm.anneal_lr else optim.lr_scheduler
-        factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[kind]
+        progress = (step - 1 - warmup) / max(self.total - warmup, 1)
+        schedule = "linear" if self.cfg.algorithm.anneal_lr else optim.lr_scheduler
+        factor = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[
+            schedule
+        ]
         return base * factor
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
@@ -271,9 +286,9 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         path = Path(folder)
         self.backend.load(path)
         state_file = path / STATE.format(part=self.part, rank=self.rank)
-        state = load_state(state_file if state_file.is_file() else path / STATE.format(part=self.part, rank=0))
-        set_rng_state(state["rng"])
-        self.version = int(state["version"])
+        saved_state = load_state(state_file if state_file.is_file() else path / STATE.format(part=self.part, rank=0))
+        set_rng_state(saved_state["rng"])
+        self.version = int(saved_state["version"])
 
     def offload(self) -> None:
         """Moves all tensors to the host."""
@@ -287,10 +302,10 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
 def _prompts(batch: TokenBatch) -> str:
     """Returns the names of columns and prompts with non-finite values, for a message."""
     names = set()
-    for name, values in batch.columns.items():
-        bad = (
-            batch.mask & ~values.isfinite() if values.dim() == 1 else batch.mask & ~values.flatten(1).isfinite().all(1)
+    for name, column in batch.columns.items():
+        is_bad = (
+            batch.mask & ~column.isfinite() if column.dim() == 1 else batch.mask & ~column.flatten(1).isfinite().all(1)
         )
-        lines = torch.repeat_interleave(batch.group, batch.lengths)[bad]
-        names |= {f"{name} of prompt {group}" for group in lines.unique().tolist()}
+        bad_groups = torch.repeat_interleave(batch.group, batch.lengths)[is_bad]
+        names |= {f"{name} of prompt {group}" for group in bad_groups.unique().tolist()}
     return f"; not finite: {listed(sorted(names))}" if names else ""

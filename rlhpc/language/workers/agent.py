@@ -104,8 +104,8 @@ def address_for_others(cfg: GrpoConfig) -> str:
     else ""."""
     if AGENT not in placed(cfg) and not cfg.agent.feedback_timeout_s:
         return ""
-    door: str = current().service.endpoint["tcp"]  # its listener for other hosts, if there are any
-    return door.removeprefix("tcp://").rpartition(":")[0]
+    tcp_address: str = current().service.endpoint["tcp"]  # its listener for other hosts, if there are any
+    return tcp_address.removeprefix("tcp://").rpartition(":")[0]
 
 
 def _receive_messages(about: str) -> list[dict[str, Any]]:
@@ -155,9 +155,9 @@ class AgentWorker(Worker):
         """Ends all agents with all processes that they have started."""
         if self._harnesses is not None:
             self._harnesses.close()
-        for part in (self._relays, self._services):
-            if part is not None:
-                part.close()
+        for helper in (self._relays, self._services):
+            if helper is not None:
+                helper.close()
 
     def init_worker(self, prompts: PromptMap) -> None:
         """Starts the processes that run the agents.
@@ -180,13 +180,13 @@ class AgentWorker(Worker):
         if not sections:
             return {}
         if self.local_rank:
-            limit = sum(section.timeout_s for section in sections) + _STARTS_S
-            whom = f"the services of {self.node} (agent.services), which another rank starts"
-            record = registry.wait_for(SERVICES, self.node, limit, whom, current().check)
-            return dict(record["addresses"])
-        before = registry.get(SERVICES, self.node) or {"addresses": {}}
+            timeout = sum(section.timeout_s for section in sections) + _STARTS_S
+            waited_for = f"the services of {self.node} (agent.services), which another rank starts"
+            address_record = registry.wait_for(SERVICES, self.node, timeout, waited_for, current().check)
+            return dict(address_record["addresses"])
+        previous_record = registry.get(SERVICES, self.node) or {"addresses": {}}
         folder = Path(current().member(self.group_name, self.rank)["log_err"]).parent
-        self._services = Services(sections, folder, before["addresses"])
+        self._services = Services(sections, folder, previous_record["addresses"])
         registry.put(SERVICES, self.node, {"addresses": self._services.addresses})
         return self._services.addresses
 
@@ -214,41 +214,41 @@ class AgentWorker(Worker):
         Returns:
             Seconds with an episode in flight, and number of finished episodes.
         """
-        start_time, busy, num_finished = time.monotonic(), 0.0, 0
+        start_time, busy_s, num_finished = time.monotonic(), 0.0, 0
         deadline = start_time + self.cfg.runner.step_timeout_s
         while phase not in self._ends:
-            start = time.monotonic()
-            if start > deadline:
+            loop_start = time.monotonic()
+            if loop_start > deadline:
                 raise DeadlineExceeded(
                     f"{phase} was not over for {self.group_name}-{self.rank} within runner.step_timeout_s "
                     f"({self.cfg.runner.step_timeout_s:g} s)"
                 )
-            had, delivered = bool(self._held), self._deliver()
-            num_finished += delivered
-            if not (self._listen() | self._take()) and not delivered:
+            had_episodes, num_delivered = bool(self._held), self._deliver()
+            num_finished += num_delivered
+            if not (self._listen() | self._take()) and not num_delivered:
                 time.sleep(_IDLE_S)
             self._look()
             if self._services is not None:
                 self._services.check()
-            busy += time.monotonic() - start if had else 0.0
+            busy_s += time.monotonic() - loop_start if had_episodes else 0.0
         self._ends.discard(phase)
-        return {"busy_s": busy, "episodes": float(num_finished)}
+        return {"busy_s": busy_s, "episodes": float(num_finished)}
 
     def _take(self) -> bool:
         """Leases episodes while slots are free, and requests their tickets; returns whether it leased any."""
-        some = False
+        has_leased = False
         while len(self._held) < self.cfg.agent.episodes_per_rank and time.monotonic() > self._empty_at + _AGAIN_S:
             try:
                 lease = self._episodes.take_nowait()
             except QueueEmpty:
                 self._empty_at = time.monotonic()
                 break
-            rank, ident, number = lease.item
+            rank, incarnation_id, episode_number = lease.item
             self._number += 1
             self._held[self._number] = _LeasedEpisode(lease, self._incarnation(rank))
-            self._answer(rank, {"take": self._number, "ident": ident, "number": number})
-            some = True
-        return some
+            self._answer(rank, {"take": self._number, "ident": incarnation_id, "number": episode_number})
+            has_leased = True
+        return has_leased
 
     def _answer(self, rollout: int, message: dict[str, Any]) -> None:
         _tell({"agent": self.rank, **message}, self.prompts.rollout_name, rollout, AGENT_MESSAGES)
@@ -279,22 +279,25 @@ class AgentWorker(Worker):
 
     def _drop(self, number: int) -> None:
         """Ends an episode that its rollout rank has given up."""
-        held = self._held.pop(number, None)
-        if held is not None:
+        leased_episode = self._held.pop(number, None)
+        if leased_episode is not None:
             self._all.kill(number)
-            self._episodes.done(held.lease)
+            self._episodes.done(leased_episode.lease)
 
     def _deliver(self) -> int:
         """Sends the outcomes to the rollout ranks; returns their number."""
         count = 0
         while not self._outcomes.empty():
-            number, outcome = self._outcomes.get()
-            held = self._held.pop(number, None)
-            if held is None:  # dropped before it ended
+            local_number, outcome = self._outcomes.get()
+            leased_episode = self._held.pop(local_number, None)
+            if leased_episode is None:  # dropped before it ended
                 continue
-            _, ident, remote_number = held.lease.item
-            self._answer(held.rollout, {"of": number, "ident": ident, "number": remote_number, "outcome": outcome})
-            self._episodes.done(held.lease)
+            _, incarnation_id, remote_number = leased_episode.lease.item
+            self._answer(
+                leased_episode.rollout,
+                {"of": local_number, "ident": incarnation_id, "number": remote_number, "outcome": outcome},
+            )
+            self._episodes.done(leased_episode.lease)
             count += 1
         return count
 
@@ -303,9 +306,11 @@ class AgentWorker(Worker):
         if not self._held or time.monotonic() < self._looked_at + _LOOK_S:
             return
         self._looked_at = time.monotonic()
-        present = {rank: self._incarnation(rank) for rank in {held.rollout for held in self._held.values()}}
-        for number, held in list(self._held.items()):
-            if present[held.rollout] != held.incarnation or current().has_left(self.prompts.rollout_name, held.rollout):
+        incarnations = {rank: self._incarnation(rank) for rank in {episode.rollout for episode in self._held.values()}}
+        for number, episode in list(self._held.items()):
+            if incarnations[episode.rollout] != episode.incarnation or current().has_left(
+                self.prompts.rollout_name, episode.rollout
+            ):
                 self._drop(number)
 
     def _incarnation(self, rollout: int) -> str:

@@ -71,16 +71,16 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         Returns:
             Seconds of computation, and number of tokens.
         """
-        valued, busy, tokens = dict[int, dict[bytes, TokenBatch]](), 0.0, 0
+        valued_groups, busy_s, num_tokens = dict[int, dict[bytes, TokenBatch]](), 0.0, 0
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
-        share = self.prompts.share_of(CRITIC, self.data)
+        positions = self.prompts.share_of(CRITIC, self.data)
         # Ranks of a sharded model compute in step: they wait for the complete share.
-        for groups in self._inbox.parts(step, share, deadline, in_one_part=self.world_size > 1):
-            start = time.perf_counter()
-            tokens += self._value(groups, valued)
-            busy += time.perf_counter() - start
-        self._valued = dict(sorted(valued.items()))
-        return {"busy_s": busy, "tokens": float(tokens)}
+        for groups in self._inbox.parts(step, positions, deadline, in_one_part=self.world_size > 1):
+            batch_start = time.perf_counter()
+            num_tokens += self._value(groups, valued_groups)
+            busy_s += time.perf_counter() - batch_start
+        self._valued = dict(sorted(valued_groups.items()))
+        return {"busy_s": busy_s, "tokens": float(num_tokens)}
 
     def _value(self, groups: list[SampleGroup], valued: dict[int, dict[bytes, TokenBatch]]) -> int:
         """Sends the actors the values of some groups, and stores these.
@@ -89,12 +89,12 @@ class CriticWorker(LanguageActor[GrpoConfig]):
             Number of tokens.
         """
         batch = TokenBatch.joined([group.batch for group in groups]).with_pad_id(self.pad)
-        values = values_of(self.backend.forward, self._micro_batches(batch), batch, CRITIC)
-        batch.columns[VALUES] = values
-        for group, part in zip(groups, batch.split([len(group.batch) for group in groups]), strict=True):
-            valued.setdefault(group.position, {})[group.draw] = part
+        token_values = values_of(self.backend.forward, self._micro_batches(batch), batch, CRITIC)
+        batch.columns[VALUES] = token_values
+        for group, group_batch in zip(groups, batch.split([len(group.batch) for group in groups]), strict=True):
+            valued.setdefault(group.position, {})[group.draw] = group_batch
         if self.leads:
-            send_column(self._actors, self.prompts, groups, CRITIC, values)
+            send_column(self._actors, self.prompts, groups, CRITIC, token_values)
         return batch.tokens
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -109,26 +109,28 @@ class CriticWorker(LanguageActor[GrpoConfig]):
             NonFinite: A gradient is not finite.
         """
         batches = self._take_returns(step)
-        cfg, start = self.cfg, time.perf_counter()
+        cfg, start_time = self.cfg, time.perf_counter()
         step_batch = TokenBatch.joined(batches)
-        total, size = responses_per_step(cfg), minibatch_size(cfg, cfg.critic)
-        rate = self._learning_rate(step)
-        parts = minibatches(step_batch, total, size, cfg.critic.update_epochs, (self.seed, step))
+        num_responses, responses_per_minibatch = responses_per_step(cfg), minibatch_size(cfg, cfg.critic)
+        learning_rate = self._learning_rate(step)
+        named_minibatches = minibatches(
+            step_batch, num_responses, responses_per_minibatch, cfg.critic.update_epochs, (self.seed, step)
+        )
         metrics, _ = self._optimize(
-            ((f"step {step}, {where}", part) for where, part in parts),
+            ((f"step {step}, {minibatch_name}", minibatch) for minibatch_name, minibatch in named_minibatches),
             length_limit(cfg),
-            partial(self._minibatch, rate),
+            partial(self._minibatch, learning_rate),
         )
         self.version = step
-        return {**metrics, **self._fit(step_batch), "lr": rate, "update_s": time.perf_counter() - start}
+        return {**metrics, **self._fit(step_batch), "lr": learning_rate, "update_s": time.perf_counter() - start_time}
 
     def _take_returns(self, step: int) -> list[TokenBatch]:
         """Returns the batches that the actors trained on, with the returns that they send, in the order of the
         prompts."""
-        valued = self._valued
+        valued_groups = self._valued
         self._valued = {}
         batches = dict[int, TokenBatch]()
-        deadline, missing = time.monotonic() + self.cfg.runner.step_timeout_s, set(valued)
+        deadline, missing = time.monotonic() + self.cfg.runner.step_timeout_s, set(valued_groups)
         if not missing:
             raise RlhpcError(f"step {step}: the critic has valued no groups that it could be trained on")
         while missing:
@@ -141,23 +143,23 @@ class CriticWorker(LanguageActor[GrpoConfig]):
                 ) from None
             if message["step"] != step:
                 continue
-            batch = valued[message["position"]][message["draw"]]
+            batch = valued_groups[message["position"]][message["draw"]]
             batch = batch.select(torch.nonzero(torch.from_numpy(message["members"].copy())).flatten())
             batch.columns[RETURN_OF] = torch.from_numpy(message["values"].copy())
             batches[message["position"]] = batch
             missing.discard(message["position"])
-        return [batches[position] for position in valued]
+        return [batches[position] for position in valued_groups]
 
     def _minibatch(self, rate: float, batch: TokenBatch, counts: MinibatchCounts, where: str) -> dict[str, float]:
         """Runs one optimizer step over the samples of all ranks."""
         batch = self._shared(batch)
 
         def loss(values: torch.Tensor, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            value, measured = value_part(values, part, self.cfg.algorithm, counts)
-            return value, {"loss": value.detach(), **measured}
+            loss_value, metrics = value_part(values, part, self.cfg.algorithm, counts)
+            return loss_value, {"loss": loss_value.detach(), **metrics}
 
-        parts = self.backend.forward_backward([part for _, part in self._micro_batches(batch)], loss)
-        return self._step(rate, self._reduced(parts), counts.tokens, where, batch)
+        metrics = self.backend.forward_backward([part for _, part in self._micro_batches(batch)], loss)
+        return self._step(rate, self._reduced(metrics), counts.tokens, where, batch)
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
 

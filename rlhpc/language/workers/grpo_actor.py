@@ -52,10 +52,10 @@ _COUNTS = ("tokens", "grad_norm")
 def by_policy(policies: Policies, batch: TokenBatch, cut: Callable[[TokenBatch], Parts]) -> Parts:
     """Splits a batch into micro-batches of one policy each. All ranks have equally many of each policy: some may be
     empty."""
-    of, micro_batches = policies.of(batch.role), Parts()
+    policy_of_sample, micro_batches = policies.of(batch.role), Parts()
     for policy in range(len(policies.names)):
-        indices = torch.nonzero(of == policy).flatten()
-        micro_batches += [(indices[samples], part) for samples, part in cut(batch.select(indices))]
+        indices = torch.nonzero(policy_of_sample == policy).flatten()
+        micro_batches += [(indices[samples], micro_batch) for samples, micro_batch in cut(batch.select(indices))]
     return micro_batches
 
 
@@ -65,15 +65,15 @@ def split_by_policy(
     """Returns the metrics of micro-batches of one policy each, for all policies and again for each; adds each
     policy's number of tokens."""
     metrics = []
-    for batch, part in zip(batches, parts, strict=True):
+    for batch, batch_metrics in zip(batches, parts, strict=True):
         policy_name = policies.names[int(policies.of(batch.role)[0])]
-        measured = {**part, "tokens": batch.mask.sum()}
-        each = {
-            f"{POLICY}{name}/{metric}": value if name == policy_name else torch.zeros(())
+        metrics_with_tokens = {**batch_metrics, "tokens": batch.mask.sum()}
+        policy_metrics = {
+            f"{POLICY}{name}/{metric}": total if name == policy_name else torch.zeros(())
             for name in policies.names
-            for metric, value in measured.items()
+            for metric, total in metrics_with_tokens.items()
         }
-        metrics.append({**part, **each})
+        metrics.append({**batch_metrics, **policy_metrics})
     return metrics
 
 
@@ -83,8 +83,8 @@ def per_token(policies: Policies, metrics: dict[str, float]) -> dict[str, float]
         prefix = f"{POLICY}{name}/"
         scale = metrics["tokens"] / max(metrics[f"{prefix}tokens"], 1.0)
         metrics |= {
-            key: value * scale
-            for key, value in metrics.items()
+            key: mean * scale
+            for key, mean in metrics.items()
             if key.startswith(prefix) and key.removeprefix(prefix) not in _COUNTS
         }
     return metrics
@@ -112,12 +112,12 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """
         cfg, self.prompts = self.cfg, prompts
         self.algorithm = make_algorithm(cfg)
-        makers = [column.by for column in self.algorithm.columns]
-        reference = REFERENCE in makers and REFERENCE not in prompts.scoring
-        values = cfg.actor.model.value_head
+        column_makers = [column.by for column in self.algorithm.columns]
+        reference = REFERENCE in column_makers and REFERENCE not in prompts.scoring
+        value_head = cfg.actor.model.value_head
         self.policies = policies_of(cfg)
-        make = partial(TokenTrainer, cfg, self, reference=reference, values=values, policies=self.policies)
-        trainer = self._load_model(total_steps, make)
+        make_trainer = partial(TokenTrainer, cfg, self, reference=reference, values=value_head, policies=self.policies)
+        trainer = self._load_model(total_steps, make_trainer)
         self._scorers = {
             column.name: column.by(cfg, self.backend.device)
             for column in self.algorithm.columns
@@ -178,12 +178,12 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         Returns:
             `dtype`: dtype of the trainer's computation; `scores`: result of `Prober.score` for each sample.
         """
-        _, by_role = self.policies
+        _, policy_by_role = self.policies
         with self._as_probed(perturbed):
             prober = self._prober_of_run()
             scores = [
-                prober.score(text, 0 if policy is None else by_role.index(policy), perturbed=perturbed)
-                for text, policy in texts
+                prober.score(token_ids, 0 if policy is None else policy_by_role.index(policy), perturbed=perturbed)
+                for token_ids, policy in texts
             ]
         return {"dtype": prober.dtype, "scores": scores}
 
@@ -208,17 +208,19 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         if not is_probed(version, self.cfg.rollout.probe_interval):
             return None
         prober = self._prober_of_run()
-        names, by_role = self.policies
+        names, policy_by_role = self.policies
         policy = version % len(names) if names else None
-        return prober.ask() if policy is None else prober.ask(policy, by_role.index(policy))
+        return prober.ask() if policy is None else prober.ask(policy, policy_by_role.index(policy))
 
     def _prober_of_run(self) -> Prober:
         if self._prober is None:
-            data, rollout = self.cfg.data, self.cfg.rollout
-            text = probe_text(len(self.tokenizer), data.max_prompt_tokens + rollout.max_new_tokens - 1)
+            data_config, rollout_config = self.cfg.data, self.cfg.rollout
+            token_ids = probe_text(
+                len(self.tokenizer), data_config.max_prompt_tokens + rollout_config.max_new_tokens - 1
+            )
             dtypes = [self.backend.backend.dtype, getattr(torch, engine_dtype(self.cfg, own_device(self)))]
-            coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-            self._prober = Prober(self.backend, text, self.pad, coarsest)
+            coarsest_dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+            self._prober = Prober(self.backend, token_ids, self.pad, coarsest_dtype)
         return self._prober
 
     def refresh_reference(self, version: int) -> None:
@@ -242,15 +244,15 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         positions = self.prompts.of_actor(self.data)
         self._parts = []
         self._received = -1
-        scored = 0.0
-        waited = 0.0
+        score_s = 0.0
+        wait_s = 0.0
         self._arrivals.begin(step)
         self._members.clear()
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
-        parts = np.array_split(np.asarray(positions), min(PARTS, len(positions)))
-        for part in parts:
-            while missing := self._arrivals.missing(step, part.tolist()):
-                start = time.perf_counter()
+        position_groups = np.array_split(np.asarray(positions), min(PARTS, len(positions)))
+        for group_positions in position_groups:
+            while missing := self._arrivals.missing(step, group_positions.tolist()):
+                start_time = time.perf_counter()
                 try:
                     self._arrivals.take(self._groups.get(max(0.0, deadline - time.monotonic())))
                 except DeadlineExceeded:
@@ -258,23 +260,23 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                         f"step {step}: {self._names(missing)} within runner.step_timeout_s "
                         f"({self.cfg.runner.step_timeout_s:g} s)"
                     ) from None
-                waited += time.perf_counter() - start
+                wait_s += time.perf_counter() - start_time
             batch = TokenBatch.joined(
-                [self._unpack_group(*self._arrivals.pop_complete(step, p)) for p in part.tolist()]
+                [self._unpack_group(*self._arrivals.pop_complete(step, p)) for p in group_positions.tolist()]
             )
             if not self.cfg.actor.offload_in_rollout:
-                scored += self._recompute_logprobs(batch)
+                score_s += self._recompute_logprobs(batch)
             self._parts.append(batch)
         self._received = step
-        return {"score_s": scored, "wait_s": waited}
+        return {"score_s": score_s, "wait_s": wait_s}
 
     def _names(self, missing: Mapping[str, Sequence[int]]) -> str:
         """Describes the missing messages and their senders."""
         descriptions = []
-        for maker, positions in missing.items():
-            ranks = {self.prompts.scorer_of(maker, p) for p in positions} if maker else set[int]()
-            senders = ", ".join(f"{maker}-{rank}" for rank in sorted(ranks)) or self.prompts.rollout_name
-            contents = "the column of prompts" if maker else "prompts"
+        for group_name, positions in missing.items():
+            ranks = {self.prompts.scorer_of(group_name, p) for p in positions} if group_name else set[int]()
+            senders = ", ".join(f"{group_name}-{rank}" for rank in sorted(ranks)) or self.prompts.rollout_name
+            contents = "the column of prompts" if group_name else "prompts"
             descriptions.append(f"{contents} {positions[:8]} did not come from {senders}")
         return ", and ".join(descriptions)
 
@@ -282,14 +284,16 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """Returns a group's trained samples with their columns."""
         batch, cfg = group.batch, self.cfg.algorithm
         self._members[group.position] = group.draw, group.members
-        batch.columns |= {name: values for maker, values in columns.items() for name in self._sent_here[maker]}
+        batch.columns |= {
+            name: column for group_name, column in columns.items() for name in self._sent_here[group_name]
+        }
         batch.pad_id = self.pad
         batch = group.trained()
-        drawn = batch.columns[VERSION_OF][batch.mask]
-        if len(drawn) and group.step - 1 - int(drawn.min()) > cfg.max_staleness:
+        token_versions = batch.columns[VERSION_OF][batch.mask]
+        if len(token_versions) and group.step - 1 - int(token_versions.min()) > cfg.max_staleness:
             raise RlhpcError(
-                f"step {group.step}, prompt {group.position}: a token was drawn by version {int(drawn.min())}, more than "
-                f"algorithm.max_staleness ({cfg.max_staleness}) behind {group.step - 1}"
+                f"step {group.step}, prompt {group.position}: a token was drawn by version {int(token_versions.min())}, "
+                f"more than algorithm.max_staleness ({cfg.max_staleness}) behind {group.step - 1}"
             )
         return batch
 
@@ -302,27 +306,27 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """
         if not self._made_here:
             return 0.0
-        start = time.perf_counter()
-        cuts, columns, model_scores = dict[bool, Parts](), dict[str, torch.Tensor](), dict[int, TokenScores]()
+        start_time = time.perf_counter()
+        micro_batches, columns, model_scores = dict[bool, Parts](), dict[str, torch.Tensor](), dict[int, TokenScores]()
         for column in self._made_here:
-            rows = self.backend.packed if isinstance(column.by, str) else self._scorers[column.name].packed
-            if rows not in cuts:
-                cuts[rows] = self._micro_batches(batch, packed=rows)
+            is_packed = self.backend.packed if isinstance(column.by, str) else self._scorers[column.name].packed
+            if is_packed not in micro_batches:
+                micro_batches[is_packed] = self._micro_batches(batch, packed=is_packed)
             scorer_name = f"algorithm.name={self.cfg.algorithm.name}: the scorer of column {column.name}"
             columns[column.name] = values_of(
-                partial(self._column, column, model_scores), cuts[rows], batch, scorer_name
+                partial(self._column, column, model_scores), micro_batches[is_packed], batch, scorer_name
             )
         batch.columns |= columns
-        return time.perf_counter() - start
+        return time.perf_counter() - start_time
 
     def _column(self, column: Column, model_scores: dict[int, TokenScores], batch: TokenBatch) -> torch.Tensor:
         """Returns a column of a micro-batch; `model_scores` caches the scores of the model's forward pass by micro-batch."""
         if column.by in (ACTOR, VALUE_HEAD):
             if id(batch) not in model_scores:
                 model_scores[id(batch)] = self.backend.forward(batch, temperature=self.temperature)
-            values = model_scores[id(batch)].logprobs if column.by == ACTOR else model_scores[id(batch)].values
-            assert values is not None
-            return values
+            token_values = model_scores[id(batch)].logprobs if column.by == ACTOR else model_scores[id(batch)].values
+            assert token_values is not None
+            return token_values
         if column.by == REFERENCE:
             return self.backend.reference(batch, temperature=self.temperature).logprobs
         return self._scorers[column.name].score(batch.to(self.backend.device))
@@ -347,8 +351,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
 
     def _micro_batches(self, batch: TokenBatch, *, packed: bool | None = None) -> Parts:
         """Returns the micro-batches, each of one policy (see `LanguageActor._micro_batches`)."""
-        cut = partial(super()._micro_batches, packed=packed)
-        return by_policy(self.policies, batch, cut) if self.policies.names else cut(batch)
+        split_batch = partial(super()._micro_batches, packed=packed)
+        return by_policy(self.policies, batch, split_batch) if self.policies.names else split_batch(batch)
 
     def update(self, step: int) -> dict[str, float]:
         """Trains on the groups of `receive`.
@@ -361,27 +365,29 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """
         if self._received != step:
             raise RlhpcError(f"step {step} cannot be trained: its groups did not come")
-        start = time.perf_counter()
+        start_time = time.perf_counter()
         batch = TokenBatch.joined(self._parts)
         self._parts = []
-        scored = self._recompute_logprobs(batch) if self.cfg.actor.offload_in_rollout else 0.0
+        score_s = self._recompute_logprobs(batch) if self.cfg.actor.offload_in_rollout else 0.0
         reduce = self._summed if self.world_size > 1 else None
         batch.columns[ADVANTAGES] = self.algorithm.advantages(batch, reduce)
         if self._returns is not None:
             self._send_returns(step, batch, self._returns)
-        rate = self._learning_rate(step)
-        parts = minibatches(batch, self._num_responses, self._minibatch_size, self._epochs(step), (self.seed, step))
-        metrics, updates = self._optimize(
-            ((f"step {step}, {where}", part) for where, part in parts),
+        learning_rate = self._learning_rate(step)
+        named_minibatches = minibatches(
+            batch, self._num_responses, self._minibatch_size, self._epochs(step), (self.seed, step)
+        )
+        metrics, num_updates = self._optimize(
+            ((f"step {step}, {minibatch_name}", minibatch) for minibatch_name, minibatch in named_minibatches),
             length_limit(self.cfg),
-            partial(self._minibatch, rate),
+            partial(self._minibatch, learning_rate),
             self.algorithm.at_first,
         )
         self.version = step
         if RETURNS_OF in batch.columns:
             metrics |= self._fit(batch)
-        seconds = {"update_s": time.perf_counter() - start - scored, "late_score_s": scored}
-        return {**metrics, "lr": rate, "updates": float(updates), **seconds, **COST.pop()}
+        seconds = {"update_s": time.perf_counter() - start_time - score_s, "late_score_s": score_s}
+        return {**metrics, "lr": learning_rate, "updates": float(num_updates), **seconds, **COST.pop()}
 
     def _epochs(self, step: int) -> int:
         """Returns the passes over a step's samples: 0 while only the critic is trained."""
@@ -396,14 +402,14 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 f"algorithm.name={self.cfg.algorithm.name} asks the critic for {VALUES}, but its advantages left no "
                 f"batch.columns[{RETURNS_OF!r}] for it to learn from"
             )
-        returns = batch.columns.pop(RETURNS_OF)
-        for position, (draw, members) in self._members.items():
-            where = batch.tokens_of(torch.nonzero(batch.group == position).flatten())
+        token_returns = batch.columns.pop(RETURNS_OF)
+        for position, (draw_id, members) in self._members.items():
+            group_tokens = batch.tokens_of(torch.nonzero(batch.group == position).flatten())
             message = {
                 "step": step,
                 "position": position,
-                "draw": draw,
-                "values": returns[where].numpy(),
+                "draw": draw_id,
+                "values": token_returns[group_tokens].numpy(),
                 "members": members.numpy(),
             }
             if self.leads:
@@ -418,7 +424,10 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             return self.algorithm.loss(scores, part, counts)
 
         packed = self.backend.packed and (self._reader is None or self._reader.packed)
-        batches, entropy = [part for _, part in self._micro_batches(batch, packed=packed)], self.algorithm.entropy
+        batches, entropy = (
+            [micro_batch for _, micro_batch in self._micro_batches(batch, packed=packed)],
+            self.algorithm.entropy,
+        )
         parts = self.backend.forward_backward(
             batches, loss, temperature=self.temperature, entropy=entropy, reading=self._reader
         )

@@ -78,8 +78,8 @@ class LanguageRolloutWorker(Worker):
 
     def close(self) -> None:
         """Ends the engine with all processes that it has started, and the judges."""
-        for part in self._ended_with_it:
-            part.close()
+        for component in self._ended_with_it:
+            component.close()
 
     def init_worker(self, prompts: PromptMap, last_step: int, expected_digest: str = "") -> dict[str, Any]:
         """Loads engine, tokenizer, dataset and judges.
@@ -104,11 +104,11 @@ class LanguageRolloutWorker(Worker):
         self.refills = cfg.algorithm.max_refills
         # Where steps do not overlap, a run is bitwise the same for any ranks: there, prompts are sampled again instead.
         self.hands_back = self.staleness > 0 and cfg.rollout.agent is None and cfg.agent.kind == INLINE
-        first = first_of_engine(self.rank, cfg)
-        seed_process(self.seed, "rollout", first)  # one seed for all ranks of an engine
-        if self.rank > first:
+        leader_rank = first_of_engine(self.rank, cfg)
+        seed_process(self.seed, "rollout", leader_rank)  # one seed for all ranks of an engine
+        if self.rank > leader_rank:
             self._build(prompts)
-            self.log.info("computes with %s-%d", self.group_name, first)
+            self.log.info("computes with %s-%d", self.group_name, leader_rank)
             return {}
         path = str(cfg.actor.model.model_path)
         self.tokenizer, self.encoder, self.dataset = open_prompts(cfg)
@@ -120,8 +120,8 @@ class LanguageRolloutWorker(Worker):
         )  # fmt: skip
         self._build(prompts)
         self._capacity = self.backend.capacity
-        where = f"{self.group_name}-{self.rank}"
-        self.group_builder = GroupBuilder(cfg, make_algorithm(cfg), choices_of(cfg, self.backend), where)
+        rank_name = f"{self.group_name}-{self.rank}"
+        self.group_builder = GroupBuilder(cfg, make_algorithm(cfg), choices_of(cfg, self.backend), rank_name)
         address = address_for_others(cfg)
         self.generation = make_generation(cfg, self.backend, self.tokenizer, connect_agent_ranks(self, cfg), address)
         self._ended_with_it[:0] = [FeedbackEndpoint(self, self.generation), self.generation]
@@ -208,7 +208,7 @@ class LanguageRolloutWorker(Worker):
             Seconds of the call, of the engine's work and of receiving weights, the number of tokens, and the values of
             `Cost.pop`.
         """
-        start_time, busy, tokens = time.perf_counter(), 0.0, 0
+        start_time, busy_s, num_tokens = time.perf_counter(), 0.0, 0
         deadline = start_time + self.cfg.runner.step_timeout_s
         self._until = self.last_step
         if self.every > 0:  # no group is in flight when the weights of a step are evaluated
@@ -225,23 +225,28 @@ class LanguageRolloutWorker(Worker):
                 break
             self._take_weights()
             self._admit(step)
-            worked = False
+            has_worked = False
             if self.generation.unfinished():
-                start = time.perf_counter()
+                step_start = time.perf_counter()
                 finished_episodes = self.generation.step()
-                busy += time.perf_counter() - start
+                busy_s += time.perf_counter() - step_start
                 for episode in finished_episodes:
-                    tokens += tokens_of(episode) - self._pending.num_resumed_tokens(episode.id)
+                    num_tokens += tokens_of(episode) - self._pending.num_resumed_tokens(episode.id)
                     self._carry_out(self._pending.on_episode(episode))
-                worked = True
-            for before, episode in self.generation.delayed_rewards():
-                self._carry_out(self._pending.on_delayed_reward(before, episode))
+                has_worked = True
+            for reward_before, episode in self.generation.delayed_rewards():
+                self._carry_out(self._pending.on_delayed_reward(reward_before, episode))
             for request, scored in self.judges.poll():
                 self._carry_out(self._pending.on_score(request, scored))
-                worked = True
-            if not worked:
+                has_worked = True
+            if not has_worked:
                 time.sleep(_IDLE_S)
-        stats = {"seconds": time.perf_counter() - start_time, "busy_s": busy, "sync_s": self._synced, "tokens": tokens}
+        stats = {
+            "seconds": time.perf_counter() - start_time,
+            "busy_s": busy_s,
+            "sync_s": self._synced,
+            "tokens": num_tokens,
+        }
         stats |= COST.pop()
         self._synced = 0.0
         if not len(self._pending):
@@ -261,8 +266,8 @@ class LanguageRolloutWorker(Worker):
         """
         self._await_weights(step)
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
-        share = list(ranks).index(self.rank), len(ranks)
-        return self.validation.rows(self.generation, self.judges, share, deadline)
+        rank_and_count = list(ranks).index(self.rank), len(ranks)
+        return self.validation.rows(self.generation, self.judges, rank_and_count, deadline)
 
     @leader_only
     def draw(self, phase: int) -> dict[str, Any]:
@@ -285,41 +290,43 @@ class LanguageRolloutWorker(Worker):
         self.receiver.await_version(version, self._take_weights)
 
     def _waits_for(self) -> str:
-        waits = [f"{n} ratings of {name}" for name, n in self.judges.waits_for().items()]
-        if count := self._pending.num_awaited_rewards:
-            waits.append(f"{count} rewards that come later (agent.feedback_timeout_s)")
-        return "; it waits for " + ", ".join(waits) if waits else ""
+        reasons = [f"{num_ratings} ratings of {name}" for name, num_ratings in self.judges.waits_for().items()]
+        if num_rewards := self._pending.num_awaited_rewards:
+            reasons.append(f"{num_rewards} rewards that come later (agent.feedback_timeout_s)")
+        return "; it waits for " + ", ".join(reasons) if reasons else ""
 
     def _take_weights(self) -> bool:
         """Receives a version of the weights if one has been announced; returns whether it did."""
-        start = time.perf_counter()
-        took = self.receiver.take()
-        if took:
-            self._synced += time.perf_counter() - start
-        return took
+        start_time = time.perf_counter()
+        has_received = self.receiver.take()
+        if has_received:
+            self._synced += time.perf_counter() - start_time
+        return has_received
 
     def _admit(self, first: int) -> None:
         if self.receiver.version < 0:
             return
         for step in range(first, min(self.receiver.version + 1 + self.staleness, self._until) + 1):
             while self.backend.unfinished() < self._capacity:
-                item = self.work.take(step)
-                if item is None:
+                prompt_or_group = self.work.take(step)
+                if prompt_or_group is None:
                     break
-                if isinstance(item, PartialGroup):
-                    self._carry_out(self._pending.on_partial(step, item))
+                if isinstance(prompt_or_group, PartialGroup):
+                    self._carry_out(self._pending.on_partial(step, prompt_or_group))
                 else:
-                    self._carry_out(self._pending.on_prompt(step, item))
+                    self._carry_out(self._pending.on_prompt(step, prompt_or_group))
 
     def _draw(self, step: int, position: int, attempt: int) -> PendingGroup:
         """Returns the group of a position's prompt: the one that is due, or for later attempts a random one."""
         index = self.sampler.at((step - 1) * self.prompts.prompts + position)
         if attempt:
-            draw = np.random.default_rng(seed_of(self.seed, step, position, attempt, -1))
-            index = int(draw.integers(len(self.dataset)))
+            generator = np.random.default_rng(seed_of(self.seed, step, position, attempt, -1))
+            index = int(generator.integers(len(self.dataset)))
         prompt = self.dataset[index]
-        ids, at = self.encoder.encode(prompt) or ((), ())
-        return PendingGroup(step, position, attempt, prompt, tuple(ids), images=self.encoder.prompt_images(prompt, at))
+        ids, image_offsets = self.encoder.encode(prompt) or ((), ())
+        return PendingGroup(
+            step, position, attempt, prompt, tuple(ids), images=self.encoder.prompt_images(prompt, image_offsets)
+        )
 
     # -- actions on groups ----------------------------------------------------------------------------------------
 
@@ -333,8 +340,8 @@ class LanguageRolloutWorker(Worker):
                     for request, answer in zip(self._requests(group, ids), answers, strict=True):
                         self.generation.resume(request, answer, group.prompt)
                 case RequestScore(group, episode):
-                    finished = episode.finish_reason in FINISHED
-                    sample = sample_of(group.prompt, episode, self.tokenizer, finished=finished)
+                    is_finished = episode.finish_reason in FINISHED
+                    sample = sample_of(group.prompt, episode, self.tokenizer, finished=is_finished)
                     self.judges.submit(episode.id, sample, group.first, self.group_size)
                 case Deliver(group, scored):
                     self._deliver(group, scored)
@@ -347,18 +354,18 @@ class LanguageRolloutWorker(Worker):
             self.before_leaving(self._hand_back)
         seeds = (seed_of(self.seed, group.step, group.position, group.attempt, member) for member in range(len(ids)))
         return [
-            Request(number, group.prompt_ids, self.sampling, seed, group.images)
-            for number, seed in zip(ids, seeds, strict=True)
+            Request(request_id, group.prompt_ids, self.sampling, seed, group.images)
+            for request_id, seed in zip(ids, seeds, strict=True)
         ]
 
     def _deliver(self, pending: PendingGroup, scored: ScoredGroup) -> None:
         """Sends a group to its actor and to the groups that score tokens, and reports its delivery."""
-        group, facts = self.group_builder.group(pending, scored)
+        group, group_metrics = self.group_builder.group(pending, scored)
         # A durable put survives the loss of this process.
         self._groups.entrust(group.pack(), key=str(self.prompts.actor_of(group.position)))
         for name, channel in self._scoring.items():
             channel.entrust(group.bare(), key=str(self.prompts.scorer_of(name, group.position)))
-        self.work.deliver(group.step, group.position, facts, failure_of(pending))
+        self.work.deliver(group.step, group.position, group_metrics, failure_of(pending))
 
     def _hand_back(self) -> None:
         """Requeues all groups in flight with their partial answers, for other ranks to resume."""

@@ -73,25 +73,31 @@ class GroupInbox:
         Raises:
             DeadlineExceeded: A group did not arrive in time.
         """
-        count = 1 if in_one_part else min(PARTS, len(share) or 1)
-        lacking = [part.tolist() for part in np.array_split(np.asarray(share), count) if len(part)]
-        groups_by_position, again, draws = dict[int, SampleGroup](), list[SampleGroup](), dict[int, set[bytes]]()
-        while lacking or self._ended_step < step:
+        num_parts = 1 if in_one_part else min(PARTS, len(share) or 1)
+        missing_parts = [
+            positions.tolist() for positions in np.array_split(np.asarray(share), num_parts) if len(positions)
+        ]
+        groups_by_position, second_groups, draws_by_position = (
+            dict[int, SampleGroup](),
+            list[SampleGroup](),
+            dict[int, set[bytes]](),
+        )
+        while missing_parts or self._ended_step < step:
             for group in self.some(step, deadline):
-                known_draws = draws.setdefault(group.position, set())
+                known_draws = draws_by_position.setdefault(group.position, set())
                 if not known_draws:
                     groups_by_position[group.position] = group
                 elif group.draw not in known_draws:
-                    again.append(group)
+                    second_groups.append(group)
                 known_draws.add(group.draw)
             if in_one_part and self._ended_step < step:
                 continue
-            for part in [part for part in lacking if groups_by_position.keys() >= {*part}]:
-                lacking.remove(part)
-                extra, again = (again, []) if in_one_part else ([], again)
-                yield [*(groups_by_position.pop(position) for position in part), *extra]
-        if again:
-            yield again
+            for positions in [positions for positions in missing_parts if groups_by_position.keys() >= {*positions}]:
+                missing_parts.remove(positions)
+                extra_groups, second_groups = (second_groups, []) if in_one_part else ([], second_groups)
+                yield [*(groups_by_position.pop(position) for position in positions), *extra_groups]
+        if second_groups:
+            yield second_groups
 
     def some(self, step: int, deadline: float) -> list[SampleGroup]:
         """Returns all groups of a step that have arrived; waits for one, or for the end of the step.
@@ -167,25 +173,25 @@ class ScoringWorker(_Scoring):
         Returns:
             Seconds of scoring, and number of tokens.
         """
-        busy, tokens = 0.0, 0
-        share = self.prompts.share_of(self.group_name, self.rank)
-        for groups in self._inbox.parts(step, share, self._deadline()):
-            start = time.perf_counter()
+        busy_s, num_tokens = 0.0, 0
+        positions = self.prompts.share_of(self.group_name, self.rank)
+        for groups in self._inbox.parts(step, positions, self._deadline()):
+            start_time = time.perf_counter()
             batch = TokenBatch.joined([group.batch for group in groups])
-            values = values_of(
+            token_scores = values_of(
                 self._score,
                 split_micro_batches(batch, self.group.max_tokens, packed=self.scorer.packed),
                 batch,
                 "the scorer",
             )
-            send_column(self._actors, self.prompts, groups, self.group_name, values)
-            tokens += batch.tokens
-            busy += time.perf_counter() - start
-        return {"busy_s": busy, "tokens": float(tokens)}
+            send_column(self._actors, self.prompts, groups, self.group_name, token_scores)
+            num_tokens += batch.tokens
+            busy_s += time.perf_counter() - start_time
+        return {"busy_s": busy_s, "tokens": float(num_tokens)}
 
     def _score(self, batch: TokenBatch) -> torch.Tensor:
-        values: torch.Tensor = self.scorer.score(batch.to(self.device))
-        return values
+        token_scores: torch.Tensor = self.scorer.score(batch.to(self.device))
+        return token_scores
 
     def offload(self) -> None:
         """Frees the accelerator for another group."""
@@ -209,8 +215,8 @@ def send_column(
         maker: Name of the worker group that computed it.
         values: `[T]` or `[T, k]`.
     """
-    for group, part in zip(groups, values.split([group.batch.tokens for group in groups]), strict=True):
-        message = column_message(group, maker, part)
+    for group, group_column in zip(groups, values.split([group.batch.tokens for group in groups]), strict=True):
+        message = column_message(group, maker, group_column)
         actors.put(message, key=str(prompts.actor_of(group.position)))
 
 
@@ -231,20 +237,20 @@ class RatingWorker(_Scoring):
         Returns:
             Seconds of rating, number of answers, and the rater's counts as `count/<name>`.
         """
-        busy, count, deadline = 0.0, 0, self._deadline()
+        busy_s, num_answers, deadline = 0.0, 0, self._deadline()
         self.scorer.counts()  # drops the counts of a phase that failed
         while phase not in self._ends:
             requests = self._some(phase, deadline)
             if not requests:
                 continue
-            start = time.perf_counter()
+            start_time = time.perf_counter()
             for request in requests:
                 self._answer(request)
-                count += len(request["ids"])
-            busy += time.perf_counter() - start
+                num_answers += len(request["ids"])
+            busy_s += time.perf_counter() - start_time
         self._ends.discard(phase)
-        counted = {f"count/{name}": value for name, value in self.scorer.counts().items()}
-        return {"busy_s": busy, "answers": float(count), **counted}
+        rater_counts = {f"count/{name}": total for name, total in self.scorer.counts().items()}
+        return {"busy_s": busy_s, "answers": float(num_answers), **rater_counts}
 
     def _some(self, phase: str, deadline: float) -> list[dict[str, Any]]:
         """Returns all requests that have arrived; waits for the first."""
@@ -269,8 +275,8 @@ class RatingWorker(_Scoring):
         ratings = list(self.scorer.rate(request["samples"]))
         if len(ratings) != len(request["ids"]):
             raise RlhpcError(f"{self.group.scorer}: rate gave {len(ratings)} numbers for {len(request['ids'])} answers")
-        values = [None if value is None else float(value) for value in ratings]
-        message = {"round": request["round"], "ids": request["ids"], "values": values}
+        rating_values = [None if rating is None else float(rating) for rating in ratings]
+        message = {"round": request["round"], "ids": request["ids"], "values": rating_values}
         self.notify(message, self.prompts.rollout_name, request["rollout"], ratings_of(self.group_name))
 
 
@@ -299,10 +305,10 @@ class ReferenceWorker(ScoringWorker, SavingWorker):
 
     def take_weights(self) -> None:
         """Replaces its weights by those that the actor sends."""
-        update = self._sync.receive()
+        weight_update = self._sync.receive()
         parameters = self.scorer.model.state_dict()
         with torch.no_grad():
-            proof = Proof(update, f"{self.prompts.actor_name}-0")
+            proof = Proof(weight_update, f"{self.prompts.actor_name}-0")
             for name, tensor in proof.tensors():
                 if isinstance(tensor, Elements) or name not in parameters:
                     raise RlhpcError(f"the actor's weight {name} does not fit the reference's model")

@@ -60,17 +60,17 @@ class SftActor(EvaluatedActor[SftConfig]):
         Returns:
             Metrics, the same on all ranks.
         """
-        rows = [self.dataset[place] for place in self.sampler.of_step(step, self.data, self.sizes.data)]
+        rows = [self.dataset[index] for index in self.sampler.of_step(step, self.data, self.sizes.data)]
         demonstrations = self._batch_of(rows, self.encoder)
         counts = self._count(demonstrations)
-        shared = self._shared(demonstrations)
+        balanced = self._shared(demonstrations)
 
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            value = counts.loss(-scores.logprobs, batch, "token-mean")
-            return value, {"loss": value.detach()}
+            loss_value = counts.loss(-scores.logprobs, batch, "token-mean")
+            return loss_value, {"loss": loss_value.detach()}
 
-        batches = [batch for _, batch in self._micro_batches(shared)]
-        return self._only_step(step, self.backend.forward_backward(batches, loss), counts.tokens, shared)
+        batches = [batch for _, batch in self._micro_batches(balanced)]
+        return self._only_step(step, self.backend.forward_backward(batches, loss), counts.tokens, balanced)
 
     def validate(self) -> dict[str, float]:
         """Computes the held-out loss with the present weights: the mean of −log p over all trained tokens of the
@@ -80,24 +80,24 @@ class SftActor(EvaluatedActor[SftConfig]):
             loss, tokens and rows, the same on all ranks.
         """
         encoder, dataset = self.held_out
-        sums = torch.zeros(2, dtype=torch.float64)
-        for places in self._held_out_places(len(dataset), self.cfg.data.prompts_per_step):
-            rows = self._batch_of([dataset[place] for place in places], encoder)
-            for _, batch in self._micro_batches(rows):
+        loss_and_tokens = torch.zeros(2, dtype=torch.float64)
+        for indices in self._held_out_places(len(dataset), self.cfg.data.prompts_per_step):
+            demonstrations = self._batch_of([dataset[index] for index in indices], encoder)
+            for _, batch in self._micro_batches(demonstrations):
                 losses = -self.backend.forward(batch).logprobs.cpu().double()
-                sums += torch.stack([losses[batch.mask].sum(), batch.mask.sum().double()])
-        loss, tokens = self._summed(sums).tolist()
+                loss_and_tokens += torch.stack([losses[batch.mask].sum(), batch.mask.sum().double()])
+        loss, tokens = self._summed(loss_and_tokens).tolist()
         return {"loss": loss / max(tokens, 1.0), "tokens": tokens, "rows": float(len(dataset))}
 
     def _batch_of(self, rows: Sequence[Prompt], encoder: PromptTokenizer) -> TokenBatch:
         samples, masks, pictures = [], [], []
         for prompt in rows:
-            encoded = encoder.encode_demonstration(prompt, self.max_tokens)
-            assert encoded is not None, "those that do not fit are dropped at the start"
-            ids, mask, at = encoded
+            tokens_and_mask = encoder.encode_demonstration(prompt, self.max_tokens)
+            assert tokens_and_mask is not None, "those that do not fit are dropped at the start"
+            ids, mask, image_offsets = tokens_and_mask
             samples.append(ids)
             masks.append(mask)
-            pictures.append(encoder.prompt_images(prompt, at))
+            pictures.append(encoder.prompt_images(prompt, image_offsets))
         return TokenBatch.of(samples, masks, pad_id=self.pad, pictures=Pictures.of(pictures))
 
 
@@ -122,11 +122,11 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         cfg = self.cfg
         self.backend = self._load_model(total_steps, lambda: TokenTrainer(cfg, self, reference=True))
         self.measure = PairMeasure(cfg)
-        self.encoder, self.dataset, dropped = open_pairs(cfg, self.tokenizer)
+        self.encoder, self.dataset, num_dropped = open_pairs(cfg, self.tokenizer)
         self.sampler = PromptSampler(len(self.dataset), cfg.data.prompts_per_step, self.seed)
         if cfg.runner.val_check_interval > 0:
             self.held_out = open_pairs(cfg, self.tokenizer, holdout=True)
-        return {"parameters": self.backend.parameters_trained, "dropped": dropped}
+        return {"parameters": self.backend.parameters_trained, "dropped": num_dropped}
 
     def prefer(self, step: int) -> dict[str, float]:
         """Runs one optimizer step on this step's pairs; the loss is the mean over the pairs.
@@ -134,18 +134,21 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         Returns:
             Metrics, the same on all ranks.
         """
-        count = self.cfg.data.prompts_per_step
-        places = self.sampler.of_step(step, self.data, self.sizes.data)
-        pairs = self._batch_of([self.dataset[place] for place in places], self.encoder)
+        num_pairs = self.cfg.data.prompts_per_step
+        indices = self.sampler.of_step(step, self.data, self.sizes.data)
+        pairs = self._batch_of([self.dataset[index] for index in indices], self.encoder)
         tokens = self._count(pairs).tokens
-        shared = self._shared(pairs, _PAIR)
+        balanced = self._shared(pairs, _PAIR)
 
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            metrics = {name: value.sum() / count for name, value in self.measure(scores.logprobs, batch).items()}
-            return metrics["loss"], {name: value.detach() for name, value in metrics.items()}
+            metrics = {
+                name: pair_values.sum() / num_pairs
+                for name, pair_values in self.measure(scores.logprobs, batch).items()
+            }
+            return metrics["loss"], {name: pair_values.detach() for name, pair_values in metrics.items()}
 
-        parts = self.backend.forward_backward([*self._with_reference(shared)], loss)
-        return self._only_step(step, parts, tokens, shared)
+        parts = self.backend.forward_backward([*self._with_reference(balanced)], loss)
+        return self._only_step(step, parts, tokens, balanced)
 
     def validate(self) -> dict[str, float]:
         """Computes the metrics of the held-out pairs with the present weights.
@@ -154,13 +157,16 @@ class DpoActor(EvaluatedActor[DpoConfig]):
             Means over all pairs, and their number (`rows`); the same on all ranks, for any number of ranks and micro-batches.
         """
         encoder, dataset, _ = self.held_out
-        sums = dict[str, Tensor]()
-        for places in self._held_out_places(len(dataset), self.cfg.data.prompts_per_step):
-            for batch in self._with_reference(self._batch_of([dataset[place] for place in places], encoder)):
-                measured = self.measure(self.backend.forward(batch).logprobs.cpu().double(), batch)
-                sums = {name: sums.get(name, torch.zeros(())) + value.sum() for name, value in measured.items()}
-        means = self._summed(torch.stack([*sums.values()])) / len(dataset)
-        metrics = dict(zip(sums, means.tolist(), strict=True))
+        metric_sums = dict[str, Tensor]()
+        for indices in self._held_out_places(len(dataset), self.cfg.data.prompts_per_step):
+            for batch in self._with_reference(self._batch_of([dataset[index] for index in indices], encoder)):
+                pair_metrics = self.measure(self.backend.forward(batch).logprobs.cpu().double(), batch)
+                metric_sums = {
+                    name: metric_sums.get(name, torch.zeros(())) + pair_values.sum()
+                    for name, pair_values in pair_metrics.items()
+                }
+        metric_means = self._summed(torch.stack([*metric_sums.values()])) / len(dataset)
+        metrics = dict(zip(metric_sums, metric_means.tolist(), strict=True))
         return {"pair_accuracy": metrics.pop("accuracy"), **metrics, "rows": float(len(dataset))}
 
     def _batch_of(self, pairs: Sequence[PreferenceRow], encoder: PromptTokenizer) -> TokenBatch:
@@ -168,17 +174,17 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         max_tokens = most_tokens(self.max_tokens, "pairs")
         samples, masks = list[list[int]](), list[list[bool]]()
         for pair in pairs:
-            encoded = encode_demonstrations(pair, encoder, max_tokens)
-            assert encoded is not None, "those that do not fit are dropped at the start"
-            samples += [ids for ids, _ in encoded]
-            masks += [mask for _, mask in encoded]
+            completions = encode_demonstrations(pair, encoder, max_tokens)
+            assert completions is not None, "those that do not fit are dropped at the start"
+            samples += [ids for ids, _ in completions]
+            masks += [mask for _, mask in completions]
         return TokenBatch.of(samples, masks, pad_id=self.pad)
 
     def _with_reference(self, batch: TokenBatch) -> Iterator[TokenBatch]:
         """Yields micro-batches of complete pairs with the reference's log-probs, equally many on each rank."""
-        for _, part in self._evenly(cut(batch, _PAIR, self.max_tokens), batch):
-            part.columns[REF_LOGPROBS] = self.backend.reference(part).logprobs.cpu()
-            yield part
+        for _, micro_batch in self._evenly(cut(batch, _PAIR, self.max_tokens), batch):
+            micro_batch.columns[REF_LOGPROBS] = self.backend.reference(micro_batch).logprobs.cpu()
+            yield micro_batch
 
 
 class PairMeasure:
@@ -215,14 +221,14 @@ class PairMeasure:
             *scores.view(-1, _PAIR).unbind(1), beta=self._beta, loss_type=self._loss_type,
             label_smoothing=self._label_smoothing,
         )  # fmt: skip
-        chosen, rejected = (self._beta * log_ratios.detach()).view(-1, _PAIR).unbind(1)
+        reward_chosen, reward_rejected = (self._beta * log_ratios.detach()).view(-1, _PAIR).unbind(1)
         logps_chosen, logps_rejected = _of_completions(logprobs.detach(), batch).view(-1, _PAIR).unbind(1)
         return {
             "loss": losses,
-            "accuracy": (chosen > rejected).to(logprobs.dtype),
-            "margin": chosen - rejected,
-            "rewards_chosen": chosen,
-            "rewards_rejected": rejected,
+            "accuracy": (reward_chosen > reward_rejected).to(logprobs.dtype),
+            "margin": reward_chosen - reward_rejected,
+            "rewards_chosen": reward_chosen,
+            "rewards_rejected": reward_rejected,
             "logps_chosen": logps_chosen,
             "logps_rejected": logps_rejected,
         }
@@ -256,12 +262,12 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
         self.max_tokens_per_row = most_tokens(self.max_tokens, self.form)
         self.encoder: PromptTokenizer = encoder_of(cfg, cfg.data.train, self.tokenizer, "data.train")
         self.dataset = training_rows(cfg)
-        dropped = self.dataset.fit(self.encoder, self.max_tokens_per_row)
+        num_dropped = self.dataset.fit(self.encoder, self.max_tokens_per_row)
         self.sampler = PromptSampler(len(self.dataset), cfg.data.prompts_per_step, self.seed)
         self.suites: dict[str, Suite] = {}
         if cfg.runner.val_check_interval > 0:
             self.suites = suites_of(cfg, self.tokenizer, self.form)
-        return {"parameters": self.backend.parameters_trained, "dropped": dropped}
+        return {"parameters": self.backend.parameters_trained, "dropped": num_dropped}
 
     def prefer(self, step: int) -> dict[str, float]:
         """Runs one optimizer step on this step's rows; the loss is the mean over the rows.
@@ -270,34 +276,34 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
             Metrics, the same on all ranks.
         """
         count = self.cfg.data.prompts_per_step
-        rows = [self.dataset[place] for place in self.sampler.of_step(step, self.data, self.sizes.data)]
-        each = EACH[self.form]
+        rows = [self.dataset[index] for index in self.sampler.of_step(step, self.data, self.sizes.data)]
+        answers_per_row = EACH[self.form]
         responses = batch_of(rows, self.encoder, self.max_tokens_per_row, self.pad)
         tokens = self._count(responses).tokens
-        shared = self._shared(responses, each)
+        balanced = self._shared(responses, answers_per_row)
 
         def loss(values: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            rewards, targets = last_values(values, batch), batch.reward
+            rewards, target_rewards = last_values(values, batch), batch.reward
             if not batch.tokens:
-                rewards, targets = rewards[:0], targets[:0]
-            metrics: dict[str, torch.Tensor] = {"reward": rewards.sum() / (count * each)}
+                rewards, target_rewards = rewards[:0], target_rewards[:0]
+            metrics: dict[str, torch.Tensor] = {"reward": rewards.sum() / (count * answers_per_row)}
             if self.form == "pairs":
-                chosen, rejected = rewards.view(-1, 2).unbind(1)
-                losses = self.loss(chosen, rejected, targets[::2])
+                reward_chosen, reward_rejected = rewards.view(-1, 2).unbind(1)
+                losses = self.loss(reward_chosen, reward_rejected, target_rewards[::2])
                 metrics |= {
-                    "accuracy": (chosen > rejected).sum() / count,
-                    "margin": (chosen - rejected).sum() / count,
-                    "reward_chosen": chosen.sum() / count,
-                    "reward_rejected": rejected.sum() / count,
+                    "accuracy": (reward_chosen > reward_rejected).sum() / count,
+                    "margin": (reward_chosen - reward_rejected).sum() / count,
+                    "reward_chosen": reward_chosen.sum() / count,
+                    "reward_rejected": reward_rejected.sum() / count,
                 }
             else:
-                losses = self.loss(rewards, targets)
-                metrics["mse"] = (rewards - targets).square().sum() / count
-            value = losses.sum() / count
-            return value, {"loss": value, **metrics}
+                losses = self.loss(rewards, target_rewards)
+                metrics["mse"] = (rewards - target_rewards).square().sum() / count
+            loss_value = losses.sum() / count
+            return loss_value, {"loss": loss_value, **metrics}
 
-        batches = [batch for _, batch in self._evenly(cut(shared, each, self.max_tokens), shared)]
-        return self._only_step(step, self.backend.forward_backward(batches, loss), tokens, shared)
+        batches = [batch for _, batch in self._evenly(cut(balanced, answers_per_row, self.max_tokens), balanced)]
+        return self._only_step(step, self.backend.forward_backward(batches, loss), tokens, balanced)
 
     def validate(self) -> dict[str, list[dict[str, Any]]]:
         """Computes the rewards of this rank's share of the suites' rows with the present weights.
@@ -307,8 +313,8 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
         """
         rows_by_suite: dict[str, list[dict[str, Any]]] = {}
         for name, suite in self.suites.items():
-            places = list(range(self.data, len(suite.rows), self.sizes.data))
-            rows = [suite.rows[place] for place in places]
+            indices = list(range(self.data, len(suite.rows), self.sizes.data))
+            rows = [suite.rows[index] for index in indices]
             rewards = rewards_of(
                 rows,
                 suite.encoder,
@@ -322,12 +328,12 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
                 continue
             rows_by_suite[name] = [
                 {
-                    "place": place,
+                    "place": index,
                     "rewards": reward,
                     "target": row.target,
                     "level": row.prompt.level,
                     "prompt": row.prompt.question,
                 }
-                for place, row, reward in zip(places, rows, rewards, strict=True)
+                for index, row, reward in zip(indices, rows, rewards, strict=True)
             ]
         return rows_by_suite
