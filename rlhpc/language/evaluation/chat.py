@@ -65,13 +65,13 @@ class Conversation:
         self._engine.add([Request(self._turn, ids, self._sampling, seed_of(self._seed, self._turn))])
         answer = ""
         try:
-            for tokens, finished in self._drawn():
+            for tokens, is_finished in self._drawn():
                 text_so_far = self._encoder.tokenizer.decode(tokens, skip_special_tokens=True)
-                if not finished and text_so_far.endswith("\ufffd"):  # in the middle of a character
+                if not is_finished and text_so_far.endswith("\ufffd"):  # in the middle of a character
                     continue
-                piece, answer = text_so_far[len(answer) :], text_so_far
-                if piece:
-                    yield piece
+                new_text, answer = text_so_far[len(answer) :], text_so_far
+                if new_text:
+                    yield new_text
         finally:
             if self._engine.unfinished():
                 self._engine.abort()
@@ -119,14 +119,14 @@ def chat(
         top_p=cfg.rollout.top_p,
         top_k=cfg.rollout.top_k,
     )
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as exit_stack:
         # Libraries print while they are loaded; standard output is reserved for replies.
         with contextlib.redirect_stdout(sys.stderr):
-            folder, _ = opened.enter_context(model_folder(checkpoint, cfg.actor.model.trust_remote_code))
-            first = next(iter(folders_of(cfg, folder).values()))
-            encoder = _encoder(cfg, load_tokenizer(first, cfg.actor.model.trust_remote_code), system)
+            folder, _ = exit_stack.enter_context(model_folder(checkpoint, cfg.actor.model.trust_remote_code))
+            model_path = next(iter(folders_of(cfg, folder).values()))
+            encoder = _encoder(cfg, load_tokenizer(model_path, cfg.actor.model.trust_remote_code), system)
             engine = make_engine(cfg, model_path=folder, device=accelerator() or "cpu", seed=seed)
-        opened.callback(engine.close)
+        exit_stack.callback(engine.close)
         note(f"{checkpoint.name}; {_COMMANDS}")
         _talk(Conversation(engine, encoder, sampling, seed, system))
 
@@ -146,35 +146,35 @@ def _encoder(cfg: LanguageConfig, tokenizer: Any, system: str | None) -> PromptT
 
 
 def _talk(conversation: Conversation) -> None:
-    live = sys.stdin.isatty()
-    if live:
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
         import readline  # noqa: F401 (input() then edits lines)
     while True:
         try:
-            text = input("> " if live else "")
+            question = input("> " if is_terminal else "")
         except EOFError:
-            if live:
+            if is_terminal:
                 print()
             return
-        if text.strip() == "/exit":
+        if question.strip() == "/exit":
             return
-        if text.strip() == "/clear":
+        if question.strip() == "/clear":
             conversation.clear()
-        elif text.strip():
-            _answer(conversation, text)
+        elif question.strip():
+            _answer(conversation, question)
 
 
 def _answer(conversation: Conversation, text: str) -> None:
     """Prints the reply as it is drawn."""
-    pieces = conversation.reply(text)
+    text_pieces = conversation.reply(text)
     try:
-        for piece in pieces:
-            print(piece.translate(_HARMLESS), end="", flush=True)
+        for text_piece in text_pieces:
+            print(text_piece.translate(_HARMLESS), end="", flush=True)
     except KeyboardInterrupt:
         print(" …", end="")
     except ConfigError as error:
         note(f"{error}; /clear begins anew")
         return
     finally:
-        pieces.close()
+        text_pieces.close()
     print(flush=True)

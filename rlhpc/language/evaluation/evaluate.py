@@ -72,27 +72,27 @@ def transcript(episode: Episode, tokenizer: Any, roles: tuple[str, ...] = ()) ->
 
 
 def _sample(sample: Episode, tokenizer: Any, roles: tuple[str, ...]) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = [{"turn": 0, "read": _text(tokenizer, sample.prompt_ids)}]
-    at = 0
-    for (turn, drawn), mask_run in groupby(zip(sample.turn_ids, sample.loss_mask, strict=True)):
-        end = at + len(list(mask_run))
-        ids = sample.token_ids[at:end]
-        if drawn:
+    runs: list[dict[str, Any]] = [{"turn": 0, "read": _text(tokenizer, sample.prompt_ids)}]
+    start = 0
+    for (turn, is_drawn), mask_run in groupby(zip(sample.turn_ids, sample.loss_mask, strict=True)):
+        end = start + len(list(mask_run))
+        ids = sample.token_ids[start:end]
+        if is_drawn:
             token_logprobs = [
                 [_text(tokenizer, [token]), round(logprob, 4)]
-                for token, logprob in zip(ids, sample.logprobs[at:end], strict=True)
+                for token, logprob in zip(ids, sample.logprobs[start:end], strict=True)
             ]
-            reward = sum(sample.rewards[at:end])
-            parts.append({"turn": turn, "drawn": token_logprobs, **({"reward": reward} if reward else {})})
+            reward = sum(sample.rewards[start:end])
+            runs.append({"turn": turn, "drawn": token_logprobs, **({"reward": reward} if reward else {})})
         else:
-            parts.append({"turn": turn, "read": _text(tokenizer, ids)})
-        at = end
-    return {"role": roles[sample.role] if sample.role < len(roles) else "", "parts": parts}
+            runs.append({"turn": turn, "read": _text(tokenizer, ids)})
+        start = end
+    return {"role": roles[sample.role] if sample.role < len(roles) else "", "parts": runs}
 
 
 def _text(tokenizer: Any, ids: Any) -> str:
-    text: str = tokenizer.decode(list(ids), skip_special_tokens=False)
-    return text
+    decoded: str = tokenizer.decode(list(ids), skip_special_tokens=False)
+    return decoded
 
 
 #: Pause in seconds when neither engine nor reward functions have results.
@@ -142,13 +142,13 @@ def evaluate_language_model(
     if backend is not None:
         cfg = changed(cfg, "rollout.rollout_backend", backend)
     with model_folder(model, cfg.actor.model.trust_remote_code) as (folder, step):
-        first = next(iter(folders_of(cfg, folder).values()))
-        tokenizer = load_tokenizer(first, cfg.actor.model.trust_remote_code)
-        problems, dropped = problems_of(cfg, section, tokenizer)
+        model_path = next(iter(folders_of(cfg, folder).values()))
+        tokenizer = load_tokenizer(model_path, cfg.actor.model.trust_remote_code)
+        problems, num_dropped = problems_of(cfg, section, tokenizer)
         rows = answered(problems, cfg, section, suite, folder, tokenizer, progress)
-    result = {
+    summary = {
         **summarize(rows),
-        "dropped": dropped,
+        "dropped": num_dropped,
         "suite": suite,
         "global_step": step_evaluated(model, step, output) if global_step is None else global_step,
         "model": str(model),
@@ -160,8 +160,8 @@ def evaluate_language_model(
         "max_new_tokens": cfg.rollout.max_new_tokens,
     }
     if output is not None:
-        write_result(Path(output), result, rows, samples_path(Path(output)))
-    return result
+        write_result(Path(output), summary, rows, samples_path(Path(output)))
+    return summary
 
 
 def step_evaluated(model: str | Path, step: int | None, output: str | Path | None) -> int:
@@ -204,12 +204,12 @@ def _check_samples(section: EvalDataConfig, suite: str) -> None:
 
 def describe(result: dict[str, Any]) -> str:
     """Formats an evaluation as a line."""
-    between = in_parentheses(result["accuracy_ci95"], ".1%", "95 % interval ")
-    line = f"accuracy {result['accuracy']:.1%}{between} on {result['n']} problems"
-    line += describe_samples(result)
+    interval = in_parentheses(result["accuracy_ci95"], ".1%", "95 % interval ")
+    summary = f"accuracy {result['accuracy']:.1%}{interval} on {result['n']} problems"
+    summary += describe_samples(result)
     if result["failed"]:
-        line += f"; {result['failed']} answers could not be judged"
-    return f"{line}; suite {result['suite']}, step {result['global_step']}, {result['backend']}"
+        summary += f"; {result['failed']} answers could not be judged"
+    return f"{summary}; suite {result['suite']}, step {result['global_step']}, {result['backend']}"
 
 
 @contextmanager
@@ -237,14 +237,16 @@ def _exported(checkpoint: Path, step: int) -> Path | None:
 
     folder = default_output(checkpoint, step)
     try:
-        identity = read_json((checkpoint / "backend.json").read_bytes())
-        for part in [folder / str(name) for name in identity.get("agent.policies", ("",))]:
-            record = read_json((part / CONVERSION).read_bytes())
-            same_checkpoint = record["manifest_sha256"] == digest(checkpoint / MANIFEST)[1]
-            same_dtype = record["dtype"] == identity["about"]["dtype"]
-            complete = all((part / name).stat().st_size == file["size"] for name, file in record["files"].items())
-            merged = not record["lora"] or record["lora"]["merged"]
-            if not (same_checkpoint and same_dtype and complete and merged):
+        backend_identity = read_json((checkpoint / "backend.json").read_bytes())
+        for policy_folder in [folder / str(name) for name in backend_identity.get("agent.policies", ("",))]:
+            conversion = read_json((policy_folder / CONVERSION).read_bytes())
+            same_checkpoint = conversion["manifest_sha256"] == digest(checkpoint / MANIFEST)[1]
+            same_dtype = conversion["dtype"] == backend_identity["about"]["dtype"]
+            has_all_files = all(
+                (policy_folder / name).stat().st_size == file["size"] for name, file in conversion["files"].items()
+            )
+            is_merged = not conversion["lora"] or conversion["lora"]["merged"]
+            if not (same_checkpoint and same_dtype and has_all_files and is_merged):
                 return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -283,9 +285,13 @@ def answered(
             generation = make_generation(cfg, engine, tokenizer)
             count = len(problems) * section.samples
             try:
-                with ProgressBar(count, name=f"eval {suite}", unit="answer") if progress else nullcontext() as bar:
+                with (
+                    ProgressBar(count, name=f"eval {suite}", unit="answer")
+                    if progress
+                    else nullcontext() as progress_bar
+                ):
                     rows = answers_to(
-                        problems, cfg, section, suite, generation, judges, tokenizer, bar=bar, transcripts=True
+                        problems, cfg, section, suite, generation, judges, tokenizer, bar=progress_bar, transcripts=True
                     )
             finally:
                 generation.close()
@@ -313,14 +319,16 @@ def problems_of(
         context=context_tokens(cfg, tokenizer),
     )
     prompts = [dataset[index] for index in range(len(dataset))]
-    for one in prompts:
-        encoder.check(dataclasses.replace(one, turn=None))
-    fitting = [
-        (one, tuple(encoded[0]), encoded[1], encoder) for one in prompts if (encoded := encoder.encode(one)) is not None
+    for prompt in prompts:
+        encoder.check(dataclasses.replace(prompt, turn=None))
+    fitting_problems = [
+        (prompt, tuple(ids_and_images[0]), ids_and_images[1], encoder)
+        for prompt in prompts
+        if (ids_and_images := encoder.encode(prompt)) is not None
     ]
-    if not fitting:
+    if not fitting_problems:
         raise ConfigError(f"{key}: all {len(prompts)} prompts are longer than data.max_prompt_tokens={max_tokens}")
-    return fitting, len(prompts) - len(fitting)
+    return fitting_problems, len(prompts) - len(fitting_problems)
 
 
 def answers_to(
@@ -362,20 +370,22 @@ def answers_to(
         top_p=cfg.rollout.top_p,
         top_k=cfg.rollout.top_k,
     )
-    for place, (prompt, ids, at, encoder) in enumerate(problems):
+    for index, (prompt, ids, image_offsets, encoder) in enumerate(problems):
         images, seeds = (
-            encoder.prompt_images(prompt, at),
+            encoder.prompt_images(prompt, image_offsets),
             [seed_of(seed, task, prompt.id, sample) for sample in range(count)],
         )
         generation.add(
-            [Request(place * count + j, ids, sampling, sample_seed, images) for j, sample_seed in enumerate(seeds)],
+            [Request(index * count + j, ids, sampling, sample_seed, images) for j, sample_seed in enumerate(seeds)],
             prompt,
         )
     rows: list[dict[str, Any]] = [{}] * (len(problems) * count)
-    done = 0
-    while done < len(rows):
+    num_scored = 0
+    while num_scored < len(rows):
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"evaluation of {suite}: {len(rows) - done} answers are missing at its deadline")
+            raise DeadlineExceeded(
+                f"evaluation of {suite}: {len(rows) - num_scored} answers are missing at its deadline"
+            )
         episodes = generation.step() if generation.unfinished() else []
         for episode in episodes:
             prompt = problems[episode.id // count][0]
@@ -384,13 +394,13 @@ def answers_to(
             if transcripts:
                 rows[episode.id] |= transcript(episode, tokenizer, roles_of(cfg))
             judges.submit(episode.id, reward_input, episode.id // count, count)
-        judged = judges.poll()
-        for number, scored in judged:
-            _judge(rows[number], scored, cfg.reward)
-        done += len(judged)
-        if bar is not None and judged:
-            bar.update(done)
-        if not episodes and not judged and not generation.unfinished():
+        scored_answers = judges.poll()
+        for request_id, scored in scored_answers:
+            _judge(rows[request_id], scored, cfg.reward)
+        num_scored += len(scored_answers)
+        if bar is not None and scored_answers:
+            bar.update(num_scored)
+        if not episodes and not scored_answers and not generation.unfinished():
             time.sleep(_IDLE_S)
     return rows
 
@@ -415,18 +425,18 @@ def _judge(row: dict[str, Any], scored: Scored, reward: RewardConfig) -> None:
         NonFinite: The reward is not finite.
     """
     if not math.isfinite(scored.total):
-        terms = ", ".join(f"{name} {value}" for name, value in scored.terms.items())
+        term_values = ", ".join(f"{name} {reward_value}" for name, reward_value in scored.terms.items())
         raise NonFinite(
-            f"the reward of problem {row['id']}, sample {row['sample']} is {scored.total} ({terms}); see reward.terms"
+            f"the reward of problem {row['id']}, sample {row['sample']} is {scored.total} ({term_values}); see reward.terms"
         )
-    first = reward.terms[0]
-    right = not scored.failed and scored.terms.get(first.name, 0.0) >= 1.0
+    first_term = reward.terms[0]
+    is_right = not scored.failed and scored.terms.get(first_term.name, 0.0) >= 1.0
     row |= {
-        "right": right,
+        "right": is_right,
         "reward": scored.total,
         "terms": dict(scored.terms),
         "failed": scored.failed,
-        "vote": vote(row["response"], row["answer"], right, first),
+        "vote": vote(row["response"], row["answer"], is_right, first_term),
     }
 
 
@@ -439,22 +449,24 @@ def vote(response: str, answer: str, right: bool, term: RewardTermConfig) -> str
         right: Whether the response is right.
         term: The first of `reward.terms`: `name` and `kwargs`.
     """
-    name, ways = term.name.lower(), _ANSWERS
+    name, extraction_methods = term.name.lower(), _ANSWERS
     if name == "code":  # programs are never written twice alike
         return ""
     if right and name in _ONE_ANSWER:
         return normalize_answer(extract(answer, _ANSWERS) or "")
     if name == "math":  # what that reward cannot find is no answer
-        ways = tuple(term.kwargs.get("extract", _ANSWERS[:2])) + ("last_number",) * bool(term.kwargs.get("last_number"))
-    return normalize_answer(extract(response, ways) or "")
+        extraction_methods = tuple(term.kwargs.get("extract", _ANSWERS[:2])) + ("last_number",) * bool(
+            term.kwargs.get("last_number")
+        )
+    return normalize_answer(extract(response, extraction_methods) or "")
 
 
 def identify(rows: Sequence[dict[str, Any]], count: int) -> None:
     """Replaces ids by the positions of the problems if some problems share an id."""
     ids = [row["id"] for row in rows[::count]]
     if len(set(ids)) < len(ids):
-        for place, row in enumerate(rows):
-            row["id"] = place // count
+        for index, row in enumerate(rows):
+            row["id"] = index // count
 
 
 def write_result(path: Path, result: dict[str, Any], rows: Sequence[dict[str, Any]], rows_path: Path) -> None:
@@ -469,10 +481,10 @@ def write_result(path: Path, result: dict[str, Any], rows: Sequence[dict[str, An
     Raises:
         ConfigError: A file cannot be written.
     """
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    json_lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     try:
         # A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape.
-        replace_durably(rows_path, lines.encode("utf-8", "backslashreplace"))
+        replace_durably(rows_path, json_lines.encode("utf-8", "backslashreplace"))
         replace_durably(path, json.dumps(result, indent=2, sort_keys=True).encode() + b"\n")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error

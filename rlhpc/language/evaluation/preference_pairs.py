@@ -62,18 +62,18 @@ def make_pairs(
     """
     if not cfg.reward.terms:
         raise ConfigError("reward.terms is empty; say how answers are judged, such as [{name: math}]")
-    section, part = _section(cfg, suite, samples, temperature)
+    section, split = _section(cfg, suite, samples, temperature)
     with model_folder(
         resolve_model(cfg.actor.model) if model is None else model, cfg.actor.model.trust_remote_code
     ) as folder_and_step:
         folder = folder_and_step[0]
         tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
-        problems, _ = problems_of(cfg, section, tokenizer, part)
+        problems, _ = problems_of(cfg, section, tokenizer, split)
         answers = answered(problems, cfg, section, section.name, folder, tokenizer, progress)
-    groups = [answers[place * samples : (place + 1) * samples] for place in range(len(problems))]
-    make = pairs_of if form == "pairs" else labels_of
-    rows = [list(make(prompt, group)) for (prompt, *_), group in zip(problems, groups, strict=True)]
-    flat = [row for problem_rows in rows for row in problem_rows]
+    groups = [answers[index * samples : (index + 1) * samples] for index in range(len(problems))]
+    make_rows = pairs_of if form == "pairs" else labels_of
+    rows_by_problem = [list(make_rows(prompt, group)) for (prompt, *_), group in zip(problems, groups, strict=True)]
+    flat = [row for problem_rows in rows_by_problem for row in problem_rows]
     if not flat:
         raise ConfigError(
             f"none of {len(problems)} problems has a right and a wrong answer among {samples}; ask for more (--samples), or "
@@ -81,30 +81,30 @@ def make_pairs(
         )
     if shuffled:
         shuffle(flat, form, cfg.runner.seed)
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in flat)
+    json_lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in flat)
     try:
-        replace_durably(output, lines.encode("utf-8", "backslashreplace"))
+        replace_durably(output, json_lines.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
-    right = sum(bool(answer["right"]) for answer in answers)
+    num_right = sum(bool(answer["right"]) for answer in answers)
     return {
         "rows": len(flat),
         "form": form,
         "problems": len(problems),
-        "used": sum(map(bool, rows)),
+        "used": sum(map(bool, rows_by_problem)),
         "shuffled": shuffled,
-        "accuracy": right / len(answers),
+        "accuracy": num_right / len(answers),
         "samples": samples,
     }
 
 
 def describe(result: dict[str, Any]) -> str:
     """Formats the result as a line."""
-    noun = "pairs" if result["form"] == "pairs" else "labelled answers"
-    lot = ", their order drawn by lot" if result["shuffled"] else ""
+    row_noun = "pairs" if result["form"] == "pairs" else "labelled answers"
+    shuffle_note = ", their order drawn by lot" if result["shuffled"] else ""
     return (
-        f"{result['rows']} {noun}{lot}, of {result['used']} of {result['problems']} problems; {result['accuracy']:.1%} of "
-        f"{result['samples']} answers to each were right"
+        f"{result['rows']} {row_noun}{shuffle_note}, of {result['used']} of {result['problems']} problems; "
+        f"{result['accuracy']:.1%} of {result['samples']} answers to each were right"
     )
 
 
@@ -119,10 +119,10 @@ def _section(cfg: LanguageConfig, suite: str | None, samples: int, temperature: 
             "data.train has pairs, on which this run is trained, and no problems: name a suite of data.eval by --suite"
         )
     source = cfg.data.train if suite is None else suite_named(cfg.data.eval, suite)
-    shared = {field.name: getattr(source, field.name) for field in dataclasses.fields(DataSourceConfig)}
+    source_fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(DataSourceConfig)}
     name = "train" if suite is None else source.name if isinstance(source, EvalDataConfig) else str(suite)
     section = EvalDataConfig(
-        **{**shared, "kwargs": dict(source.kwargs)}, name=name, samples=samples, temperature=temperature
+        **{**source_fields, "kwargs": dict(source.kwargs)}, name=name, samples=samples, temperature=temperature
     )
     return section, "train" if suite is None else "eval"
 
@@ -130,11 +130,11 @@ def _section(cfg: LanguageConfig, suite: str | None, samples: int, temperature: 
 def pairs_of(prompt: Prompt, answers: Sequence[Row]) -> Iterator[Row]:
     """Yields the first right answer with each different wrong one; without empty answers and those without a score."""
     scored = [answer for answer in answers if answer["response"] and not answer["failed"]]
-    right = next((answer["response"] for answer in scored if answer["right"]), None)
-    wrong = dict.fromkeys(answer["response"] for answer in scored if not answer["right"])
-    if right is not None:
-        for response in wrong:
-            yield {**_prompt_row(prompt), "chosen": right, "rejected": response}
+    right_response = next((answer["response"] for answer in scored if answer["right"]), None)
+    wrong_responses = dict.fromkeys(answer["response"] for answer in scored if not answer["right"])
+    if right_response is not None:
+        for response in wrong_responses:
+            yield {**_prompt_row(prompt), "chosen": right_response, "rejected": response}
 
 
 def labels_of(prompt: Prompt, answers: Sequence[Row]) -> Iterator[Row]:
@@ -146,14 +146,14 @@ def labels_of(prompt: Prompt, answers: Sequence[Row]) -> Iterator[Row]:
 
 def shuffle(rows: list[Row], form: str, seed: int) -> None:
     """Takes from the rows what they say about their answers, in place; everything else stays as it is."""
-    lots = random.Random(f"shuffled {seed}")
+    generator = random.Random(f"shuffled {seed}")
     if form == "pairs":
         for row in rows:
-            if lots.random() < 0.5:
+            if generator.random() < 0.5:
                 row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
         return
     labels = [row["label"] for row in rows]
-    lots.shuffle(labels)
+    generator.shuffle(labels)
     for row, label in zip(rows, labels, strict=True):
         row["label"] = label
 
@@ -161,9 +161,11 @@ def shuffle(rows: list[Row], form: str, seed: int) -> None:
 def _prompt_row(prompt: Prompt) -> Row:
     """Returns the prompt as the model read it; a single question as a text."""
     messages = [dict(message) for message in prompt.messages]
-    alone = len(messages) == 1 and messages[0].keys() == {"role", "content"} and messages[0]["role"] == "user"
+    is_single_question = (
+        len(messages) == 1 and messages[0].keys() == {"role", "content"} and messages[0]["role"] == "user"
+    )
     return {
-        "prompt": messages[0]["content"] if alone else messages,
+        "prompt": messages[0]["content"] if is_single_question else messages,
         **({"level": prompt.level} if prompt.level else {}),
         **({"tools": list(prompt.tools)} if prompt.tools else {}),
     }

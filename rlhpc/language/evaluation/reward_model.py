@@ -78,8 +78,10 @@ def most_tokens(max_tokens: int, form: str) -> int:
 
 def encoder_of(cfg: RewardRunConfig, section: PreferenceSourceConfig, tokenizer: Any, key: str) -> PromptTokenizer:
     """Returns the encoder of a section's rows."""
-    data = cfg.data
-    return PromptTokenizer(tokenizer, data.max_prompt_tokens, data.overlong_prompts, section.chat_template, key=key)
+    data_config = cfg.data
+    return PromptTokenizer(
+        tokenizer, data_config.max_prompt_tokens, data_config.overlong_prompts, section.chat_template, key=key
+    )
 
 
 def suite_of(cfg: RewardRunConfig, section: PreferenceSuiteConfig, tokenizer: Any, form: str) -> Suite:
@@ -92,8 +94,8 @@ def suite_of(cfg: RewardRunConfig, section: PreferenceSuiteConfig, tokenizer: An
     encoder = encoder_of(cfg, section, tokenizer, key)
     rows = suite_rows(cfg, section)
     max_tokens = most_tokens(cfg.actor.max_tokens_per_micro_batch, form)
-    dropped = rows.fit(encoder, max_tokens)
-    return Suite([rows[index] for index in range(len(rows))], dropped, encoder)
+    num_dropped = rows.fit(encoder, max_tokens)
+    return Suite([rows[index] for index in range(len(rows))], num_dropped, encoder)
 
 
 def suites_of(cfg: RewardRunConfig, tokenizer: Any, form: str) -> dict[str, Suite]:
@@ -116,14 +118,14 @@ def batch_of(rows: Sequence[PreferenceRow], encoder: PromptTokenizer, max_length
         ConfigError: A row is too long.
     """
     samples: list[list[int]] = []
-    targets: list[float] = []
+    target_rewards: list[float] = []
     for row in rows:
-        encoded = encode(row, encoder, max_length)
-        assert encoded is not None, "those that do not fit are dropped at the start"
-        samples += encoded
-        targets += [row.target] * len(encoded)
+        response_ids = encode(row, encoder, max_length)
+        assert response_ids is not None, "those that do not fit are dropped at the start"
+        samples += response_ids
+        target_rewards += [row.target] * len(response_ids)
     batch = TokenBatch.of(samples, [[True] * len(ids) for ids in samples], pad_id=pad)
-    return dataclasses.replace(batch, reward=torch.tensor(targets, dtype=torch.float32))
+    return dataclasses.replace(batch, reward=torch.tensor(target_rewards, dtype=torch.float32))
 
 
 def cut(batch: TokenBatch, each: int, max_tokens: int) -> Parts:
@@ -136,9 +138,11 @@ def cut(batch: TokenBatch, each: int, max_tokens: int) -> Parts:
     """
     if not len(batch):
         return []
-    places = torch.arange(each)
-    parts = micro_batches(batch.lengths.view(-1, each).amax(1) * each, max_tokens)
-    return [(part, batch.select((part[:, None] * each + places).flatten())) for part in parts]
+    offsets = torch.arange(each)
+    row_groups = micro_batches(batch.lengths.view(-1, each).amax(1) * each, max_tokens)
+    return [
+        (row_indices, batch.select((row_indices[:, None] * each + offsets).flatten())) for row_indices in row_groups
+    ]
 
 
 def rewards_of(
@@ -163,15 +167,15 @@ def rewards_of(
         NonFinite: A reward is not finite.
     """
     full_batch = batch_of(rows, encoder, max_length, pad)
-    each = len(rows[0].responses) if rows else 1
+    responses_per_row = len(rows[0].responses) if rows else 1
     rewards_by_row: list[list[float]] = [[] for _ in rows]
-    for part, batch in evenly(cut(full_batch, each, max_tokens), full_batch):
-        values = forward(batch).cpu()
-        rewards = last_values(values, batch).view(-1, each).tolist() if len(part) else []
-        for place, row_rewards in zip(part.tolist(), rewards, strict=True):
+    for row_indices, batch in evenly(cut(full_batch, responses_per_row, max_tokens), full_batch):
+        predictions = forward(batch).cpu()
+        rewards = last_values(predictions, batch).view(-1, responses_per_row).tolist() if len(row_indices) else []
+        for index, row_rewards in zip(row_indices.tolist(), rewards, strict=True):
             if not all(map(math.isfinite, row_rewards)):
-                raise NonFinite(f"the reward of row {rows[place].prompt.id} is {row_rewards}")
-            rewards_by_row[place] = row_rewards
+                raise NonFinite(f"the reward of row {rows[index].prompt.id} is {row_rewards}")
+            rewards_by_row[index] = row_rewards
     return rewards_by_row
 
 
@@ -185,14 +189,18 @@ def preference_validation_metrics(
         form, loss: See `find_reward_loss`.
     """
     metrics: dict[str, float] = {}
-    for number, suite in enumerate(parts[0]):
-        rows = sorted((row for part in parts for row in part[suite]), key=lambda row: int(row["place"]))
+    for suite_index, suite in enumerate(parts[0]):
+        rows = sorted((row for rank_rows in parts for row in rank_rows[suite]), key=lambda row: int(row["place"]))
         rewards = torch.tensor([row["rewards"] for row in rows], dtype=torch.float64).unbind(1)
         targets = torch.tensor([row["target"] for row in rows], dtype=torch.float64)
-        result = {**summarize_preferences(rows, form), "rows": len(rows), "loss": float(loss(*rewards, targets).mean())}
+        summary = {
+            **summarize_preferences(rows, form),
+            "rows": len(rows),
+            "loss": float(loss(*rewards, targets).mean()),
+        }
         names = ("accuracy", "loss", "rows", "margin", "calibration_error", "reward_mean", "mse", "r2", "spearman")
-        prefix = f"eval/{suite}" if number else "eval"
-        metrics |= {f"{prefix}/{name}": float(result[name]) for name in names if result.get(name) is not None}
+        prefix = f"eval/{suite}" if suite_index else "eval"
+        metrics |= {f"{prefix}/{name}": float(summary[name]) for name in names if summary.get(name) is not None}
     return metrics
 
 
@@ -248,7 +256,7 @@ def evaluate_reward_model(
         }
         for row, row_rewards in zip(selected.rows, rewards, strict=True)
     ]
-    result = {
+    summary = {
         **summarize_preferences(rows, form),
         "dropped": selected.dropped,
         "suite": suite,
@@ -260,8 +268,8 @@ def evaluate_reward_model(
     }
     if output is not None:
         path = Path(output)
-        write_result(path, result, rows, path.with_name(f"{path.stem}.rewards.jsonl"))
-    return result
+        write_result(path, summary, rows, path.with_name(f"{path.stem}.rewards.jsonl"))
+    return summary
 
 
 def _model_of(cfg: RewardRunConfig, path: str | None) -> LanguageModelConfig:
@@ -292,9 +300,9 @@ def check_reward_model(cfg: RewardRunConfig) -> None:
     encoder = encoder_of(cfg, cfg.data.train, tokenizer, "data.train")
     rows = training_rows(cfg)
     count = len(rows)
-    if dropped := rows.fit(encoder, most_tokens(cfg.actor.max_tokens_per_micro_batch, form)):
+    if num_dropped := rows.fit(encoder, most_tokens(cfg.actor.max_tokens_per_micro_batch, form)):
         note(
-            f"data.train: {dropped} of {count} rows are dropped, because they are too long (data.overlong_prompts=drop)"
+            f"data.train: {num_dropped} of {count} rows are dropped, because they are too long (data.overlong_prompts=drop)"
         )
     if cfg.actor.training_backend.lower() == "deepspeed":
         from rlhpc.language.models.loading import compute_dtype

@@ -66,13 +66,13 @@ class RunLink:
         self._worker = worker
         self._group = worker.group_name
         self.size = size
-        first = worker.rank - worker.rank % size
-        self.ranks = range(first, first + size)
-        self.rank = worker.rank - first
-        self._first = f"{self._group}-{first}"
-        context = current()
-        records = [context.member(self._group, rank) for rank in self.ranks]
-        self.ident = f"{context.host}-{self._first}-{records[0]['incarnation']}"
+        leader_rank = worker.rank - worker.rank % size
+        self.ranks = range(leader_rank, leader_rank + size)
+        self.rank = worker.rank - leader_rank
+        self._first = f"{self._group}-{leader_rank}"
+        member_context = current()
+        records = [member_context.member(self._group, rank) for rank in self.ranks]
+        self.ident = f"{member_context.host}-{self._first}-{records[0]['incarnation']}"
         self.call = 0
 
     def begin_call(self) -> None:
@@ -103,18 +103,18 @@ class RunLink:
                 time.sleep(0.01)
                 continue
             if call == self.call:  # else the command belongs to an aborted call
-                result: Commands = command
-                return result
+                commands: Commands = command
+                return commands
 
     def handle_failure(self, error: BaseException) -> None:
         """Waits for the driver to end this process, if another rank of the engine has ended (`EngineLink.mourn`)."""
         if isinstance(error, CallAborted):
             return
-        context, until = current(), time.monotonic() + _NOTICED_S
+        member_context, deadline = current(), time.monotonic() + _NOTICED_S
         peers = [rank for rank in self.ranks if rank != self._worker.rank]
         with contextlib.suppress(RlhpcError):
-            while time.monotonic() < until:
-                if any(context.has_left(self._group, rank) for rank in peers):
+            while time.monotonic() < deadline:
+                if any(member_context.has_left(self._group, rank) for rank in peers):
                     self._worker.log.info("a rank of this engine has ended, and so must this one")
                     time.sleep(_ENDED_S)  # the driver ends this process
                 time.sleep(0.05)
@@ -216,14 +216,14 @@ class EngineWeights:
             awaiting_weights(cfg), model_path=path, device=device, seed=cfg.runner.seed, link=link
         )
         name = sync_of(cfg)
-        by_shards = sends_shards(name)
-        self._in_parts = self._engine.takes_partial_updates and not by_shards
+        sends_by_shards = sends_shards(name)
+        self._in_parts = self._engine.takes_partial_updates and not sends_by_shards
         self._sync = make_sync(
             name, worker, (prompts.actor_name, 0),
             [(prompts.rollout_name, list(range(prompts.rollout_ranks)))], cfg.rollout.weight_delta,
             complete_updates=not self._in_parts,
         )  # fmt: skip
-        if by_shards:
+        if sends_by_shards:
             assert isinstance(self._sync, SendsShards)
             self._sync.want(self._engine.wants())
         self.part = EngineRank(self._engine, link, self._follow)
@@ -288,26 +288,28 @@ class EngineWeights:
             except queue.Empty:
                 if time.monotonic() > deadline:
                     rank_name = f"{self._worker.group_name}-{self._worker.rank}"
-                    first = first_of_engine(self._worker.rank, self._cfg)
-                    raise DeadlineExceeded(f"{rank_name} was not told of weights that rank {first} takes in") from None
+                    leader_rank = first_of_engine(self._worker.rank, self._cfg)
+                    raise DeadlineExceeded(
+                        f"{rank_name} was not told of weights that rank {leader_rank} takes in"
+                    ) from None
                 time.sleep(_IDLE_S)
         self._take(probe)
 
     def _take(self, probe: Probe | None) -> None:
         engine, rollout = self._engine, self._cfg.rollout
-        update = self._sync.receive()
-        proof = Proof(update, self._sender, look=not update.proven)
-        if update.proven and engine.takes_shards:
-            engine.update_shards(update.version, proof.complete_tensors())
+        weight_update = self._sync.receive()
+        proof = Proof(weight_update, self._sender, look=not weight_update.proven)
+        if weight_update.proven and engine.takes_shards:
+            engine.update_shards(weight_update.version, proof.complete_tensors())
         elif not self._in_parts:
-            engine.update_weights(update.version, proof.complete_tensors())
+            engine.update_weights(weight_update.version, proof.complete_tensors())
         else:
-            engine.update_weights(update.version, proof.tensors(), complete=update.complete)
+            engine.update_weights(weight_update.version, proof.tensors(), complete=weight_update.complete)
         proof.check(engine.held)
         if probe is not None and engine.can_score:
             computes = self.computes()
             dtypes = {probe.dtype, computes["dtype"]}
             check_probe(
-                engine, probe, update.version, rollout.probe_tolerance, dtypes, self._sender, computes["device"]
+                engine, probe, weight_update.version, rollout.probe_tolerance, dtypes, self._sender, computes["device"]
             )
-        self.version = update.version
+        self.version = weight_update.version

@@ -46,30 +46,30 @@ def group_metrics(
         np.concatenate([np.asarray(s.versions)[np.asarray(s.loss_mask, bool)] for s in episode.samples])
         for episode in episodes
     ]
-    oldest = [int(token_versions.min()) for token_versions in versions if len(token_versions)]
-    finished = sum(episode.finish_reason in FINISHED for episode in episodes)
-    behind = [step - 1 - version for version in oldest]
-    first = next(iter(scores[0].terms), "")
+    oldest_versions = [int(token_versions.min()) for token_versions in versions if len(token_versions)]
+    num_finished = sum(episode.finish_reason in FINISHED for episode in episodes)
+    staleness = [step - 1 - version for version in oldest_versions]
+    first_term = next(iter(scores[0].terms), "")
     metrics = {
         "samples": float(len(episodes)),
         "groups": 1.0,
         "reward": float(rewards.sum()),
         "reward_squared": float((rewards**2).sum()),
-        "accuracy": float(sum(score.terms.get(first, 0.0) >= 1.0 for score in scores)),
+        "accuracy": float(sum(score.terms.get(first_term, 0.0) >= 1.0 for score in scores)),
         "length": float(sum(lengths)),
-        "truncated": float(len(episodes) - finished),
+        "truncated": float(len(episodes) - num_finished),
         "varied": float(differ),
         "failed": float(sum(score.failed for score in scores)),
-        "stale": float(sum(behind)),
+        "stale": float(sum(staleness)),
         "refills": float(refills),
         "max_length": float(max(lengths)),
-        "max_stale": float(max(behind, default=0)),
+        "max_stale": float(max(staleness, default=0)),
     }
     for name in scores[0].terms:
         metrics[f"term/{name}"] = float(sum(score.terms.get(name, 0.0) for score in scores))
     outcomes = [episode.outcome for episode in episodes if episode.outcome is not None]
-    for name in sorted({name for outcome in outcomes for name in outcome.metrics}):
-        metrics[f"agent/{name}"] = sum(outcome.metrics.get(name, 0.0) for outcome in outcomes)
+    for name in sorted({name for agent_outcome in outcomes for name in agent_outcome.metrics}):
+        metrics[f"agent/{name}"] = sum(agent_outcome.metrics.get(name, 0.0) for agent_outcome in outcomes)
     return metrics
 
 
@@ -78,8 +78,8 @@ def not_finite(rewards: np.ndarray, episodes: Sequence[Episode], scores: Sequenc
     the token."""
     for member, (reward, episode, score) in enumerate(zip(rewards.tolist(), episodes, scores, strict=True)):
         if not math.isfinite(reward):
-            terms = ", ".join(f"{name} {value}" for name, value in score.terms.items())
-            return f"the reward of response {member} is {reward} ({terms})"
+            term_values = ", ".join(f"{name} {value}" for name, value in score.terms.items())
+            return f"the reward of response {member} is {reward} ({term_values})"
         for sample in episode.samples:
             if not np.isfinite(np.asarray(sample.logprobs, np.float32)[np.asarray(sample.loss_mask, bool)]).all():
                 return f"a log-probability of response {member} is not finite"
@@ -166,26 +166,28 @@ class GroupBuilder:
         Raises:
             RlhpcError: A number is not finite, and the configuration stops the run then.
         """
-        indices, lacking = trained_members(slot, self._oldest(slot)), self.lacks(slot)
-        if lacking:
+        indices, lacks_members = trained_members(slot, self._oldest(slot)), self.lacks(slot)
+        if lacks_members:
             if may_refill:
                 return None
             indices = [0]
         episodes, scores = [slot.episodes[m] for m in indices], [slot.scores[m] for m in indices]
         rewards = np.asarray([score.total for score in scores], np.float32)
         rewards += overlong(episodes, self._cfg.rollout.max_new_tokens, self._cfg.algorithm.overlong_buffer)
-        if fault := not_finite(rewards, episodes, scores):
+        if non_finite_message := not_finite(rewards, episodes, scores):
             if not skips(self._cfg):
                 prompt_text = f"prompt {slot.position} ({slot.prompt.question!r:.80})"
-                raise nonfinite(f"step {slot.step}, {prompt_text}, {self._where}: {fault}")
+                raise nonfinite(f"step {slot.step}, {prompt_text}, {self._where}: {non_finite_message}")
             rewards = np.zeros_like(rewards)
-        why = "nonfinite" if fault else "alone" if lacking else ""
+        drop_reason = "nonfinite" if non_finite_message else "alone" if lacks_members else ""
         drops_truncated = self._cfg.algorithm.overlong_filter
-        trains = [not why and not (drops_truncated and is_cut(episode)) for episode in episodes]
-        differ = varied(task_rewards([s for s, used in zip(scores, trains, strict=True) if used], self._cfg.reward))
-        if may_refill and not lacking and self._filtered_by_dynamic_sampling(differ):
+        trains = [not drop_reason and not (drops_truncated and is_cut(episode)) for episode in episodes]
+        differ = varied(
+            task_rewards([s for s, is_trained in zip(scores, trains, strict=True) if is_trained], self._cfg.reward)
+        )
+        if may_refill and not lacks_members and self._filtered_by_dynamic_sampling(differ):
             return None
-        return ScoredGroup(dict(zip(indices, episodes, strict=True)), scores, rewards, trains, differ, why)
+        return ScoredGroup(dict(zip(indices, episodes, strict=True)), scores, rewards, trains, differ, drop_reason)
 
     def _filtered_by_dynamic_sampling(self, rewards_differ: bool) -> bool:
         """Returns whether another prompt replaces a group from which nothing can be learned (`algorithm.filter_groups`)."""
@@ -278,9 +280,9 @@ def drop_tokens(slot: PendingGroup, oldest: int, *, cut: bool, why: str) -> None
 def _mask_old(episode: Episode, oldest: int) -> int:
     count = 0
     for sample in episode.samples:
-        for at, (trained, version) in enumerate(zip(sample.loss_mask, sample.versions, strict=True)):
-            if trained and version < oldest:
-                sample.loss_mask[at] = False
+        for index, (is_trained, version) in enumerate(zip(sample.loss_mask, sample.versions, strict=True)):
+            if is_trained and version < oldest:
+                sample.loss_mask[index] = False
                 count += 1
     return count
 

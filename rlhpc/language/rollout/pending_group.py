@@ -333,8 +333,10 @@ class PendingGroups:
         group.move_to(GroupState.READY)
         self._num_delayed -= 1
         self._ready.append(group)
-        waiting = [other for other in self._at_position.values() if other.state is GroupState.SCORING]
-        return [action for other in waiting for action in self._set_aside(other)]
+        waiting_groups = [
+            waiting_group for waiting_group in self._at_position.values() if waiting_group.state is GroupState.SCORING
+        ]
+        return [action for waiting_group in waiting_groups for action in self._set_aside(waiting_group)]
 
     def on_leave(self, stopped: Mapping[int, Episode]) -> list[Action]:
         """Handles the request to leave: each group with a position is requeued.
@@ -344,9 +346,9 @@ class PendingGroups:
         """
         requests = {(group.place, member): request for request, (group, member) in self._members.items()}
         actions: list[Action] = []
-        for place, group in self._at_position.items():
+        for position, group in self._at_position.items():
             members = range(self._size)
-            episodes = [group.episodes.get(m) or stopped[requests[place, m]] for m in members]
+            episodes = [group.episodes.get(m) or stopped[requests[position, m]] for m in members]
             group.move_to(GroupState.REQUEUED)
             actions.append(Requeue(group, group.to_partial(episodes)))
         self._at_position.clear()
@@ -400,8 +402,8 @@ class PendingGroups:
 
     def _set_aside(self, group: PendingGroup) -> list[Action]:
         """Gives the position of a group to another one, if it waits for delayed rewards and the limit allows it."""
-        waits = any(other is group for other, *_ in self._awaited.values())
-        if not waits or not (self._ready or self._num_delayed < self._max_delayed):
+        awaits_reward = any(awaited_group is group for awaited_group, *_ in self._awaited.values())
+        if not awaits_reward or not (self._ready or self._num_delayed < self._max_delayed):
             return []
         group.move_to(GroupState.DELAYED)
         self._num_delayed += 1

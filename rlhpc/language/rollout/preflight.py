@@ -38,15 +38,15 @@ def open_prompts(cfg: LanguageConfig, *, checked: bool = False) -> tuple[Any, Pr
         ConfigError: Model, dataset or template cannot be used, a prompt is too long, or the template drops a part of one.
     """
     tokenizer = load_tokenizer(cfg.actor.model.model_path, cfg.actor.model.trust_remote_code)
-    data = cfg.data
+    data_config = cfg.data
     encoder = PromptTokenizer(
         tokenizer,
-        data.max_prompt_tokens,
-        data.overlong_prompts,
-        data.train.chat_template,
+        data_config.max_prompt_tokens,
+        data_config.overlong_prompts,
+        data_config.train.chat_template,
         context=context_tokens(cfg, tokenizer),
     )
-    dataset = make_dataset(data.train, "train")
+    dataset = make_dataset(data_config.train, "train")
     if checked:
         check_problems([term.name for term in cfg.reward.terms], dataset, "data.train")
     return tokenizer, encoder, encoder.fitting(dataset)
@@ -86,11 +86,15 @@ def open_pairs(cfg: DpoConfig, tokenizer: Any, *, holdout: bool = False) -> tupl
     Raises:
         ConfigError: The pairs cannot be read, or one is too long and `data.overlong_prompts` is "error".
     """
-    data = cfg.data
-    section, key = holdout_section(data.train, data.holdout) if holdout else (data.train, "data.train")
-    encoder = PromptTokenizer(tokenizer, data.max_prompt_tokens, data.overlong_prompts, section.chat_template, key=key)
-    pairs = Preferences(section, "pairs", "eval" if holdout else "train", key=key)
-    return encoder, pairs, pairs.fit(encoder, most_tokens(cfg.actor.max_tokens_per_micro_batch, "pairs"))
+    data_config = cfg.data
+    section, key = (
+        holdout_section(data_config.train, data_config.holdout) if holdout else (data_config.train, "data.train")
+    )
+    encoder = PromptTokenizer(
+        tokenizer, data_config.max_prompt_tokens, data_config.overlong_prompts, section.chat_template, key=key
+    )
+    preferences = Preferences(section, "pairs", "eval" if holdout else "train", key=key)
+    return encoder, preferences, preferences.fit(encoder, most_tokens(cfg.actor.max_tokens_per_micro_batch, "pairs"))
 
 
 def check_dpo(cfg: DpoConfig) -> Any:
@@ -104,12 +108,12 @@ def check_dpo(cfg: DpoConfig) -> Any:
     """
     model = cfg.actor.model
     tokenizer = load_tokenizer(model.model_path, model.trust_remote_code)
-    opened = {"data.train": open_pairs(cfg, tokenizer)}
+    datasets = {"data.train": open_pairs(cfg, tokenizer)}
     if cfg.runner.val_check_interval > 0:
-        opened["held-out rows"] = open_pairs(cfg, tokenizer, holdout=True)
-    for key, (_, pairs, dropped) in opened.items():
-        if dropped:
-            note(f"{key}: {dropped} of {dropped + len(pairs)} pairs are dropped, because they are too long "
+        datasets["held-out rows"] = open_pairs(cfg, tokenizer, holdout=True)
+    for key, (_, pairs, num_dropped) in datasets.items():
+        if num_dropped:
+            note(f"{key}: {num_dropped} of {num_dropped + len(pairs)} pairs are dropped, because they are too long "
                  "(data.overlong_prompts=drop)")  # fmt: skip
     check_looking(cfg, load_model_config(str(model.model_path), model.trust_remote_code), False)
     if cfg.actor.training_backend.lower() == "deepspeed":
@@ -120,13 +124,14 @@ def check_dpo(cfg: DpoConfig) -> Any:
 def inputs_digest(cfg: LanguageConfig, tokenizer: Any, dataset: PromptDataset) -> str:
     """Returns a digest of the model's configuration, the tokenizer and some training prompts. A rank on another node
     that reads other files under the same names gets another digest."""
-    model = load_model_config(str(cfg.actor.model.model_path), cfg.actor.model.trust_remote_code).to_dict()
-    count = len(dataset)
-    some = [dataset[index] for index in sorted({0, count // 2, count - 1})]
-    texts = [message["content"] for prompt in some for message in prompt.messages]
+    model_config = load_model_config(str(cfg.actor.model.model_path), cfg.actor.model.trust_remote_code).to_dict()
+    num_prompts = len(dataset)
+    prompts = [dataset[index] for index in sorted({0, num_prompts // 2, num_prompts - 1})]
+    texts = [message["content"] for prompt in prompts for message in prompt.messages]
     digest_inputs = [
-        count, [prompt.answer for prompt in some], [tokenizer.encode(text) for text in texts], tokenizer.chat_template,
-        {key: value for key, value in model.items() if key != "_name_or_path"},
+        num_prompts, [prompt.answer for prompt in prompts], [tokenizer.encode(text) for text in texts],
+        tokenizer.chat_template,
+        {key: setting for key, setting in model_config.items() if key != "_name_or_path"},
     ]  # fmt: skip
     return hashlib.blake2b(json.dumps(digest_inputs, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
@@ -143,19 +148,22 @@ def _size(cfg: LanguageConfig) -> int:
 
 def _check_divided(cfg: LanguageConfig, config: Any) -> None:
     """Refuses a model that an engine's ranks cannot share (`rollout.parallel`)."""
-    text, size = config.get_text_config(), _size(cfg)
-    heads = int(text.num_attention_heads)
-    keys = int(getattr(text, "num_key_value_heads", None) or heads)
-    if heads % size or max(keys, size) % min(keys, size):
-        good = [n for n in range(1, heads + 1) if not heads % n and not max(keys, n) % min(keys, n)]
+    text_config, size = config.get_text_config(), _size(cfg)
+    num_heads = int(text_config.num_attention_heads)
+    num_kv_heads = int(getattr(text_config, "num_key_value_heads", None) or num_heads)
+    if num_heads % size or max(num_kv_heads, size) % min(num_kv_heads, size):
+        allowed_sizes = [
+            n for n in range(1, num_heads + 1) if not num_heads % n and not max(num_kv_heads, n) % min(num_kv_heads, n)
+        ]
         raise ConfigError(
-            f"rollout.parallel.tensor is {size}, and the model in {cfg.actor.model.model_path} has {heads} heads, {keys} for "
-            f"keys and values, which so many ranks cannot share; allowed: {', '.join(map(str, good))}"
+            f"rollout.parallel.tensor is {size}, and the model in {cfg.actor.model.model_path} has {num_heads} heads, "
+            f"{num_kv_heads} for keys and values, which so many ranks cannot share; "
+            f"allowed: {', '.join(map(str, allowed_sizes))}"
         )
-    for number, entry in enumerate(select(cfg, "cluster.elastic") or ()):
-        if entry.group == "rollout" and entry.ranks_per_job % size:
+    for index, elastic_group in enumerate(select(cfg, "cluster.elastic") or ()):
+        if elastic_group.group == "rollout" and elastic_group.ranks_per_job % size:
             raise ConfigError(
-                f"cluster.elastic[{number}].ranks_per_job is {entry.ranks_per_job}, and {size} ranks are an engine "
+                f"cluster.elastic[{index}].ranks_per_job is {elastic_group.ranks_per_job}, and {size} ranks are an engine "
                 "(rollout.parallel.tensor), which come together: a multiple of that is allowed"
             )
     if select(cfg, "rollout.parallel.expert") and not (size > 1 and is_mixture(config)):
@@ -197,13 +205,13 @@ def check_model(cfg: LanguageConfig, ranks: Mapping[str, int]) -> Any:
         sft = typed(SftConfig, cfg)
         _, dataset = open_demonstrations(sft, sft.data, tokenizer)
         if sft.runner.val_check_interval > 0:
-            held_out = open_demonstrations(sft, sft.data, tokenizer, holdout=True)[1]
-            for text in held_out.notes("held-out rows"):
+            held_out_rows = open_demonstrations(sft, sft.data, tokenizer, holdout=True)[1]
+            for text in held_out_rows.notes("held-out rows"):
                 note(text)
     for text in dataset.notes("data.train"):
         note(text)
-    shows = bool(dataset[0].images or cfg.data.train.images_key)
-    check_looking(cfg, load_model_config(str(model.model_path), model.trust_remote_code), shows)
+    has_images = bool(dataset[0].images or cfg.data.train.images_key)
+    check_looking(cfg, load_model_config(str(model.model_path), model.trust_remote_code), has_images)
     if cfg.actor.training_backend.lower() == "deepspeed":
         deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model, "cpu"))
     return tokenizer

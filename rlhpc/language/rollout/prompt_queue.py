@@ -124,7 +124,7 @@ class PromptLeases:
     def begin(self, step: int, ranks: int) -> None:
         """Starts a step of `ranks` engines."""
         self.ranks = ranks
-        self._looked = {queue_step: at for queue_step, at in self._looked.items() if queue_step > step}
+        self._looked = {queue_step: looked_at for queue_step, looked_at in self._looked.items() if queue_step > step}
 
     def held(self, step: int) -> int:
         """Returns the number of a step's prompts that this rank has leased and not delivered."""
@@ -148,9 +148,11 @@ class PromptLeases:
             self._looked[step] = now
             return None
         self._looked.pop(step, None)
-        item: int | PartialGroup = lease.item
-        self._held[step, item.position if isinstance(item, PartialGroup) else item] = lease
-        return item
+        prompt_or_group: int | PartialGroup = lease.item
+        self._held[step, prompt_or_group.position if isinstance(prompt_or_group, PartialGroup) else prompt_or_group] = (
+            lease
+        )
+        return prompt_or_group
 
     def hand_back(self, step: int, partial: PartialGroup) -> None:
         """Requeues a prompt with its partial answers. If this rank ends during the call, the prompt may return twice:
@@ -167,9 +169,9 @@ class PromptLeases:
 def summed(facts: dict[int, dict[str, float]]) -> dict[str, float]:
     """Returns sums and maxima over positions, added in their order: the order of arrival must not change the last
     digit."""
-    sums: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for _, metrics in sorted(facts.items()):
         for name, value in metrics.items():
-            previous = sums.get(name, 0.0)
-            sums[name] = max(previous, value) if name.startswith("max_") else previous + value
-    return sums
+            current_sum = totals.get(name, 0.0)
+            totals[name] = max(current_sum, value) if name.startswith("max_") else current_sum + value
+    return totals

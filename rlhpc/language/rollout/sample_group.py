@@ -82,8 +82,8 @@ def column_message(group: SampleGroup, maker: str, values: Tensor) -> dict[str, 
         maker: Name of the worker group that scored it.
         values: `[T]` or `[T, k]` float32.
     """
-    about = {"step": group.step, "position": group.position, "draw": group.draw}
-    return {**about, "maker": maker, "values": values.numpy()}
+    group_fields = {"step": group.step, "position": group.position, "draw": group.draw}
+    return {**group_fields, "maker": maker, "values": values.numpy()}
 
 
 def group_of(
@@ -104,33 +104,41 @@ def group_of(
         choices: Router choices a token (`RolloutBackend.choices`); 0 without routing replay.
         agent_weight: Weight of the agent's reward; the reward of a single role has the same weight.
     """
-    samples = [(at, member, sample) for at, (member, e) in enumerate(episodes.items()) for sample in e.samples]
+    samples = [
+        (episode_index, member, sample)
+        for episode_index, (member, e) in enumerate(episodes.items())
+        for sample in e.samples
+    ]
     members = np.broadcast_to(np.asarray(trains, bool), len(episodes))
     ids, masks, turns = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
-    named: dict[str, list[np.ndarray]] = {ROLLOUT_LOGPROBS: [], VERSIONS: [], **{name: [] for name in columns[0]}}
-    for (_, _, episode), extra in zip(samples, columns, strict=True):
+    arrays_by_column: dict[str, list[np.ndarray]] = {
+        ROLLOUT_LOGPROBS: [],
+        VERSIONS: [],
+        **{name: [] for name in columns[0]},
+    }
+    for (_, _, episode), sample_columns in zip(samples, columns, strict=True):
         prompt = len(episode.prompt_ids)
         ids.append(np.asarray((*episode.prompt_ids, *episode.token_ids), np.int64))
         masks.append(_after(prompt, np.asarray(episode.loss_mask, bool), False))
         turns.append(_after(prompt, np.asarray(episode.turn_ids, np.int64), 0))
-        named[ROLLOUT_LOGPROBS].append(_after(prompt, np.asarray(episode.logprobs, np.float32), 0.0))
-        named[VERSIONS].append(_after(prompt, np.asarray(episode.versions, np.int32), -1))
+        arrays_by_column[ROLLOUT_LOGPROBS].append(_after(prompt, np.asarray(episode.logprobs, np.float32), 0.0))
+        arrays_by_column[VERSIONS].append(_after(prompt, np.asarray(episode.versions, np.int32), -1))
         if choices:
-            named.setdefault(EXPERTS, []).append(_routed(episode, len(ids[-1]), choices))
-        for name, values in extra.items():
-            named[name].append(_after(prompt, np.asarray(values, np.float32), 0.0))
-    number = torch.tensor([member for _, member, _ in samples])
-    each = [at for at, _, _ in samples]
-    above = np.asarray([agent_weight * sample.above for _, _, sample in samples], np.float32)
+            arrays_by_column.setdefault(EXPERTS, []).append(_routed(episode, len(ids[-1]), choices))
+        for name, column in sample_columns.items():
+            arrays_by_column[name].append(_after(prompt, np.asarray(column, np.float32), 0.0))
+    members_of_samples = torch.tensor([member for _, member, _ in samples])
+    episode_indices = [episode_index for episode_index, _, _ in samples]
+    role_rewards = np.asarray([agent_weight * sample.above for _, _, sample in samples], np.float32)
     role = torch.tensor([sample.role for _, _, sample in samples])
     batch = TokenBatch(
         cumulated([len(sample) for sample in ids]), _joined(ids), _joined(masks), _joined(turns),
-        position * size + number, role, torch.full_like(number, position),
-        torch.from_numpy(np.asarray(rewards, np.float32)[each] + above),
-        {name: _joined(values) for name, values in named.items()},
+        position * size + members_of_samples, role, torch.full_like(members_of_samples, position),
+        torch.from_numpy(np.asarray(rewards, np.float32)[episode_indices] + role_rewards),
+        {name: _joined(column) for name, column in arrays_by_column.items()},
         pictures=Pictures.of([sample.images for _, _, sample in samples]),
     )  # fmt: skip
-    return SampleGroup(step, position, batch, torch.from_numpy(members[each]))
+    return SampleGroup(step, position, batch, torch.from_numpy(members[episode_indices]))
 
 
 def columns_of(algorithm: LanguageAlgorithm, sample: Episode, score: Scored) -> dict[str, Sequence[float]]:
@@ -140,13 +148,13 @@ def columns_of(algorithm: LanguageAlgorithm, sample: Episode, score: Scored) -> 
         RlhpcError: The algorithm returned other columns than it declares, or columns of another length.
     """
     columns = dict(algorithm.rollout_columns(sample, score))
-    required = [column.name for column in algorithm.columns if column.by == ROLLOUT]
+    required_names = [column.name for column in algorithm.columns if column.by == ROLLOUT]
     lengths = {len(values) for values in columns.values()} - {len(sample.token_ids)}
-    if sorted(columns) != sorted(required) or lengths:
+    if sorted(columns) != sorted(required_names) or lengths:
         raise RlhpcError(
             f"algorithm.name={algorithm.cfg.algorithm.name}: rollout_columns gave {sorted(columns) or 'nothing'}"
-            f"{f' of {lengths} values' if lengths else ''}; wanted: {sorted(required) or 'nothing'}, one value for each of "
-            f"the episode's {len(sample.token_ids)} tokens"
+            f"{f' of {lengths} values' if lengths else ''}; wanted: {sorted(required_names) or 'nothing'}, one value for "
+            f"each of the episode's {len(sample.token_ids)} tokens"
         )
     return columns
 
@@ -188,37 +196,45 @@ class Arrivals:
     def begin(self, step: int) -> None:
         """Starts a step: messages about earlier steps are dropped from now on."""
         self._step = step
-        self._groups = {place: draws for place, draws in self._groups.items() if place[0] >= step}
-        self._columns = {place: draws for place, draws in self._columns.items() if place[0] >= step}
-        self._delivered = {place for place in self._delivered if place[0] >= step}
+        self._groups = {
+            step_and_position: by_draw
+            for step_and_position, by_draw in self._groups.items()
+            if step_and_position[0] >= step
+        }
+        self._columns = {
+            step_and_position: by_draw
+            for step_and_position, by_draw in self._columns.items()
+            if step_and_position[0] >= step
+        }
+        self._delivered = {step_and_position for step_and_position in self._delivered if step_and_position[0] >= step}
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Stores a message; drops one about an earlier step or about a prompt that was already delivered."""
-        place = message["step"], message["position"]
-        if place[0] < self._step or place in self._delivered:
+        step_and_position = message["step"], message["position"]
+        if step_and_position[0] < self._step or step_and_position in self._delivered:
             return
         if "maker" in message:
-            values = torch.from_numpy(np.array(message["values"]))
-            self._columns.setdefault(place, {}).setdefault(message["draw"], {})[message["maker"]] = values
+            column = torch.from_numpy(np.array(message["values"]))
+            self._columns.setdefault(step_and_position, {}).setdefault(message["draw"], {})[message["maker"]] = column
         else:
             group = SampleGroup.unpack(dict(message))
-            self._groups.setdefault(place, {}).setdefault(group.draw, group)
+            self._groups.setdefault(step_and_position, {}).setdefault(group.draw, group)
 
     def missing(self, step: int, positions: Sequence[int]) -> dict[str, list[int]]:
         """Returns the positions with missing messages, by worker group; missing groups of answers stand under ""."""
         positions_by_maker: dict[str, list[int]] = {}
         for position in positions:
-            for maker in self._lacking((step, position)):
-                positions_by_maker.setdefault(maker, []).append(position)
+            for group_name in self._lacking((step, position)):
+                positions_by_maker.setdefault(group_name, []).append(position)
         return positions_by_maker
 
     def pop_complete(self, step: int, position: int) -> tuple[SampleGroup, Mapping[str, torch.Tensor]]:
         """Removes and returns a complete position: the group, and its columns by worker group."""
-        place = step, position
-        groups, columns = self._groups.pop(place), self._columns.pop(place, {})
-        self._delivered.add(place)
-        draw = next(draw for draw in groups if columns.get(draw, {}).keys() >= {*self._makers})
-        return groups[draw], columns.get(draw, {})
+        step_and_position = step, position
+        groups, columns = self._groups.pop(step_and_position), self._columns.pop(step_and_position, {})
+        self._delivered.add(step_and_position)
+        draw_id = next(draw_id for draw_id in groups if columns.get(draw_id, {}).keys() >= {*self._makers})
+        return groups[draw_id], columns.get(draw_id, {})
 
     def clear(self) -> None:
         """Removes everything."""
@@ -234,13 +250,17 @@ class Arrivals:
             return [
                 "",
                 *(
-                    maker
-                    for maker in self._makers
-                    if not any(maker in columns_by_maker for columns_by_maker in columns.values())
+                    group_name
+                    for group_name in self._makers
+                    if not any(group_name in columns_by_maker for columns_by_maker in columns.values())
                 ),
             ]
         return min(
-            ([maker for maker in self._makers if maker not in columns.get(draw, {})] for draw in groups), key=len
+            (
+                [group_name for group_name in self._makers if group_name not in columns.get(draw_id, {})]
+                for draw_id in groups
+            ),
+            key=len,
         )
 
 
@@ -261,7 +281,7 @@ class BlockChannel:
         self._channel = channel
         self._worker = worker
         self._first = sizes.first_of(sizes.data_of(worker.rank))
-        self._followers = [self._first + lane for lane in range(1, sizes.block)]
+        self._followers = [self._first + mp_rank for mp_rank in range(1, sizes.block)]
         self.key = str(sizes.data_of(worker.rank))
 
     def get(self, timeout: float) -> Any:

@@ -50,10 +50,10 @@ class Validation:
         Returns:
             Suite → its rows, each with its `place` among all rows of the suite.
         """
-        rows_by_suite, (number, of) = {}, share
+        rows_by_suite, (share_index, num_shares) = {}, share
         for name, section in self.suites.items():
-            rows = answers_to(
-                self.problems[name][number::of],
+            suite_rows = answers_to(
+                self.problems[name][share_index::num_shares],
                 self.cfg,
                 section,
                 name,
@@ -63,9 +63,9 @@ class Validation:
                 deadline=deadline,
             )
             rows_by_suite[name] = [
-                {key: value for key, value in row.items() if key not in _TEXTS}
-                | {"place": (at // section.samples) * of + number}
-                for at, row in enumerate(rows)
+                {key: field for key, field in row.items() if key not in _TEXTS}
+                | {"place": (row_index // section.samples) * num_shares + share_index}
+                for row_index, row in enumerate(suite_rows)
             ]
         return rows_by_suite
 
@@ -86,12 +86,12 @@ def ask_until_complete(
     deadline = time.monotonic() + timeout
     while True:
         ranks = firsts()
-        rows = [answer for answer in ask(ranks) if answer]
-        if len(rows) >= len(ranks):
-            return rows
+        rows_by_rank = [answer for answer in ask(ranks) if answer]
+        if len(rows_by_rank) >= len(ranks):
+            return rows_by_rank
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
-                f"evaluation: {len(rows)} of the {len(ranks)} rollout ranks ({', '.join(map(str, ranks))}) answered "
+                f"evaluation: {len(rows_by_rank)} of the {len(ranks)} rollout ranks ({', '.join(map(str, ranks))}) answered "
                 f"their share within runner.step_timeout_s ({timeout:g} s)"
             )
 
@@ -100,23 +100,25 @@ def validation_metrics(parts: Sequence[Mapping[str, Sequence[Row]]]) -> dict[str
     """Returns the metrics from the ranks' rows: `eval/accuracy` and so on; of each further suite
     `eval/<suite>/accuracy`."""
     metrics: dict[str, float] = {}
-    for number, suite in enumerate(parts[0]):
-        rows = sorted((row for part in parts for row in part[suite]), key=lambda row: (row["place"], row["sample"]))
+    for suite_index, suite in enumerate(parts[0]):
+        rows = sorted(
+            (row for rank_rows in parts for row in rank_rows[suite]), key=lambda row: (row["place"], row["sample"])
+        )
         samples = 1 + max(row["sample"] for row in rows)
         identify(rows, samples)
-        result = summarize(rows)
+        summary = summarize(rows)
         suite_metrics = {
-            "accuracy": result["accuracy"],
-            "reward": result["reward_mean"],
-            "response_tokens": result["response_tokens"]["mean"],
-            "truncated": result["truncated"],
-            "failed_rewards": result["failed"],
-            "problems": result["n"],
+            "accuracy": summary["accuracy"],
+            "reward": summary["reward_mean"],
+            "response_tokens": summary["response_tokens"]["mean"],
+            "truncated": summary["truncated"],
+            "failed_rewards": summary["failed"],
+            "problems": summary["n"],
         }
         if samples > 1:
-            suite_metrics[f"pass_at_{samples}"] = result["pass_at_k"][str(samples)]
-            if result["majority"] is not None:
-                suite_metrics["majority"] = result["majority"]
-        prefix = f"eval/{suite}" if number else "eval"
-        metrics |= {f"{prefix}/{name}": float(value) for name, value in suite_metrics.items()}
+            suite_metrics[f"pass_at_{samples}"] = summary["pass_at_k"][str(samples)]
+            if summary["majority"] is not None:
+                suite_metrics["majority"] = summary["majority"]
+        prefix = f"eval/{suite}" if suite_index else "eval"
+        metrics |= {f"{prefix}/{name}": float(metric) for name, metric in suite_metrics.items()}
     return metrics
