@@ -251,8 +251,8 @@ def _agents_helpers(agent: AgentConfig, fail: Fail) -> None:
         if bool(server.command) + bool(server.url) + server.shell != 1:
             raise fail(f"agent.servers[{index}]", "a server is a command, a url or a shell: set one of these")
         if server.shell and agent.sandbox is None:
-            reason = f"agent.servers[{index}] is a shell, which does what the model writes"
-            raise fail("agent.sandbox", f"{reason}: set bubblewrap, unshare or none")
+            shell_message = f"agent.servers[{index}] is a shell, which does what the model writes"
+            raise fail("agent.sandbox", f"{shell_message}: set bubblewrap, unshare or none")
         if server.url and not server.url.startswith(("http://", "https://")):
             raise fail(f"agent.servers[{index}].url", "it must begin with http:// or https://")
     if agent.kind == "openenv" and not agent.framework.get("base_url"):
@@ -317,17 +317,20 @@ def _agent(cfg: LanguageConfig, fail: Fail) -> None:
         )
     if cfg.rollout.max_turns != 1:
         raise fail("rollout.max_turns", f"agent.kind={agent.kind} has agent.max_turns instead: leave it out")
-    for key, section in (("data.train", cfg.data.train), *((f"data.eval[{one.name}]", one) for one in cfg.data.eval)):
+    for key, section in (
+        ("data.train", cfg.data.train),
+        *((f"data.eval[{suite.name}]", suite) for suite in cfg.data.eval),
+    ):
         if section.tools_key:
             raise fail(f"{key}.tools_key", f"agent.kind={agent.kind} shows the model tools of its own: leave it out")
     limit = cfg.runner.step_timeout_s
-    later = float(select(cfg, "agent.feedback_timeout_s") or 0.0)
-    for name, seconds in (("timeout_s", agent.timeout_s), ("feedback_timeout_s", later)):
+    feedback_timeout_s = float(select(cfg, "agent.feedback_timeout_s") or 0.0)
+    for name, seconds in (("timeout_s", agent.timeout_s), ("feedback_timeout_s", feedback_timeout_s)):
         if seconds >= limit:
             raise fail(
                 f"agent.{name}", f"it must be below runner.step_timeout_s ({limit:g}), in which a whole step has to end"
             )
-    if later and (agent.kind != "python" or "agent" not in rewarded):
+    if feedback_timeout_s and (agent.kind != "python" or "agent" not in rewarded):
         requirements = "agent.kind=python, and the term agent in reward.terms"
         raise fail("agent.feedback_timeout_s", f"rewards that come later need {requirements}: set these, or 0 here")
 
@@ -392,7 +395,7 @@ def column_makers(cfg: GrpoConfig) -> frozenset[str]:
             "reference": cfg.algorithm.kl_coef,
             "teacher": distils(cfg) and "teacher" in placed(cfg),
         }
-        return frozenset([*(name for name, is_wanted in is_needed.items() if is_wanted), *process_groups(cfg)])
+        return frozenset([*(name for name, is_required in is_needed.items() if is_required), *process_groups(cfg)])
     return frozenset(column.by for column in make_algorithm(cfg).columns if isinstance(column.by, str))
 
 
@@ -455,11 +458,11 @@ def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int
     for name, count in per_process.items():
         key = _COMPUTES.get(name, f"the scorer of {name}")
         backend = str(select(cfg, key) or "") if name in _COMPUTES else name
-        several = ":" in backend or (name, backend.lower()) == (
+        has_device_per_backend = ":" in backend or (name, backend.lower()) == (
             "rollout",
             "vllm",
         )  # an engine with a rank for each accelerator
-        if count > 1 and not several:  # a user's backend may use several
+        if count > 1 and not has_device_per_backend:  # a user's backend may use several
             raise PlacementError(
                 f"cluster.component_placement.{name} ({cfg.cluster.component_placement}) gives each process {count} "
                 f"accelerators, but {key}={backend} computes on one a process: give it a process an accelerator, such as "

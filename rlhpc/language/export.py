@@ -81,7 +81,7 @@ def stream_shards(
 
     skeleton = load(model, dtype=dtype, empty=True)
     layout, shapes = _layout(skeleton, dtype)
-    parts, saved_slices = checkpoint_parts(skeleton, shapes), dict[str, list[Any]]()
+    parts_by_name, saved_slices = checkpoint_parts(skeleton, shapes), dict[str, list[Any]]()
     for name, path, box in saved_boxes(shards):
         if name.startswith(_PREFIX):
             saved_slices.setdefault(name.removeprefix(_PREFIX), []).append((path, box))
@@ -90,14 +90,14 @@ def stream_shards(
 
     def written() -> Written:
         for name, boxes in saved_slices.items():
-            for read, box in boxes:
-                values = read()
-                for part in parts[name]:
-                    if (cut := within(part.index, box, full_box(box.sizes))) is not None:
-                        yield part.name, cut[0], values[cut[1]]
-        for name, values in untrained_weights(skeleton, saved_slices, frozen, model, base, load, shards):
-            for part in parts[name]:
-                yield part.name, full_box(part.shape), part.of(values)
+            for box_reader, box in boxes:
+                weight = box_reader()
+                for part in parts_by_name[name]:
+                    if (overlap := within(part.index, box, full_box(box.sizes))) is not None:
+                        yield part.name, overlap[0], weight[overlap[1]]
+        for name, weight in untrained_weights(skeleton, saved_slices, frozen, model, base, load, shards):
+            for part in parts_by_name[name]:
+                yield part.name, full_box(part.shape), part.of(weight)
 
     _write(folder, skeleton, model, layout, written())
     return layout.parameters
@@ -124,8 +124,8 @@ def stream_folder(
 
     def written() -> Written:
         with slices:
-            for name, place in layout.places.items():
-                yield name, full_box(place.shape), slices.read(name)
+            for name, region in layout.places.items():
+                yield name, full_box(region.shape), slices.read(name)
 
     _write(folder, skeleton, model, layout, written())
     return True, layout.parameters
@@ -137,7 +137,12 @@ def _layout(skeleton: Any, dtype: torch.dtype) -> tuple[Layout, dict[str, tuple[
     from rlhpc.training.shard_layout import held, names_and_shapes
 
     tensors = names_and_shapes(skeleton).items()
-    layout = Layout({name: (shape, dtype if kind.is_floating_point else kind) for name, (shape, kind) in tensors})
+    layout = Layout(
+        {
+            name: (shape, dtype if dtype_or_type.is_floating_point else dtype_or_type)
+            for name, (shape, dtype_or_type) in tensors
+        }
+    )
     return layout, {name: tuple(tensor.shape) for name, tensor in held(skeleton)}
 
 
@@ -174,27 +179,27 @@ def untrained_weights(
     from rlhpc.training.shard_layout import held
 
     parameters = {name for name, _ in skeleton.named_parameters()}
-    lacking = {name: tuple(tensor.shape) for name, tensor in held(skeleton) if name not in trained}
-    for name, shape in lacking.items():
+    missing_shapes = {name: tuple(tensor.shape) for name, tensor in held(skeleton) if name not in trained}
+    for name, shape in missing_shapes.items():
         if name in parameters and name not in frozen:
             raise CheckpointError(f"{source}: {name} {list(shape)} is missing")
-    if not lacking:
+    if not missing_shapes:
         return
-    parts, slices = checkpoint_parts(skeleton, lacking), Slices.of(partial(model_file, base))
-    if slices is not None and all(part.name in slices.files for name in lacking for part in parts[name]):
+    parts, slices = checkpoint_parts(skeleton, missing_shapes), Slices.of(partial(model_file, base))
+    if slices is not None and all(part.name in slices.files for name in missing_shapes for part in parts[name]):
         with slices:
-            for name, shape in lacking.items():
-                pieces = {part: slices.read(part.name) for part in parts[name]}
-                values = torch.empty(shape, dtype=next(iter(pieces.values())).dtype)
-                for part, piece in pieces.items():
-                    _require_shape(base, part.name, piece, part.shape)
-                    part.of(values).copy_(piece)
-                yield name, values
+            for name, shape in missing_shapes.items():
+                part_tensors = {part: slices.read(part.name) for part in parts[name]}
+                weight = torch.empty(shape, dtype=next(iter(part_tensors.values())).dtype)
+                for part, part_tensor in part_tensors.items():
+                    _require_shape(base, part.name, part_tensor, part.shape)
+                    part.of(weight).copy_(part_tensor)
+                yield name, weight
         return
     base_weights: dict[str, torch.Tensor] = load(
         dataclasses.replace(model, model_path=base), dtype=torch.float32
     ).state_dict()
-    for name, shape in lacking.items():
+    for name, shape in missing_shapes.items():
         if name not in base_weights:
             raise CheckpointError(f"{source}: {name} {list(shape)} is missing, also in {base}")
         _require_shape(base, name, base_weights[name], shape)
@@ -215,8 +220,8 @@ def _write(folder: Path, skeleton: Any, model: PretrainedConfig, layout: Layout,
 
     layout.begin(folder)
     layout.write(folder, boxes)
-    for name, data in model_files(skeleton, model).items():
-        write_durably(folder / name, data)
+    for name, content in model_files(skeleton, model).items():
+        write_durably(folder / name, content)
     layout.finish(folder)
 
 
@@ -274,45 +279,52 @@ def export_language_model(
     checkpoint = expand_home(checkpoint).absolute()
     require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert --checkpoint <folder>")
     step = int(read_manifest(checkpoint)["global_step"])
-    apart = critic and (checkpoint / CRITIC).is_dir()
-    source = checkpoint / CRITIC if apart else checkpoint
-    identity = _identity(source)
-    values = bool(identity.get("actor.model.value_head"))  # a head beside that for tokens
-    if critic and not apart and not values:
+    is_separate_critic = critic and (checkpoint / CRITIC).is_dir()
+    source = checkpoint / CRITIC if is_separate_critic else checkpoint
+    backend_identity = _identity(source)
+    has_value_head = bool(backend_identity.get("actor.model.value_head"))  # a head beside that for tokens
+    if critic and not is_separate_critic and not has_value_head:
         raise ConfigError(f"{checkpoint} has no critic: algorithm.adv_type was not gae")
-    Trust(trust_code).check({"about": {"trust_remote_code": bool(identity["about"].get("trust_remote_code"))}},
+    Trust(trust_code).check({"about": {"trust_remote_code": bool(backend_identity["about"].get("trust_remote_code"))}},
                             str(source / "backend.json"))  # fmt: skip
-    about, backend = identity["about"], str(identity["actor.training_backend"])
-    policies = [str(name) for name in identity.get("agent.policies", ())] if not critic else []
+    model_facts, backend = backend_identity["about"], str(backend_identity["actor.training_backend"])
+    policies = [str(name) for name in backend_identity.get("agent.policies", ())] if not critic else []
     target = default_output(checkpoint, step) if output is None else expand_home(output).absolute()
     if critic and output is None:
         target = target.with_name(f"{target.name}-{CRITIC}")
     require_free(target)
-    if (dtype or about["dtype"]) not in DTYPES:
+    if (dtype or model_facts["dtype"]) not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
-    kind = DTYPES[dtype or about["dtype"]]
-    lora_rank = int(about["lora"]["rank"])
-    head = HEAD if values and critic else identity.get("head")
-    load: Callable[..., Any] = load_scalar_model if head else load_causal_lm
+    target_dtype = DTYPES[dtype or model_facts["dtype"]]
+    lora_rank = int(model_facts["lora"]["rank"])
+    head = HEAD if has_value_head and critic else backend_identity.get("head")
+    load_model: Callable[..., Any] = load_scalar_model if head else load_causal_lm
     if adapter_only and not lora_rank:
         raise ConfigError(f"{checkpoint}: only an adapter was asked for, but actor.lora.rank was 0: there is none")
-    streams = backend == "fsdp" and not lora_rank and not values  # with the memory of one tensor
+    streams = backend == "fsdp" and not lora_rank and not has_value_head  # with the memory of one tensor
     # FSDP merges float32 adapters into what it sends; the other backends those that they compute with.
-    exact = backend == "fsdp" and bool(lora_rank)
+    keeps_float32 = backend == "fsdp" and bool(lora_rank)
     weights = dict[str, torch.Tensor]()
     if not streams:
-        weights = {name: tensor if exact else tensor.to(kind) for name, tensor in trained_weights(source, backend)}
+        weights = {
+            name: tensor if keeps_float32 else tensor.to(target_dtype)
+            for name, tensor in trained_weights(source, backend)
+        }
     model = PretrainedConfig(
         model_path=str(source / FOLDER),
         attn_implementation="eager",
-        trust_remote_code=about.get("trust_remote_code", False),
+        trust_remote_code=model_facts.get("trust_remote_code", False),
     )
-    if values:
-        weights = _one_head(weights, critic, set() if lora_rank else {*load(model, empty=True).state_dict()})
-    started, frozen = str(base or about["model_path"]), frozenset(map(str, about.get("frozen", ())))
+    if has_value_head:
+        weights = _one_head(weights, critic, set() if lora_rank else {*load_model(model, empty=True).state_dict()})
+    base_path, frozen_names = str(base or model_facts["model_path"]), frozenset(map(str, model_facts.get("frozen", ())))
     if not (streams or lora_rank):
-        lacking = untrained_weights(load(model, empty=True), weights, frozen, model, started, load, source)
-        weights |= {name: tensor.to(kind) if tensor.is_floating_point() else tensor for name, tensor in lacking}
+        untrained = untrained_weights(
+            load_model(model, empty=True), weights, frozen_names, model, base_path, load_model, source
+        )
+        weights |= {
+            name: tensor.to(target_dtype) if tensor.is_floating_point() else tensor for name, tensor in untrained
+        }
     try:
         with filled_folder(target) as staging:
             for policy in policies or [""]:
@@ -321,19 +333,23 @@ def export_language_model(
                 policy_weights = _of_policy(weights, policy) if policy else weights
                 parameters = sum(tensor.numel() for tensor in policy_weights.values())
                 if streams:
-                    parameters = stream_shards(folder, source / "shards", model, kind, load, started, frozen)
+                    parameters = stream_shards(
+                        folder, source / "shards", model, target_dtype, load_model, base_path, frozen_names
+                    )
                 elif lora_rank:
-                    _export_adapted(folder, policy_weights, about, model, base, kind, adapter_only, load, head)
+                    _export_adapted(
+                        folder, policy_weights, model_facts, model, base, target_dtype, adapter_only, load_model, head
+                    )
                 else:
-                    export_model(folder, policy_weights.items(), model, kind, load)
+                    export_model(folder, policy_weights.items(), model, target_dtype, load_model)
                 _describe(folder, {
                 "from": str(checkpoint),
                 **({"policy": policy} if policy else {}),
                 "global_step": step,
                 "backend": backend,
-                "dtype": str(kind).removeprefix("torch."),
-                "lora": {**about["lora"], "merged": not adapter_only} if lora_rank else None,
-                "base": started,
+                "dtype": str(target_dtype).removeprefix("torch."),
+                "lora": {**model_facts["lora"], "merged": not adapter_only} if lora_rank else None,
+                "base": base_path,
                 "manifest_sha256": digest(checkpoint / MANIFEST)[1],
                 "parameters": parameters,
             }, licence, task=CRITIC if critic else _REWARDS if head else _WRITES)  # fmt: skip
@@ -423,16 +439,21 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
         classifies = adapter_config.get("task_type") == "SEQ_CLS"
     model = PretrainedConfig(model_path=path, attn_implementation="eager")
     classifies = classifies or is_classifier(model)
-    load: Callable[..., Any] = load_scalar_model if classifies else load_causal_lm
-    kind = DTYPES[dtype]
+    load_model: Callable[..., Any] = load_scalar_model if classifies else load_causal_lm
+    target_dtype = DTYPES[dtype]
     with filled_folder(target) as staging:
-        if adapter.is_file() or not stream_folder(staging, model, kind, load)[0]:
-            module = load(model, dtype=kind)
+        if adapter.is_file() or not stream_folder(staging, model, target_dtype, load_model)[0]:
+            module = load_model(model, dtype=target_dtype)
             if adapter.is_file():
                 module = _merged(module, source, path)
-            export_model(staging, module.state_dict().items(), model, DTYPES[dtype], load)
-        facts = {"from": str(source), "base": path, "dtype": dtype, "backend": "peft" if adapter.is_file() else None}
-        _describe(staging, facts, task=_REWARDS if classifies else _WRITES)
+            export_model(staging, module.state_dict().items(), model, DTYPES[dtype], load_model)
+        source_facts = {
+            "from": str(source),
+            "base": path,
+            "dtype": dtype,
+            "backend": "peft" if adapter.is_file() else None,
+        }
+        _describe(staging, source_facts, task=_REWARDS if classifies else _WRITES)
     return target
 
 
@@ -465,19 +486,19 @@ def _export_adapted(
     options = LoraConfig(**about["lora"])
     # The adapter alone needs the model's shape, which the checkpoint has itself.
     module = load(model if adapter_only else source, dtype=dtype, empty=adapter_only)
-    adapted = lora.attach_lora(module, options, seed=0, head=head)
-    trained_names = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    adapted_model = lora.attach_lora(module, options, seed=0, head=head)
+    trained_names = {name for name, parameter in adapted_model.named_parameters() if parameter.requires_grad}
     if trained_names != set(weights):
         raise ValueError(f"the adapter's weights are others, such as {sorted(trained_names ^ set(weights))[0]}")
     if adapter_only:
-        named = {name.replace(f".{lora.ADAPTER}.", "."): tensor for name, tensor in weights.items()}
-        export_adapter(folder, named, adapted, model)
+        weights_by_name = {name.replace(f".{lora.ADAPTER}.", "."): tensor for name, tensor in weights.items()}
+        export_adapter(folder, weights_by_name, adapted_model, model)
         config = folder / "adapter_config.json"  # names the checkpoint, where the tokenizer came from
         adapter_config = {**json.loads(config.read_text()), "base_model_name_or_path": source.model_path}
         write_durably(config, json.dumps(adapter_config, indent=2).encode() + b"\n")
         return
-    adapted.load_state_dict(weights, strict=False)
-    export_model(folder, lora.full_weights(adapted, lambda tensor: tensor), model, dtype, load)
+    adapted_model.load_state_dict(weights, strict=False)
+    export_model(folder, lora.full_weights(adapted_model, lambda tensor: tensor), model, dtype, load)
 
 
 def _sharded(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
@@ -490,13 +511,13 @@ def _sharded(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
         entries: dict[str, Any] = dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
     except Exception as error:  # safetensors raises its own error types
         raise CheckpointError(f"{folder}: cannot be read ({type(error).__name__}: {error})") from error
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
+    state_dict = {
+        name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        for name, metadata in entries.items()
         if name.startswith(prefix)
     }
-    load_sharded(folder, state)
-    return [(name.removeprefix(prefix), tensor) for name, tensor in state.items()]
+    load_sharded(folder, state_dict)
+    return [(name.removeprefix(prefix), tensor) for name, tensor in state_dict.items()]
 
 
 def _identity(checkpoint: Path) -> dict[str, Any]:
@@ -525,7 +546,7 @@ def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *
         results_beside(source, facts["global_step"], "accuracy") if "global_step" in facts and task != CRITIC else []
     )
     tags = {_REWARDS: ["reward-model"], CRITIC: ["value-model"]}.get(task, [])
-    card = head(
+    model_card = head(
         library="transformers",
         task="text-generation" if task == _WRITES else "text-classification",
         licence=licence,
@@ -535,21 +556,21 @@ def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *
     )
     writes = "AutoModelForImageTextToText" if b'"vision_config"' in _config(folder) else "AutoModelForCausalLM"
     auto = writes if task == _WRITES else "AutoModelForSequenceClassification"
-    use = _USES.get(task, "")
-    card += (
+    usage_text = _USES.get(task, "")
+    model_card += (
         f"# {name}\n\nWritten by rlhpc {__version__}{step}; starting point `{facts['base']}`. "
         f"`{CONVERSION}` tells what was converted, with checksums.\n\n"
-        f"{accuracy_table(results)}{use}```python\nfrom transformers import {auto}, AutoTokenizer\n\n"
+        f"{accuracy_table(results)}{usage_text}```python\nfrom transformers import {auto}, AutoTokenizer\n\n"
         f'model, tokenizer = {auto}.from_pretrained("."), AutoTokenizer.from_pretrained(".")\n```\n'
     )
-    write_durably(folder / "README.md", card.encode())
-    mode = (folder / "README.md").stat().st_mode
+    write_durably(folder / "README.md", model_card.encode())
+    file_mode = (folder / "README.md").stat().st_mode
     for path in folder.iterdir():  # safetensors makes files that only their owner reads
-        path.chmod(mode)
+        path.chmod(file_mode)
     files = {
         str(path.relative_to(folder)): dict(zip(("size", "sha256"), digest(path), strict=True))
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    record = {"format": FORMAT, "rlhpc_version": __version__, **facts, "files": files}
-    write_durably(folder / CONVERSION, json.dumps(record, indent=2).encode() + b"\n")
+    conversion = {"format": FORMAT, "rlhpc_version": __version__, **facts, "files": files}
+    write_durably(folder / CONVERSION, json.dumps(conversion, indent=2).encode() + b"\n")

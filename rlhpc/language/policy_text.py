@@ -36,24 +36,24 @@ def load_json(text: str | bytes) -> Any:
 def parse_json_at(text: str, start: int) -> tuple[Any, int]:
     """Parses the JSON that begins at a place of a text; returns the value, and where it ends. Raises as `parse_json`."""
     try:
-        value, end = _DECODER.raw_decode(text, start)
+        parsed, end = _DECODER.raw_decode(text, start)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    return repaired(value, MAX_DEPTH), end
+    return repaired(parsed, MAX_DEPTH), end
 
 
 def parse_arguments(text: Any) -> dict[str, Any]:
     """Returns the arguments of a tool call as an object: other values are wrapped as `{"arguments": …}`."""
     if isinstance(text, (str, bytes)):
         try:
-            value = parse_json(text or "{}")
+            parsed = parse_json(text or "{}")
         except ValueError:
-            value = valid_text(text if isinstance(text, str) else text.decode(errors="replace"))
+            parsed = valid_text(text if isinstance(text, str) else text.decode(errors="replace"))
     else:
-        value = text
-    if value is None:
+        parsed = text
+    if parsed is None:
         return {}
-    return value if isinstance(value, dict) else {"arguments": value}
+    return parsed if isinstance(parsed, dict) else {"arguments": parsed}
 
 
 def valid_text(text: str) -> str:
@@ -83,5 +83,5 @@ def repaired(value: Any, depth: int) -> Any:
     if not depth:
         raise ValueError("it is nested too deeply")
     if isinstance(value, list):
-        return [repaired(item, depth - 1) for item in value]
-    return {valid_text(name): repaired(item, depth - 1) for name, item in value.items()}
+        return [repaired(element, depth - 1) for element in value]
+    return {valid_text(name): repaired(element, depth - 1) for name, element in value.items()}

@@ -24,9 +24,10 @@ from rlhpc.runs.preflight import FILES, Check, Need, Resource, path_resource, st
 
 def actor_resource(cfg: TrainedLanguageConfig) -> Resource:
     """Returns the resource that a check of the trained model, on its training data, needs."""
-    maker = "the run of workflow.sft" if cfg.workflow.sft else ""
+    maker_description = "the run of workflow.sft" if cfg.workflow.sft else ""
     return strongest(
-        model_resource(cfg, cfg.actor.model.model_path, maker), data_resource(cfg, select(cfg, "data.train"))
+        model_resource(cfg, cfg.actor.model.model_path, maker_description),
+        data_resource(cfg, select(cfg, "data.train")),
     )
 
 
@@ -67,8 +68,8 @@ def _agent_checks(cfg: LanguageConfig, tokenizer: Callable[[], Any], resource: R
         return
     yield Check("agent", lambda: check_harness(cfg))
     if agent.sandbox not in (None, "none"):
-        use = f"{agent.sandbox}, on the machine of the driver"
-        yield Check("agent.sandbox", lambda: check_sandbox(cfg), Resource(Need.PROCESS, use))
+        usage = f"{agent.sandbox}, on the machine of the driver"
+        yield Check("agent.sandbox", lambda: check_sandbox(cfg), Resource(Need.PROCESS, usage))
 
 
 def _reward_checks(cfg: LanguageConfig) -> Iterator[Check]:
@@ -79,8 +80,8 @@ def _reward_checks(cfg: LanguageConfig) -> Iterator[Check]:
     terms = find_terms(cfg.reward, sections) if sections else []
     yield Check("reward.terms", lambda: build_inline(terms))
     if remote := [term.name for term in terms if not term.inline]:
-        use = f"judges of {', '.join(remote)}, with their sandboxes"
-        yield Check("reward.terms", lambda: Judging(cfg).close(), Resource(Need.PROCESS, use))
+        usage = f"judges of {', '.join(remote)}, with their sandboxes"
+        yield Check("reward.terms", lambda: Judging(cfg).close(), Resource(Need.PROCESS, usage))
 
 
 def group_checks(cfg: GrpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:

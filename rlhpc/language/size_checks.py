@@ -92,8 +92,10 @@ def check_models(cfg: TrainedLanguageConfig, accelerators: Mapping[str, int]) ->
         _require_experts(_config(cfg.actor.model), "rollout.routing_replay", "false")
     if rollout is None or rollout.rollout_backend.lower() != "vllm" or accelerators.get("rollout", 1):
         return
-    numbers = _numbers(cfg.actor.model)
-    width = numbers.get("head_dim") or numbers.get("hidden_size", 0) // max(numbers.get("num_attention_heads") or 1, 1)
+    config_numbers = _numbers(cfg.actor.model)
+    width = config_numbers.get("head_dim") or config_numbers.get("hidden_size", 0) // max(
+        config_numbers.get("num_attention_heads") or 1, 1
+    )
     if width and width not in CPU_HEAD_SIZES:
         raise ConfigError(
             f"rollout.rollout_backend=vllm without an accelerator: the model's attention heads are {width} wide, and vLLM has "
@@ -103,9 +105,14 @@ def check_models(cfg: TrainedLanguageConfig, accelerators: Mapping[str, int]) ->
 
 def _check_context(section: Any, numbers: Mapping[str, Any], key: str) -> None:
     """Refuses an engine's `max_model_len` beyond the model's context, for the engine that cannot compute beyond it."""
-    context, limit = numbers.get("max_position_embeddings"), select(section, "max_model_len")
-    if limit is not None and context and limit > context and section.rollout_backend.lower() == "hf":
-        raise ConfigError(beyond_context(f"{key}.max_model_len", limit, int(context)))
+    context_length, max_model_len = numbers.get("max_position_embeddings"), select(section, "max_model_len")
+    if (
+        max_model_len is not None
+        and context_length
+        and max_model_len > context_length
+        and section.rollout_backend.lower() == "hf"
+    ):
+        raise ConfigError(beyond_context(f"{key}.max_model_len", max_model_len, int(context_length)))
 
 
 def _check_tensor(numbers: Mapping[str, Any], tensor: int, key: str, *, heads_only: bool) -> None:
@@ -114,10 +121,10 @@ def _check_tensor(numbers: Mapping[str, Any], tensor: int, key: str, *, heads_on
         raise ConfigError(f"{key}.tensor({tensor}) does not divide the vocabulary of {vocabulary} tokens")
     if numbers.get("model_type") not in _SPLIT_HEADS:
         return
-    heads = int(numbers.get("num_attention_heads") or 0)
+    num_heads = int(numbers.get("num_attention_heads") or 0)
     for name, count in (
-        ("attention heads", heads),
-        ("heads of keys and values", int(numbers.get("num_key_value_heads") or heads)),
+        ("attention heads", num_heads),
+        ("heads of keys and values", int(numbers.get("num_key_value_heads") or num_heads)),
     ):
         if count % tensor:
             raise ConfigError(f"{key}.tensor({tensor}) does not divide the model's {count} {name}")
@@ -132,8 +139,8 @@ def _check_parts(model: LanguageModelConfig, config: Mapping[str, Any], key: str
 
 
 def _require_experts(config: Mapping[str, Any], key: str, otherwise: str) -> None:
-    text = {**config, **(config.get("text_config") or {})}
-    if _is_complete(config) and not any(text.get(name) for name in EXPERT_COUNTS):
+    text_config = {**config, **(config.get("text_config") or {})}
+    if _is_complete(config) and not any(text_config.get(name) for name in EXPERT_COUNTS):
         raise ConfigError(f"{key} is for a mixture of experts, which the model is not; set it {otherwise}")
 
 

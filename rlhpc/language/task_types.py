@@ -68,8 +68,8 @@ def _of_suites(cfg: GrpoConfig | SftConfig | RewardRunConfig, of_suite: Callable
     if cfg.runner.val_check_interval <= 0:
         return []
     return [
-        f"eval/{suite}/{metric}" if number else f"eval/{metric}"
-        for number, suite in enumerate(cfg.workflow.eval_suites)
+        f"eval/{suite}/{metric}" if index else f"eval/{metric}"
+        for index, suite in enumerate(cfg.workflow.eval_suites)
         for metric in of_suite(suite)
     ]
 
@@ -175,13 +175,16 @@ class TrainedChecks(ConfigChecks[Trained]):
 
     def differences(self, cfg: Trained, checkpoint: Path) -> list[str]:
         """Returns the differences from the checkpoint: another backend, other adapters, or a model of other sizes."""
-        saved = saved_values(checkpoint / "backend.json")
+        checkpoint_values = saved_values(checkpoint / "backend.json")
         keys = ["actor.training_backend", "actor.lora.rank"]
         if cfg.actor.lora.rank:
             keys.append("actor.lora.alpha")
-            saved = {**saved_values(checkpoint / "backend.json", ("about.lora.alpha",)), **saved}
-            saved.setdefault("actor.lora.alpha", saved.pop("about.lora.alpha", None))
-        differ = differing(cfg, saved, keys)
+            checkpoint_values = {
+                **saved_values(checkpoint / "backend.json", ("about.lora.alpha",)),
+                **checkpoint_values,
+            }
+            checkpoint_values.setdefault("actor.lora.alpha", checkpoint_values.pop("about.lora.alpha", None))
+        differences = differing(cfg, checkpoint_values, keys)
         saved_sizes = saved_values(checkpoint / "model" / "config.json")
         model_sizes = saved_values(Path(str(cfg.actor.model.model_path)) / "config.json")
         sizes = [
@@ -189,7 +192,7 @@ class TrainedChecks(ConfigChecks[Trained]):
             for key in _SIZES
             if key in saved_sizes and key in model_sizes and saved_sizes[key] != model_sizes[key]
         ]
-        return [*differ, *([f"actor.model.model_path names another model ({', '.join(sizes)})"] if sizes else [])]
+        return [*differences, *([f"actor.model.model_path names another model ({', '.join(sizes)})"] if sizes else [])]
 
 
 class LanguageChecks(TrainedChecks[Cfg]):

@@ -50,13 +50,15 @@ class MeasuredMemory:
 
     def words(self) -> str:
         """Formats the result as a line."""
-        deep = ", ".join(
-            f"{layers} layers {gib(n)} (accounted {gib(self.accounted[layers])})" for layers, n in self.peaks.items()
+        measured_layers = ", ".join(
+            f"{layers} layers {gib(nbytes)} (accounted {gib(self.accounted[layers])})"
+            for layers, nbytes in self.peaks.items()
         )
-        off = self.full_model_accounted / self.full_model - 1
+        relative_error = self.full_model_accounted / self.full_model - 1
         return (
-            f"measured with fake tensors, forward and backward pass under FSDP: {deep}; the whole model "
-            f"{gib(self.full_model)}, by the account {gib(self.full_model_accounted)} ({off:+.1%}); {self.seconds:.0f} s"
+            f"measured with fake tensors, forward and backward pass under FSDP: {measured_layers}; the whole model "
+            f"{gib(self.full_model)}, by the account {gib(self.full_model_accounted)} ({relative_error:+.1%}); "
+            f"{self.seconds:.0f} s"
         )
 
 
@@ -73,7 +75,7 @@ def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> 
     """
     started = time.monotonic()
     config = dict(config_of(path, kwargs))
-    plain = dataclasses.replace(
+    base_training = dataclasses.replace(
         training,
         backend="fsdp",
         sizes=MeshSizes(shard=training.ranks),
@@ -87,16 +89,20 @@ def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> 
         accelerated=True,
         eager=0,
     )
-    peaks, accounted = {}, {}
+    peak_bytes, accounted_by_depth = {}, {}
     for layers in DEPTHS:
-        shallow = {**config, "num_hidden_layers": layers}
-        shallow.pop("layer_types", None)
-        peaks[layers] = _peak(plain, shallow)
-        accounted[layers] = accounted_bytes(dataclasses.replace(plain, size=size_of(path, config=shallow)))
-    first, last = DEPTHS
-    each = (peaks[last] - peaks[first]) / (last - first)
-    full_model = peaks[last] + each * (training.size.layers - last)
-    return MeasuredMemory(peaks, accounted, full_model, accounted_bytes(plain), time.monotonic() - started)
+        shallow_config = {**config, "num_hidden_layers": layers}
+        shallow_config.pop("layer_types", None)
+        peak_bytes[layers] = _peak(base_training, shallow_config)
+        accounted_by_depth[layers] = accounted_bytes(
+            dataclasses.replace(base_training, size=size_of(path, config=shallow_config))
+        )
+    fewest_layers, most_layers = DEPTHS
+    bytes_per_layer = (peak_bytes[most_layers] - peak_bytes[fewest_layers]) / (most_layers - fewest_layers)
+    full_model = peak_bytes[most_layers] + bytes_per_layer * (training.size.layers - most_layers)
+    return MeasuredMemory(
+        peak_bytes, accounted_by_depth, full_model, accounted_bytes(base_training), time.monotonic() - started
+    )
 
 
 def accounted_bytes(training: Training) -> float:
@@ -120,10 +126,10 @@ def _peak(training: Training, config: Mapping[str, Any]) -> float:
     model_config = AutoConfig.for_model(
         str(config["model_type"]), **{k: v for k, v in config.items() if k != "model_type"}
     )
-    with _ranks(training.ranks), warnings.catch_warnings(), contextlib.ExitStack() as fake:
+    with _ranks(training.ranks), warnings.catch_warnings(), contextlib.ExitStack() as exit_stack:
         warnings.simplefilter("ignore")
         mesh = init_device_mesh("cpu", (training.ranks,))  # reads values, which fake tensors do not have
-        fake.enter_context(FakeTensorMode())
+        exit_stack.enter_context(FakeTensorMode())
         try:
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, attn_implementation="sdpa")
             model.config.use_cache = False
@@ -133,14 +139,17 @@ def _peak(training: Training, config: Mapping[str, Any]) -> float:
             precision = (
                 MixedPrecisionPolicy(torch.bfloat16, torch.float32) if training.mixed else MixedPrecisionPolicy()
             )
-            parts = [*_layers(trunk), model]
-            for part in parts:
+            sharded_modules = [*_layers(trunk), model]
+            for module in sharded_modules:
                 fully_shard(
-                    part, mesh=mesh, mp_policy=precision, reshard_after_forward=training.reshard and part is not model
+                    module,
+                    mesh=mesh,
+                    mp_policy=precision,
+                    reshard_after_forward=training.reshard and module is not model,
                 )
-            for part in parts:
-                assert isinstance(part, FSDPModule)
-                part.set_force_sum_reduction_for_comms(True)
+            for module in sharded_modules:
+                assert isinstance(module, FSDPModule)
+                module.set_force_sum_reduction_for_comms(True)
             ids = torch.zeros(1, training.tokens, dtype=torch.long)
             tracker = FSDPMemTracker(model)
             tracker.track_inputs((ids,))
@@ -148,19 +157,20 @@ def _peak(training: Training, config: Mapping[str, Any]) -> float:
                 for _ in range(2):  # the second micro-batch runs with the gradients of the first
                     tracker.reset_mod_stats()
                     model(input_ids=ids, logits_to_keep=1).logits.float().mean().backward()
-            peak = tracker.get_tracker_snapshot("peak")
+            peak_snapshots = tracker.get_tracker_snapshot("peak")
         except (RuntimeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(
                 f"--measure: models of type {config.get('model_type')} cannot be followed: {reason}"
             ) from error
-    return float(sum(_total(snapshot) for snapshot in peak.values()))
+    return float(sum(_total(snapshot) for snapshot in peak_snapshots.values()))
 
 
 def _total(snapshot: Mapping[Any, int]) -> int:
     """Returns the tracker's total, or the sum of its parts."""
     return next(
-        (n for kind, n in snapshot.items() if str(kind).rpartition(".")[2].lower() == "total"), sum(snapshot.values())
+        (nbytes for category, nbytes in snapshot.items() if str(category).rpartition(".")[2].lower() == "total"),
+        sum(snapshot.values()),
     )
 
 

@@ -51,14 +51,14 @@ def _largest_micro_batch(name: str, training: Training, room: float) -> Mapping[
 
 def largest_tokens(training: Training, room: float) -> int:
     """Returns the tokens of the largest micro-batch that fits; 0 if none does."""
-    low, high = 0, _MAX_TOKENS // _STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        if held(training.with_tokens(middle * _STEP)) <= room:
-            low = middle
+    lowest, highest = 0, _MAX_TOKENS // _STEP
+    while lowest < highest:
+        candidate = (lowest + highest + 1) // 2
+        if held(training.with_tokens(candidate * _STEP)) <= room:
+            lowest = candidate
         else:
-            high = middle - 1
-    return low * _STEP
+            highest = candidate - 1
+    return lowest * _STEP
 
 
 def _largest_context(name: str, serving: Serving, room: float) -> Mapping[str, str]:
@@ -75,10 +75,15 @@ def _wider_engines(name: str, serving: Serving, room: float) -> Sequence[Suggest
     if serving.engine != "vllm" or name != "rollout":
         return ()
     for tensor in _powers(serving.size.heads):
-        wider = dataclasses.replace(serving, tensor=tensor)
-        peak = max(moment.nbytes for moment in wider.moments())
-        if tensor > serving.tensor and serving.size.heads % tensor == 0 and not wider.refusals() and peak <= room:
-            return (SuggestedChange((f"{name}.parallel.tensor={tensor}",), peak),)
+        wider_serving = dataclasses.replace(serving, tensor=tensor)
+        peak_bytes = max(moment.nbytes for moment in wider_serving.moments())
+        if (
+            tensor > serving.tensor
+            and serving.size.heads % tensor == 0
+            and not wider_serving.refusals()
+            and peak_bytes <= room
+        ):
+            return (SuggestedChange((f"{name}.parallel.tensor={tensor}",), peak_bytes),)
     return ()
 
 
@@ -91,16 +96,16 @@ def nearest(name: str, training: Training, section: LanguageActorConfig, room: f
         section: Section of the group.
         room: Memory of a rank, in bytes.
     """
-    fitting: list[tuple[float, SuggestedChange]] = []
-    for distance, words, changed in _neighbours(name, training, divides=select(section, "parallel") is not None):
-        if words and (nbytes := held(changed)) <= room:
-            fitting.append((distance, SuggestedChange(words, nbytes)))
-    fitting.sort(key=lambda one: (one[0], one[1].nbytes))
-    best: list[SuggestedChange] = []
-    for _, change in fitting:
-        if not any(set(other.overrides) <= set(change.overrides) for other in best):
-            best.append(change)
-    return best[:_NAMED]
+    fitting_changes: list[tuple[float, SuggestedChange]] = []
+    for distance, overrides, neighbour in _neighbours(name, training, divides=select(section, "parallel") is not None):
+        if overrides and (nbytes := held(neighbour)) <= room:
+            fitting_changes.append((distance, SuggestedChange(overrides, nbytes)))
+    fitting_changes.sort(key=lambda one: (one[0], one[1].nbytes))
+    smallest_changes: list[SuggestedChange] = []
+    for _, change in fitting_changes:
+        if not any(set(smaller_change.overrides) <= set(change.overrides) for smaller_change in smallest_changes):
+            smallest_changes.append(change)
+    return smallest_changes[:_NAMED]
 
 
 def _neighbours(name: str, training: Training, *, divides: bool) -> Iterator[tuple[float, tuple[str, ...], Training]]:
@@ -108,22 +113,22 @@ def _neighbours(name: str, training: Training, *, divides: bool) -> Iterator[tup
     recomputed = (False, True) if not training.checkpointing else (True,)
     offloaded = (False, True) if not training.offload else (True,)
     tokens = [(0, training.tokens), (1, training.tokens // 2), (2, training.tokens // 4)]
-    for (cost, words, sized), again, away, (halved, fewer) in itertools.product(
+    for (cost, overrides, division), recomputes, offloads, (num_halvings, num_tokens) in itertools.product(
         list(_iter_divisions(name, training, divides=divides)), recomputed, offloaded, tokens
     ):
-        changed = dataclasses.replace(sized, checkpointing=again, offload=away, tokens=fewer)
-        if away and not (training.accelerated and changed.backend != "local"):
+        neighbour = dataclasses.replace(division, checkpointing=recomputes, offload=offloads, tokens=num_tokens)
+        if offloads and not (training.accelerated and neighbour.backend != "local"):
             continue
-        more: tuple[str, ...] = ()
-        if again and not training.checkpointing:
-            more += (f"{name}.model.gradient_checkpointing=true",)
-        if away and not training.offload:
-            section = "fsdp" if changed.backend == "fsdp" else "deepspeed"
-            more += (f"{name}.{section}.cpu_offload=true",)
-        if halved:
-            more += (f"{name}.max_tokens_per_micro_batch={fewer}",)
-        far = cost + _RECOMPUTING * (again and not training.checkpointing) + _SMALLER * halved
-        yield far + _OFFLOADING * (away and not training.offload), (*words, *more), changed
+        extra_overrides: tuple[str, ...] = ()
+        if recomputes and not training.checkpointing:
+            extra_overrides += (f"{name}.model.gradient_checkpointing=true",)
+        if offloads and not training.offload:
+            section = "fsdp" if neighbour.backend == "fsdp" else "deepspeed"
+            extra_overrides += (f"{name}.{section}.cpu_offload=true",)
+        if num_halvings:
+            extra_overrides += (f"{name}.max_tokens_per_micro_batch={num_tokens}",)
+        total_cost = cost + _RECOMPUTING * (recomputes and not training.checkpointing) + _SMALLER * num_halvings
+        yield total_cost + _OFFLOADING * (offloads and not training.offload), (*overrides, *extra_overrides), neighbour
 
 
 def _iter_divisions(
@@ -141,20 +146,26 @@ def _iter_divisions(
     if training.backend == "deepspeed" and training.stage < 3:
         yield 1.2, (f"{name}.deepspeed.zero_stage=3",), dataclasses.replace(training, stage=3)
     if training.backend == "fsdp" and divides:
-        for far, other in divisions(training):
-            if far:
-                yield far, _words(name, sizes, other.sizes), other
-    for more in (2, 4, 8):  # more ranks
+        for distance, division in divisions(training):
+            if distance:
+                yield distance, _words(name, sizes, division.sizes), division
+    for factor in (2, 4, 8):  # more ranks
         if training.backend == "fsdp":
-            wider = dataclasses.replace(sizes, shard=sizes.shard * more)
+            wider_sizes = dataclasses.replace(sizes, shard=sizes.shard * factor)
             yield (
-                3.0 + math.log2(more),
-                (f"{more * ranks} ranks for {name}",),
-                dataclasses.replace(training, sizes=wider),
+                3.0 + math.log2(factor),
+                (f"{factor * ranks} ranks for {name}",),
+                dataclasses.replace(training, sizes=wider_sizes),
             )
         elif training.backend == "local":
-            wide = dataclasses.replace(training, backend="fsdp", sizes=MeshSizes(shard=ranks * more), offload=False)
-            yield 4.0 + math.log2(more), (f"{name}.training_backend=fsdp", f"{more * ranks} ranks for {name}"), wide
+            sharded_training = dataclasses.replace(
+                training, backend="fsdp", sizes=MeshSizes(shard=ranks * factor), offload=False
+            )
+            yield (
+                4.0 + math.log2(factor),
+                (f"{name}.training_backend=fsdp", f"{factor * ranks} ranks for {name}"),
+                sharded_training,
+            )
 
 
 def divisions(training: Training) -> Iterator[tuple[float, Training]]:
@@ -171,18 +182,18 @@ def divisions(training: Training) -> Iterator[tuple[float, Training]]:
 
 
 def _powers(limit: int) -> list[int]:
-    return [1 << power for power in range(limit.bit_length()) if 1 << power <= limit]
+    return [1 << exponent for exponent in range(limit.bit_length()) if 1 << exponent <= limit]
 
 
 def _possible(training: Training, sizes: MeshSizes) -> bool:
     """Returns whether the model can be divided by these sizes."""
     size = training.size
-    within = sizes.shard * sizes.context * sizes.tensor
+    ranks_per_copy = sizes.shard * sizes.context * sizes.tensor
     return (
         size.kv_heads % sizes.tensor == 0
         and size.vocabulary % sizes.tensor == 0
         and (size.heads // sizes.tensor) % sizes.context == 0
-        and (sizes.expert == 1 or (size.experts % sizes.expert == 0 and within % sizes.expert == 0))
+        and (sizes.expert == 1 or (size.experts % sizes.expert == 0 and ranks_per_copy % sizes.expert == 0))
         and not (sizes.expert > 1 and sizes.expert % sizes.tensor and sizes.tensor % sizes.expert)
         and not (size.experts and sizes.tensor > 1 and sizes.expert < sizes.tensor)
     )
@@ -298,8 +309,8 @@ def training_of(
     roles = group_roles(grpo) if grpo is not None else {}
     compares = grpo is not None and grpo.algorithm.kl_coef > 0 and REFERENCE not in roles
     reference = name == "actor" and (compares or cfg.runner.task_type.lower() == "dpo")
-    eager = section.model.attn_implementation == "eager"
-    causal = name == "actor" and cfg.runner.task_type.lower() != "reward_model"
+    is_eager = section.model.attn_implementation == "eager"
+    is_causal = name == "actor" and cfg.runner.task_type.lower() != "reward_model"
     return Training(
         size,
         backend,
@@ -315,11 +326,11 @@ def training_of(
         stage=section.deepspeed.zero_stage,
         reference=reference,
         other_models_bytes=_teacher_bytes(grpo, ranks, build) if grpo is not None and name == "actor" else 0.0,
-        logits=causal,
-        head=causal,
+        logits=is_causal,
+        head=is_causal,
         edges_apart=select(section, "parallel") is not None,
         policies=_policies(cfg) if name == "actor" else 1,
-        eager=prompt + response if eager else 0,
+        eager=prompt + response if is_eager else 0,
     )
 
 
@@ -353,7 +364,7 @@ def _trained(
     training = training_of(cfg, name, section, ranks, build=build)
     turns = bool(select(cfg, "actor.offload_in_rollout"))
     moments = training.moments()
-    if sends := name == "actor" and _writes(cfg):
+    if sends_weights := name == "actor" and _writes(cfg):
         moments = (*moments, _sending(training, moments))
     pinned = terms(
         weights_gradients_optimizer=training.offloaded(),
@@ -362,7 +373,7 @@ def _trained(
         else 0.0,
     )
     copies = training.host_copy() if cfg.runner.async_save else 0.0
-    shared = _shared_memory_of(typed(GrpoConfig, cfg), training, turns) if sends else ()
+    shared = _shared_memory_of(typed(GrpoConfig, cfg), training, turns) if sends_weights else ()
     return Account(
         name,
         about=_about(training, section),
@@ -382,9 +393,11 @@ def _sending(training: Training, moments: Sequence[Moment]) -> Moment:
     """Returns the moment when weights are sent: the terms between steps, one weight in full, and the bucket of the
     update.
     """
-    held = [term for term in moments[-1].terms if term.name not in FREED_BY_A_STEP]
+    retained_terms = [term for term in moments[-1].terms if term.name not in FREED_BY_A_STEP]
     largest_weight = 4.0 * training.size.largest if training.backend != "local" else 0.0
-    return Moment("weights are sent", (*held, *terms(a_weight_in_full=largest_weight, part_of_an_update=float(PART))))
+    return Moment(
+        "weights are sent", (*retained_terms, *terms(a_weight_in_full=largest_weight, part_of_an_update=float(PART)))
+    )
 
 
 def _shared_memory_of(cfg: GrpoConfig, training: Training, turns: bool) -> tuple[MemoryTerm, ...]:
@@ -394,37 +407,43 @@ def _shared_memory_of(cfg: GrpoConfig, training: Training, turns: bool) -> tuple
     model_bytes = float(training.itemsize * training.size.parameters)
     if cfg.rollout.weight_delta == "elements":
         return terms(weights_and_their_changes=2.0 * model_bytes)
-    adapted = sum(math.prod(shape) for shape in training.size.adapted(training.targets).values()) * training.itemsize
-    frozen = model_bytes - adapted if training.lora and cfg.rollout.weight_delta == "frozen" else 0.0
-    moving = (model_bytes - frozen) * training.policies
-    return terms(weights_under_way=moving if turns else min(moving, float(PARTS * PART)), frozen_weights=frozen)
+    adapted_bytes = (
+        sum(math.prod(shape) for shape in training.size.adapted(training.targets).values()) * training.itemsize
+    )
+    frozen_bytes = model_bytes - adapted_bytes if training.lora and cfg.rollout.weight_delta == "frozen" else 0.0
+    sent_bytes = (model_bytes - frozen_bytes) * training.policies
+    return terms(
+        weights_under_way=sent_bytes if turns else min(sent_bytes, float(PARTS * PART)), frozen_weights=frozen_bytes
+    )
 
 
 def _loading(training: Training, ranks: GroupRanks) -> tuple[MemoryTerm, ...]:
     """Returns the host memory for reading the model when the rank computes on an accelerator."""
     if not ranks.accelerated or (training.backend == "deepspeed" and training.stage == 3):
         return ()
-    each = 1.0 if training.backend != "fsdp" else training.part()
+    fraction = 1.0 if training.backend != "fsdp" else training.part()
     itemsize = training.itemsize if training.lora else 4
-    return terms(model_while_it_is_read=itemsize * training.size.parameters * each)
+    return terms(model_while_it_is_read=itemsize * training.size.parameters * fraction)
 
 
 def _about(training: Training, section: LanguageActorConfig) -> str:
-    s, size = training.sizes, training.size
-    how = training.backend
+    mesh_sizes, size = training.sizes, training.size
+    backend_text = training.backend
     if training.backend == "fsdp":
-        named = {
-            "replicate": s.replicate,
-            "shard": s.shard,
-            "context": s.context,
-            "tensor": s.tensor,
-            "expert": s.expert,
+        named_sizes = {
+            "replicate": mesh_sizes.replicate,
+            "shard": mesh_sizes.shard,
+            "context": mesh_sizes.context,
+            "tensor": mesh_sizes.tensor,
+            "expert": mesh_sizes.expert,
         }
-        how += " (" + ", ".join(f"{key} {value}" for key, value in named.items() if value > 1 or key == "shard") + ")"
+        backend_text += (
+            " (" + ", ".join(f"{key} {ways}" for key, ways in named_sizes.items() if ways > 1 or key == "shard") + ")"
+        )
     elif training.backend == "deepspeed":
-        how += f" (ZeRO-{training.stage})"
+        backend_text += f" (ZeRO-{training.stage})"
     if training.offload:
-        how += ", offloaded to the host"
+        backend_text += ", offloaded to the host"
     lora = f"LoRA of rank {training.lora}: {counted(training.trained)} trained" if training.lora else ""
     activations = "activations recomputed" if training.checkpointing else "all activations kept"
     precision = "bfloat16" if training.mixed else "float32"
@@ -434,7 +453,7 @@ def _about(training: Training, section: LanguageActorConfig) -> str:
             (
                 f"{section.model.model_path}: {counted(size.parameters)} parameters",
                 lora,
-                how,
+                backend_text,
                 precision,
                 activations,
                 f"micro-batches of {training.tokens} tokens",
@@ -492,11 +511,11 @@ def _serving(
         section=name,
     )
     turns = bool(cfg.actor.offload_in_rollout) and name == "rollout"
-    part = min(float(serving.itemsize * serving.size.parameters), float(PARTS * PART))
-    how = f"{engine} engines" + (f" of {tensor} ranks" if tensor > 1 else "")
-    about = (
-        f"{model.model_path}: {counted(serving.size.parameters)} parameters, {how}, up to {serving.sequences} sequences of "
-        f"{serving.length} tokens"
+    bucket_bytes = min(float(serving.itemsize * serving.size.parameters), float(PARTS * PART))
+    engine_text = f"{engine} engines" + (f" of {tensor} ranks" if tensor > 1 else "")
+    description = (
+        f"{model.model_path}: {counted(serving.size.parameters)} parameters, {engine_text}, "
+        f"up to {serving.sequences} sequences of {serving.length} tokens"
     )
     remarks = []
     if serving.engine == "vllm":
@@ -505,9 +524,9 @@ def _serving(
         )
     return Account(
         name,
-        about=about,
+        about=description,
         moments=serving.moments(),
-        shared=terms(weights_under_way=part) if name == "rollout" else (),
+        shared=terms(weights_under_way=bucket_bytes) if name == "rollout" else (),
         turns=turns and ranks.accelerated,
         remarks=tuple(remarks),
         refusals=serving.refusals(),
@@ -559,14 +578,16 @@ def _frozen_account(
 ) -> Account:
     """Returns the account of a rank with a frozen model that scores samples."""
     size: ModelSize = size_of(model.model_path, plain(select(model, "kwargs")), build=build)
-    b = itemsize(model.dtype, ranks.accelerated)
+    bytes_per_element = itemsize(model.dtype, ranks.accelerated)
     step = sum(longest(cfg)) * math.ceil(responses_per_step(cfg) / ranks.number)
 
     def moment(tokens: int) -> Moment:
-        layers = LayerMemory(size, b, not ranks.accelerated)
+        layers = LayerMemory(size, bytes_per_element, not ranks.accelerated)
         chunk = scoring_chunk(layers, tokens) if logits else 0.0
-        held = terms(weights=float(b * size.parameters), activations=tokens * layers.passing(), logits=chunk)
-        return Moment("scoring", (*held, process(ranks.accelerated)))
+        memory_terms = terms(
+            weights=float(bytes_per_element * size.parameters), activations=tokens * layers.passing(), logits=chunk
+        )
+        return Moment("scoring", (*memory_terms, process(ranks.accelerated)))
 
     tokens = max(min(max_tokens, step), 1)
     return Account(

@@ -61,33 +61,33 @@ class LayerMemory:
 
     def norm(self) -> float:
         """Returns the bytes of a norm over the width."""
-        hidden = self.size.hidden
+        hidden_size = self.size.hidden
         if self.adapted is None:
-            return (12.0 if self._float else 8.0) * hidden
-        return (8.0 if self._float else 6.0) * hidden
+            return (12.0 if self._float else 8.0) * hidden_size
+        return (8.0 if self._float else 6.0) * hidden_size
 
     def attention(self) -> float:
         """Returns the bytes of attention, without the norm before it."""
-        size, b = self.size, self.itemsize
-        nbytes = b * (2 * self._q + 2 * self._kv) + 4.0 * size.heads / self.tensor
+        size, element_bytes = self.size, self.itemsize
+        nbytes = element_bytes * (2 * self._q + 2 * self._kv) + 4.0 * size.heads / self.tensor
         if self.on_host and not self.eager:
-            nbytes += b * self._q
+            nbytes += element_bytes * self._q
         if size.qk_norm:
-            frozen = self.adapted is not None
-            nbytes += (4.0 if frozen else 8.0 if self._float else 6.0) * (self._q + self._kv)
+            is_frozen = self.adapted is not None
+            nbytes += (4.0 if is_frozen else 8.0 if self._float else 6.0) * (self._q + self._kv)
         if self.eager:
-            nbytes += (4.0 + b) * size.heads / self.tensor * self.eager
+            nbytes += (4.0 + element_bytes) * size.heads / self.tensor * self.eager
         return nbytes
 
     def feed_forward(self) -> float:
         """Returns the bytes of the MLP, or of the experts of a token."""
-        size, b, hidden = self.size, self.itemsize, self.size.hidden
+        size, element_bytes, hidden_size = self.size, self.itemsize, self.size.hidden
         if size.experts:
-            each = b * (4.0 * size.expert_width + 2.0 * hidden) + 40.0
-            return size.per_token * each + 4.0 * size.experts
-        inner = size.intermediate / self.tensor
+            bytes_per_expert = element_bytes * (4.0 * size.expert_width + 2.0 * hidden_size) + 40.0
+            return size.per_token * bytes_per_expert + 4.0 * size.experts
+        inner_size = size.intermediate / self.tensor
         saved_tensors = 4.0 if self.adapted is None or "down_proj" in self.adapted else 3.0
-        return saved_tensors * b * inner
+        return saved_tensors * element_bytes * inner_size
 
     def layer(self) -> float:
         """Returns all bytes that a layer saves."""
@@ -103,21 +103,21 @@ class LayerMemory:
 
     def returning(self) -> float:
         """Returns the bytes that the backward pass of a layer adds: gradients of its widest part."""
-        size, b = self.size, self.itemsize
+        size, element_bytes = self.size, self.itemsize
         if size.experts:
-            return b * (size.per_token * (2.0 * size.expert_width + 2.0 * size.hidden) + 2.0 * size.hidden)
+            return element_bytes * (size.per_token * (2.0 * size.expert_width + 2.0 * size.hidden) + 2.0 * size.hidden)
         # When the gradient of the product of gate and up has been propagated to both, and the product is freed.
-        return b * (2.0 * size.intermediate / self.tensor + size.hidden)
+        return element_bytes * (2.0 * size.intermediate / self.tensor + size.hidden)
 
     def passing(self) -> float:
         """Returns the peak bytes of a layer if no activations are saved."""
-        size, b = self.size, self.itemsize
-        inner = (
+        size, element_bytes = self.size, self.itemsize
+        inner_elements = (
             size.per_token * (3.0 * size.expert_width + 2.0 * size.hidden)
             if size.experts
             else 3.0 * size.intermediate / self.tensor
         )
-        return max(b * (2.0 * size.hidden + inner), 16.0 * size.hidden)
+        return max(element_bytes * (2.0 * size.hidden + inner_elements), 16.0 * size.hidden)
 
 
 #: Elements of a chunk, and limits of its rows on a CPU (`rlhpc.language.models.logprobs.chunks`).
@@ -239,11 +239,11 @@ class Serving:
 
     def longest_in(self, nbytes: float) -> int:
         """Returns the number of tokens of the longest sequence whose keys and values a cache holds."""
-        low, high = 0, 1 << 40
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.sequence(middle) <= nbytes else (low, middle - 1)
-        return low
+        lowest, highest = 0, 1 << 40
+        while lowest < highest:
+            candidate = (lowest + highest + 1) // 2
+            lowest, highest = (candidate, highest) if self.sequence(candidate) <= nbytes else (lowest, candidate - 1)
+        return lowest
 
     @property
     def sequences(self) -> int:
@@ -253,10 +253,12 @@ class Serving:
 
     def moments(self) -> tuple[Moment, ...]:
         """Returns the memory terms of each moment on the rank's device."""
-        held = (*terms(weights=self.weights), *self._cache(), *self._passing(), process(self.accelerated))
-        layer = self.itemsize * sum(self.size.layer_parameters) / self.tensor
-        arriving = max(layer if self.engine == "vllm" else 0.0, self.itemsize * float(self.size.largest))
-        return Moment(_GENERATION, held), Moment(_UPDATE, (*held, *terms(arriving_weights=arriving)))
+        common_terms = (*terms(weights=self.weights), *self._cache(), *self._passing(), process(self.accelerated))
+        layer_bytes = self.itemsize * sum(self.size.layer_parameters) / self.tensor
+        arriving_bytes = max(layer_bytes if self.engine == "vllm" else 0.0, self.itemsize * float(self.size.largest))
+        return Moment(_GENERATION, common_terms), Moment(
+            _UPDATE, (*common_terms, *terms(arriving_weights=arriving_bytes))
+        )
 
     def _passing(self) -> tuple[MemoryTerm, ...]:
         layers = LayerMemory(self.size, self.itemsize, not self.accelerated, tensor=self.tensor)
@@ -270,8 +272,11 @@ class Serving:
         if self.engine == "vllm":
             return (MemoryTerm("KV cache", self.cache_bytes(), self.cache_words()),)
         columns = -(-(self.length * _GROWTH + _MORE) // _BLOCK) * _BLOCK
-        rows = self.sequences
-        return terms(KV_cache=rows * self.sequence(columns), KV_cache_that_grows=rows * self.sequence(self.length))
+        num_sequences = self.sequences
+        return terms(
+            KV_cache=num_sequences * self.sequence(columns),
+            KV_cache_that_grows=num_sequences * self.sequence(self.length),
+        )
 
     def cache_bytes(self) -> float:
         """Returns the bytes of vLLM's cache: the rest of its fraction of the accelerator, but at least a sequence of
@@ -301,14 +306,14 @@ class Serving:
         """Returns the reasons why the engine cannot be created."""
         if self.engine != "vllm" or not self.accelerated or self.room is None:
             return ()
-        share, minimum = self.utilization * self.room, self.sequence(self.context)
-        if self.cache_budget() >= minimum:
+        engine_bytes, min_cache_bytes = self.utilization * self.room, self.sequence(self.context)
+        if self.cache_budget() >= min_cache_bytes:
             return ()
-        term = "weights" if self.weights + _GRAPHS > share else "KV cache"
+        shortage = "weights" if self.weights + _GRAPHS > engine_bytes else "KV cache"
         return (
-            f"{self.section}.gpu_memory_utilization ({self.utilization:g}) gives an engine {gib(share)} of an accelerator; "
-            f"it needs {gib(self.weights)} for weights, {gib(_GRAPHS)} for activations and graphs, {gib(minimum)} of KV cache "
-            f"for one sequence of {self.context} tokens; the term that does not fit: {term}",
+            f"{self.section}.gpu_memory_utilization ({self.utilization:g}) gives an engine {gib(engine_bytes)} of an "
+            f"accelerator; it needs {gib(self.weights)} for weights, {gib(_GRAPHS)} for activations and graphs, "
+            f"{gib(min_cache_bytes)} of KV cache for one sequence of {self.context} tokens; the term that does not fit: {shortage}",
         )
 
 
@@ -381,7 +386,8 @@ class Training:
     def adapters(self) -> int:
         """Returns the number of elements of all adapters."""
         return (
-            self.policies * sum(self.lora * (out + inputs) for out, inputs in self.size.adapted(self.targets).values())
+            self.policies
+            * sum(self.lora * (outputs + inputs) for outputs, inputs in self.size.adapted(self.targets).values())
             if self.lora
             else 0
         )
@@ -405,15 +411,19 @@ class Training:
         """Returns the fraction of the model that a rank holds between uses. Experts are divided in another order, over
         as many ranks.
         """
-        s = self.sizes
-        return {"local": 1.0, "fsdp": 1.0 / (s.shard * s.context * s.tensor), "deepspeed": 1.0 / self.ranks}[
-            self.backend
-        ]
+        sizes = self.sizes
+        return {
+            "local": 1.0,
+            "fsdp": 1.0 / (sizes.shard * sizes.context * sizes.tensor),
+            "deepspeed": 1.0 / self.ranks,
+        }[self.backend]
 
     def layers(self) -> LayerMemory:
         """Returns the layers for the activation terms."""
-        adapted = {name.rpartition(".")[2] for name in self.size.adapted(self.targets)} if self.lora else None
-        return LayerMemory(self.size, self.itemsize, not self.accelerated, adapted, self.sizes.tensor, self.eager)
+        adapted_modules = {name.rpartition(".")[2] for name in self.size.adapted(self.targets)} if self.lora else None
+        return LayerMemory(
+            self.size, self.itemsize, not self.accelerated, adapted_modules, self.sizes.tensor, self.eager
+        )
 
     # -- activations ------------------------------------------------------------------------------------------------
 
@@ -425,34 +435,36 @@ class Training:
     def saved_activations(self) -> float:
         """Returns the bytes that the forward pass saves of all layers."""
         layers = self.layers()
-        each = layers.edge() if self.checkpointing else layers.layer()
-        return self.own_tokens * (self.size.layers * each + layers.once() + _BATCH)
+        bytes_per_token = layers.edge() if self.checkpointing else layers.layer()
+        return self.own_tokens * (self.size.layers * bytes_per_token + layers.once() + _BATCH)
 
     def recomputed(self) -> float:
         """Returns the bytes that the backward pass through one layer adds."""
         layers = self.layers()
         # The saved input of a layer is already counted; in half precision its norm creates another one in float32.
-        saved = 0.0 if self.mixed else layers.edge()
-        again = layers.layer() - saved if self.checkpointing else 0.0
-        return self.own_tokens * (again + layers.returning())
+        saved_bytes = 0.0 if self.mixed else layers.edge()
+        recomputed_bytes = layers.layer() - saved_bytes if self.checkpointing else 0.0
+        return self.own_tokens * (recomputed_bytes + layers.returning())
 
     def at_loss(self) -> tuple[MemoryTerm, ...]:
         """Returns the terms of the loss, in addition to the saved activations."""
         layers, tokens = self.layers(), self.own_tokens
-        hidden = tokens * (layers.norm() + 2 * layers.edge())
+        hidden_bytes = tokens * (layers.norm() + 2 * layers.edge())
         if not self.logits:
-            return terms(last_hidden_states=hidden)
+            return terms(last_hidden_states=hidden_bytes)
         gradient = 0.0 if self.lora else _head_gradient(layers)
-        return terms(last_hidden_states=hidden, loss_chunk=loss_chunk(layers, tokens), gradient_of_the_head=gradient)
+        return terms(
+            last_hidden_states=hidden_bytes, loss_chunk=loss_chunk(layers, tokens), gradient_of_the_head=gradient
+        )
 
     def _model(self, **divided: float) -> tuple[MemoryTerm, ...]:
         """Returns the terms of weights, optimizer and frozen models for the rank's parts (in elements)."""
-        trained, frozen = divided["trained"], divided["frozen"]
+        num_trained, num_frozen = divided["trained"], divided["frozen"]
         reference = self.size.parameters * (divided["frozen_part"]) if self.reference and not self.lora else 0.0
         return terms(
-            weights=4.0 * trained,
-            frozen_weights=self.itemsize * frozen,
-            optimizer=8.0 * trained,
+            weights=4.0 * num_trained,
+            frozen_weights=self.itemsize * num_frozen,
+            optimizer=8.0 * num_trained,
             reference=self.itemsize * reference,
             other_models=self.other_models_bytes,
         )
@@ -462,19 +474,28 @@ class Training:
     def moments(self) -> tuple[Moment, ...]:
         """Returns the memory terms of each moment on the rank's device."""
         terms_by_moment = {"local": self._local, "fsdp": self._fsdp, "deepspeed": self._deepspeed}[self.backend]()
-        return tuple(Moment(name, (*held, process(self.accelerated))) for name, held in terms_by_moment.items())
+        return tuple(
+            Moment(name, (*moment_terms, process(self.accelerated))) for name, moment_terms in terms_by_moment.items()
+        )
 
     def _local(self) -> dict[str, tuple[MemoryTerm, ...]]:
-        trained = float(self.trained)
-        base = self._model(trained=trained, frozen=float(self.frozen), frozen_part=1.0)
-        base = (*base, *terms(gradients=4.0 * trained, weights_to_compute_with=self.itemsize * trained * self.mixed))
-        saved = terms(activations=self.saved_activations())
+        num_trained = float(self.trained)
+        base = self._model(trained=num_trained, frozen=float(self.frozen), frozen_part=1.0)
+        base = (
+            *base,
+            *terms(gradients=4.0 * num_trained, weights_to_compute_with=self.itemsize * num_trained * self.mixed),
+        )
+        saved_terms = terms(activations=self.saved_activations())
         # One weight's gradient at a time, before it is accumulated.
-        one = self.itemsize * self._widest()
-        temporary = 0.0 if self.accelerated else 4.0 * trained
+        weight_gradient_bytes = self.itemsize * self._widest()
+        temporary = 0.0 if self.accelerated else 4.0 * num_trained
         return {
-            _LOSS: (*base, *saved, *self.at_loss()),
-            _BACKWARD: (*base, *saved, *terms(backward_pass_of_a_layer=self.recomputed(), gradient_of_a_weight=one)),
+            _LOSS: (*base, *saved_terms, *self.at_loss()),
+            _BACKWARD: (
+                *base,
+                *saved_terms,
+                *terms(backward_pass_of_a_layer=self.recomputed(), gradient_of_a_weight=weight_gradient_bytes),
+            ),
             STEP: (*base, *terms(optimizer_temporaries=temporary)),
         }
 
@@ -486,80 +507,110 @@ class Training:
         )
 
     def _fsdp(self) -> dict[str, tuple[MemoryTerm, ...]]:
-        size, s, b = self.size, self.sizes, self.itemsize
+        size, sizes, element_bytes = self.size, self.sizes, self.itemsize
         local_trained = self.trained * self.part()
         model = self._model(trained=local_trained, frozen=self.frozen * self.part(), frozen_part=self.part())
         gradients = terms(gradients=4.0 * local_trained)
         if self.offload and self.accelerated:
             model, gradients = terms(other_models=self.other_models_bytes), ()
-        experts, dense = size.layer_parameters
-        layer, root = experts / s.expert + dense / s.tensor, (size.root_parameters - self._headless) / s.tensor
+        expert_parameters, dense_parameters = size.layer_parameters
+        layer, root = (
+            expert_parameters / sizes.expert + dense_parameters / sizes.tensor,
+            (size.root_parameters - self._headless) / sizes.tensor,
+        )
         has_gradients = 0.0 if self.lora else 1.0  # whether gathered weights have gradients
-        gathered = layer * (2.0 if self.reshard else size.layers)
-        saved = terms(activations=self.saved_activations())
-        at_loss = (*model, *gradients, *saved, *self.at_loss())
+        gathered_elements = layer * (2.0 if self.reshard else size.layers)
+        saved_terms = terms(activations=self.saved_activations())
+        loss_terms = (*model, *gradients, *saved_terms, *self.at_loss())
         gradient_elements = layer * has_gradients
-        if self.checkpointing and not self.accelerated and self.recomputed() > (b + 4.0) * gradient_elements:
+        if (
+            self.checkpointing
+            and not self.accelerated
+            and self.recomputed() > (element_bytes + 4.0) * gradient_elements
+        ):
             # A layer is recomputed before its gradients exist; on a CPU, after the next layer's gradients are summed.
             gradient_elements = 0.0
-        in_layers = terms(
+        layer_terms = terms(
             backward_pass_of_a_layer=self.recomputed(),
-            gathered_layers=b * gathered,
-            gradients_of_a_layer=b * gradient_elements,
+            gathered_layers=element_bytes * gathered_elements,
+            gradients_of_a_layer=element_bytes * gradient_elements,
             gradients_being_summed=4.0 * gradient_elements,
         )
-        of_edges = terms(
-            gradients_of_embeddings=b * root * has_gradients, gradients_being_summed=4.0 * root * has_gradients
+        edge_terms = terms(
+            gradients_of_embeddings=element_bytes * root * has_gradients,
+            gradients_being_summed=4.0 * root * has_gradients,
         )
-        one = terms(gathered_layers=b * (layer if self.reshard else gathered))
+        gathered_layer = terms(gathered_layers=element_bytes * (layer if self.reshard else gathered_elements))
         if self.edges_apart and not size.tied:  # each is gathered for its use, and its gradient is summed immediately
-            edge = size.embedding / s.tensor
-            of_edges = terms(
-                gradients_of_embeddings=b * edge * has_gradients, gradients_being_summed=4.0 * edge * has_gradients
+            edge_elements = size.embedding / sizes.tensor
+            edge_terms = terms(
+                gradients_of_embeddings=element_bytes * edge_elements * has_gradients,
+                gradients_being_summed=4.0 * edge_elements * has_gradients,
             )
-            hidden = terms(last_hidden_states=2.0 * self.own_tokens * self.layers().edge())
+            hidden_terms = terms(last_hidden_states=2.0 * self.own_tokens * self.layers().edge())
             return {
-                _LOSS: (*at_loss, *one, *terms(gathered_embeddings=b * edge * self.head)),
-                _REDUCTION: (*model, *gradients, *saved, *hidden, *of_edges),
-                _BACKWARD: (*model, *gradients, *saved, *in_layers),
+                _LOSS: (
+                    *loss_terms,
+                    *gathered_layer,
+                    *terms(gathered_embeddings=element_bytes * edge_elements * self.head),
+                ),
+                _REDUCTION: (*model, *gradients, *saved_terms, *hidden_terms, *edge_terms),
+                _BACKWARD: (*model, *gradients, *saved_terms, *layer_terms),
                 STEP: (*model, *gradients),
             }
         # Embeddings and head belong to the root module, which stays gathered and whose gradients are summed at the end.
-        roots, head = terms(gathered_embeddings=b * root), b * size.embedding / s.tensor * has_gradients * self.logits
+        roots, head = (
+            terms(gathered_embeddings=element_bytes * root),
+            element_bytes * size.embedding / sizes.tensor * has_gradients * self.logits,
+        )
         return {
-            _LOSS: (*at_loss, *roots, *one),
-            _BACKWARD: (*model, *gradients, *saved, *roots, *in_layers, *terms(gradient_of_the_head=head)),
-            _REDUCTION: (*model, *gradients, *of_edges),
+            _LOSS: (*loss_terms, *roots, *gathered_layer),
+            _BACKWARD: (*model, *gradients, *saved_terms, *roots, *layer_terms, *terms(gradient_of_the_head=head)),
+            _REDUCTION: (*model, *gradients, *edge_terms),
             STEP: (*model, *gradients),
         }
 
     def _deepspeed(self) -> dict[str, tuple[MemoryTerm, ...]]:
-        size, b, ranks = self.size, self.itemsize, self.ranks
-        trained, third = float(self.trained), self.stage == 3
-        fraction = 1.0 / ranks if third else 1.0
-        masters, moments, gradients = 4.0 * trained / ranks, 8.0 * trained / ranks, 4.0 * trained / ranks
+        size, element_bytes, ranks = self.size, self.itemsize, self.ranks
+        num_trained, is_stage_3 = float(self.trained), self.stage == 3
+        fraction = 1.0 / ranks if is_stage_3 else 1.0
+        master_bytes, optimizer_bytes, gradient_bytes = (
+            4.0 * num_trained / ranks,
+            8.0 * num_trained / ranks,
+            4.0 * num_trained / ranks,
+        )
         if self.offload and self.accelerated:
-            masters = moments = gradients = 0.0
+            master_bytes = optimizer_bytes = gradient_bytes = 0.0
         base = terms(
-            weights_to_compute_with=b * trained * fraction * (not (third and self.offload and self.accelerated)),
-            frozen_weights=b * self.frozen * fraction,
-            weights=masters,
-            optimizer=moments,
-            reference=b * size.parameters * fraction * (self.reference and not self.lora),
+            weights_to_compute_with=element_bytes
+            * num_trained
+            * fraction
+            * (not (is_stage_3 and self.offload and self.accelerated)),
+            frozen_weights=element_bytes * self.frozen * fraction,
+            weights=master_bytes,
+            optimizer=optimizer_bytes,
+            reference=element_bytes * size.parameters * fraction * (self.reference and not self.lora),
             other_models=self.other_models_bytes,
         )
         # Gradients of a micro-batch before reduction: with stage 1 all, otherwise a bucket and its contents.
-        bucket = 4.0 * min(trained, _BUCKET)
-        pending = terms(
-            gradients=gradients,
-            gradients_being_summed=bucket + b * (trained if self.stage == 1 else min(trained, _BUCKET) * self.mixed),
+        bucket = 4.0 * min(num_trained, _BUCKET)
+        gradient_terms = terms(
+            gradients=gradient_bytes,
+            gradients_being_summed=bucket
+            + element_bytes * (num_trained if self.stage == 1 else min(num_trained, _BUCKET) * self.mixed),
         )
-        gathered = terms(gathered_layers=b * min(float(size.parameters), _LIVE) * third)
-        saved = terms(activations=self.saved_activations())
+        gathered_terms = terms(gathered_layers=element_bytes * min(float(size.parameters), _LIVE) * is_stage_3)
+        saved_terms = terms(activations=self.saved_activations())
         return {
-            _LOSS: (*base, *gathered, *saved, *self.at_loss(), *terms(gradients=gradients)),
-            _BACKWARD: (*base, *gathered, *saved, *pending, *terms(backward_pass_of_a_layer=self.recomputed())),
-            STEP: (*base, *terms(gradients=gradients, optimizer_temporaries=4.0 * trained / ranks)),
+            _LOSS: (*base, *gathered_terms, *saved_terms, *self.at_loss(), *terms(gradients=gradient_bytes)),
+            _BACKWARD: (
+                *base,
+                *gathered_terms,
+                *saved_terms,
+                *gradient_terms,
+                *terms(backward_pass_of_a_layer=self.recomputed()),
+            ),
+            STEP: (*base, *terms(gradients=gradient_bytes, optimizer_temporaries=4.0 * num_trained / ranks)),
         }
 
     # -- on the host ------------------------------------------------------------------------------------------------

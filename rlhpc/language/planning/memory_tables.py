@@ -51,29 +51,31 @@ def _training(cfg: GrpoConfig) -> str:
     for model in MODELS:
         size = size_of(model)
         for nodes in NODES:
-            cards = nodes * PER_NODE
-            fitting = _fitting(dataclasses.replace(base, size=size, sizes=MeshSizes(shard=cards), edges_apart=True))
+            num_accelerators = nodes * PER_NODE
+            training_and_fit = _fitting(
+                dataclasses.replace(base, size=size, sizes=MeshSizes(shard=num_accelerators), edges_apart=True)
+            )
             name = f"{model.rpartition('/')[2]} ({counted(size.parameters)})"
-            rows.append(f"| {name} | {nodes} × {PER_NODE} | {' | '.join(_cells(fitting))} |")
+            rows.append(f"| {name} | {nodes} × {PER_NODE} | {' | '.join(_cells(training_and_fit))} |")
     return "\n".join(rows)
 
 
 def _fitting(plain: Training) -> tuple[Training, bool]:
     """Returns the training, or the nearest division that fits; and whether it fits."""
-    candidates = [(far, sized) for far, sized in divisions(plain) if held(sized) <= _USABLE]
-    if candidates:
-        return min(candidates, key=lambda one: (one[0], held(one[1])))[1], True
-    return min((sized for _, sized in divisions(plain)), key=held), False
+    divisions_that_fit = [(distance, division) for distance, division in divisions(plain) if held(division) <= _USABLE]
+    if divisions_that_fit:
+        return min(divisions_that_fit, key=lambda one: (one[0], held(one[1])))[1], True
+    return min((division for _, division in divisions(plain)), key=held), False
 
 
 def _cells(fitting: tuple[Training, bool]) -> Iterator[str]:
-    training, fits = fitting
-    peak = max(training.moments(), key=lambda moment: moment.nbytes)
+    training, does_fit = fitting
+    peak_moment = max(training.moments(), key=lambda moment: moment.nbytes)
     yield divided(training.sizes)
-    yield f"{peak.nbytes / GIB:.1f}" + ("" if fits else " (**does not fit**)")
-    yield peak.name
-    yield f"{peak.largest.name} {peak.largest.nbytes / GIB:.1f}"
-    yield f"{_largest(training)} tokens" if fits else "—"
+    yield f"{peak_moment.nbytes / GIB:.1f}" + ("" if does_fit else " (**does not fit**)")
+    yield peak_moment.name
+    yield f"{peak_moment.largest.name} {peak_moment.largest.nbytes / GIB:.1f}"
+    yield f"{_largest(training)} tokens" if does_fit else "—"
 
 
 def _largest(training: Training) -> int:
@@ -84,8 +86,8 @@ def _largest(training: Training) -> int:
 
 def divided(sizes: MeshSizes) -> str:
     """Formats the sizes of a division: `shard 8, tensor 2`."""
-    named = dataclasses.asdict(sizes)
-    return ", ".join(f"{key} {value}" for key, value in named.items() if value > 1) or "shard 1"
+    named_sizes = dataclasses.asdict(sizes)
+    return ", ".join(f"{key} {ways}" for key, ways in named_sizes.items() if ways > 1) or "shard 1"
 
 
 def _serving(cfg: GrpoConfig) -> str:

@@ -73,10 +73,10 @@ def hub_config(name: str) -> Mapping[str, Any] | None:
     """Returns the configuration of a hub model, tuned or not; None if it is not in `HUB_CONFIGS`."""
     name = name.lower()
     while name not in HUB_CONFIGS:
-        ending = next((part for part in _TUNED if name.endswith(part)), None)
-        if ending is None:
+        suffix = next((tuned_suffix for tuned_suffix in _TUNED if name.endswith(tuned_suffix)), None)
+        if suffix is None:
             return None
-        name = name.removesuffix(ending)
+        name = name.removesuffix(suffix)
     return HUB_CONFIGS[name]
 
 
@@ -153,10 +153,10 @@ class ModelSize:
         """Numbers of parameters of the largest decoder layer: those of its experts, and all others."""
         counts: dict[str, list[int]] = {}
         for name, shape in self.shapes.items():
-            if place := _LAYER.search(name):
-                counts.setdefault(place[1], [0, 0])[".experts." not in name] += math.prod(shape)
-        experts, dense = max(counts.values(), key=sum, default=[0, 0])
-        return experts, dense
+            if layer_match := _LAYER.search(name):
+                counts.setdefault(layer_match[1], [0, 0])[".experts." not in name] += math.prod(shape)
+        expert_parameters, dense_parameters = max(counts.values(), key=sum, default=[0, 0])
+        return expert_parameters, dense_parameters
 
     @functools.cached_property
     def root_parameters(self) -> int:
@@ -184,11 +184,15 @@ class ModelSize:
         Args:
             targets: `actor.lora.target_modules`.
         """
-        every = is_all_linear(targets)
+        adapts_all_linear = is_all_linear(targets)
         shapes_of_adapted: dict[str, tuple[int, int]] = {}
         for name, shape in self.shapes.items():
             module = name.removesuffix(".weight")
-            if module != name and len(shape) == 2 and (module in self.linear if every else is_target(module, targets)):
+            if (
+                module != name
+                and len(shape) == 2
+                and (module in self.linear if adapts_all_linear else is_target(module, targets))
+            ):
                 shapes_of_adapted[module] = (shape[0], shape[1])
         return shapes_of_adapted
 
@@ -201,11 +205,11 @@ class ModelSize:
             tensor: Ranks that share the heads.
             compact: The engine keeps no tokens beyond a layer's window, and of latent attention the latent vectors alone.
         """
-        each = 2.0 * max(self.kv_heads / tensor, 1) * self.head_dim
+        elements_per_token = 2.0 * max(self.kv_heads / tensor, 1) * self.head_dim
         if self.latent:
-            each = float(self.latent) if compact else self.latent_heads * max(self.heads / tensor, 1)
+            elements_per_token = float(self.latent) if compact else self.latent_heads * max(self.heads / tensor, 1)
         cached = sum(min(tokens, window) if compact else tokens for window in self.windows)
-        return itemsize * each * cached
+        return itemsize * elements_per_token * cached
 
 
 def size_of(
@@ -227,17 +231,17 @@ def size_of(
         NotKnown: The sizes are not available on this machine.
     """
     config = config_of(path, kwargs) if config is None else config
-    text = {**config, **(config.get("text_config") or {})}
-    if text.get("model_type") in FAMILIES:
-        shapes = dict(_shapes(text))
+    text_config = {**config, **(config.get("text_config") or {})}
+    if text_config.get("model_type") in FAMILIES:
+        shapes = dict(_shapes(text_config))
         # For mixtures, peft treats all linear layers except attention as experts.
-        last_parts = _ATTENTION if _experts(text) else LINEAR
+        last_parts = _ATTENTION if _experts(text_config) else LINEAR
         layers = (name.removesuffix(".weight") for name in shapes)
-        return _sized(text, shapes, frozenset(name for name in layers if name.rpartition(".")[2] in last_parts))
+        return _sized(text_config, shapes, frozenset(name for name in layers if name.rpartition(".")[2] in last_parts))
     if not build:
-        raise NotKnown(f"{path}: models of type {text.get('model_type')} are looked at by rlhpc plan alone")
+        raise NotKnown(f"{path}: models of type {text_config.get('model_type')} are looked at by rlhpc plan alone")
     defaults, shapes, linear = _build_on_meta(path, config)
-    return _sized({**text, **defaults}, shapes, linear)
+    return _sized({**text_config, **defaults}, shapes, linear)
 
 
 def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
@@ -250,7 +254,7 @@ def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapp
         raise NotKnown("no model is named")
     if path == f"{PREFIX}tiny":
         try:
-            return _tiny(**{str(key): value for key, value in (kwargs or {}).items()})
+            return _tiny(**{str(key): setting for key, setting in (kwargs or {}).items()})
         except TypeError as error:  # the message names the accepted arguments
             raise NotKnown(f"{path} with {dict(kwargs or {})}: {error}") from None
     if path.startswith(PREFIX):
@@ -262,8 +266,8 @@ def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapp
                 return dict(json.loads(config_file.read_text()))
             except (OSError, ValueError) as error:
                 raise NotKnown(f"{config_file} cannot be read ({error})") from error
-    if (by_name := hub_config(path)) is not None:
-        return by_name
+    if (known_config := hub_config(path)) is not None:
+        return known_config
     raise NotKnown(
         f"{path}: no folder, nothing of it in the hub's cache here, and none of the models known by name; give a folder with "
         "its config.json (weights are not needed to plan)"
@@ -288,31 +292,33 @@ def _tiny(
 
 
 def _sized(c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], linear: frozenset[str]) -> ModelSize:
-    heads = int(c.get("num_attention_heads") or c.get("n_head") or 1)
-    hidden = int(c.get("hidden_size") or c.get("n_embd") or 0)
+    num_heads = int(c.get("num_attention_heads") or c.get("n_head") or 1)
+    hidden_size = int(c.get("hidden_size") or c.get("n_embd") or 0)
     experts = _experts(c)
-    inner = int(c.get("intermediate_size") or c.get("n_inner") or 4 * hidden)
-    context = c.get("max_position_embeddings") or c.get("n_positions")
-    latent = int(c.get("kv_lora_rank") or 0)
+    intermediate_size = int(c.get("intermediate_size") or c.get("n_inner") or 4 * hidden_size)
+    context_length = c.get("max_position_embeddings") or c.get("n_positions")
+    latent_size = int(c.get("kv_lora_rank") or 0)
     return ModelSize(
         family=str(c.get("model_type")),
         shapes=shapes,
         linear=linear,
         windows=tuple(_windows(c)),
-        latent=latent + int(c.get("qk_rope_head_dim") or 0) if latent else 0,
-        latent_heads=sum(int(c.get(f"{part}_head_dim") or 0) for part in ("qk_nope", "qk_rope", "v")) if latent else 0,
-        hidden=hidden,
+        latent=latent_size + int(c.get("qk_rope_head_dim") or 0) if latent_size else 0,
+        latent_heads=sum(int(c.get(f"{projection}_head_dim") or 0) for projection in ("qk_nope", "qk_rope", "v"))
+        if latent_size
+        else 0,
+        hidden=hidden_size,
         layers=int(c.get("num_hidden_layers") or c.get("n_layer") or 0),
-        heads=heads,
-        kv_heads=int(c.get("num_key_value_heads") or heads),
-        head_dim=int(c.get("head_dim") or hidden // heads),
-        intermediate=inner,
+        heads=num_heads,
+        kv_heads=int(c.get("num_key_value_heads") or num_heads),
+        head_dim=int(c.get("head_dim") or hidden_size // num_heads),
+        intermediate=intermediate_size,
         vocabulary=int(c["vocab_size"]),
         experts=experts,
         per_token=int(c.get("num_experts_per_tok") or 0) if experts else 0,
-        expert_width=_expert_width({"intermediate_size": inner, **c}) if experts else 0,
+        expert_width=_expert_width({"intermediate_size": intermediate_size, **c}) if experts else 0,
         qk_norm=any(name.endswith("q_norm.weight") for name in shapes),
-        context=None if context is None else int(context),
+        context=None if context_length is None else int(context_length),
         whole_logits=any(c.get(key) not in (None, 1, 1.0) for key in _BEYOND_HEAD),
     )
 
@@ -321,39 +327,44 @@ def _windows(c: Mapping[str, Any]) -> Iterator[float]:
     """Yields the attention window of each layer with a KV cache, in tokens."""
     layers = int(c.get("num_hidden_layers") or c.get("n_layer") or 0)
     window = float(c.get("sliding_window") or math.inf)
-    kinds = c.get("layer_types")
-    if not kinds:  # of such families all layers are alike, but the first ones of Qwen
-        first = layers if c.get("use_sliding_window") is False else int(c.get("max_window_layers") or 0)
-        kinds = ["sliding_attention" if number >= first else "full_attention" for number in range(layers)]
-    for kind in kinds:
-        if kind == "chunked_attention":
+    layer_types = c.get("layer_types")
+    if not layer_types:  # of such families all layers are alike, but the first ones of Qwen
+        first_sliding = layers if c.get("use_sliding_window") is False else int(c.get("max_window_layers") or 0)
+        layer_types = ["sliding_attention" if layer >= first_sliding else "full_attention" for layer in range(layers)]
+    for layer_type in layer_types:
+        if layer_type == "chunked_attention":
             yield float(c.get("attention_chunk_size") or math.inf)
-        elif "attention" in kind and "linear" not in kind:
-            yield window if kind == "sliding_attention" else math.inf
+        elif "attention" in layer_type and "linear" not in layer_type:
+            yield window if layer_type == "sliding_attention" else math.inf
 
 
 def _shapes(c: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields the parameters of a family in `FAMILIES`, by their names in transformers, in its order."""
-    family, hidden, heads = c["model_type"], int(c["hidden_size"]), int(c["num_attention_heads"])
-    width = int(c.get("head_dim") or hidden // heads)
-    q, kv = heads * width, int(c.get("num_key_value_heads") or heads) * width
+    family, hidden_size, num_heads = c["model_type"], int(c["hidden_size"]), int(c["num_attention_heads"])
+    width = int(c.get("head_dim") or hidden_size // num_heads)
+    query_size, kv_size = num_heads * width, int(c.get("num_key_value_heads") or num_heads) * width
     biased = family == "qwen2" or bool(c.get("attention_bias"))
-    yield "model.embed_tokens.weight", (int(c["vocab_size"]), hidden)
-    for number in range(int(c["num_hidden_layers"])):
-        at = f"model.layers.{number}"
-        for name, shape in (("q", (q, hidden)), ("k", (kv, hidden)), ("v", (kv, hidden)), ("o", (hidden, q))):
-            yield f"{at}.self_attn.{name}_proj.weight", shape
+    yield "model.embed_tokens.weight", (int(c["vocab_size"]), hidden_size)
+    for layer in range(int(c["num_hidden_layers"])):
+        prefix = f"model.layers.{layer}"
+        for name, shape in (
+            ("q", (query_size, hidden_size)),
+            ("k", (kv_size, hidden_size)),
+            ("v", (kv_size, hidden_size)),
+            ("o", (hidden_size, query_size)),
+        ):
+            yield f"{prefix}.self_attn.{name}_proj.weight", shape
             if biased and (name != "o" or family != "qwen2"):
-                yield f"{at}.self_attn.{name}_proj.bias", shape[:1]
+                yield f"{prefix}.self_attn.{name}_proj.bias", shape[:1]
         if family in ("qwen3", "qwen3_moe"):
-            yield f"{at}.self_attn.q_norm.weight", (width,)
-            yield f"{at}.self_attn.k_norm.weight", (width,)
-        yield from _feed_forward(c, number, f"{at}.mlp")
-        yield f"{at}.input_layernorm.weight", (hidden,)
-        yield f"{at}.post_attention_layernorm.weight", (hidden,)
-    yield "model.norm.weight", (hidden,)
+            yield f"{prefix}.self_attn.q_norm.weight", (width,)
+            yield f"{prefix}.self_attn.k_norm.weight", (width,)
+        yield from _feed_forward(c, layer, f"{prefix}.mlp")
+        yield f"{prefix}.input_layernorm.weight", (hidden_size,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden_size,)
+    yield "model.norm.weight", (hidden_size,)
     if not c.get("tie_word_embeddings"):
-        yield "lm_head.weight", (int(c["vocab_size"]), hidden)
+        yield "lm_head.weight", (int(c["vocab_size"]), hidden_size)
 
 
 def _experts(c: Mapping[str, Any]) -> int:
@@ -370,20 +381,24 @@ def _expert_width(c: Mapping[str, Any]) -> int:
 
 
 def _feed_forward(c: Mapping[str, Any], number: int, at: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, experts = int(c["hidden_size"]), _experts(c)
+    hidden_size, experts = int(c["hidden_size"]), _experts(c)
     step = int(c.get("decoder_sparse_step") or 1)
-    dense = not experts or number in (c.get("mlp_only_layers") or ()) or (number + 1) % step != 0
-    if dense:
-        inner = int(c["intermediate_size"])
-        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+    is_dense = not experts or number in (c.get("mlp_only_layers") or ()) or (number + 1) % step != 0
+    if is_dense:
+        inner_size = int(c["intermediate_size"])
+        for name, shape in (
+            ("gate", (inner_size, hidden_size)),
+            ("up", (inner_size, hidden_size)),
+            ("down", (hidden_size, inner_size)),
+        ):
             yield f"{at}.{name}_proj.weight", shape
             if c.get("mlp_bias"):
                 yield f"{at}.{name}_proj.bias", shape[:1]
         return
-    inner = _expert_width(c)
-    yield f"{at}.gate.weight", (experts, hidden)
-    yield f"{at}.experts.gate_up_proj", (experts, 2 * inner, hidden)
-    yield f"{at}.experts.down_proj", (experts, hidden, inner)
+    inner_size = _expert_width(c)
+    yield f"{at}.gate.weight", (experts, hidden_size)
+    yield f"{at}.experts.gate_up_proj", (experts, 2 * inner_size, hidden_size)
+    yield f"{at}.experts.down_proj", (experts, hidden_size, inner_size)
 
 
 def _build_on_meta(
@@ -400,7 +415,7 @@ def _build_on_meta(
     except ImportError as error:
         raise NotKnown(f"{path}: models of this type are built to be looked at, which needs {error.name}") from error
     try:
-        known_keys = {key: value for key, value in config.items() if key != "model_type"}
+        known_keys = {key: setting for key, setting in config.items() if key != "model_type"}
         model_config = AutoConfig.for_model(str(config["model_type"]), **known_keys)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(model_config)
@@ -408,6 +423,6 @@ def _build_on_meta(
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotKnown(f"{path}: this transformers cannot build it: {reason}") from error
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    inner = model_config.get_text_config()
-    facts = {key: value for key in _CACHE_KEYS if (value := getattr(inner, key, None)) is not None}
-    return facts, shapes, frozenset(linear_layers(model))
+    text_config = model_config.get_text_config()
+    cache_settings = {key: setting for key in _CACHE_KEYS if (setting := getattr(text_config, key, None)) is not None}
+    return cache_settings, shapes, frozenset(linear_layers(model))

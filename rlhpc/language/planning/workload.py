@@ -32,10 +32,13 @@ def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
     scoring_phases = tuple(
         Phase(name, name, f"time/{name}_s", streams=True) for name in group_roles(cfg) if name != AGENT
     )
-    micro = cfg.actor.max_tokens_per_micro_batch
+    max_micro_batch_tokens = cfg.actor.max_tokens_per_micro_batch
     knobs = [
         Knob(STALENESS, tuple(range(ahead + 1))),
-        Knob(MICRO, (micro, *(micro // n for n in (2, 4) if micro >= 8 * n))),
+        Knob(
+            MICRO,
+            (max_micro_batch_tokens, *(max_micro_batch_tokens // n for n in (2, 4) if max_micro_batch_tokens >= 8 * n)),
+        ),
     ]
     if cfg.rollout.rollout_backend.lower() == "hf":  # it has one rank, and its number of concurrent sequences is a key
         knobs.append(Knob(BATCH, _values(cfg, BATCH, (responses, responses // 2))))
@@ -66,14 +69,22 @@ def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
 def supervised_workload(cfg: LanguageConfig | RewardRunConfig, ahead: int) -> Workload:
     """Returns the workload of an optimizer step on rows."""
     del ahead
-    rows, micro = cfg.data.prompts_per_step, _micro(cfg)
+    rows_per_step, max_micro_batch_tokens = cfg.data.prompts_per_step, _micro(cfg)
     return Workload(
         phases=(Phase("train", "actor", "time/step_s"),),
-        samples=rows,
+        samples=rows_per_step,
         unit="rows",
-        knobs=(Knob(MICRO, (micro, *(micro // n for n in (2, 4) if micro >= 8 * n))),),
-        smaller={n: (f"data.prompts_per_step={rows // n}",) for n in (2, 4) if rows % n == 0},
-        divides={"actor": rows},
+        knobs=(
+            Knob(
+                MICRO,
+                (
+                    max_micro_batch_tokens,
+                    *(max_micro_batch_tokens // n for n in (2, 4) if max_micro_batch_tokens >= 8 * n),
+                ),
+            ),
+        ),
+        smaller={n: (f"data.prompts_per_step={rows_per_step // n}",) for n in (2, 4) if rows_per_step % n == 0},
+        divides={"actor": rows_per_step},
     )
 
 
