@@ -313,7 +313,8 @@ class Serving:
         return (
             f"{self.section}.gpu_memory_utilization ({self.utilization:g}) gives an engine {gib(engine_bytes)} of an "
             f"accelerator; it needs {gib(self.weights)} for weights, {gib(_GRAPHS)} for activations and graphs, "
-            f"{gib(min_cache_bytes)} of KV cache for one sequence of {self.context} tokens; the term that does not fit: {shortage}",
+            f"{gib(min_cache_bytes)} of KV cache for one sequence of {self.context} tokens; "
+            f"the term that does not fit: {shortage}",
         )
 
 
