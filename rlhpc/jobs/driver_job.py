@@ -54,9 +54,8 @@ def error_line(err_file: Path) -> str:
 
 
 def _partition_end(err_file: Path, offset: int = 0) -> tuple[str, str, str]:
-    """Returns the end of an output: text before the first error message, its prefix, and the text after it; the last two are
-    empty
-    without a message, and all three if the output cannot be read.
+    """Returns the end of an output: text before the first error message, its prefix, and the text after it; the last two
+    are empty without a message, and all three if the output cannot be read.
     """
     try:
         with open_file(err_file) as file:

@@ -329,8 +329,7 @@ def end_named(name: str, *, queued_only: bool = False, softly: bool = False, tim
 
 def starts_in(options: Mapping[str, Any]) -> tuple[float | None, str]:
     """Returns the seconds until Slurm would start a job with these sbatch options, by its current plans, and Slurm's words;
-    None
-    instead of seconds if it would not start or Slurm does not say.
+    None instead of seconds if it would not start or Slurm does not say.
     """
     option_words = [f"--{name}={option_value}" for name, option_value in options.items()]
     sbatch_output = ask("sbatch", "--test-only", *option_words, "--wrap=true", environment=free_of_job(os.environ))

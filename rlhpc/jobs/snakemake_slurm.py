@@ -178,9 +178,8 @@ def _content(job: Any, job_id: str) -> dict[str, Any]:
 
 
 def _inputs(job: Any) -> dict[str, str]:
-    """Returns digests of the small inputs. Each Snakemake that regards a job as finished touches its outputs, which are inputs
-    of
-    the next job.
+    """Returns digests of the small inputs. Each Snakemake that regards a job as finished touches its outputs, which are
+    inputs of the next job.
     """
     digests = {}
     for path in job.input:
@@ -229,8 +228,7 @@ def _is_attached(info: Any) -> bool:
 
 def _is_orphan(info: Any) -> bool:
     """Returns whether the Snakemake that submitted the job is known to have ended, and Slurm knows the job as one of this
-    rule,
-    submitted in this folder: the file that names the job may have been copied from elsewhere.
+    rule, submitted in this folder: the file that names the job may have been copied from elsewhere.
     """
     process = ProcessId.from_json(info.aux[_ATTACHED].get("process"))
     if process is None or process.alive() is not False:

@@ -225,9 +225,8 @@ def render_runs(
     *,
     headlines: Headlines | None = None,
 ) -> str:
-    """Renders a line for each run below a folder; one Slurm query covers all of them. Columns that are empty for every run are
-    left
-    out.
+    """Renders a line for each run below a folder; one Slurm query covers all of them. Columns that are empty for every run
+    are left out.
 
     Args:
         folder: The folder.

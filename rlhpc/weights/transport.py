@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from rlhpc.runtime.worker import Worker
 
 
-if TYPE_CHECKING:
-    from rlhpc.runtime.worker import Worker
-
-
 T = TypeVar("T")
 
 

@@ -2,7 +2,7 @@
 
     host    shared memory on one host, TCP to other hosts (`transport`): for kept parts, and for receivers that are not ready
     ipc     all ends compute on the sender's accelerator or on its peers: a device buffer that receivers open and copy from
-            (`comm.device_pool`)
+            (`comm.device_memory`)
     nccl    each end computes on its own accelerator: buckets, over a process group of sender and receivers
     gloo    the same through host memory; only by explicit request
 

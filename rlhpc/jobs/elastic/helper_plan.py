@@ -109,9 +109,8 @@ class Decision:
 
 
 class Rule:
-    """Rule for the number of helper jobs. It counts in jobs: where limits, useful ranks or a requested number are no multiple
-    of a
-    job's ranks, it takes the next lower number of jobs, and for the minimum the next higher one.
+    """Rule for the number of helper jobs. It counts in jobs: where limits, useful ranks or a requested number are no
+    multiple of a job's ranks, it takes the next lower number of jobs, and for the minimum the next higher one.
 
     Without a requested number, the number of jobs grows when the actor has waited for rollouts for a while and all target jobs
     are at work: it doubles, from one job on. It shrinks by one job when the actor has hardly waited for a while, whatever jobs

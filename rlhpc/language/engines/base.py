@@ -62,8 +62,8 @@ class Completion:
         logprobs: One per token: of the distribution from which it was sampled (after temperature; before top-p and top-k).
         versions: One per token: the version of the weights that sampled it.
         finish_reason: `stop`, `length`, or `abort`.
-        experts: `[tokens, choices]` int16 (`SaysExperts`): the routers' choices for each token of prompt and response, from
-            the last time that the model read it; the last token is never read. None if not requested.
+        experts: `[tokens, choices]` int16: the routers' choices for each token of prompt and response, from the last time
+            that the model read it; the last token is never read. None if not requested.
     """
 
     id: int

@@ -107,7 +107,7 @@ class RunLink:
                 return commands
 
     def handle_failure(self, error: BaseException) -> None:
-        """Waits for the driver to end this process, if another rank of the engine has ended (`EngineLink.mourn`)."""
+        """Waits for the driver to end this process, if another rank of the engine has ended (`EngineLink.handle_failure`)."""
         if isinstance(error, CallAborted):
             return
         member_context, deadline = current(), time.monotonic() + _NOTICED_S

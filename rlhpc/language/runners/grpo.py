@@ -82,7 +82,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             self.groups[REFERENCE] = optional_groups[REFERENCE]
         names = {"actor_name": actor.name, "rollout_name": rollout.name}
         scoring = {
-            name: group.world_size for name, group in {**optional_groups}.items() if name not in self.auxiliary.rating
+            name: group.world_size for name, group in optional_groups.items() if name not in self.auxiliary.rating
         }
         if self.critic:
             scoring[CRITIC] = MeshSizes.of(cfg.critic.parallel, self.critic.world_size, "critic.parallel").data

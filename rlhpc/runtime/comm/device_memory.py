@@ -264,7 +264,7 @@ def _address(number: int) -> str:
 
 
 class _CudaDevice:
-    """The device that is current when this is made; see `devices.Device`."""
+    """The device that is current when this is made; see `_Device`."""
 
     def __init__(self) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())

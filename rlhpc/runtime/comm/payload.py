@@ -356,7 +356,7 @@ class Packed:
             loans: Given if all readers are on other hosts: large data then stays where it is until `settle`.
             lane: Given if all readers compute on this process's accelerator: large tensors then stay there, if there is room.
             inline: All data travels in the message, which then no longer depends on this process.
-            holders: The readers' processes, see `segments.Segment`.
+            holders: The readers' processes, see `shared_memory.ShmSegment`.
         """
         self._crossing: Crossing | None = None
         buffers = None if lane is None else self._cross(obj, lane, readers, holders)

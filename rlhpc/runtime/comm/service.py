@@ -445,7 +445,7 @@ class Service:
             lend: True if all readers are on other hosts and the caller calls `settle`.
             takers: Locations of the readers, if known.
             inline: Put all data into the message.
-            holders: The readers' processes, see `segments.Segment`.
+            holders: The readers' processes, see `shared_memory.ShmSegment`.
         """
         loans = self.loans if lend and self._bulk else None
         device_pool = self.lane.to(takers) if takers else None
