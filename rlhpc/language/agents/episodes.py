@@ -456,8 +456,8 @@ def _append(episode: Episode, completion: Completion) -> None:
 
 
 def _seed(seed: int, after: int) -> int:
-    """Returns the seed of the turn after so many turns or tokens: the seed of the first turn would repeat its random
-    numbers.
+    """Returns the seed of the turn that follows `after` turns or tokens. The seed of the first turn would repeat its
+    random numbers.
     """
     return (seed * 0x9E3779B1 + after * 0x85EBCA6B) % (1 << 31)
 

@@ -99,7 +99,7 @@ class Services:
         self._next_look = time.monotonic() + _WATCH_S
 
     def check(self) -> None:
-        """Checks the services, from time to time.
+        """Checks that the services still run and own their ports.
 
         Raises:
             ConfigError: A service has ended, or another program has its port.

@@ -380,7 +380,7 @@ class Renderer:
         return behind_reply(self.tokenizer, rendered, drawn) if rendered.count(REPLY) == 1 else None
 
     def _encode(self, text: str, messages: Sequence[Message], behind: int = 0) -> tuple[list[int], PromptImages | None]:
-        """Encodes a template's text of messages that follow so many tokens, with the tokens of the images; returns
+        """Encodes a template's text of messages that follow `behind` tokens, with the tokens of the images; returns
         tokens and images.
         """
         ids, spoken_positions, text = list[int](), set[int](), valid_text(text)

@@ -40,11 +40,12 @@ class PromptImages:
     """Images of one prompt.
 
     Attributes:
-        patches: Of each image, `[P, d]` float32: the model's input. Turns of an episode share those of earlier ones.
+        patches: Patches of each image, `[P, d]` float32: the model's input. Turns of an episode share those of earlier
+            ones.
         grids: `[M, 3]` int64: frames, rows and columns of each image's patches.
         at: `[M]` int64: position in the prompt of each image's first token.
-        merge: This number of patches in each direction becomes one token.
-        digests: Of each image: equal for equal patches.
+        merge: Number of patches in each direction that become one token.
+        digests: Digest of each image; equal patches have equal digests.
     """
 
     patches: tuple[np.ndarray, ...]
@@ -91,13 +92,14 @@ def joined(first: PromptImages | None, then: PromptImages | None) -> PromptImage
 
 
 def positions(length: int, at: np.ndarray, grids: np.ndarray, merge: int) -> np.ndarray:
-    """Returns the positions of a sample's tokens in time, height and width, as in Qwen2-VL (arXiv 2409.12191, section 2.1).
+    """Returns the positions of a sample's tokens in time, height and width, as in Qwen2-VL (arXiv 2409.12191, section
+    2.1).
 
-    Positions of text increase by one in all three. An image's begin where the text before it ended, and those of the text
-    after it begin behind the longest side.
+    Positions of text increase by one in all three. The positions of an image begin after the text before it; those of
+    the next text begin after the image's longest side.
 
     Args:
-        length: Tokens.
+        length: Number of tokens.
         at, grids, merge: See `PromptImages`.
 
     Returns:
@@ -122,7 +124,7 @@ class Looker:
     Args:
         cutter: The image processor of transformers that belongs to the model.
         token: Placeholder token of a part of an image.
-        name: Of the model, for messages.
+        name: Name of the model, for messages.
     """
 
     def __init__(self, cutter: Any, token: int, name: str) -> None:
@@ -196,7 +198,7 @@ class Looker:
         return max(1, int(self._cutter.size["longest_edge"]) // merged_patch_size**2)
 
     def blank(self, tokens: int) -> PromptImages:
-        """Returns a grey image of so many tokens, at position 0."""
+        """Returns a grey image of `tokens` tokens, at position 0."""
         grids = np.asarray([[1, self._merge, self._merge * tokens]], np.int64)
         width = 3 * self._cutter.temporal_patch_size * self._cutter.patch_size**2
         patches = np.zeros((int(grids.prod()), width), np.float32)
@@ -309,12 +311,12 @@ def check_looking(cfg: LanguageConfig, config: Any, shows: bool) -> None:
     """Rejects settings that are not supported in training a vision-language model.
 
     Args:
-        cfg: Of a run.
-        config: The model's.
-        shows: Prompts have images.
+        cfg: Configuration of the run.
+        config: Configuration of the model.
+        shows: Whether prompts have images.
 
     Raises:
-        ConfigError: Names the key.
+        ConfigError: A setting is not supported; the message names its key.
     """
     path, actor, lora_config = str(cfg.actor.model.model_path), cfg.actor, cfg.actor.lora
     if shows and cfg.agent.kind not in _IMAGE_AGENT_KINDS:

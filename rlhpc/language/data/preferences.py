@@ -77,7 +77,7 @@ class Preferences:
         """Drops the rows that are too long; returns their number.
 
         Args:
-            encoder: Of the model.
+            encoder: Tokenizer and chat template of the model.
             max_tokens: Maximum number of tokens of a response with its prompt.
 
         Raises:
@@ -197,8 +197,8 @@ def encode_demonstrations(
     """Encodes each response of a row after the prompt, with the end token and the loss mask; None for a dropped row.
 
     Args:
-        row: The row.
-        encoder: Of the model.
+        row: Row of preference data.
+        encoder: Tokenizer and chat template of the model.
         max_tokens: Maximum number of tokens of a response with its prompt.
 
     Raises:

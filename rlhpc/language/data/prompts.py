@@ -102,10 +102,10 @@ class PromptSampler:
     Draw i is a function of (n, seed, shuffle, i) alone, so that processes, restarts and batch sizes do not matter.
 
     Args:
-        n: Problems.
-        batch: Draws of a step.
-        seed: Of the order.
-        shuffle: False draws in order.
+        n: Number of problems.
+        batch: Number of draws of a step.
+        seed: Seed of the order.
+        shuffle: Whether to shuffle; otherwise problems are drawn in order.
 
     Raises:
         ConfigError: There is no problem, or the batch is empty.

@@ -153,7 +153,7 @@ def score(answer: str | None, meta: dict[str, Any]) -> float:
 
     Args:
         answer: The model's answer, without surrounding text.
-        meta: Of the problem; may have been through JSON.
+        meta: Metadata of the problem, possibly decoded from JSON.
     """
     task, problem_entry = meta["task"], meta["entry"]
     if task in _GRIDS:

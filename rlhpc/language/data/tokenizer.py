@@ -33,13 +33,13 @@ REPLY = "REPLYHERE7F3A"
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:
-    """Returns the tokens of a tokenizer that are no text, such as `<bos>`."""
+    """Returns the special tokens of a tokenizer, such as `<bos>`."""
     added_ids = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(tokenizer.all_special_ids) | added_ids
 
 
 def template_file(tokenizer: Any) -> str:
-    """Returns where a tokenizer's chat template stands: its file, or the model's name."""
+    """Returns the origin of a tokenizer's chat template: its file, or the model's name."""
     folder = Path(str(getattr(tokenizer, "name_or_path", "") or ""))
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     file = next((folder / name for name in names if folder.name and (folder / name).is_file()), None)
@@ -53,7 +53,7 @@ def render_chat(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Returns what a tokenizer's chat template writes for a conversation.
+    """Renders a conversation with a tokenizer's chat template.
 
     Raises:
         ConfigError: The template raises; names its file.
@@ -138,7 +138,7 @@ class PromptTokenizer:
     """Converter of problems to token ids.
 
     Args:
-        tokenizer: Of transformers.
+        tokenizer: Tokenizer of transformers.
         max_prompt_tokens: `data.max_prompt_tokens`.
         overlong: `data.overlong_prompts`: "error" or "drop".
         chat_template: `data.….chat_template`; false gives the model the bare text of the messages, one per line.
@@ -294,15 +294,15 @@ class PromptTokenizer:
     ) -> tuple[list[int], list[bool], list[int]] | None:
         """Returns the token ids of prompt, response and end token, and the loss mask of SFT: response and end.
 
-        The prompt's ids are those of `encode`. A response that is a complete message (`Prompt.turn`) is rendered by the chat
-        template.
+        The prompt's ids are those of `encode`. A response that is a complete message (`Prompt.turn`) is rendered by the
+        chat template.
 
         Args:
-            prompt: Has a response.
+            prompt: Problem with a response.
             max_tokens: Maximum number of tokens in all, by `actor.max_tokens_per_micro_batch`.
 
         Returns:
-            ids and loss mask, equally long, and at which id each image begins; None for a dropped problem.
+            ids and loss mask, equally long, and the index of each image's first id; None for a dropped problem.
 
         Raises:
             ConfigError: The response or the end token is missing, or the sequence is too long.
@@ -618,12 +618,12 @@ _special = functools.lru_cache(maxsize=16)(special_tokens)
 class StopTexts:
     """Detector of a stop text at the end of a response, token by token.
 
-    Both engines use it in place of vLLM's search, which loses a partial stop text when a request is resumed, and ignores
-    special tokens.
+    Both engines use it in place of vLLM's search, which loses a partial stop text when a request is resumed, and
+    ignores special tokens.
 
     Args:
-        tokenizer: None if the model has none.
-        model_path: For the message.
+        tokenizer: Tokenizer of the model; None if it has none.
+        model_path: Path of the model, for messages.
     """
 
     def __init__(self, tokenizer: Any | None, model_path: str) -> None:

@@ -129,7 +129,7 @@ def equilibrium(bluff: float = 0.0) -> dict[tuple[str, str], tuple[float, float]
 
 
 def uniform() -> dict[tuple[str, str], tuple[float, float]]:
-    """Passes and bets alike."""
+    """Returns the policy that passes and bets with equal probability."""
     return {(card, moves): (0.5, 0.5) for card in CARDS for moves in TURNS}
 
 
@@ -207,7 +207,7 @@ class Guess(Environment):
         return int(match[0]) if match and int(match[0]) <= self._meta["high"] else 0
 
     def demonstrate(self, rng: random.Random) -> str:
-        """Halves what is left."""
+        """Returns the guess that halves the remaining range."""
         midpoint = (self._low + self._high) // 2
         return self._meta["symbols"][midpoint - 1] if self._meta["symbols"] else str(midpoint)
 

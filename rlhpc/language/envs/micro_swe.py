@@ -160,7 +160,7 @@ class MicroSwe(ToolEnvironment):
         return _sandbox().check(_LOADER.format(files=self._files), checks, setup=_IMPORTS).checks
 
     def demonstrate(self, rng: random.Random) -> str:
-        """Looks at the tests and the file, and mends it."""
+        """Reads the tests and the file, then repairs the file."""
         path, correct_source, faulty_source = self._fault
         self._steps += 1
         if self._steps == 3:

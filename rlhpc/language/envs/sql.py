@@ -90,7 +90,7 @@ class Sql(ToolEnvironment):
         return Step(reward=float(text.strip().strip(".") == self._task.answer), done=True)
 
     def demonstrate(self, rng: random.Random) -> str:
-        """Asks, then reads off."""
+        """Queries the tables, then answers with the result."""
         return self._last_result or f"query: {self._task.meta['query']}"
 
     def close(self) -> None:

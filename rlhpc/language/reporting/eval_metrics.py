@@ -61,7 +61,7 @@ def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
 
 
 def _group_by_problem(rows: Iterable[_Row]) -> list[list[_Row]]:
-    """Groups rows by problem; problems and their samples are in order."""
+    """Groups rows by problem; sorts problems by id, and their rows by sample."""
     groups: dict[Any, list[_Row]] = {}
     for row in sorted(rows, key=lambda row: (row["id"], row["sample"])):
         groups.setdefault(row["id"], []).append(row)
@@ -220,7 +220,7 @@ def pairs_summary(rows: Sequence[_PreferenceRow]) -> dict[str, Any]:
 def calibration(margins: np.ndarray) -> tuple[float, list[dict[str, float]]]:
     """Returns the expected calibration error of σ(r_chosen − r_rejected) (Guo et al. 2017).
 
-    By the rewards, the likelier response of each pair has a probability p ≥ 1/2. Among pairs of about the same p it
+    By the rewards, the more likely response of each pair has a probability p ≥ 1/2. Among pairs with similar p, it
     should be the preferred one in a share p of them.
 
     Args:

@@ -1,8 +1,8 @@
 """Sample pages: report/samples.html with the model's responses side by side for each checkpoint, and
 report/episodes.html. Each is a self-contained file.
 
-Text of a model is untrusted: it is escaped, its control characters are made visible, and its direction marks end with
-it.
+Text of a model is untrusted: it is escaped, its control characters are made visible, and its direction marks have no
+    effect after it.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def samples_page(paths: RunPaths) -> Path:
 
 
 def write_samples_page(paths: RunPaths) -> Path | None:
-    """Writes the page of a run's generations; None where no evaluation has left samples.
+    """Writes the page of a run's generations; returns None if no evaluation has samples.
 
     Raises:
         RlhpcError: The page cannot be written.
@@ -301,7 +301,7 @@ def _filter_form() -> str:
 
 def _changes(columns: Sequence[_Column]) -> str:
     """Renders accuracy by checkpoint, pass@k for several samples, and the numbers of problems won and lost against the
-    checkpoint before.
+    previous checkpoint.
     """
     rows: list[list[Cell]] = []
     results = [with_pass_at(column.result) for column in columns]

@@ -60,7 +60,7 @@ class ChecksProblems(Protocol):
         """Rejects a problem that it cannot score.
 
         Raises:
-            ValueError: Has the reason.
+            ValueError: The problem cannot be scored; the message gives the reason.
         """
 
 

@@ -73,7 +73,7 @@ class CodeReward:
         """Rejects a problem whose tests cannot be read, or test nothing. No program is run.
 
         Raises:
-            ValueError: Has the reason.
+            ValueError: The tests are rejected; the message gives the reason.
         """
         _Problem(meta)
 
@@ -109,7 +109,9 @@ class CodeReward:
         return self._problems[key]
 
     def _passed(self, problem: _Problem, program: str, timeout_s: float, *, all_of_them: bool) -> list[bool]:
-        """Runs a program against all tests; without `all_of_them` those after a failure count as failed, unrun."""
+        """Runs a program against all tests. Without `all_of_them`, tests after a failure do not run and count as
+        failed.
+        """
         deadline, test_passed, plan = time.monotonic() + timeout_s, list[bool](), problem.plan
         if plan.claims:
             checks = self._sandbox.check(program, plan.steps, plan.setup, timeout_s).checks

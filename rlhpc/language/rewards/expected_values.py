@@ -29,7 +29,7 @@ def decode(value: Any, depth: int = 0) -> Any:
     """Decodes a value from the harness's encoding.
 
     Raises:
-        ValueError: It is not the harness's output. A program can write in its place.
+        ValueError: The value is not the harness's output: a program can write in its place.
     """
     if depth > _DEEPEST:
         raise ValueError("nested too deep")
@@ -85,7 +85,7 @@ def _decode(kind: str, inner: Any, depth: int) -> Any:
 
 
 def _spread(members: list[Hashable]) -> Iterable[Hashable]:
-    """Raises for members that would take quadratic time in a hash table."""
+    """Checks that members do not take quadratic time in a hash table; returns them."""
     hash_counts = collections.Counter(map(hash, members))
     if len(members) > _MOST_ALIKE and max(hash_counts.values()) > _MOST_ALIKE:
         raise ValueError("a set of members that share their hash")

@@ -81,7 +81,7 @@ class RewardPool:
 
     Args:
         terms: The terms of the sum.
-        timeout_s: Wall time of one sample.
+        timeout_s: Time limit of one sample, in seconds.
         failed: Total of a sample whose judge raised, hung or died.
         processes: Judge processes, each of which scores one sample at a time. None is started if all terms are inline.
 
@@ -138,7 +138,7 @@ class RewardPool:
         """Returns the scores since the last call, in any order; ends judges that exceed their time.
 
         Args:
-            timeout_s: How long to wait for the first one; 0 does not wait.
+            timeout_s: Maximum wait for the first score, in seconds; 0 does not wait.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -149,7 +149,7 @@ class RewardPool:
         return scored_samples
 
     def score(self, samples: Sequence[Sample]) -> list[Scored]:
-        """Scores all samples and returns the scores in their order. Queued samples from `submit` keep their place."""
+        """Scores all samples and returns the scores in their order. Samples queued by `submit` remain queued."""
         indices = {object(): i for i in range(len(samples))}
         for key, sample in zip(indices, samples, strict=True):
             self.submit(key, sample)

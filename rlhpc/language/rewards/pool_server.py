@@ -35,7 +35,7 @@ Spec = list[tuple[str, Any, dict[str, Any]]]
 
 
 def judge(rewards: dict[str, Reward], sample: Sample) -> tuple[dict[str, float], str]:
-    """Returns the value of each reward, and the errors of the others, "" if there are none."""
+    """Returns the values of the rewards that succeed, and the errors of the others; "" without errors."""
     term_values, errors = {}, []
     for name, reward in rewards.items():
         try:
@@ -76,7 +76,7 @@ class JudgeServer:
         self.judges: dict[int, int] = {}  # number by process
 
     def serve(self) -> None:
-        """Runs until the pool is closed or gone."""
+        """Runs until the pool is closed or its process has ended."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         reader, writer = socket.socketpair()
         reader.setblocking(False)

@@ -406,7 +406,7 @@ def require_modules(body: Sequence[ast.stmt]) -> None:
     """Rejects tests that import modules that are not installed, with which every program would fail.
 
     Raises:
-        ValueError: Names the module.
+        ValueError: A module is missing; the message names it.
     """
     for statement in body:
         names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []

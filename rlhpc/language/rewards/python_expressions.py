@@ -37,14 +37,14 @@ def literal(node: ast.expr) -> tuple[bool, Any]:
 
 
 def always_true(test: ast.expr) -> bool:
-    """Returns whether an assertion holds whatever the program does, such as that of a pair of condition and message."""
+    """Returns whether an assertion always holds, such as the assertion of a tuple of condition and message."""
     if isinstance(test, (ast.Tuple, ast.List, ast.Set)):
         return bool(test.elts) and not all(isinstance(element, ast.Starred) for element in test.elts)
     return isinstance(test, (ast.GeneratorExp, ast.Lambda))
 
 
 def returns(statement: ast.stmt) -> bool:
-    """Returns whether a statement has a `return` or the like that belongs to the function around it."""
+    """Returns whether a statement contains a `return`, `yield`, `await` or scope declaration of the enclosing function."""
     nested_ids = {
         id(n)
         for nested_function in ast.walk(statement)

@@ -39,7 +39,7 @@ def check_arguments(name: str, factory: Callable[..., Any], kwargs: dict[str, An
     """Checks that a reward takes these arguments.
 
     Raises:
-        ConfigError: It does not; names those that it takes.
+        ConfigError: It does not take them; the message names the arguments that it takes.
     """
     try:
         signature = inspect.signature(factory)
@@ -73,8 +73,8 @@ def build_reward(name: str, factory: Callable[..., Any], kwargs: dict[str, Any])
 def check_problems(terms: Iterable[str], dataset: WordedDataset, key: str) -> None:
     """Rejects problems that a term of the reward cannot score.
 
-    These are programs without tests, and problems without the reference answer that the term compares with. Files are read to
-    their end; of any other source only the first problem is checked.
+    These are programs without tests, and problems without the reference answer that the term compares with. Files are
+    read to their end; of any other source only the first problem is checked.
 
     Args:
         terms: Names of rewards (`reward.terms`).
@@ -82,7 +82,7 @@ def check_problems(terms: Iterable[str], dataset: WordedDataset, key: str) -> No
         key: Name of the section in messages.
 
     Raises:
-        ConfigError: Names file and row, and the problem's error.
+        ConfigError: A problem cannot be scored; the message names its file, row and error.
     """
     problems = dataset.problems
     for name in terms:

@@ -58,7 +58,8 @@ def _write(path: str, text: str) -> None:
 
 def _map_from_outside(keeper: int) -> bytes:
     """Maps two users, if root may: itself, which makes the mounts, and nobody, which runs the program. Otherwise maps
-    the own user to another number."""
+    the current user to another number.
+    """
     for rows in (f"0 0 1\n{_NOBODY_UID} {_NOBODY_UID} 1\n", f"{_INSIDE} 0 1\n"):
         try:
             _write(f"/proc/{keeper}/gid_map", rows)

@@ -25,7 +25,7 @@ _run, _evaluate, _compile, _write, _dumps = exec, eval, compile, os.write, json.
 
 
 def tell(fd: int, nonce: str, kind: str, payload: Any = None) -> None:
-    """Writes one line: the nonce, what it is about, and JSON."""
+    """Writes one record as a line: the nonce, a label, and JSON."""
     line = f"{nonce} {kind} {_dumps(payload)}\n".encode()
     while line:
         line = line[_write(fd, line) :]
@@ -71,7 +71,7 @@ def encode(value: Any, depth: int = 0) -> Any:
 
 
 def _describe(error: BaseException) -> str:
-    """Names the exception, and what it says."""
+    """Returns the name and the message of an exception."""
     try:
         return f"{type(error).__name__}: {error}"[:2000]
     except BaseException:

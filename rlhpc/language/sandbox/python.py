@@ -180,11 +180,12 @@ class Sandbox:
 
         Args:
             source: The program.
-            checks: `{"kind": "value", "source": expression}`: its value comes back, encoded, to be compared out here.
-                `{"kind": "do" or "script", "source": statements}`: whether they ran without an exception.
-                `{"kind": "raises", "source": statements}`: the exception that they ended with, and its classes, as a value.
+            checks: `{"kind": "value", "source": expression}`: its value is returned, encoded, to be compared outside.
+                `{"kind": "do" or "script", "source": statements}`: the result is whether they ran without an exception.
+                `{"kind": "raises", "source": statements}`: the exception that ended them, and its classes, are returned
+                as a value.
             setup: Statements to run between the two.
-            wall_s: Most wall time, instead of the sandbox's own.
+            wall_s: Maximum wall time; None for that of the sandbox.
         """
         return self._start({"source": source, "setup": setup, "checks": list(checks), "main": False}, "", wall_s)
 
@@ -244,7 +245,9 @@ class Sandbox:
     def _collect(
         self, keeper: subprocess.Popen[bytes], reading: dict[str, int], deadline: float
     ) -> tuple[str, dict[str, bytes]]:
-        """Reads until all pipes are closed, when the program has ended; kills it when it exceeds a limit."""
+        """Reads the output until the program has ended and all pipes are closed; kills the program when it exceeds a
+        limit.
+        """
         outputs = dict.fromkeys(reading, b"")
         outcome, killed_at = "", 0.0
         with selectors.DefaultSelector() as selector:
@@ -271,7 +274,7 @@ class Sandbox:
         return outcome, outputs
 
     def _try_out(self) -> None:
-        """Lets a program attempt forbidden actions, and notes what stopped it."""
+        """Runs a program that attempts forbidden actions; records the mechanisms that stopped them."""
         with (
             temporary_folder("try") as temporary,
             socket.create_server(("127.0.0.1", 0)) as server,

@@ -316,7 +316,7 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
     """Refuses unusable models of groups. Loads no weights.
 
     Raises:
-        ConfigError: Names the key.
+        ConfigError: A model is unusable; the message names its key.
     """
     from rlhpc.language.data import load_tokenizer
     from rlhpc.language.engines.registry import ENGINES

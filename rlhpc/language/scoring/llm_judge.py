@@ -129,7 +129,7 @@ class _Questions:
 
 
 def _mark_for(texts: Sequence[str], seed: bytes) -> str:
-    """Returns a word that none of some texts contains, the same for the same texts."""
+    """Returns a word that none of `texts` contains; equal texts give the same word."""
     for counter in range(1000):
         digest = hashlib.blake2b(digest_size=8, key=seed[:64], salt=counter.to_bytes(2, "big"))
         for untrusted_text in texts:
@@ -162,7 +162,7 @@ def _marks(encoder: PromptTokenizer) -> set[str]:
 
 
 def _harmless(text: str, forbidden: Sequence[str]) -> str:
-    """Returns a text without any of the forbidden texts: a space splits each.
+    """Splits each forbidden text in an untrusted text by a space; returns the text.
 
     Args:
         text: Untrusted text.

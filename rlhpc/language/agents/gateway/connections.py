@@ -41,7 +41,7 @@ class Connections:
             self._proven.add(transport, owner)
 
     def enter(self, transport: asyncio.BaseTransport, timer: asyncio.TimerHandle) -> bool:
-        """Registers a connection; returns whether there is room for it."""
+        """Registers a connection; returns whether the limits allow it."""
         if crowded() and not self._make_room():
             return False
         self._timers[transport] = timer

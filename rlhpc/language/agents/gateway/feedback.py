@@ -42,7 +42,7 @@ class Feedback:
         turns: Returns all turns of the episodes that have not ended.
 
     Attributes:
-        key: Key of the scorer. It is valid for rewards only, and no other key is.
+        key: Key of the scorer. It is valid only for rewards, and no other key is valid for them.
     """
 
     def __init__(self, turns: Callable[[], list[AgentTurn]]) -> None:
@@ -74,16 +74,16 @@ class Feedback:
         """Checks the scorer's key.
 
         Raises:
-            RequestError: The key is another one.
+            RequestError: It is not the scorer's key.
         """
         if not same_key(key, self.key):
             raise RequestError("this key gives no rewards", 401, "invalid_api_key")
 
     def take(self, body: Mapping[str, Any]) -> None:
-        """Takes a reward.
+        """Records the reward of a completion.
 
         Args:
-            body: `id`, the completion's, and `reward` (`bodies.FEEDBACK`).
+            body: `id` of the completion, and `reward` (`bodies.FEEDBACK`).
 
         Raises:
             RequestError: No completion awaits this reward.

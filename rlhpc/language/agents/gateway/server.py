@@ -71,7 +71,7 @@ class Drawing:
     """Request to the engine.
 
     Attributes:
-        session: Session that asks.
+        session: Session of the request.
         prompt_ids, sampling, seed, images: Prompt, sampling parameters, seed and images.
         answer: Callback with the completion or the error; the engine's thread calls it.
         show: Callback with all tokens so far, for a streaming client; the engine's thread calls it from time to time.

@@ -30,7 +30,7 @@ _MAPPED = 4
 def main() -> None:
     """Prepares the sandbox, and executes a command. Arguments: settings in JSON, then the command.
 
-    Settings are `socket`, the model's socket; `fixed`, a folder that cannot be changed or moved from in here; and
+    Settings are `socket`, the model's socket; `fixed`, a folder that the command can neither change nor move; and
     limits.
     """
     spec, command = json.loads(sys.argv[1]), sys.argv[2:]
@@ -86,7 +86,7 @@ def _fix(folder: str) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Takes away what would let the command undo its mounts."""
+    """Drops the capabilities with which the command could undo its mounts."""
     libc = ctypes.CDLL(None, use_errno=True)
     for capability in range(64):
         libc.prctl(_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)

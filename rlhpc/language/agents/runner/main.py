@@ -59,13 +59,13 @@ _LISTS_CHILDREN = os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/childr
 
 
 class _Guard(NamedTuple):
-    """An episode, as the nursery knows it.
+    """Episode of a guard, as recorded in the nursery.
 
     Attributes:
-        number: Of its ticket.
-        pid: Of its guard.
-        output: Of the guard, so far.
-        folder: Of the episode; "" if it has none.
+        number: Number of its ticket.
+        pid: Process id of its guard.
+        output: Output of the guard so far.
+        folder: Folder of the episode; "" if it has none.
     """
 
     number: int
@@ -350,7 +350,7 @@ def _reap_for(seconds: float) -> None:
 
 
 def _end_all(seconds: float) -> int:
-    """Kills everything below this process; how many would not go."""
+    """Kills all descendants of this process; returns the number of those that still run after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         _reap(0)
@@ -363,7 +363,7 @@ def _end_all(seconds: float) -> int:
 
 
 def _below(pid: int) -> list[int]:
-    """Returns all descendants of a process: Linux hands those whose parent has ended to the nearest guard above them."""
+    """Returns all descendants of a process. Linux makes an orphan a child of the nearest guard above it."""
     descendants: list[int] = []
     pending_pids, parents = [pid], None if _LISTS_CHILDREN else _map_by_parent()
     while pending_pids:
@@ -386,7 +386,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _map_by_parent() -> dict[int, list[int]]:
-    """Returns all processes by their parents, where the kernel does not list these (CONFIG_PROC_CHILDREN)."""
+    """Returns all processes by parent, for kernels that do not list the children of a process (CONFIG_PROC_CHILDREN)."""
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -445,8 +445,9 @@ def _nameless_files(pids: list[int], folder: str) -> tuple[int, int]:
 
 
 def _segments(pids: list[int]) -> int:
-    """Returns the bytes of shared memory segments (System V) that processes have, mapped or not, but those of this process's
-    own namespace."""
+    """Returns the bytes of the System V shared-memory segments of processes, mapped or not. Segments in this process's
+    own namespace are not counted.
+    """
     spaces: dict[str, int] = {}
     for pid in pids:
         spaces.setdefault(_namespace(pid, "ipc"), pid)
@@ -490,7 +491,9 @@ def _segments_beside(pid: int) -> int:
 
 
 def _unshared(pids: list[int]) -> int:
-    """Returns the bytes of memory that processes use, of what several share each its part; of one that hides it, all."""
+    """Returns the memory of processes in bytes. Shared pages are divided among their users, except for a process that
+    hides this division: all its pages are counted.
+    """
     count = 0
     for pid in pids:
         try:
@@ -503,7 +506,7 @@ def _unshared(pids: list[int]) -> int:
 
 
 def _size(folder: str, limit: int) -> int:
-    """Returns the bytes that a folder takes, at least 1 KiB for each name in it; stops counting at `limit`."""
+    """Returns the size of a folder in bytes, at least 1 KiB for each name in it; stops counting at `limit`."""
     count, pending_folders, inodes = 0, [folder], set()
     while pending_folders and count < limit:
         with contextlib.suppress(OSError), os.scandir(pending_folders.pop()) as entries:

@@ -31,7 +31,7 @@ def _is_ready(descriptor: int, event: int, deadline: float) -> bool:
 
 
 class ToolFailed(Exception):
-    """A call that the server refuses, or a tool that says of itself that it has failed."""
+    """Failed tool call: the server refused it, or the tool reported an error."""
 
 
 class _Command:
@@ -90,11 +90,11 @@ class _Command:
                 stream.close()  # type: ignore[union-attr]
 
     def agreed(self, version: str) -> None:
-        """Takes the version of the protocol that the server has chosen: a stream does not say it again."""
+        """Ignores the protocol version that the server has chosen: messages over pipes do not repeat it."""
 
 
 def _message(data: bytes) -> dict[str, Any]:
-    """Returns a message; an empty one for anything else that a server has printed."""
+    """Parses a message; returns an empty one for other output of a server."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError):
@@ -115,7 +115,7 @@ def _reply(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Web:
-    """A server behind a URL (streamable HTTP)."""
+    """Connection to a server at a URL (streamable HTTP)."""
 
     def __init__(self, url: str) -> None:
         self._url = urllib.parse.urlsplit(url)
@@ -158,7 +158,7 @@ class _Web:
                 connection.close()
 
     def agreed(self, version: str) -> None:
-        """Says from now on, with each request, which version of the protocol the server has chosen."""
+        """Adds the protocol version that the server has chosen to all later requests."""
         self._headers["MCP-Protocol-Version"] = version
 
     def _post(self, connection: http.client.HTTPConnection, message: dict[str, Any]) -> http.client.HTTPResponse:
@@ -178,7 +178,7 @@ class _Web:
 
 
 def _events(response: http.client.HTTPResponse, deadline: float) -> Iterator[dict[str, Any]]:
-    """Yields the messages of a stream; the last one also where no empty line follows it."""
+    """Yields the messages of an event stream, including a last one without an empty line after it."""
     event_data = b""
     while True:
         line = response.readline(_MAX_BYTES)

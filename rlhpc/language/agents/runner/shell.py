@@ -46,7 +46,7 @@ _BROAD = (
 
 
 def find_program(name: str) -> str:
-    """Returns a program's path by this process's PATH; the name itself where there is none of it."""
+    """Returns a program's path by this process's PATH; the name itself if no folder of PATH has it."""
     return shutil.which(name) or name
 
 
@@ -105,14 +105,16 @@ def sandboxed(
 
 
 def make_places(folder: str) -> str:
-    """Makes the parts of an episode's folder; returns the one where its command begins."""
+    """Creates the subfolders of an episode's folder; returns the working directory of its command."""
     for subfolder in _PARTS:
         os.makedirs(os.path.join(folder, subfolder), mode=0o700, exist_ok=True)
     return os.path.join(folder, "work")
 
 
 def _mounts(confinement: dict[str, Any], needs: Sequence[str], folder: str, way: str) -> list[str]:
-    """Returns bubblewrap's words for the files: of the paths above a file, the longest says whether it is there."""
+    """Returns bubblewrap's options for mounts. The longest mounted path above a file decides whether the file is
+    visible.
+    """
     mount_options: dict[str, list[str]] = {}
     shown_trees: list[tuple[str, str]] = []  # where something is shown, and what that is
 
@@ -176,7 +178,7 @@ def _mounts(confinement: dict[str, Any], needs: Sequence[str], folder: str, way:
 
 
 def _system_paths() -> list[str]:
-    """Returns what programs of a Linux need: theirs, their libraries, and a few settings."""
+    """Returns the system paths that Linux programs need: programs, libraries, and a few settings."""
     root_folders = [
         f"/{name}" for name in os.listdir("/") if name in ("usr", "opt", "bin", "sbin") or name.startswith("lib")
     ]
@@ -184,7 +186,7 @@ def _system_paths() -> list[str]:
 
 
 def _interpreter() -> list[str]:
-    """Returns the folders that this interpreter has its files and libraries in."""
+    """Returns the folders of this interpreter's files and libraries."""
     paths, path = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix], sys.executable
     while os.path.islink(path):
         paths.append(os.path.dirname(path))
@@ -197,8 +199,9 @@ def _interpreter() -> list[str]:
 
 
 def needed_by(command: Sequence[str]) -> list[str]:
-    """Returns what a command's words name: files by an absolute path, with their folders, and the program's folder; of a
-    virtual environment, all of it."""
+    """Returns the paths that a command needs: its absolute paths and their folders, the program's folder, and the
+    complete virtual environment of the program.
+    """
     program = shutil.which(command[0])
     named_paths = [argument for argument in command if os.path.isabs(argument)] + ([program] if program else [])
     paths = [*named_paths, *(os.path.dirname(argument) for argument in named_paths)]
@@ -211,7 +214,7 @@ def needed_by(command: Sequence[str]) -> list[str]:
 
 
 def _nearest(path: str, places: dict[str, Any]) -> str:
-    """Returns the place that is closest above a path; "" if there is none."""
+    """Returns the closest ancestor of a path in `places`; "" if none is in it."""
     while path != "/":
         path = os.path.dirname(path)
         if path in places:
@@ -232,7 +235,8 @@ def _is_broad(path: str) -> bool:
 
 
 def make_temporary_folder(name: str, parent: str | None = None) -> str:
-    """Makes a folder for files of an episode; in the folder of the rank's session it goes with that, however processes end.
+    """Creates a folder for files of an episode. In the folder of the rank's session, it is removed together with that
+    folder, however processes end.
 
     As `runtime.scratch.make_temporary_folder`, for interpreters without rlhpc.
     """
@@ -240,7 +244,7 @@ def make_temporary_folder(name: str, parent: str | None = None) -> str:
 
 
 def broken(confinement: dict[str, Any], parent: str | None = None) -> str:
-    """Returns why a sandbox does not work here, by a try in a folder of `parent`; "" if it does."""
+    """Tests a sandbox in a folder of `parent`; returns the reason why it does not work here, "" if it works."""
     if confinement["kind"] == "none":
         return ""
     folder = make_temporary_folder("try", parent)
@@ -267,7 +271,7 @@ def broken(confinement: dict[str, Any], parent: str | None = None) -> str:
 
 
 def remove_folder(folder: str) -> None:
-    """Removes a folder, however deep and with whatever permissions a program has left it."""
+    """Removes a folder of any depth, also if a program has removed the permissions to change it."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):
@@ -277,7 +281,7 @@ def remove_folder(folder: str) -> None:
 
 
 def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[int]:
-    """Waits until one of the descriptors can be read or has ended; returns those of which that is true.
+    """Waits until a descriptor can be read or has reached its end; returns all such descriptors.
 
     A copy of `runtime.descriptors.readable`, for interpreters without rlhpc.
     """

@@ -1,5 +1,5 @@
-"""Task and model of an episode, as an agent gets them. Runs like `main.py`, which loads it: standard library, any
-Python from 3.8 on, without rlhpc.
+"""Task and model of an episode: the arguments of an agent's function. Runs like `main.py`, which loads it: standard
+library, any Python from 3.8 on, without rlhpc.
 """
 
 from __future__ import annotations
