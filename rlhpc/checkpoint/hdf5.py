@@ -100,10 +100,10 @@ def checked(dataset: Any) -> Any:
         raise ConfigError(
             f"{location} is {storage_type}, whose bytes lie in another file; a data set holds all its data itself"
         )
-    size, stored = (
+    nbytes, stored_bytes = (
         dataset.size * dataset.dtype.itemsize if dataset.shape is not None else 0,
         dataset.id.get_storage_size(),
     )
-    if size > _LARGE and size > _MOST_PACKED * max(1, stored):
-        raise ConfigError(f"{location} says that it has {size} bytes, but the file holds {stored} of it")
+    if nbytes > _LARGE and nbytes > _MOST_PACKED * max(1, stored_bytes):
+        raise ConfigError(f"{location} says that it has {nbytes} bytes, but the file holds {stored_bytes} of it")
     return dataset

@@ -49,20 +49,20 @@ def weights_that_fit(
     Raises:
         ConfigError: Names or shapes differ; the message says which.
     """
-    saved = load_tensors(folder / WEIGHTS)
+    saved_tensors = load_tensors(folder / WEIGHTS)
     faults = [
-        f"{name} is {list(saved[name].shape)} there and {list(shape)} here"
+        f"{name} is {list(saved_tensors[name].shape)} there and {list(shape)} here"
         for name, shape in expected_shapes.items()
-        if name in saved and list(saved[name].shape) != list(shape)
+        if name in saved_tensors and list(saved_tensors[name].shape) != list(shape)
     ]
-    faults += [f"{name} is not there" for name in expected_shapes if name not in saved]
-    faults += [f"{name} is not here" for name in saved if name not in expected_shapes]
+    faults += [f"{name} is not there" for name in expected_shapes if name not in saved_tensors]
+    faults += [f"{name} is not here" for name in saved_tensors if name not in expected_shapes]
     if faults:
         omitted = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise ConfigError(
             f"{key}: the weights in {folder} do not fit actor.model of this configuration: {'; '.join(faults[:3])}{omitted}"
         )
-    return saved
+    return saved_tensors
 
 
 def load_weights(module: nn.Module, folder: Path, key: str = "runner.init_from") -> None:

@@ -143,7 +143,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors on the CPU, each with separate memory: tied tensors and views of others are copied."""
-    separate: dict[str, torch.Tensor] = {}
+    copies: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
     for name, tensor in sorted(tensors.items()):
         tensor = tensor.detach().to("cpu").contiguous()
@@ -151,8 +151,8 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
             tensor = tensor.clone()
         storages.add(tensor.untyped_storage().data_ptr())
-        separate[name] = tensor
-    return separate
+        copies[name] = tensor
+    return copies
 
 
 def rng_state() -> dict[str, Any]:

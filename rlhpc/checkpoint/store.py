@@ -144,7 +144,7 @@ class CheckpointWriter:
         return self.final
 
     def _seal(self, meta: dict[str, Any], reported: Mapping[str, tuple[int, str] | None]) -> None:
-        written = {name: entry for name, entry in reported.items() if entry is not None}
+        written_entries = {name: file_entry for name, file_entry in reported.items() if file_entry is not None}
         files: dict[str, dict[str, Any]] = {}
         unlisted: dict[Path, str] = {}
         folders = {self.staging}
@@ -157,10 +157,10 @@ class CheckpointWriter:
                 continue
             folders.add(path.parent)
             name = path.relative_to(self.staging).as_posix()
-            if name in written:
-                files[name] = _entry(*written[name])
-            elif entry := self._linked_entry(name, path):
-                files[name] = entry
+            if name in written_entries:
+                files[name] = _entry(*written_entries[name])
+            elif file_entry := self._linked_entry(name, path):
+                files[name] = file_entry
             else:
                 unlisted[path] = name
         sizes = sum(path.stat().st_size for path in unlisted)
@@ -168,7 +168,7 @@ class CheckpointWriter:
             unlisted.values(), of_each(_durable_digest, list(unlisted), sizes), strict=True
         ):
             files[name] = _entry(*size_and_digest)
-        if missing := [name for name, (size, _) in written.items() if not self._has(name, size)]:
+        if missing := [name for name, (size, _) in written_entries.items() if not self._has(name, size)]:
             raise CheckpointError(
                 f"checkpoint {self.final}: {', '.join(missing)} was written, and is gone or of another size"
             )
@@ -205,17 +205,17 @@ class CheckpointWriter:
         # A folder cannot be renamed onto one that is not empty. The replaced checkpoint keeps a name until the new one
         # has its own; `clean_leftovers` puts it back if this process dies between the two renames.
         replaced_path = self.paths.checkpoints / f".old_{self.final.name}-{self._token}"
-        replaced = self.final.exists()
-        if replaced:
+        has_replaced = self.final.exists()
+        if has_replaced:
             self.final.rename(replaced_path)
         try:
             self.staging.rename(self.final)
         except OSError:
-            if replaced:
+            if has_replaced:
                 replaced_path.rename(self.final)
             raise
         fsync_folder(self.paths.checkpoints)
-        if replaced:
+        if has_replaced:
             shutil.rmtree(replaced_path, ignore_errors=True)
 
     def _failed(self, error: OSError) -> CheckpointError:
@@ -368,12 +368,12 @@ def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums:
     for step, path in all_steps:
         if step in kept_steps or (step not in complete and step > newest):
             continue
-        trash = paths.checkpoints / f".trash_{path.name}-{secrets.token_hex(4)}"
+        trash_path = paths.checkpoints / f".trash_{path.name}-{secrets.token_hex(4)}"
         try:
-            path.rename(trash)  # the name is gone at once: no reader finds a half-deleted checkpoint
+            path.rename(trash_path)  # the name is gone at once: no reader finds a half-deleted checkpoint
         except OSError as error:
             raise CheckpointError(f"old checkpoint {path} could not be deleted: {error.strerror}") from error
-        _remove_unsealed(trash)
+        _remove_unsealed(trash_path)
         removed.append(path)
     return removed
 
@@ -384,11 +384,11 @@ def move_newer_aside(paths: RunPaths, step: int) -> list[Path]:
     Returns:
         The new names, `superseded-<time>-global_step_<N>`.
     """
-    moved: list[Path] = []
-    stamp = time.strftime("%Y%m%dT%H%M%S")
+    new_paths: list[Path] = []
+    timestamp = time.strftime("%Y%m%dT%H%M%S")
     for newer, path in paths.checkpoint_steps():
         if newer > step:
-            target = paths.checkpoints / f"superseded-{stamp}-{path.name}"
+            target = paths.checkpoints / f"superseded-{timestamp}-{path.name}"
             path.rename(target)
-            moved.append(target)
-    return moved
+            new_paths.append(target)
+    return new_paths

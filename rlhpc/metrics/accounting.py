@@ -375,9 +375,11 @@ def _hours(seconds: float) -> float:
 
 
 def _idle(rows: Iterable[AccountingRow]) -> float | None:
-    measured = [row for row in rows if row.measured]
-    granted_cpu_s = sum(row.elapsed * row.cpus for row in measured)
-    return round(max(0.0, 1.0 - sum(row.cpu_time for row in measured) / granted_cpu_s), 4) if granted_cpu_s else None
+    measured_rows = [row for row in rows if row.measured]
+    granted_cpu_s = sum(row.elapsed * row.cpus for row in measured_rows)
+    return (
+        round(max(0.0, 1.0 - sum(row.cpu_time for row in measured_rows) / granted_cpu_s), 4) if granted_cpu_s else None
+    )
 
 
 def _of_role(steps: Sequence[tuple[AccountingRow, set[Any]]]) -> dict[str, Any]:
@@ -461,8 +463,8 @@ def write_accounting(paths: RunPaths) -> dict[str, Any] | None:
         if previous_record.get("available") and previous_record.get("jobs") == list(jobs.ids):
             return {**previous_record, "reason": str(error)}
         record = {"format": 1, "available": False, "reason": str(error), "jobs": list(jobs.ids)}
-    if (joined := joined_account(paths)) is not None:
-        record["joined"] = joined
+    if (joined_entries := joined_account(paths)) is not None:
+        record["joined"] = joined_entries
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_durably(file, json.dumps(record, indent=2).encode() + b"\n")

@@ -104,9 +104,9 @@ class MetricLogger:
         except OSError as error:
             raise self._failed(error) from error
         if self._feeds:
-            numbers = _numbers(values)
+            numeric_row = _numbers(values)
             for feed in self._feeds:
-                feed.log(step, numbers)
+                feed.log(step, numeric_row)
 
     def commit(self) -> None:
         """Makes all rows durable. Call this before committing a checkpoint: its step's row must not be lost."""
@@ -400,10 +400,10 @@ class ProgressBar:
 
     def _print(self) -> None:
         eta = self.eta_s()
-        parts = [f"{self._name}: {self._unit} {self._step}/{self._total}", *self._facts.values()]
+        fragments = [f"{self._name}: {self._unit} {self._step}/{self._total}", *self._facts.values()]
         if eta is not None and self._step < self._total:
-            parts.append(f"ETA {tqdm.format_interval(eta)}")
-        print(", ".join(parts), file=self._stream, flush=True)
+            fragments.append(f"ETA {tqdm.format_interval(eta)}")
+        print(", ".join(fragments), file=self._stream, flush=True)
         self._printed, self._unprinted = self._clock(), False
 
 

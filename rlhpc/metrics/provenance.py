@@ -135,15 +135,17 @@ def read_provenance(paths: RunPaths) -> dict[str, Any]:
 def _drop_mistyped(record: dict[str, Any]) -> dict[str, Any]:
     """Returns a record without the parts of a wrong type, because the file may come from elsewhere."""
     mappings, lists = ("git", "versions", "slurm", "placement"), ("segments",)
-    typed = {
+    typed_fields = {
         name: value for name, value in record.items()
         if not (name in mappings and not isinstance(value, dict)) and not (name in lists and not isinstance(value, list))
     }  # fmt: skip
-    if "segments" in typed:
-        typed["segments"] = [_drop_mistyped(start) for start in typed["segments"] if isinstance(start, dict)]
-    if "placement" in typed and not all(map(_is_group, typed["placement"].values())):
-        del typed["placement"]
-    return typed
+    if "segments" in typed_fields:
+        typed_fields["segments"] = [
+            _drop_mistyped(start) for start in typed_fields["segments"] if isinstance(start, dict)
+        ]
+    if "placement" in typed_fields and not all(map(_is_group, typed_fields["placement"].values())):
+        del typed_fields["placement"]
+    return typed_fields
 
 
 def _is_group(ranks: Any) -> bool:

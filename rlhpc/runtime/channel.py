@@ -100,8 +100,8 @@ class Channel:
             context.service.open_channel(name, maxsize, max_bytes)
         for member, record in dict(zip(members, homes, strict=False)).items():
             if record != context.service.endpoint:
-                body, peers = pickle.dumps((name, maxsize, max_bytes)), context.service.peers
-                request = peers.begin(choose(record), b"OPEN", [body], f"the home of channel {name!r}", _OPENS_S)
+                arguments, peers = pickle.dumps((name, maxsize, max_bytes)), context.service.peers
+                request = peers.begin(choose(record), b"OPEN", [arguments], f"the home of channel {name!r}", _OPENS_S)
                 peers.reply_to(request, _OPENS_S, functools.partial(context.has_left, *member))
         context.registry.put("channels", name, {"homes": homes, "maxsize": maxsize})
         return cls(name, homes, maxsize)
@@ -195,7 +195,7 @@ class Channel:
         home_ended: Callable[[], bool] = lambda: False,
     ) -> None:
         service, home = context.service, self._home(key)
-        whom = f"room in channel {self.name!r}, key {key!r}"
+        purpose = f"room in channel {self.name!r}, key {key!r}"
         try:
             if home["ipc"] == service.endpoint["ipc"]:
                 frames = owned(packed.frames())
@@ -209,31 +209,33 @@ class Channel:
                     return state.put(key, frames, packed.nbytes, weight, packed.segment or "", answer if wait else None)
 
                 if wait:
-                    service.wait_local(act, context.wait_deadline, whom)
+                    service.wait_local(act, context.wait_deadline, purpose)
                 else:
                     with service.lock:
-                        admitted = act(None)
-                    if not admitted:
+                        is_admitted = act(None)
+                    if not is_admitted:
                         context.check()
-                        raise QueueFull(whom)
+                        raise QueueFull(purpose)
                 self._sent(context, packed, key, outlook)
                 return
-            head = pickle.dumps((self.name, key, packed.nbytes, weight, packed.segment or "", wait))
+            header = pickle.dumps((self.name, key, packed.nbytes, weight, packed.segment or "", wait))
             self._posted += 1
             if wait and not confirm and self._maxsize == 0 and packed.segment is None and self._posted % _UNCONFIRMED:
                 # Small items into an unbounded channel need no confirmation each: the socket keeps their order, and the
                 # confirmed ones in between bound how much is in flight when the byte limit is reached.
-                frames = [head, *packed.frames()]
-                service.peers.post(choose(home), b"PUT", frames, context.wait_deadline, whom, process_key(home))
+                frames = [header, *packed.frames()]
+                service.peers.post(choose(home), b"PUT", frames, context.wait_deadline, purpose, process_key(home))
                 return
-            request = service.peers.begin(choose(home), b"PUT", [head, *packed.frames()], whom, context.wait_deadline)
+            request = service.peers.begin(
+                choose(home), b"PUT", [header, *packed.frames()], purpose, context.wait_deadline
+            )
             reply = service.peers.reply_to(request, context.wait_deadline, home_ended)
             self._sent(context, packed, key, PutEstimate(*pickle.loads(reply[0])))
         except BaseException as error:
             packed.discard()
             if isinstance(error, ChannelRefused):
                 context.check()
-                raise QueueFull(whom) from None
+                raise QueueFull(purpose) from None
             raise
 
     def _sent(self, context: Context, packed: Packed, key: str, outlook: PutEstimate) -> None:
@@ -273,8 +275,8 @@ class Channel:
         """
         context = current()
         taker, patience = Taker(context.host, address()), context.wait_deadline
-        ((item, number),) = self._fetch(context, str(key), None, False, patience, taker, keep=True)
-        return LeasedItem(item, number)
+        ((item, item_id),) = self._fetch(context, str(key), None, False, patience, taker, keep=True)
+        return LeasedItem(item, item_id)
 
     def done(self, lease: LeasedItem) -> None:
         """Acknowledges a leased item: its result is stored, so no other consumer may get it."""
@@ -291,7 +293,7 @@ class Channel:
         taker = Taker(context.host, address())
         service.lane.settle()
         if home["ipc"] == service.endpoint["ipc"]:
-            whom = f"an item in channel {self.name!r}, key {key!r}"
+            purpose = f"an item in channel {self.name!r}, key {key!r}"
 
             def act(answer: Any) -> bool:
                 state = service.channel(self.name)
@@ -299,10 +301,10 @@ class Channel:
                 return bool(wait or state.count(key)) and state.get(key, (), target, answer)
 
             try:
-                items = service.wait_local(act, timeout, whom)
+                items = service.wait_local(act, timeout, purpose)
             except queue.Empty:
                 context.check()  # a polling loop waits for another process, too
-                raise QueueEmpty(whom) from None
+                raise QueueEmpty(purpose) from None
             return [service.unpack(item.frames) for item in items]
         return [item for item, _ in self._fetch(context, key, target, wait, timeout, taker)]
 
@@ -320,24 +322,24 @@ class Channel:
         acknowledged.
         """
         service, home = context.service, self._home(key)
-        whom = f"an item in channel {self.name!r}, key {key!r}"
-        head = pickle.dumps((self.name, key, target, wait, tuple(taker), process_key(service.endpoint)))
+        purpose = f"an item in channel {self.name!r}, key {key!r}"
+        header = pickle.dumps((self.name, key, target, wait, tuple(taker), process_key(service.endpoint)))
         try:
-            reply = service.peers.request(choose(home), b"GET", [head], timeout, whom)
+            reply = service.peers.request(choose(home), b"GET", [header], timeout, purpose)
         except ChannelRefused:
             context.check()
-            raise QueueEmpty(whom) from None
-        results, at = list[tuple[Any, int]](), 1
-        fetched: list[Callable[[], None]] = []
-        for number, count in pickle.loads(reply[0]):
-            results.append((service.unpack(reply[at : at + count], later=fetched), number))
-            at += count
+            raise QueueEmpty(purpose) from None
+        leased, frame_offset = list[tuple[Any, int]](), 1
+        releases: list[Callable[[], None]] = []
+        for item_id, count in pickle.loads(reply[0]):
+            leased.append((service.unpack(reply[frame_offset : frame_offset + count], later=releases), item_id))
+            frame_offset += count
         if not keep:
-            numbers = [number for _, number in results]
-            service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, numbers))])
-        for release in fetched:
+            item_ids = [item_id for _, item_id in leased]
+            service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, item_ids))])
+        for release in releases:
             release()
-        return results
+        return leased
 
     # -- inspection -----------------------------------------------------------------------------------------------
 
@@ -348,10 +350,12 @@ class Channel:
             with context.service.lock:
                 state = context.service.channel(self.name)
                 return state.count(key), state.full(key)
-        body = pickle.dumps((self.name, key))
-        reply = context.service.peers.request(choose(home), b"STAT", [body], 60, f"the home of channel {self.name!r}")
-        result: tuple[int, bool] = pickle.loads(reply[0])
-        return result
+        request = pickle.dumps((self.name, key))
+        reply = context.service.peers.request(
+            choose(home), b"STAT", [request], 60, f"the home of channel {self.name!r}"
+        )
+        count_and_full: tuple[int, bool] = pickle.loads(reply[0])
+        return count_and_full
 
     def qsize(self, key: str = DEFAULT_KEY) -> int:
         """Returns the number of items queued under `key`."""

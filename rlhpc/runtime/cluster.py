@@ -108,8 +108,8 @@ class Cluster:
         self.node_groups: dict[str, NodeGroup] = _read_groups(groups, self.nodes)
         gres = gpus_in(read_key(config, "gres")) if slurm else None
         self._grant(groups, read_key(config, "accelerators_per_node"), gres, trust_gres=slurm)
-        missing = 0 if slurm else len(self.nodes[0].accelerators) - len(visible_accelerators(env))
-        if missing > 0 and not env.get(VIRTUAL):
+        num_missing = 0 if slurm else len(self.nodes[0].accelerators) - len(visible_accelerators(env))
+        if num_missing > 0 and not env.get(VIRTUAL):
             raise ConfigError(
                 f"cluster.accelerators_per_node is {len(self.nodes[0].accelerators)}, but {origin} has no visible accelerator "
                 "(CUDA_VISIBLE_DEVICES, /dev/nvidia*); set cluster.accelerators_per_node=0 to compute on the CPU, or start "
@@ -360,12 +360,12 @@ def parse_node_ranks(value: Any, at: str, num_nodes: int) -> tuple[int, ...]:
         if isinstance(value, bool):
             raise ValueError
         range_texts = ranks_text.split(",") if isinstance(value, (int, str)) else [str(v) for v in value]
-        ranks = [int(n) for part in range_texts for n in expand_range(part.strip(), ranks_text)]
+        ranks = [int(n) for range_text in range_texts for n in expand_range(range_text.strip(), ranks_text)]
     except (ConfigError, TypeError, ValueError):
         raise ConfigError(f"{at}.node_ranks is {value!r}; write ranks like 0-1,3") from None
     if not ranks:
         raise ConfigError(f"{at}.node_ranks is {value!r}: a group has at least one node")
-    if repeated := sorted({r for r in ranks if ranks.count(r) > 1}):
+    if repeated := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
         raise ConfigError(f"{at}.node_ranks is {value!r}: {repeated[0]} stands there twice")
     if max(ranks) >= num_nodes:
         raise ConfigError(

@@ -76,8 +76,10 @@ class FailurePolicy:
         elastic = self.policies.elastic
         if group not in elastic or rank is None or not isinstance(failure, (WorkerFailed, StepFailed)):
             return False
-        joined = any((r.spec.group, r.spec.rank) == (group, rank) and r.spec.rank >= r.spec.world_size for r in ranks)
-        if isinstance(failure, WorkerFailed) and failure.remote_traceback and not joined:
+        is_joined = any(
+            (r.spec.group, r.spec.rank) == (group, rank) and r.spec.rank >= r.spec.world_size for r in ranks
+        )
+        if isinstance(failure, WorkerFailed) and failure.remote_traceback and not is_joined:
             return False
         replica = self.replica_of(group, rank)
         remaining = [r for r in ranks if r.spec.group == group and r.state == "ready" and r.spec.rank not in replica]
@@ -131,8 +133,8 @@ class FailurePolicy:
 def by_group(ranks: Iterable[Rank]) -> dict[str, list[int]]:
     """Returns the rank numbers of each group, both in order."""
     ranks_by_group: dict[str, list[int]] = {}
-    for r in sorted(ranks, key=lambda r: (r.spec.group, r.spec.rank)):
-        ranks_by_group.setdefault(r.spec.group, []).append(r.spec.rank)
+    for rank in sorted(ranks, key=lambda r: (r.spec.group, r.spec.rank)):
+        ranks_by_group.setdefault(rank.spec.group, []).append(rank.spec.rank)
     return ranks_by_group
 
 
@@ -188,14 +190,18 @@ class Leases:
         pause_s, self.looked = now - self.looked - TICK_S, now
         suspects: list[Member] = []
         for member in members:
-            spec, joined = member.spec, member.spec.rank >= member.spec.world_size
-            if member.state != "ready" and not (member.state == "starting" and joined):
+            spec, is_joined = member.spec, member.spec.rank >= member.spec.world_size
+            if member.state != "ready" and not (member.state == "starting" and is_joined):
                 continue
             if pause_s > _AWAY_S:
                 member.alive += pause_s
             silent = now - member.alive
-            lease_s = LOST_S if not joined else JOINED_LOST_S if member.state == "ready" else ARRIVES_S
-            if joined and member.record and (spec.incarnation in self._unreachable or self._has_ended(member.record)):
+            lease_s = LOST_S if not is_joined else JOINED_LOST_S if member.state == "ready" else ARRIVES_S
+            if (
+                is_joined
+                and member.record
+                and (spec.incarnation in self._unreachable or self._has_ended(member.record))
+            ):
                 self._unreachable.discard(spec.incarnation)
                 self._fail(_lost_rank_error(spec, "has ended, and so has whoever started it"))
             elif silent > (self._failures.policies.of(spec.group).lease_s or lease_s):

@@ -291,8 +291,8 @@ def stay(
     """
     num_joined, generation, silent = 0, "", False
     while True:
-        waits = await_driver or num_joined > 0
-        patience = patience_s if waits else 0.0
+        may_wait = await_driver or num_joined > 0
+        patience = patience_s if may_wait else 0.0
         join_point = _door(registry_root, generation, lambda: stopped.is_set() or over(), patience, silent)
         if join_point is None:
             return num_joined
@@ -301,7 +301,7 @@ def stay(
             try:
                 status = _take_part(join_point, _place(join_point, wish, stopped, patience_s), stopped, report, grace_s)
             except RlhpcError:
-                if not waits or join_point.lives():
+                if not may_wait or join_point.lives():
                     raise
                 continue  # this driver has ended, too
             num_joined, silent = num_joined + 1, join_point.silent

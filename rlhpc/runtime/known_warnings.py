@@ -14,10 +14,10 @@ _MESSAGES = {
 
 def quiet_known_warnings() -> None:
     """Keeps these messages out of the terminal and of ranks' logs, also of libraries that are imported later."""
-    for name, beginning in _MESSAGES.items():
+    for name, message_start in _MESSAGES.items():
         logger = logging.getLogger(name)
         if not any(isinstance(log_filter, _Beginning) for log_filter in logger.filters):
-            logger.addFilter(_Beginning(beginning))
+            logger.addFilter(_Beginning(message_start))
     warnings.filterwarnings("ignore", r"`torch\.distributed\.reduce_op` is deprecated", FutureWarning)
 
 

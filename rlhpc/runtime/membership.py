@@ -122,11 +122,11 @@ class RankTable:
 
     def alive(self, group: str | None = None) -> list[Member]:
         """Returns the ranks that have not ended, of one group or of all."""
-        return [m for m in self.all() if m.state != "ended" and group in (None, m.spec.group)]
+        return [member for member in self.all() if member.state != "ended" and group in (None, member.spec.group)]
 
     def ended_of(self, group: str) -> list[Member]:
         """Returns the ranks of a group that have ended."""
-        return [m for m in self.all() if m.state == "ended" and m.spec.group == group]
+        return [member for member in self.all() if member.state == "ended" and member.spec.group == group]
 
     def add(self, members: Sequence[Member]) -> None:
         """Adds ranks; each replaces an earlier one of the same name."""
@@ -137,7 +137,11 @@ class RankTable:
     def forget_ended(self, group: str) -> None:
         """Forgets the ranks that have ended, and those of the group."""
         with self.changed:
-            self.members = {n: m for n, m in self.members.items() if m.state != "ended" and m.spec.group != group}
+            self.members = {
+                n: member
+                for n, member in self.members.items()
+                if member.state != "ended" and member.spec.group != group
+            }
 
     def find(self, name: str, incarnation: str) -> Member | None:
         """Returns the rank of that name; None if a successor has replaced this incarnation."""
@@ -181,8 +185,8 @@ class RankTable:
     def await_exit(self, members: Sequence[Member], timeout: float) -> list[Member]:
         """Waits at most `timeout` seconds for the processes of ranks to end; returns those that are still there."""
         with self.changed:
-            self.changed.wait_for(lambda: all(m.has_exited for m in members), timeout)
-            return [m for m in members if not m.has_exited]
+            self.changed.wait_for(lambda: all(member.has_exited for member in members), timeout)
+            return [member for member in members if not member.has_exited]
 
     def announce(self, service: Service, ended_members: Sequence[Member] = ()) -> None:
         """Tells the ranks that are ready, in the background, that ranks have come, or that these ranks have ended.
@@ -222,9 +226,9 @@ class RankTable:
         """Waits at most `arrival_s` seconds for the ranks that are starting, and then until the ranks that are ending have
         ended."""
         with self.changed:
-            self.changed.wait_for(lambda: all(m.state != "starting" for m in self.all()), arrival_s)
-        limit = max((m.starter.limit_s for m in self.all()), default=0.0)
-        self.await_ended([m for m in self.all() if m.state != "ready"], limit)
+            self.changed.wait_for(lambda: all(member.state != "starting" for member in self.all()), arrival_s)
+        limit = max((member.starter.limit_s for member in self.all()), default=0.0)
+        self.await_ended([member for member in self.all() if member.state != "ready"], limit)
 
 
 def _keys(members: Sequence[Member]) -> list[str]:
@@ -372,7 +376,14 @@ class Membership:
 
     def why_left(self, group: str, rank: int) -> str:
         """Returns the reason of a rank that left after a notice; "" for a rank that ended otherwise."""
-        return next((m.leave_reason for m in self._ranks.all() if (m.spec.group, m.spec.rank) == (group, rank)), "")
+        return next(
+            (
+                member.leave_reason
+                for member in self._ranks.all()
+                if (member.spec.group, member.spec.rank) == (group, rank)
+            ),
+            "",
+        )
 
     def leaving(self, group: str) -> list[int]:
         """Returns ranks of a group that got a notice to leave and wait for permission (`Worker.stay_until_let_go`)."""
@@ -404,21 +415,21 @@ class Membership:
         """Returns the records of ranks of a group that are ready and have none of the known incarnations."""
         with self._ranks.changed:
             ready = [
-                m
-                for m in self._ranks.alive(group)
-                if m.state == "ready" and m.record["incarnation"] not in incarnations
+                member
+                for member in self._ranks.alive(group)
+                if member.state == "ready" and member.record["incarnation"] not in incarnations
             ]
         self.epoch += len(ready)
-        return [m.record for m in ready]
+        return [member.record for member in ready]
 
     def startable(self, group: str) -> list[Member]:
         """Returns ranks of a group that have ended and whose place still belongs to this run. Their processes may still
         exist.
         """
         return [
-            m
-            for m in self._ranks.all()
-            if m.spec.group == group and m.state == "ended" and m.starter is not self._joined
+            member
+            for member in self._ranks.all()
+            if member.spec.group == group and member.state == "ended" and member.starter is not self._joined
         ]
 
     def join(self, wish: Mapping[str, Any]) -> bytes:

@@ -101,8 +101,8 @@ def _is_own(folder: Path, status: os.stat_result) -> bool:
     """
     if status.st_uid == os.geteuid():
         return True
-    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as probe:
-        return os.fstat(probe.fileno()).st_uid == status.st_uid
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as probe_file:
+        return os.fstat(probe_file.fileno()).st_uid == status.st_uid
     return False
 
 

@@ -349,11 +349,11 @@ def _session_folders() -> dict[str, list[Path]]:
     for root in {_SOCKET_ROOT, _SHM_ROOT, _scratch_root() or _SOCKET_ROOT}:
         with contextlib.suppress(OSError):
             for dir_entry in os.scandir(root):
-                token, dash, folder_type = dir_entry.name.removeprefix(prefix).partition("-")
+                token, separator, folder_type = dir_entry.name.removeprefix(prefix).partition("-")
                 if (
                     dir_entry.name.startswith(prefix)
                     and token
-                    and dash + folder_type in _KINDS
+                    and separator + folder_type in _KINDS
                     and _own_folder(Path(dir_entry.path))
                 ):
                     folders_by_token.setdefault(token, []).append(Path(dir_entry.path))

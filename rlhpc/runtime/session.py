@@ -341,14 +341,14 @@ class Session:
             if self.ranks.alive(name):
                 raise PlacementError(f"a group named {name!r} is running already: give launch() another name")
             self.ranks.forget_ended(name)
-        body, incarnation = class_body(payload), f"{time.time_ns():x}"
+        class_pickle, incarnation = class_body(payload), f"{time.time_ns():x}"
         starter = self._stepped if self._stepped is not None and cluster.source == "slurm" else self._forked
         sharing = Counter(p.node_rank for p in placements) + Counter(m.spec.node_rank for m in self.ranks.alive())
         started = []
         for placement in placements:
             spec = spec_of(
                 name, placement, len(placements), cluster, env_vars, sharing[placement.node_rank], self.log_dir,
-                registry=str(self.registry.root), token=self.scratch.token, body=body, incarnation=incarnation,
+                registry=str(self.registry.root), token=self.scratch.token, body=class_pickle, incarnation=incarnation,
                 driver=self.service.endpoint, wait_deadline=self.context.wait_deadline, tcp_address=self.tcp_address,
                 interface=self.interface,
             )  # fmt: skip
@@ -364,12 +364,16 @@ class Session:
 
         A rank whose earlier process still runs after `patience_s` seconds is not started: both would share the accelerator.
         """
-        former = self.membership.startable(name)
-        still_there = self.ranks.await_exit(former, patience_s)
-        for starter, members in by_starter(still_there).items():
+        ended_members = self.membership.startable(name)
+        running_members = self.ranks.await_exit(ended_members, patience_s)
+        for starter, members in by_starter(running_members).items():
             starter.kill(members)
         incarnation = f"{time.time_ns():x}"
-        started = [Member(replace(m.spec, incarnation=incarnation), m.starter) for m in former if m not in still_there]
+        started = [
+            Member(replace(m.spec, incarnation=incarnation), m.starter)
+            for m in ended_members
+            if m not in running_members
+        ]
         self.ranks.add(started)
         if started:
             started[0].starter.start(started, cluster)
@@ -380,21 +384,28 @@ class Session:
         all_ready, deadline = all_in("ready", started), time.monotonic() + timeout
         with self.ranks.changed:
             while self.failure is None and not all_ready() and (remaining_s := deadline - time.monotonic()) > 0:
-                if self.failures.past is not None and any(m.state == "ended" for m in started):
+                if self.failures.past is not None and any(member.state == "ended" for member in started):
                     break  # they failed before another group was launched
                 self.ranks.changed.wait(min(remaining_s, _LOOK_S))
                 self._raise_if_stopped()
-        if self.failures.past is not None and self.failure is None and any(m.state == "ended" for m in started):
+        if (
+            self.failures.past is not None
+            and self.failure is None
+            and any(member.state == "ended" for member in started)
+        ):
             self.fail(self.failures.past)
         self.check()
-        missing = [m for m in started if m.state != "ready"]
+        missing = [member for member in started if member.state != "ready"]
         if missing:
-            lines = [f"  {m.spec.name} on {m.spec.node} (pid {m.pid or '?'}, log {m.spec.log_err})" for m in missing]
+            lines = [
+                f"  {member.spec.name} on {member.spec.node} (pid {member.pid or '?'}, log {member.spec.log_err})"
+                for member in missing
+            ]
             lines += [f"  {line}" for line in missing[0].starter.arrival_report(missing)]
             message = f"{len(missing)} of {len(started)} ranks of {name!r} did not arrive in {timeout:.0f} s:"
             self.fail(RendezvousTimeout("\n".join([message, *lines])))
             self.check()
-        return [m.record for m in started]
+        return [member.record for member in started]
 
     def shutdown_group(self, name: str, started: Sequence[Member], grace: float) -> None:
         """Ends ranks of a group: asks them to stop, waits `grace` seconds, then kills them. Does not wait for ranks that are
@@ -431,9 +442,9 @@ class Session:
         Session._running = None
         self._registry_watch.stop()
         with self.ranks.changed:
-            unborn = [m for m in self.ranks.alive() if m.state == "starting"]
+            starting_members = [m for m in self.ranks.alive() if m.state == "starting"]
             if self._forked.cut_short():
-                self.ranks.stopping(unborn)
+                self.ranks.stopping(starting_members)
         with contextlib.suppress(Exception):
             for name in {m.spec.group for m in self.ranks.alive()}:
                 self.shutdown_group(name, self.ranks.alive(name), 2.0)

@@ -131,8 +131,8 @@ class PeerOwners:
 def loopback_listeners(port: int) -> list[TcpSocket]:
     """Returns the sockets that get a connection to a port of 127.0.0.1; empty if there is no listener."""
     listening = [listener for listener in tcp_sockets() if listener.is_listening and listener.address[1] == port]
-    tiers = ([listener for listener in listening if listener.address[0] in hosts] for hosts in _TIERS)
-    return next((tier for tier in tiers if tier), [])
+    listeners_by_tier = ([listener for listener in listening if listener.address[0] in hosts] for hosts in _TIERS)
+    return next((tier for tier in listeners_by_tier if tier), [])
 
 
 def socket_inodes(pids: Iterable[int]) -> set[int] | None:

@@ -54,10 +54,12 @@ class Worker:
         self.log = logging.getLogger(type(self).__module__)
         self._collectives = Collectives(self.group_name, self.rank, self.world_size, spec)
         if spec is not None:
-            where = f"accelerators {', '.join(map(str, spec.accelerators))}" if spec.accelerators else "no accelerator"
+            devices_text = (
+                f"accelerators {', '.join(map(str, spec.accelerators))}" if spec.accelerators else "no accelerator"
+            )
             self.log.info(
                 "%s: rank %d of %d on %s, pid %d, %s, threads %s", type(self).__name__, self.rank, self.world_size, self.node,
-                os.getpid(), where, os.environ.get("OMP_NUM_THREADS", "as it likes"),
+                os.getpid(), devices_text, os.environ.get("OMP_NUM_THREADS", "as it likes"),
             )  # fmt: skip
 
     @classmethod
@@ -206,6 +208,6 @@ class Worker:
                 them.
         """
         if ranks is not None:
-            number = ranks.index(self.rank)
-            self._collectives = Collectives(self.group_name, number, len(ranks), _spec, ranks.start)
+            group_rank = ranks.index(self.rank)
+            self._collectives = Collectives(self.group_name, group_rank, len(ranks), _spec, ranks.start)
         return self._collectives.process_group()

@@ -114,15 +114,15 @@ class WorkerGroup:
         Raises:
             WorkerFailed: The process of one cannot be killed.
         """
-        again, session = set(self.restart(_GONE_S)), Session.current()
-        if stuck := [m for m in session.membership.startable(self.name) if m.spec.rank not in again]:
-            spec, pid = stuck[0].spec, stuck[0].pid
+        restarted_ranks, session = set(self.restart(_GONE_S)), Session.current()
+        if unfinished := [m for m in session.membership.startable(self.name) if m.spec.rank not in restarted_ranks]:
+            spec, pid = unfinished[0].spec, unfinished[0].pid
             raise WorkerFailed(
                 f"process {pid} of {spec.name} on node {spec.node} was killed and is still there after {_GONE_S:.0f} s",
                 group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
             )  # fmt: skip
-        started = [member for member in self._members if member.spec.rank in again]
-        alive = [record for record in self._records if record["rank"] not in again]
+        started = [member for member in self._members if member.spec.rank in restarted_ranks]
+        alive = [record for record in self._records if record["rank"] not in restarted_ranks]
 
         def arrival() -> list[dict[str, Any]]:
             arrived = session.arrived(self.name, started, self._timeout)

@@ -253,9 +253,9 @@ class TrainingBackend(abc.ABC):
         metrics = []
         with _explain_out_of_memory(self.blueprint.knobs):
             for index, batch in enumerate(micro_batches):
-                loss_value, measured = loss(self.called, batch)
+                loss_value, batch_metrics = loss(self.called, batch)
                 self._backward(loss_value, last=index == len(micro_batches) - 1)
-                metrics.append({key: metric.detach() for key, metric in measured.items()})
+                metrics.append({key: metric.detach() for key, metric in batch_metrics.items()})
         return metrics
 
     @abc.abstractmethod
@@ -334,12 +334,12 @@ class TrainingBackend(abc.ABC):
         """Changes each trained number while the block runs, and then restores it to the last bit (`Perturbation`). The
         optimizer's own copies stay as they are. All ranks enter and leave it together."""
         with self.awake():
-            change = Perturbation()
-            self._edit_trained(change.apply)
+            perturbation = Perturbation()
+            self._edit_trained(perturbation.apply)
             try:
                 yield
             finally:
-                self._edit_trained(change.undo)
+                self._edit_trained(perturbation.undo)
 
     def _edit_trained(self, edit: Callable[[Iterable[torch.Tensor]], None]) -> None:
         """Applies `edit` in place to this rank's part of the trained weights, always in the same order."""
@@ -449,8 +449,10 @@ def _explain_out_of_memory(knobs: str) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        exhausted = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-        if not exhausted:
+        is_out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(
+            error
+        )
+        if not is_out_of_memory:
             raise
         reason = first_line(error)
         raise ConfigError(
@@ -481,13 +483,13 @@ class HostMemory:
             sizes: Bytes of each block.
             device: Kind of the device that will copy.
         """
-        rounded = [size + -size % _ALIGN for size in sizes]
-        if self.nbytes < sum(rounded):
+        padded_sizes = [size + -size % _ALIGN for size in sizes]
+        if self.nbytes < sum(padded_sizes):
             self._flat = None  # free it before the next allocation
-            self._flat = host_memory(sum(rounded), device)
+            self._flat = host_memory(sum(padded_sizes), device)
         if self._flat is None:
             return []
-        allocated = self._flat[: sum(rounded)].split(rounded)
+        allocated = self._flat[: sum(padded_sizes)].split(padded_sizes)
         return [padded[:size] for padded, size in zip(allocated, sizes, strict=True)]
 
 
@@ -508,7 +510,7 @@ class Parked:
         host: HostMemory | None = None,
     ) -> None:
         self._storage_ids: set[int] = set()
-        emptied, contents = self._storages(scratch), self._storages(tensors)
+        emptied_storages, contents = self._storages(scratch), self._storages(tensors)
         self._device = device = contents[0].device.type if contents else "cpu"
         self._host = HostMemory() if host is None else host
         blocks = self._host.blocks([storage.nbytes() for storage in contents], device)
@@ -517,8 +519,8 @@ class Parked:
             block.copy_(_bytes_of(storage), non_blocking=True)
         synchronize(device)
         self._contents = [(storage, storage.nbytes(), block) for storage, block in zip(contents, blocks, strict=True)]
-        self._emptied = [(storage, storage.nbytes()) for storage in emptied]
-        for storage in (*contents, *emptied):
+        self._emptied = [(storage, storage.nbytes()) for storage in emptied_storages]
+        for storage in (*contents, *emptied_storages):
             storage.resize_(0)
 
     def _storages(self, tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

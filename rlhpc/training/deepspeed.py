@@ -312,7 +312,7 @@ class DeepSpeedBackend(ParkingBackend):
     @property
     def _frozen(self) -> bool:
         """True if some weights are frozen; those are restored from the module's own source."""
-        return not all(p.requires_grad for p in self.module.parameters())
+        return not all(parameter.requires_grad for parameter in self.module.parameters())
 
     def _layout(self) -> dict[str, Any]:
         """Returns the settings that must match for DeepSpeed to load its files as they are."""
@@ -349,8 +349,8 @@ class DeepSpeedBackend(ParkingBackend):
                 require_harmless(files_of(folder / FOLDER / TAG, self.rank))
                 self._read(folder / FOLDER, universal=False)
             else:
-                with as_universal(folder / FOLDER / TAG, neighbour=folder, worker=self.worker) as universal:
-                    self._read(universal, universal=True)
+                with as_universal(folder / FOLDER / TAG, neighbour=folder, worker=self.worker) as universal_folder:
+                    self._read(universal_folder, universal=True)
             self._impose_options()
 
     def _read(self, source: Path, *, universal: bool) -> None:

@@ -61,10 +61,10 @@ def require_harmless(paths: Iterable[Path]) -> None:
             unsafe_names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
         except Exception as error:  # a damaged file may raise anything
             raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
-        foreign = sorted(set(unsafe_names) - set(_STANDINS))
-        if foreign:
+        foreign_names = sorted(set(unsafe_names) - set(_STANDINS))
+        if foreign_names:
             raise CheckpointError(
-                f"{path}: not a file that DeepSpeed wrote; loading it would call {', '.join(foreign)}"
+                f"{path}: not a file that DeepSpeed wrote; loading it would call {', '.join(foreign_names)}"
             )
 
 

@@ -303,18 +303,20 @@ class FlatModule:
             CheckpointError: The state is from a model with other parameters.
         """
         averages = (("exp_avg", self.optimizer.exp_avg), ("exp_avg_sq", self.optimizer.exp_avg_sq))
-        foreign = CheckpointError("actor.model: the checkpoint's optimizer belongs to a model with other parameters")
+        mismatch_error = CheckpointError(
+            "actor.model: the checkpoint's optimizer belongs to a model with other parameters"
+        )
         if "state" not in state:
             if any(state[moment].shape != flat.shape for moment, flat in averages):
-                raise foreign
+                raise mismatch_error
             for moment, flat in averages:
                 flat.copy_(state[moment])
         else:
-            saved, shapes = state["state"], dict(zip(self.names, map(tuple, self._shapes), strict=True))
-            if {name: tuple(moments["exp_avg"].shape) for name, moments in saved.items()} != shapes:
-                raise foreign
+            saved_state, shapes = state["state"], dict(zip(self.names, map(tuple, self._shapes), strict=True))
+            if {name: tuple(moments["exp_avg"].shape) for name, moments in saved_state.items()} != shapes:
+                raise mismatch_error
             for moment, flat in averages:
-                flat.copy_(torch.cat([saved[name][moment].reshape(-1) for name in self.names]))
+                flat.copy_(torch.cat([saved_state[name][moment].reshape(-1) for name in self.names]))
         self.optimizer.resume_at(int(state["steps"]))
 
     def state(self) -> tuple[torch.Tensor, ...]:

@@ -158,12 +158,16 @@ class FsdpBackend(ParkingBackend):
     def _empty(self, build: Callable[..., nn.Module]) -> tuple[nn.Module | None, Slices | None]:
         """Returns a model without weights and the files to read them from; None for both if rank 0 has to read them."""
         slices = self.blueprint.slices()
-        everywhere = [slices is not None] if self.ranks == 1 else self.worker.all_gather_object(slices is not None)
-        if slices is None or not all(everywhere):
+        has_files_by_rank = (
+            [slices is not None] if self.ranks == 1 else self.worker.all_gather_object(slices is not None)
+        )
+        if slices is None or not all(has_files_by_rank):
             return None, None
         module = build(empty=True)
-        if lacking := missing(module, slices, (name for name, _ in self.blueprint.created_tensors(module))):
-            log.info("rank 0 reads the weights and sends the others theirs: there is no %s in the files", lacking[0])
+        if missing_names := missing(module, slices, (name for name, _ in self.blueprint.created_tensors(module))):
+            log.info(
+                "rank 0 reads the weights and sends the others theirs: there is no %s in the files", missing_names[0]
+            )
             return None, None
         return module, slices
 
@@ -297,9 +301,9 @@ class FsdpBackend(ParkingBackend):
         if not isinstance(tensor, DTensor):
             return tensor
         # The accelerator does the gathering even if the shards are on the host.
-        moved: Any = tensor.to(self.device) if tensor.device.type != self.device.type else tensor
-        gathered: torch.Tensor = moved.full_tensor()
-        return gathered
+        on_device: Any = tensor.to(self.device) if tensor.device.type != self.device.type else tensor
+        gathered_tensor: torch.Tensor = on_device.full_tensor()
+        return gathered_tensor
 
     @torch.no_grad()
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -317,8 +321,8 @@ class FsdpBackend(ParkingBackend):
     def pieces(self, *, rows: bool = False) -> Iterator[tuple[Region, torch.Tensor]]:
         """Yields this rank's boxes (`TrainingBackend.pieces`)."""
         with self.awake():
-            included = self.blueprint.exported
-            for region, values in pieces(self.module, self.mesh, self.full, rows=rows, is_included=included):
+            is_included = self.blueprint.exported
+            for region, values in pieces(self.module, self.mesh, self.full, rows=rows, is_included=is_included):
                 slice_values = values()
                 yield region, slice_values.to(self.dtype) if slice_values.is_floating_point() else slice_values
 

@@ -103,8 +103,11 @@ class _Reverse:
         forward = self._forward[pattern]
         sources: list[str] = forward._original_source_patterns
         operations = [type(operation).__name__ for operation in forward.operations]
-        joined = operations == ["MergeModulelist", "Concatenate"] and forward.operations[1].dim == 1
-        if not (joined or (operations == ["MergeModulelist"] and len(sources) == 1)) or forward.operations[0].dim != 0:
+        is_concatenated = operations == ["MergeModulelist", "Concatenate"] and forward.operations[1].dim == 1
+        if (
+            not (is_concatenated or (operations == ["MergeModulelist"] and len(sources) == 1))
+            or forward.operations[0].dim != 0
+        ):
             raise ConfigError(
                 f"{self._model}: {name} is kept in another form in checkpoints ({', '.join(operations)}), not as a view; "
                 "actor.training_backend=fsdp cannot divide such a model: choose local"
@@ -115,7 +118,7 @@ class _Reverse:
         for expert in range(shape[0]):
             for source_index, source in enumerate(sources):
                 expert_name = first_name.replace(sources[0], source).replace("*", str(expert), 1)
-                rows = (source_index * size, (source_index + 1) * size) if joined else (0, shape[1])
+                rows = (source_index * size, (source_index + 1) * size) if is_concatenated else (0, shape[1])
                 yield ParameterView(self._named(expert_name), (expert, rows, *full_range[2:]))
 
     @staticmethod

@@ -123,19 +123,19 @@ class Layout:
             boxes: Name of the tensor, the box, and its values, in any dtype and on any device; one at a time.
         """
         files: dict[str, int] = {}
-        written = 0
+        num_written = 0
         try:
             for name, box, values in boxes:
                 location = self.places[name]
                 if location.file not in files:
                     files[location.file] = os.open(folder / location.file, os.O_WRONLY)
-                written += _write_box(files[location.file], location, box, values.detach())
+                num_written += _write_box(files[location.file], location, box, values.detach())
             for file in files.values():
                 os.fsync(file)
         finally:
             for file in files.values():
                 os.close(file)
-        return written
+        return num_written
 
     def finish(self, folder: Path) -> None:
         """Makes the folder durable, after all ranks have written."""
@@ -144,7 +144,7 @@ class Layout:
 
 def _write_box(file: int, place: TensorLocation, box: Box, values: torch.Tensor) -> int:
     """Writes the longest runs of bytes that are contiguous in the file."""
-    written = 0
+    total_written = 0
     for start, run in _runs(place.shape, box, values):
         file_offset = place.offset + start * place.dtype.itemsize
         step = max(1, CHUNK // place.dtype.itemsize)
@@ -156,8 +156,8 @@ def _write_box(file: int, place: TensorLocation, box: Box, values: torch.Tensor)
                 num_written += os.pwrite(
                     file, chunk_bytes[num_written:], file_offset + chunk_start * place.dtype.itemsize + num_written
                 )
-            written += len(chunk_bytes)
-    return written
+            total_written += len(chunk_bytes)
+    return total_written
 
 
 def _runs(shape: tuple[int, ...], box: Box, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

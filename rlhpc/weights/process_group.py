@@ -135,8 +135,8 @@ class WeightProcessGroup:
             works += [torch_group.recv([flat], rank, 0) for rank, flat in takes]
             return [torch_group._end_coalescing()] if self.kind == "nccl" else works
 
-        parcels = [*sends, *takes]
-        self._begin(begin, [flat for _, flat in parcels], sorted({rank for rank, _ in parcels}))
+        transfers = [*sends, *takes]
+        self._begin(begin, [flat for _, flat in transfers], sorted({rank for rank, _ in transfers}))
 
     def settle(self) -> None:
         """Waits until the operations that were started are done.

@@ -170,13 +170,13 @@ class ShardSync:
         self.sent += sum(
             piece.nbytes for stream, pieces in streams for piece in pieces if piece.label not in stream.still
         )
-        works = [
+        async_works = [
             in_background(f"shards-{index}", functools.partial(self._send, *stream, version, shards))
             for index, stream in enumerate(streams)
             if stream[1]
         ]
         failure = None
-        for work in works:
+        for work in async_works:
             try:
                 work.wait()
             except BaseException as error:  # the other streams end by themselves; the first failure is raised
@@ -299,19 +299,19 @@ class ShardSync:
 
     def _arriving(self, version: int, new: bool) -> NamedUpdates:
         """Yields full tensors, each as soon as all its slices have arrived."""
-        yielded = set[str]()
+        yielded_names = set[str]()
         if collective := None if new else self._collective:
             line, dtypes = self._lines[0], self._routes.dtypes
             rounds = functools.partial(take, line=line, me=collective.rank, dtypes=dtypes, version=version)
             for name, tensor in self._put_together(self._moving, collective.run(version, rounds)):
-                yielded.add(name)
+                yielded_names.add(name)
                 yield name, tensor
         is_received = collective is not None and collective.went
         is_last = collective is None or self._lines[0].ranks[-1] == collective.rank
         self.sent = sum(piece.nbytes for piece in self._moving) if is_received and not is_last else 0
         order = self._kept_pieces if is_received else self._order
         for name, tensor in self._put_together(order, self._streamed(version, order)):
-            if name not in yielded:
+            if name not in yielded_names:
                 yield name, tensor
 
     def _streamed(self, version: int, order: Sequence[Piece]) -> Iterator[tuple[Piece, torch.Tensor]]:

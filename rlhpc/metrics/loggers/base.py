@@ -144,8 +144,8 @@ def _public(key: str, raw: Any, value: Any, *, hidden: bool) -> Any:
         return raw
     if isinstance(value, Mapping):
         raw_section = raw if isinstance(raw, Mapping) else value
-        inside = hidden or bool(_SECRET_SECTION.match(key))
-        return {str(k): _public(str(k), raw_section.get(k, v), v, hidden=inside) for k, v in value.items()}
+        is_hidden = hidden or bool(_SECRET_SECTION.match(key))
+        return {str(k): _public(str(k), raw_section.get(k, v), v, hidden=is_hidden) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         items = raw if isinstance(raw, (list, tuple)) and len(raw) == len(value) else value
         return [_public(key, items[i], v, hidden=hidden) for i, v in enumerate(value)]

@@ -234,11 +234,11 @@ class BulkServer:
         return connection
 
     def _answer(self, link: BulkConnection, request: bytes) -> None:
-        operation, body = request[:1], request[1:]
+        operation, arguments = request[:1], request[1:]
         if operation == _RELEASE:
-            self._loans.release(os.fsdecode(body[_READER.size :]), *_READER.unpack_from(body))
+            self._loans.release(os.fsdecode(arguments[_READER.size :]), *_READER.unpack_from(arguments))
             return
-        (start, count), path = _RANGE.unpack_from(body), os.fsdecode(body[_RANGE.size :])
+        (start, count), path = _RANGE.unpack_from(arguments), os.fsdecode(arguments[_RANGE.size :])
         if operation == _OFFERED:
             self._send_offer(link, path, start, count)
             return

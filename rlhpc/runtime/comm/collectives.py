@@ -89,14 +89,16 @@ class Collectives:
         from rlhpc.runtime.comm import p2p
 
         if self.rank == 0:
-            objects = [obj, *(p2p.recv(self.group, rank, tag="g") for rank in range(1, self.world_size))]
+            objects_by_rank = [obj, *(p2p.recv(self.group, rank, tag="g") for rank in range(1, self.world_size))]
         else:
             p2p.send(obj, self.group, self.rank, self.group, 0, tag="g")
-            objects = []
+            objects_by_rank = []
         if self.world_size == 1:
-            return objects
+            return objects_by_rank
         ranks = list(range(self.world_size))
-        gathered: list[Any] = p2p.broadcast(objects, self.group, self.rank, [(self.group, ranks)], (self.group, 0))
+        gathered: list[Any] = p2p.broadcast(
+            objects_by_rank, self.group, self.rank, [(self.group, ranks)], (self.group, 0)
+        )
         return gathered
 
     def barrier(self) -> None:
@@ -159,9 +161,9 @@ class ServiceStore(dist.Store):
             while True:
                 self._context.check()
                 remaining_s = deadline - time.monotonic()
-                stored = self._context.service.held.wait(self._full(key), max(0.0, min(remaining_s, _LOOK_S)))
-                if stored is not None:
-                    return stored
+                stored_value = self._context.service.held.wait(self._full(key), max(0.0, min(remaining_s, _LOOK_S)))
+                if stored_value is not None:
+                    return stored_value
                 if remaining_s <= 0:
                     break
         raise DeadlineExceeded(f"{self._context.name} waited {limit:.0f} s for the ranks of {self._group!r} "

@@ -133,11 +133,11 @@ def _record_listeners() -> Iterator[list[int]]:
 
 def _descriptors() -> dict[int, str]:
     """Returns the kernel's description of each of this process's descriptors, which tells sockets and pipes apart."""
-    described = {}
+    descriptions = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed in the meantime
-            described[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-    return described
+            descriptions[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return descriptions
 
 
 def _watched(epoll: int) -> list[int]:
@@ -179,17 +179,17 @@ def _prove(group: Any, rank: int, size: int, token: bytes, context: Context) -> 
     peers = [(rank + step) % size for step in range(1, size)]
     deadline = time.monotonic() + PROOF_S
     received: dict[int, torch.Tensor] = {}
-    works: list[tuple[int, Any, torch.Tensor | None]] = []
+    transfers: list[tuple[int, Any, torch.Tensor | None]] = []
     peer = peers[0]
     try:
         for peer in peers:
             sent_proof = torch.frombuffer(bytearray(proof(rank, peer)), dtype=torch.uint8)
             received[peer] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
-            works.append(
+            transfers.append(
                 (peer, group.send([sent_proof], peer, _TAG), sent_proof)
             )  # the tensor must live until it has been sent
-            works.append((peer, group.recv([received[peer]], peer, _TAG), None))
-        for peer, work, _ in works:  # noqa: B007 - the error names the one that it came to
+            transfers.append((peer, group.recv([received[peer]], peer, _TAG), None))
+        for peer, work, _ in transfers:  # noqa: B007 - the error names the one that it came to
             work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
         unproven = [
             peer for peer in peers if not hmac.compare_digest(bytes(received[peer].tolist()), proof(peer, rank))

@@ -134,10 +134,10 @@ class Mailbox:
         return array
 
     def _announce(self, array: np.ndarray) -> None:
-        form = f"({array.dtype.str!r}, {array.shape})"
-        encoded_form = form.encode()
+        dtype_and_shape = f"({array.dtype.str!r}, {array.shape})"
+        encoded_form = dtype_and_shape.encode()
         if array.nbytes > self._capacity or array.dtype.hasobject or len(encoded_form) > _HEADER - _TEXT:
-            raise ChannelError(f"mailbox to {self._peer}: {form} does not fit into {self._capacity} bytes")
+            raise ChannelError(f"mailbox to {self._peer}: {dtype_and_shape} does not fit into {self._capacity} bytes")
         self._out[_TEXT : _TEXT + len(encoded_form)] = encoded_form
         self._out_counters[_FORM_SIZE] = len(encoded_form)
         self._out_counters[_FORM] += 1

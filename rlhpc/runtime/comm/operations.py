@@ -191,22 +191,22 @@ class Home(Protocol):
 
 
 def _put(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
-    name, key, nbytes, weight, segment, wait = pickle.loads(frames[0])
+    name, key, nbytes, weight, segment, should_wait = pickle.loads(frames[0])
     with service.lock:
         answer.outlook = service.channel(name).outlook(key)
         service.channel(name).put(key, frames[1:], nbytes, weight, segment, answer)
-        if not wait:
+        if not should_wait:
             refused = service.channel(name).cancel(lambda a: a is answer)
             if refused:
                 answer(Refusal("full"))
 
 
 def _get(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
-    name, key, target, wait, taker, owner = pickle.loads(frames[0])
+    name, key, target, should_wait, taker, owner = pickle.loads(frames[0])
     with service.lock:
         state = service.channel(name)
         state.note_taker(key, Taker(*taker))
-        if not wait and not state.count(key):
+        if not should_wait and not state.count(key):
             answer(Refusal("empty"))
         else:
             state.get(key, (owner, answer.connection_name), target, answer)

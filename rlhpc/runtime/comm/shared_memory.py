@@ -526,12 +526,12 @@ class SegmentPool:
         if segment.free():
             self._retire(segment)
             return
-        awaited = segment.awaited()
+        has_awaited = segment.awaited()
         is_expired = segment.readers > 1 and now - segment.written > self._patience
         if (
-            (len(self._busy) >= _MAX_BUSY and not awaited)
-            or (not segment.pooled and not awaited)
-            or (awaited and is_expired)
+            (len(self._busy) >= _MAX_BUSY and not has_awaited)
+            or (not segment.pooled and not has_awaited)
+            or (has_awaited and is_expired)
         ):
             self._forget(segment)
         else:
@@ -567,19 +567,19 @@ class SegmentPool:
             chunks += [buffer, b"\0" * (-len(buffer) % ALIGN)]
         name = f"{process_id()}-{next(_counter)}"
         for folder in (self._scratch.shm, self._scratch.spill):
-            path, spilled = str(folder / name), folder == self._scratch.spill
+            path, is_spilled = str(folder / name), folder == self._scratch.spill
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 _write_all(fd, chunks)
                 written = HEADER + (0 if buffers is None else size)
-                length = HEADER + (size if spilled else capacity)
+                length = HEADER + (size if is_spilled else capacity)
                 if length > written:
                     os.posix_fallocate(fd, written, length - written)
                 flags = mmap.MAP_SHARED | (POPULATE if buffers is None else 0)
-                return ShmSegment(path, capacity, mmap.mmap(fd, length, flags=flags), pooled=not spilled)
+                return ShmSegment(path, capacity, mmap.mmap(fd, length, flags=flags), pooled=not is_spilled)
             except OSError as error:
                 os.unlink(path)
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or spilled:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or is_spilled:
                     raise
                 self._make_room()
                 if not self._warned:
@@ -612,8 +612,8 @@ def default_idle(scratch: Scratch) -> int:
 def _write_all(fd: int, chunks: list[Any]) -> None:
     views = [memoryview(chunk).cast("B") for chunk in chunks if len(chunk)]
     while views:
-        written = os.writev(fd, views[:_IOV_MAX])
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if written:
-            views[0] = views[0][written:]
+        num_written = os.writev(fd, views[:_IOV_MAX])
+        while views and num_written >= len(views[0]):
+            num_written -= len(views.pop(0))
+        if num_written:
+            views[0] = views[0][num_written:]

@@ -168,12 +168,12 @@ class Offers:
 
     def put(self, name: str, memory: memoryview, times: int) -> None:
         """Offers memory that does not change, until it has been read a number of times. A reader may keep it longer."""
-        withdrawn = []
+        expired_offers = []
         with self._changed:
             self._held[name] = memory, times
             while len(self._held) > _MAX_OFFERS:
-                withdrawn.append(self._held.popitem(last=False))
-                self._withdrawn.append(withdrawn[-1][0])
+                expired_offers.append(self._held.popitem(last=False))
+                self._withdrawn.append(expired_offers[-1][0])
             self._changed.notify_all()
         # Only now may memory return to its pool, which has separate locks.
 

@@ -102,8 +102,8 @@ class ForkServer:
             die_with_parent(server)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for inherited in (self.control, *self._inherited):
-                inherited.close()
+            for inherited_socket in (self.control, *self._inherited):
+                inherited_socket.close()
             module, _, name = self.entry.partition(":")
             status = getattr(importlib.import_module(module), name)(spec)
         finally:

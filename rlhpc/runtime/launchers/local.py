@@ -180,7 +180,9 @@ class ForkedStarter:
             self._tell(op="start", spec=pickle.dumps(member.spec))
 
     def _signal(self, members: Sequence[Member], number: int) -> None:
-        self._tell(op="kill", ranks=[m.spec.identity for m in members if not m.has_exited], signal=number)
+        self._tell(
+            op="kill", ranks=[member.spec.identity for member in members if not member.has_exited], signal=number
+        )
 
     def end(self, members: Sequence[Member]) -> None:
         self._signal(members, signal.SIGTERM)

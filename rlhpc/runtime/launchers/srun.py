@@ -84,13 +84,13 @@ class SteppedStarter:
         spec = members[0].spec
         steps = []
         try:
-            for planned in job_steps(
+            for step_plan in job_steps(
                 spec.group, [member.spec for member in members], cluster, components,
                 [node.name for node in cluster.nodes], spec.interpreter or None,
             ):  # fmt: skip
-                name = f"{spec.group}-{planned.component}" if self._components > 1 else spec.group
+                name = f"{spec.group}-{step_plan.component}" if self._components > 1 else spec.group
                 step = JobStep(
-                    planned, [member_by_rank[rank] for rank in planned.ranks], self._log_dir / f"{name}.step.err",
+                    step_plan, [member_by_rank[rank] for rank in step_plan.ranks], self._log_dir / f"{name}.step.err",
                     self._exited, self._on_step_end,
                 )  # fmt: skip
                 steps.append(step)
@@ -135,8 +135,8 @@ class SteppedStarter:
         ending = set(members)
         return {
             step
-            for m in members
-            if (step := self._step_of(m)) and all(o in ending or o.state == "ended" for o in step.members)
+            for member in members
+            if (step := self._step_of(member)) and all(o in ending or o.state == "ended" for o in step.members)
         }
 
     def _step_of(self, member: Member) -> JobStep | None:
